@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from baton.config.fields import (
+    AttentionBackendName,
     BlockSize,
     ByteSize,
     Count,
@@ -32,6 +33,10 @@ class EngineOptions(ModelOptions):
     """Whose code runs the layers: baton has its own for some families; transformers has most
     decoders, and runs them with Baton's attention, KV blocks and linear layers; auto takes the
     first that has the model."""
+    attention_backend: AttentionBackendName = "auto"
+    """Who computes attention. triton: Baton's own kernels, for everything on a GPU, which auto
+    takes. The others compute prompts alone: sdpa and varlen are torch's, flash-attn and flashinfer
+    need these packages. What is named must be installed and be able to compute the model."""
     dtype: Dtype = "auto"
     """Element type of weights and of what is computed; auto takes the checkpoint's, or float32 on a
     CPU without kernels for that."""

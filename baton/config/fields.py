@@ -43,6 +43,7 @@ def parse_byte_size(value: object) -> object:
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "baton", "transformers"]
+AttentionBackendName = Literal["auto", "triton", "sdpa", "varlen", "flash-attn", "flashinfer"]
 KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 if TYPE_CHECKING:
     Transport = str

@@ -42,6 +42,7 @@ def load_engine(
     *,
     revision: str | None = None,
     model_impl: str = "auto",
+    attention_backend: str = "auto",
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
     device: str = "cpu",
@@ -65,11 +66,12 @@ def load_engine(
 ) -> TorchEngine:
     """Load the checkpoint `model` (a folder or a hub id) and make its KV pool.
 
-    model_impl: whose code runs the layers, see choose_implementation. `on_plan` sees the memory
-    plan before anything is loaded; by default it is logged. `progress` sees each tensor read; by
-    default there is a bar on a terminal. make_graphs: what records decode steps, of up to
-    max_graph_seqs sequences; if not given, all steps run eagerly, as those of transformers' models
-    always do. It needs Triton's kernels. max_graph_seqs: max_num_seqs, if not given. lora_modules:
+    model_impl: whose code runs the layers, see choose_implementation; attention_backend: see
+    choose_attention, of one rank. `on_plan` sees the memory plan before anything is loaded; by
+    default it is logged. `progress` sees each tensor read; by default there is a bar on a terminal.
+    make_graphs: what records decode steps, of up to max_graph_seqs sequences; if not given, all
+    steps run eagerly, as those of transformers' models always do. It needs Triton's kernels.
+    max_graph_seqs: max_num_seqs, if not given. lora_modules:
     folders of LoRA adapters, of max_lora_rank at most, by the names that slices ask for them by.
     Raises ConfigError and ModelError (see baton.errors).
     """
@@ -89,6 +91,11 @@ def load_engine(
     _check_kv_dtype(kv_name, block_size * source.head_dim, where)
     source.check_ranks(size, where)
     window, windowed_layers = windows_of(source.windows)
+    if size > 1 and attention_backend != "auto":
+        raise ConfigError.of(
+            "attention_backend", attention_backend, "several ranks have their own; use auto"
+        )
+    attention = source.choose_attention(attention_backend, chosen.name, kv_name, where)
     sizes = KvLayout(
         fingerprint="",
         num_layers=source.num_layers,
@@ -104,7 +111,9 @@ def load_engine(
     graphs = None
     if make_graphs is not None:
         graphs = Graphs(make_graphs, min(max_graph_seqs or max_num_seqs, max_num_seqs))
-    settled = EnginePlan(where, chosen.name, sizes, 0, longest, size, max_num_seqs, adapters)
+    settled = EnginePlan(
+        where, chosen.name, sizes, 0, longest, size, max_num_seqs, adapters, attention
+    )
     memory = plan_blocks(
         sizes,
         dtype=chosen.name,
@@ -138,6 +147,7 @@ def load_engine(
     if adapters:
         digests.append(adapters_digest(adapters))
     layout = replace(sizes, fingerprint=":".join(digests))
+    whose = (source.kernels, attention.version)
     spec = EngineSpec(
         model=served_model_name or model,
         layout=layout,
@@ -148,7 +158,7 @@ def load_engine(
         # Other ranks know of a step what they are told, and what was drawn stays with this one.
         max_num_launches=1 if size > 1 else 2,
         computes_aside=where.type == "cuda",
-        numerics=numerics_of(where, chosen.name, source.kernels),
+        numerics=numerics_of(where, chosen.name, ".".join(filter(None, whose))),
         dtype_reason=chosen.reason,
         adapters=tuple(adapters),
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from baton.engine.attention_choice import choose_attention
 from baton.engine.device_tables import DeviceTables, table_width
 from baton.engine.graph_device import GraphDevice
 from baton.engine.step_runner import EagerSteps, Followers, StepModel, StepRunner, TensorPool
@@ -26,6 +27,7 @@ from baton.model.packed import PackedParameters
 from baton.model.rope import make_rope
 from baton.model.weights import ProgressHook
 from baton.types import SCALED_DTYPES, KvLayout
+from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 
 if TYPE_CHECKING:
     from baton.engine.step_graphs import GraphPlan, ReplayedSteps
@@ -45,7 +47,7 @@ class Graphs:
 class EnginePlan:
     """What is settled before a model is loaded. dtype: of weights and of what is computed; layout:
     of the whole model's KV, without a fingerprint; max_len: in tokens; max_seqs: sequences of a
-    step; adapters: by name."""
+    step; adapters: by name; attention: who computes it."""
 
     device: torch.device
     dtype: str
@@ -55,6 +57,7 @@ class EnginePlan:
     num_ranks: int
     max_seqs: int
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    attention: AttentionBackend = REFERENCE
 
 
 class ModelSource(Protocol):
@@ -101,6 +104,12 @@ class ModelSource(Protocol):
 
     def check_ranks(self, size: int, device: torch.device) -> None:
         """Raise ConfigError unless so many ranks can share the model on this kind of device."""
+        ...
+
+    def choose_attention(
+        self, name: str, dtype: str, kv_dtype: str, device: torch.device
+    ) -> AttentionBackend:
+        """See baton.engine.attention_choice."""
         ...
 
     def read_adapter(
@@ -186,6 +195,12 @@ class NativeModel:
             )
         check_ranks(self._config, size, device)
 
+    def choose_attention(
+        self, name: str, dtype: str, kv_dtype: str, device: torch.device
+    ) -> AttentionBackend:
+        """See ModelSource."""
+        return choose_attention(name, self._config, dtype, kv_dtype, device)
+
     def read_adapter(
         self, folder: Path, dtype: str, device: torch.device, max_rank: int
     ) -> Adapter:
@@ -244,8 +259,9 @@ class _LoadedNative:
         """See LoadedModel."""
         ranks = self.followers.ranks
         own = ranks.shard.attention_config(self._config)
-        decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks)
-        parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters)
+        attention = self._plan.attention
+        decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks, attention)
+        parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters, attention.plan)
         device = self._plan.device
         if graphs is None and device.type == "cpu":
             return EagerSteps(parts, self.followers)

@@ -27,6 +27,7 @@ from baton.model.transformers_backend.describe import describe
 from baton.model.transformers_backend.load import TransformersDecoder, load_model
 from baton.model.weights import ProgressHook, digest_checkpoint, terminal_progress
 from baton.types import DTYPE_BYTES, KEY_VALUE
+from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 
 
 class TransformersModel:
@@ -56,6 +57,23 @@ class TransformersModel:
                 f"{self._description.architecture} runs by transformers' code, which no ranks "
                 "share; leave it out",
             )
+
+    def choose_attention(
+        self,
+        name: str,
+        dtype: str,  # noqa: ARG002
+        kv_dtype: str,  # noqa: ARG002
+        device: torch.device,  # noqa: ARG002
+    ) -> AttentionBackend:
+        """See ModelSource. Baton's own alone."""
+        if name not in ("auto", REFERENCE.name):
+            raise ConfigError.of(
+                "attention_backend",
+                name,
+                f"{self._description.architecture} runs by transformers' code with Baton's "
+                "attention; use auto",
+            )
+        return REFERENCE
 
     def read_adapter(
         self,

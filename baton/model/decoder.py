@@ -13,6 +13,7 @@ from baton.model.config import ModelConfig
 from baton.model.packed import PackedLayer, PackedParameters
 from baton.model.rope import Rotation
 from baton.model.shard import Alone, Ranks
+from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 from baton_kernels.experts import GroupedLinear, combine, grouped_linear, route
 from baton_kernels.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.kv_write import head_rows, kv_write
@@ -23,7 +24,6 @@ from baton_kernels.paged_attention import (
     AttentionPlan,
     AttentionSlice,
     ScoreTerms,
-    paged_attention,
 )
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope import rope
@@ -109,10 +109,15 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, parameters: PackedParameters, ranks: Ranks | None = None
+        self,
+        config: ModelConfig,
+        parameters: PackedParameters,
+        ranks: Ranks | None = None,
+        attention: AttentionBackend = REFERENCE,
     ) -> None:
         """config: with the heads that are here, Shard.attention_config. ranks: who else has parts
-        of the model; nobody if not given."""
+        of the model; nobody if not given. attention: who made the plans of batches."""
+        self._attend = attention.attend
         self._ranks: Ranks = ranks or Alone()
         self._config = config
         self._parameters = parameters
@@ -214,7 +219,7 @@ class Decoder:
             self._ranks.meet()
             layer_done(index)
         plan = batch.plans[shape.window]
-        mixed = paged_attention(query, key, value, pool, index, plan, scales, terms)
+        mixed = self._attend(query, key, value, pool, index, plan, scales, terms)
         if isinstance(attention, LatentAttention):
             return self._heads[index].results(mixed)
         return mixed.flatten(1)

@@ -11,6 +11,7 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder, PackedBatch, Watch
 from baton.model.packed import PackedParameters
 from baton.model.shard import Ranks
+from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 from baton_kernels.cpu.layers import (
     NUM_STAGES,
     NativeLayer,
@@ -24,15 +25,21 @@ from baton_kernels.cpu.paged_attention import AttentionPlan
 
 
 def make_decoder(
-    config: ModelConfig, parameters: PackedParameters, pool_dtype: torch.dtype, ranks: Ranks
+    config: ModelConfig,
+    parameters: PackedParameters,
+    pool_dtype: torch.dtype,
+    ranks: Ranks,
+    attention: AttentionBackend = REFERENCE,
 ) -> Decoder:
     """The fastest decoder for where the parameters are. All give the same, to the bit where both
     run native kernels.
 
-    config and ranks: see Decoder. Several ranks meet within a layer, so that they run it operation
-    by operation.
+    config, ranks, attention: see Decoder. Several ranks meet within a layer, so that they run it
+    operation by operation, and so do layers whose attention somebody else computes.
     """
     embeddings = parameters.embeddings
+    if attention is not REFERENCE:
+        return Decoder(config, parameters, ranks, attention)
     is_alone = ranks.shard.size == 1 and embeddings.device.type == "cpu"
     if not is_alone or not can_run(embeddings.dtype, pool_dtype, config.head_dim):
         return Decoder(config, parameters, ranks)

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from triton.runtime.errors import OutOfResources
 
+from baton_kernels.attention_backends import LIBRARIES, load_backend, why_not
 from baton_kernels.gpu.attention_plan import AttentionPlan, Tile, choose_tile, list_items
 from baton_kernels.gpu.paged_attention import attend
 from baton_kernels.paged_attention import AttentionSlice
+from bench.gpu.case import relative_error
 from bench.gpu.paged_batch import in_one_memory
 from bench.gpu.setting import Result, Setting, time_ms
 
@@ -128,6 +130,34 @@ def tiles(load: Load, candidates: tuple[Tile, ...], setting: Setting) -> Result:
     return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
+def by_library(name: str, load: Load, setting: Setting) -> Result:
+    """One layer's attention of a prompt by --attention-backend `name`, gathering of earlier keys
+    included. error: beside Baton's kernel."""
+    library = LIBRARIES[name]
+    if reason := why_not(name):
+        return {"skipped": reason}
+    if setting.is_dry and library.needs_gpu:
+        return {"skipped": f"{name} computes on GPUs"}
+    # More new tokens than a verification has: prompts are what libraries are for.
+    load = replace(_shrunk(load, setting), new=setting.pick(load.new, 20))
+    pool, _, order = _pool(load, setting)
+    query = setting.randn(load.new, load.num_heads, load.head_dim)
+    backend = load_backend(name)
+    scale = load.head_dim**-0.5
+    slices = [AttentionSlice(0, load.new, load.cached, order)]
+    plan = backend.plan(slices, pool, load.num_heads, scale, load.window)
+    at = torch.arange(load.cached, load.cached + load.new, device=setting.device)
+    blocks = torch.tensor(order, device=setting.device)[at // load.block_size]
+    key, value = (pool[blocks, 0, part, :, at % load.block_size] for part in range(2))
+
+    def run() -> torch.Tensor:
+        return backend.attend(query, key, value, pool, 0, plan)
+
+    wanted = attend(query, pool, None, 0, _plan(load, pool, order, setting.half))
+    error = relative_error(run(), wanted)
+    return {"ms": time_ms(run, setting), "error": error, **_costs(load, pool, None)}
+
+
 def sdpa(load: Load, setting: Setting) -> Result:
     """torch's own causal attention of one new sequence, KV contiguous: the peer of a prefill."""
     load = _shrunk(load, setting)
@@ -211,6 +241,15 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "attention 32 tokens over 32K": partial(paged, Load(1, 32768, 32)),
     "attention 256 tokens over 32K": partial(paged, Load(1, 32768, 256)),
     "attention prefill 8K block 64": partial(paged, Load(1, 0, 8192, block_size=64)),
+    **{
+        f"attention {what} by {name}": partial(by_library, name, load)
+        for what, load in (
+            ("prefill 8K", _PREFILL),
+            ("prefill 32K", Load(1, 0, 32768)),
+            ("prefill 2K over 8K", Load(1, 8192, 2048)),
+        )
+        for name in LIBRARIES
+    },
     "SDPA prefill 2K": partial(sdpa, Load(1, 0, 2048)),
     "SDPA prefill 8K": partial(sdpa, _PREFILL),
     "SDPA prefill 32K": partial(sdpa, Load(1, 0, 32768)),
