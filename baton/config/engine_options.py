@@ -37,6 +37,10 @@ class EngineOptions(ModelOptions):
     """Who computes attention. triton: Baton's own kernels, for everything on a GPU, which auto
     takes. The others compute prompts alone: sdpa and varlen are torch's, flash-attn and flashinfer
     need these packages. What is named must be installed and be able to compute the model."""
+    batch_invariant: bool = False
+    """Greedy outputs do not depend on what else is in the batch, nor on how prompts were cut into
+    chunks: on a GPU all sums are taken in one order, which takes time. With the native kernels of a
+    CPU they never do. What cannot hold it is refused."""
     dtype: Dtype = "auto"
     """Element type of weights and of what is computed; auto takes the checkpoint's, or float32 on a
     CPU without kernels for that."""

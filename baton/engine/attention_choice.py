@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from baton.errors import ConfigError
@@ -13,6 +15,7 @@ from baton_kernels.attention_backends import (
     load_backend,
     why_not,
 )
+from baton_kernels.cpu.library import library, why_none
 
 _OPTION = "attention_backend"
 
@@ -45,6 +48,25 @@ def choose_attention(
     if why := _own_attention(config):
         raise ConfigError.of(_OPTION, name, f"a {config.family} model has {why}; use auto")
     return load_backend(name)
+
+
+def check_batch_invariant(config: ModelConfig, dtype: str, device: torch.device) -> None:
+    """Raise ConfigError unless a row's tokens can be independent of its batch. With the native
+    kernels of a CPU they are so in any case."""
+    why = ""
+    if device.type == "cpu":
+        if library() is None:
+            why = f"this CPU has no native kernels: {why_none()}"
+        elif dtype == "float16":
+            why = "products of float16 are torch's on a CPU, which follow the batch; use bfloat16"
+    elif find_spec("triton") is None:
+        why = "Triton is not installed, whose kernels it needs; pip install triton"
+    elif config.traits.experts is not None:
+        why = "products of a mixture's experts follow how many rows each has; leave it out"
+    elif config.quantization is not None:
+        why = "products of quantised weights follow the number of rows; serve the model in 16 bits"
+    if why:
+        raise ConfigError.of("batch_invariant", True, why)
 
 
 def _own_attention(config: ModelConfig) -> str:

@@ -30,6 +30,7 @@ from baton.model.memory_plan import MemoryPlan, plan_blocks
 from baton.model.weights import ProgressHook
 from baton.start_log import report_phase
 from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout, windows_of
+from baton_kernels.attention_backends import REFERENCE, AttentionBackend, BatchInvariantAttention
 from baton_kernels.cpu.library import why_none
 
 NO_MODULES: Mapping[str, str] = MappingProxyType({})
@@ -43,6 +44,7 @@ def load_engine(
     revision: str | None = None,
     model_impl: str = "auto",
     attention_backend: str = "auto",
+    batch_invariant: bool = False,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
     device: str = "cpu",
@@ -67,13 +69,13 @@ def load_engine(
     """Load the checkpoint `model` (a folder or a hub id) and make its KV pool.
 
     model_impl: whose code runs the layers, see choose_implementation; attention_backend: see
-    choose_attention, of one rank. `on_plan` sees the memory plan before anything is loaded; by
-    default it is logged. `progress` sees each tensor read; by default there is a bar on a terminal.
-    make_graphs: what records decode steps, of up to max_graph_seqs sequences; if not given, all
-    steps run eagerly, as those of transformers' models always do. It needs Triton's kernels.
-    max_graph_seqs: max_num_seqs, if not given. lora_modules:
-    folders of LoRA adapters, of max_lora_rank at most, by the names that slices ask for them by.
-    Raises ConfigError and ModelError (see baton.errors).
+    choose_attention, of one rank; batch_invariant: see EnginePlan. `on_plan` sees the memory plan
+    before anything is loaded; by default it is logged. `progress` sees each tensor read; by default
+    there is a bar on a terminal. make_graphs: what records decode steps, of up to max_graph_seqs
+    sequences; if not given, all steps run eagerly, as those of transformers' models always do. It
+    needs Triton's kernels. max_graph_seqs: max_num_seqs, if not given. lora_modules: folders of
+    LoRA adapters, of max_lora_rank at most, by the names that slices ask for them by. Raises
+    ConfigError and ModelError (see baton.errors).
     """
     size = tensor_parallel_size
     if num_threads is not None or size > 1:
@@ -90,12 +92,14 @@ def load_engine(
         raise ConfigError.of("block_size", block_size, "must be at least 1")
     _check_kv_dtype(kv_name, block_size * source.head_dim, where)
     source.check_ranks(size, where)
+    attention = source.choose_attention(attention_backend, chosen.name, kv_name, where)
     window, windowed_layers = windows_of(source.windows)
     if size > 1 and attention_backend != "auto":
         raise ConfigError.of(
             "attention_backend", attention_backend, "several ranks have their own; use auto"
         )
-    attention = source.choose_attention(attention_backend, chosen.name, kv_name, where)
+    if batch_invariant:
+        attention = _batch_invariant(source, attention, chosen.name, where, lora_modules)
     sizes = KvLayout(
         fingerprint="",
         num_layers=source.num_layers,
@@ -112,7 +116,16 @@ def load_engine(
     if make_graphs is not None:
         graphs = Graphs(make_graphs, min(max_graph_seqs or max_num_seqs, max_num_seqs))
     settled = EnginePlan(
-        where, chosen.name, sizes, 0, longest, size, max_num_seqs, adapters, attention
+        where,
+        chosen.name,
+        sizes,
+        0,
+        longest,
+        size,
+        max_num_seqs,
+        adapters,
+        attention,
+        batch_invariant,
     )
     memory = plan_blocks(
         sizes,
@@ -171,6 +184,29 @@ def load_engine(
     if where.type == "cuda":
         warm_up(engine, max_num_batched_tokens, max_num_seqs, _report_warm_up)
     return engine
+
+
+def _batch_invariant(
+    source: ModelSource,
+    attention: AttentionBackend,
+    dtype: str,
+    device: torch.device,
+    lora_modules: Mapping[str, str],
+) -> AttentionBackend:
+    """Who computes attention in place of `attention`. Raises ConfigError."""
+    option = "batch_invariant"
+    source.check_batch_invariant(dtype, device)
+    if attention is not REFERENCE:
+        raise ConfigError.of(
+            option, True, f"--attention-backend={attention.name} does not hold it; use auto"
+        )
+    if device.type == "cpu":
+        return attention
+    if lora_modules:
+        raise ConfigError.of(
+            option, True, "adapters' products follow the batch on a GPU; leave out --lora-modules"
+        )
+    return BatchInvariantAttention()
 
 
 def _read_adapters(

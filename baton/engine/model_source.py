@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from baton.engine.attention_choice import choose_attention
+from baton.engine.attention_choice import check_batch_invariant, choose_attention
 from baton.engine.device_tables import DeviceTables, table_width
 from baton.engine.graph_device import GraphDevice
 from baton.engine.step_runner import EagerSteps, Followers, StepModel, StepRunner, TensorPool
@@ -47,7 +47,8 @@ class Graphs:
 class EnginePlan:
     """What is settled before a model is loaded. dtype: of weights and of what is computed; layout:
     of the whole model's KV, without a fingerprint; max_len: in tokens; max_seqs: sequences of a
-    step; adapters: by name; attention: who computes it."""
+    step; adapters: by name; attention: who computes it; batch_invariant: no row's result depends on
+    which others are computed with it."""
 
     device: torch.device
     dtype: str
@@ -58,6 +59,7 @@ class EnginePlan:
     max_seqs: int
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     attention: AttentionBackend = REFERENCE
+    batch_invariant: bool = False
 
 
 class ModelSource(Protocol):
@@ -109,6 +111,10 @@ class ModelSource(Protocol):
     def choose_attention(
         self, name: str, dtype: str, kv_dtype: str, device: torch.device
     ) -> AttentionBackend:
+        """See baton.engine.attention_choice."""
+        ...
+
+    def check_batch_invariant(self, dtype: str, device: torch.device) -> None:
         """See baton.engine.attention_choice."""
         ...
 
@@ -201,6 +207,10 @@ class NativeModel:
         """See ModelSource."""
         return choose_attention(name, self._config, dtype, kv_dtype, device)
 
+    def check_batch_invariant(self, dtype: str, device: torch.device) -> None:
+        """See ModelSource."""
+        check_batch_invariant(self._config, dtype, device)
+
     def read_adapter(
         self, folder: Path, dtype: str, device: torch.device, max_rank: int
     ) -> Adapter:
@@ -229,7 +239,13 @@ class NativeModel:
         shard = followers.ranks.shard
         try:
             parameters, digest = load_parameters(
-                self._folder, config, getattr(torch, plan.dtype), device, progress, shard
+                self._folder,
+                config,
+                getattr(torch, plan.dtype),
+                device,
+                progress,
+                shard,
+                batch_invariant=plan.batch_invariant,
             )
             followers.wait_ready(digest)
         except BaseException:
@@ -284,7 +300,14 @@ def _plan_graphs(config: ModelConfig, plan: EnginePlan, graphs: Graphs) -> Graph
         dtype=torch.int8 if layout.dtype in SCALED_DTYPES else getattr(torch, layout.dtype),
         device="meta",
     )
-    return plan_graphs(config, pool, getattr(torch, plan.dtype), graphs.max_seqs, plan.max_len)
+    return plan_graphs(
+        config,
+        pool,
+        getattr(torch, plan.dtype),
+        graphs.max_seqs,
+        plan.max_len,
+        batch_invariant=plan.batch_invariant,
+    )
 
 
 def _capture(

@@ -66,7 +66,8 @@ class StaticStep:
 
     def num_items(self, batch: Batch) -> int:
         """Of attention, in the window that has most, in a batch of one new token each."""
-        return max(sum(num_items(part.start, w) for part in batch.slices) for w in self.windows)
+        tile, parts = self._tile, batch.slices
+        return max(sum(num_items(part.start, w, tile) for part in parts) for w in self.windows)
 
     def fill(self, shape: StepShape, batch: Batch) -> None:
         """Queue the copy of a step's metadata, padded to `shape`, which holds it, behind what the

@@ -22,7 +22,13 @@ from baton.engine.step_shapes import StepShape, choose_shape, step_shapes
 from baton.engine.torch_step import take_drawn
 from baton.model.config import ModelConfig
 from baton.model.memory_plan import token_bytes
-from baton_kernels.gpu.attention_plan import SPLIT_TOKENS, Tile, choose_tile, most_items
+from baton_kernels.gpu.attention_plan import (
+    SPLIT_TOKENS,
+    Tile,
+    choose_tile,
+    fixed_tile,
+    most_items,
+)
 from baton_kernels.gpu.padded_plan import partial_bytes
 
 _log = logging.getLogger(__name__)
@@ -51,13 +57,17 @@ def plan_graphs(
     dtype: torch.dtype,
     largest_batch: int,
     max_model_len: int,
+    *,
+    batch_invariant: bool = False,
 ) -> GraphPlan:
     """For decode steps of up to largest_batch sequences of up to max_model_len tokens. pool: of the
-    shape and dtype of the KV pool, on any device, `meta` too; dtype: of the weights."""
+    shape and dtype of the KV pool, on any device, `meta` too; dtype: of the weights;
+    batch_invariant: see EnginePlan."""
     windows = set(config.windows)
-    tile = choose_tile(config.num_heads // config.num_kv_heads, pool, dtype)
+    choose = fixed_tile if batch_invariant else choose_tile
+    tile = choose(config.num_heads // config.num_kv_heads, pool, dtype)
     one_part = partial_bytes(pool, tile)
-    items_per_seq = max(most_items(max_model_len, window) for window in windows)
+    items_per_seq = max(most_items(max_model_len, window, tile) for window in windows)
     max_items = max(largest_batch, MAX_PARTIAL_BYTES // one_part)
     shapes = step_shapes(largest_batch, items_per_seq, max_items)
     largest = StepShape(shapes[-1].num_seqs, max(shape.num_items for shape in shapes))

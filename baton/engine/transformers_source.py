@@ -75,6 +75,15 @@ class TransformersModel:
             )
         return REFERENCE
 
+    def check_batch_invariant(self, dtype: str, device: torch.device) -> None:  # noqa: ARG002
+        """See ModelSource. What else the model computes is torch's."""
+        raise ConfigError.of(
+            "batch_invariant",
+            True,
+            f"{self._description.architecture} runs by transformers' code, which promises no such "
+            "thing; leave it out",
+        )
+
     def read_adapter(
         self,
         folder: Path,

@@ -33,11 +33,14 @@ def load_parameters(
     device: torch.device,
     progress: ProgressHook | None = None,
     shard: Shard = WHOLE,
+    *,
+    batch_invariant: bool = False,
 ) -> tuple[PackedParameters, str]:
     """A rank's parameters, ready to run, and the digest of the whole checkpoint.
 
-    progress: sees each tensor read; by default there is a bar on a terminal. Files are mapped: what
-    a rank does not keep takes no memory of its own. Raises ModelError.
+    batch_invariant: see pack_parameters. progress: sees each tensor read; by default there is a bar
+    on a terminal. Files are mapped: what a rank does not keep takes no memory of its own. Raises
+    ModelError.
     """
     # Dense linear layers that nobody fills cost nothing in the host's memory, but would in a GPU's.
     of_linears = torch.device("cpu") if keeps_stored_levels(config, dtype, device) else device
@@ -56,4 +59,5 @@ def load_parameters(
     else:
         with terminal_progress() as show:
             loaded = load(show)
-    return pack_parameters(parameters, loaded.quantized), loaded.digest
+    packed = pack_parameters(parameters, loaded.quantized, batch_invariant=batch_invariant)
+    return packed, loaded.digest

@@ -12,6 +12,7 @@ from baton.model.parameters import DenseLayer, Parameters, Vector
 from baton.model.parameters import Linear as DenseLinear
 from baton.quantization.weight import Float8Weight, StoredWeight, stack
 from baton_kernels.cpu.memory import Allocate, Arena
+from baton_kernels.fixed_linear import FixedLinear
 from baton_kernels.layer import Layer, Norm
 from baton_kernels.linear import Linear, pack_float8, pack_linear, pack_quantized
 
@@ -28,14 +29,21 @@ class PackedParameters:
     lm_head: Linear
 
 
-def pack_parameters(parameters: Parameters, quantized: dict[str, StoredWeight]) -> PackedParameters:
+def pack_parameters(
+    parameters: Parameters,
+    quantized: dict[str, StoredWeight],
+    *,
+    batch_invariant: bool = False,
+) -> PackedParameters:
     """Packs layer by layer. `quantized`: by the checkpoint's names, weights that are not in
     `parameters`.
 
     Both are emptied as layers are packed, so that no weight is there twice. Linear layers get to
-    where the norms are, native ones of a CPU into one arena.
+    where the norms are, native ones of a CPU into one arena. batch_invariant: layers that are not
+    quantised give each row the same bits in any batch, as a CPU's native ones do in any case.
     """
-    packing = _Packing(parameters.norm.weight.numbers.device, quantized)
+    device = parameters.norm.weight.numbers.device
+    packing = _Packing(device, quantized, is_fixed=batch_invariant and device.type != "cpu")
     layers: list[PackedLayer] = []
     while parameters.layers:
         layers.append(packing.layer(parameters.layers.pop(0)))
@@ -48,10 +56,13 @@ def pack_parameters(parameters: Parameters, quantized: dict[str, StoredWeight]) 
 
 
 class _Packing:
-    """device: where all goes; quantized: see pack_parameters."""
+    """device: where all goes; quantized: see pack_parameters; is_fixed: see FixedLinear."""
 
-    def __init__(self, device: torch.device, quantized: dict[str, StoredWeight]) -> None:
+    def __init__(
+        self, device: torch.device, quantized: dict[str, StoredWeight], *, is_fixed: bool
+    ) -> None:
         self._device = device
+        self._is_fixed = is_fixed
         self._quantized = quantized
         self._allocate = Arena().take
 
@@ -67,6 +78,8 @@ class _Packing:
             weight = linear.weight.to(device)
             if linear.spec.is_transposed:
                 weight = weight.t().contiguous()
+            if self._is_fixed:
+                return FixedLinear(weight, bias)
             return pack_linear(weight, bias, self._allocate)
         if len(kept) < len(names):
             raise UnsupportedModel(f"of {list(names)} some are quantised and some are not")

@@ -97,6 +97,7 @@ def _build_torch(options: EngineOptions, max_graph_seqs: int | None) -> Engine:
         revision=options.revision,
         model_impl=options.model_impl,
         attention_backend=options.attention_backend,
+        batch_invariant=options.batch_invariant,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
         device=device,

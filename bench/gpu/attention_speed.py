@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from triton.runtime.errors import OutOfResources
 
 from baton_kernels.attention_backends import LIBRARIES, load_backend, why_not
-from baton_kernels.gpu.attention_plan import AttentionPlan, Tile, choose_tile, list_items
+from baton_kernels.gpu.attention_plan import (
+    AttentionPlan,
+    Tile,
+    choose_tile,
+    fixed_tile,
+    list_items,
+)
 from baton_kernels.gpu.paged_attention import attend
 from baton_kernels.paged_attention import AttentionSlice
 from bench.gpu.case import relative_error
@@ -104,11 +110,15 @@ def _costs(load: Load, pool: torch.Tensor, scales: torch.Tensor | None) -> dict[
     }
 
 
-def paged(load: Load, setting: Setting) -> Result:
-    """One layer's attention."""
+def paged(
+    load: Load,
+    setting: Setting,
+    choose: Callable[[int, torch.Tensor, torch.dtype], Tile] = choose_tile,
+) -> Result:
+    """One layer's attention. choose: the tile for a number of rows."""
     load = _shrunk(load, setting)
     pool, scales, order = _pool(load, setting)
-    plan = _plan(load, pool, order, setting.half)
+    plan = _plan(load, pool, order, setting.half, choose)
     query = setting.randn(load.num_seqs * load.new, load.num_heads, load.head_dim)
     ms = time_ms(lambda: attend(query, pool, scales, 0, plan), setting)
     return {"ms": ms, **_costs(load, pool, scales)}
@@ -224,6 +234,14 @@ _PREFILL = Load(1, 0, 8192)
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "attention invariance": invariance,
     "attention decode 64 x 4K": partial(paged, _DECODE),
+    **{
+        f"attention {what} batch-invariant": partial(paged, load, choose=fixed_tile)
+        for what, load in (
+            ("decode 64 x 4K", _DECODE),
+            ("decode 1 x 32K", Load(1, 32767)),
+            ("prefill 8K", _PREFILL),
+        )
+    },
     "attention decode 64 x 4K contiguous": partial(paged, Load(64, 4095, is_shuffled=False)),
     "attention decode 64 x 4K block 64": partial(paged, Load(64, 4095, block_size=64)),
     "attention decode 1 x 1K": partial(paged, Load(1, 1023)),

@@ -11,6 +11,7 @@ import torch
 from baton_kernels.experts import GroupedLinear
 from baton_kernels.gated_activation import clamped_swiglu as clamped_swiglu_op
 from baton_kernels.gpu.experts import grouped_linear
+from baton_kernels.gpu.fixed_linear import fixed_linear
 from baton_kernels.gpu.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.gpu.rms_norm import rms_norm
 from baton_kernels.linear import Linear, PlainLinear
@@ -94,6 +95,17 @@ def _grouped_linear(is_float8: bool, generator: torch.Generator, sizes: Sizes) -
     return Trial(lambda: grouped_linear(x, chosen, experts, 2), error, tolerance)
 
 
+def _fixed_linear(generator: torch.Generator, sizes: Sizes) -> Trial:
+    weight = (randn(generator, sizes.hidden, sizes.hidden) / sizes.hidden**0.5).to(sizes.half)
+    bias = randn(generator, sizes.hidden).to(sizes.half)
+    x, residual = (randn(generator, sizes.num_tokens, sizes.hidden).to(sizes.half) for _ in "xr")
+
+    def error(got: torch.Tensor) -> float:
+        return relative_error(got, x.double() @ weight.double().T + bias + residual)
+
+    return Trial(lambda: fixed_linear(x, weight, bias, residual, sizes.half), error, 1e-2)
+
+
 def all_cases() -> Sequence[Case]:
     """Every kernel, in every form that a GPU runs."""
     return (
@@ -104,6 +116,7 @@ def all_cases() -> Sequence[Case]:
         Case("clamped_swiglu", _clamped_swiglu),
         Case("grouped linear", partial(_grouped_linear, False)),
         Case("grouped linear fp8", partial(_grouped_linear, True), 89, is_interpretable=False),
+        Case("batch-invariant linear", _fixed_linear),
         *kv_cases(),
         *sampling_cases(),
         *quantized_cases(),

@@ -9,6 +9,7 @@ from functools import cache, partial
 import torch
 
 from baton.quantization.sparsity import prune
+from baton_kernels.fixed_linear import FixedLinear
 from baton_kernels.linear import (
     FusedLinear,
     Linear,
@@ -22,7 +23,7 @@ from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_ms
 
 NUM_IN, NUM_OUT = 4096, 2 * 14336
-_SCHEMES = ("half", "2:4", "fp8", "fp8 grouped", "int8", "int4")
+_SCHEMES = ("half", "batch-invariant", "2:4", "fp8", "fp8 grouped", "int8", "int4")
 _NUM_ROWS = (1, 16, 64, 256, 8192)
 #: Products that matrix units make in the time of one of 16 bits.
 _PRODUCTS = {"2:4": 2.0, "fp8": 2.0, "fp8 grouped": 2.0}
@@ -58,6 +59,8 @@ def _make(scheme: str, setting: Setting) -> _Layer:
     device, size = setting.device, num_out * num_in
     if scheme == "half":
         return _Layer(FusedLinear(setting.randn(num_out, num_in), None), 2.0 * size)
+    if scheme == "batch-invariant":
+        return _Layer(FixedLinear(setting.randn(num_out, num_in), None), 2.0 * size)
     if scheme == "2:4":
         # Half of the weights, and two bits for the place of each.
         return _Layer(SparseLinear(prune(setting.randn(num_out, num_in)), None), size * (1 + 1 / 8))
@@ -124,7 +127,24 @@ def _check_sparse(setting: Setting) -> Result:
     }
 
 
+def _check_fixed(setting: Setting) -> Result:
+    """Rows alone and in company: elements that differ, 0 is right."""
+    num_rows, num_in = setting.pick(300, 70), setting.pick(4096, 96)
+    layer = FixedLinear(setting.randn(setting.pick(4096, 40), num_in), None)
+    x = setting.randn(num_rows, num_in)
+    with on_kernels(setting):
+        whole = layer(x)
+        cuts = (slice(0, 1), slice(num_rows - 1, num_rows), slice(5, 37), slice(3, num_rows))
+        unequal = float(sum((layer(x[rows]) != whole[rows]).sum() for rows in cuts))
+    return {
+        "error": unequal,
+        "tolerance": 0.0,
+        "verdict": "WRONG" if unequal else "right",
+    }
+
+
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {
+    "check linear batch-invariant": _check_fixed,
     "check linear 2:4": _check_sparse,
     **{
         f"linear {scheme} {num_rows} rows": partial(_linear, scheme, num_rows)

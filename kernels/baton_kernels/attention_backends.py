@@ -122,6 +122,32 @@ class AttentionBackend:
 REFERENCE = AttentionBackend()
 
 
+class BatchInvariantAttention(AttentionBackend):
+    """On a GPU, the reference in one tile for all sequences, whose keys are not split: a row's bits
+    depend on its own sequence alone, however it was cut into chunks."""
+
+    version = "batch_invariant"
+
+    def plan(
+        self,
+        slices: Sequence[AttentionSlice],
+        pool: torch.Tensor,
+        num_heads: int,
+        scale: float,
+        window: int | None,
+        dtype: torch.dtype | None = None,
+        placed: PlacedTables | None = None,
+    ) -> Any:
+        """See AttentionBackend."""
+        # Triton is not everywhere.
+        from baton_kernels.gpu.attention_plan import fixed_tile
+        from baton_kernels.gpu.paged_attention import plan_attention as plan_for_gpu
+
+        return plan_for_gpu(
+            slices, pool, num_heads, scale, window, dtype, placed, choose=fixed_tile
+        )
+
+
 class PromptBackend(AttentionBackend):
     """A library for prompts, the reference for the rest."""
 

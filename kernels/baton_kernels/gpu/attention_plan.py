@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import torch
@@ -24,6 +24,9 @@ MAX_SPLIT_ROWS = 64
 #: more still are programs enough, and its keys are not split.
 LONG_SPLIT_TOKENS = 2048
 MAX_SPLIT_TILES = 8
+#: Rows of a tile that is the same for all sequences; and more keys than any sequence has.
+_FIXED_ROWS = 64
+_UNSPLIT = 1 << 30
 #: int32 fields of an item: first row of the batch, number of tokens, position of the first, first
 #: entry of the block table, first key, end of the keys, index of the partial result or -1.
 ITEM_FIELDS = 7
@@ -34,12 +37,19 @@ MERGE_FIELDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """BLOCK_M rows by block_n keys, and how it is compiled. block_n divides SPLIT_TOKENS."""
+    """BLOCK_M rows by block_n keys, and how it is compiled. block_n divides SPLIT_TOKENS. is_fixed:
+    it is that of all sequences, and no keys are split."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    is_fixed: bool = False
+
+    @property
+    def split_tokens(self) -> int:
+        """Keys of one item of a sequence with one new token."""
+        return _UNSPLIT if self.is_fixed else SPLIT_TOKENS
 
 
 def choose_tile(num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
@@ -55,6 +65,12 @@ def choose_tile(num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
     block_m = min(widest, max(16, triton.next_power_of_2(num_rows)))
     block_n = max(16, min(128, (4096 if size == 4 else 8192) // dim))
     return Tile(block_m, block_n, 8 if block_m > 64 or block_m * dim > 8192 else 4, 3)
+
+
+def fixed_tile(_num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
+    """One tile for sequences of any number of new rows, by which a row's bits depend neither on the
+    batch nor on how many tokens of its own sequence are computed at once."""
+    return replace(choose_tile(_FIXED_ROWS, pool, dtype), is_fixed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +157,18 @@ def list_items(
     return AttentionPlan(scale, window, table, tuple(launches))
 
 
-def num_items(position: int, window: int | None) -> int:
+def num_items(position: int, window: int | None, tile: Tile) -> int:
     """Items of one new token at `position`."""
     low = 0 if window is None else max(0, position - window + 1)
-    return position // SPLIT_TOKENS - low // SPLIT_TOKENS + 1
+    return position // tile.split_tokens - low // tile.split_tokens + 1
 
 
-def most_items(num_tokens: int, window: int | None) -> int:
+def most_items(num_tokens: int, window: int | None, tile: Tile) -> int:
     """Items that one new token can have at most, whose sequence has up to `num_tokens` tokens with
     it."""
-    reach = num_tokens if window is None else min(num_tokens, window + SPLIT_TOKENS - 1)
-    return -(-reach // SPLIT_TOKENS)
+    split = tile.split_tokens
+    reach = num_tokens if window is None else min(num_tokens, window + split - 1)
+    return -(-reach // split)
 
 
 class WorkList:
@@ -164,6 +181,7 @@ class WorkList:
             raise ValueError(f"{group} heads share a KV head; at most {tile.block_m} can")
         self._tokens_per_tile = tile.block_m // group
         self._max_split_tokens = MAX_SPLIT_ROWS // group
+        self._is_fixed = tile.is_fixed
         self._block_n = tile.block_n
         self._window = window
         self.items: list[tuple[int, ...]] = []
@@ -182,6 +200,8 @@ class WorkList:
     def _split(self, num_tokens: int) -> int | None:
         """Keys of an item of a sequence with so many new tokens: of nothing else, so that a row
         does not depend on the batch. None if they are not split."""
+        if self._is_fixed:
+            return None
         if num_tokens <= self._max_split_tokens:
             return SPLIT_TOKENS
         num_tiles = -(-num_tokens // self._tokens_per_tile)

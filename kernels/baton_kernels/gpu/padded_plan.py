@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.gpu import attention_plan
 from baton_kernels.gpu.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -149,7 +148,7 @@ def plan_items(sequences: Sequences, plan: AttentionPlan) -> None:
         sequences.positions, sequences.first_rows, sequences.begins,
         sequences.positions if rows is None else rows, launch.items, launch.merges,
         num_seqs, len(launch.items), plan.window or 0,
-        SPLIT=attention_plan.SPLIT_TOKENS, BLOCK_N=launch.tile.block_n,
+        SPLIT=launch.tile.split_tokens, BLOCK_N=launch.tile.block_n,
         SEQS=triton.next_power_of_2(num_seqs), ITEM=ITEM_FIELDS, MERGE=MERGE_FIELDS,
         HAS_WINDOW=plan.window is not None, HAS_MERGES=len(launch.merges) > 0,
         HAS_ROWS=rows is not None, num_warps=4,

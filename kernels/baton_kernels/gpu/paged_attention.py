@@ -89,7 +89,7 @@ def plan_attention(
         ).launches  # fmt: skip
     if singles:
         tile = choose(num_heads // pool.shape[3], pool, dtype or pool.dtype)
-        count = sum(num_items(part.start, window) for part, _ in singles)
+        count = sum(num_items(part.start, window, tile) for part, _ in singles)
         room = PlanRoom(count, len(singles) if count > len(singles) else 0)
         columns = torch.tensor(
             [(part.start, 0, begin, part.first_row) for part, begin in singles], dtype=torch.int32

@@ -67,9 +67,10 @@ def test_most_items_is_the_most(window: int | None) -> None:
     pool = torch.empty(1, 1, 2, 2, BLOCK_SIZE, 16)
     longest = random.Random(window).choice((1023, 1024, 1025, 2600))
     found = []
+    tile = choose_tile(GROUP, pool, torch.float32)
     for position in range(longest):
-        work = WorkList(choose_tile(GROUP, pool, torch.float32), GROUP, window)
+        work = WorkList(tile, GROUP, window)
         work.add(AttentionSlice(0, 1, position, ()), 0)
-        assert len(work.items) == num_items(position, window)
+        assert len(work.items) == num_items(position, window, tile)
         found.append(len(work.items))
-    assert max(found) == most_items(longest, window)
+    assert max(found) == most_items(longest, window, tile)

@@ -1,0 +1,41 @@
+"""Linear layers whose rows do not depend on each other: y = x W^T (+ bias) (+ residual), each sum
+over the inputs in the same order however many rows there are.
+
+torch's products on a GPU choose by the number of rows how sums are taken; this is for workers that
+are asked for outputs that do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from baton_kernels.dispatch import op
+from baton_kernels.linear import PlainLinear
+
+
+@op
+def fixed_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """x [rows, num_in], weight [num_out, num_in], bias [num_out] and residual [rows, num_out] or
+    none -> [rows, num_out] of out_dtype, rounded once."""
+    y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return (y if residual is None else y + residual.float()).to(out_dtype)
+
+
+class FixedLinear(PlainLinear):
+    """See linear.Linear and this module."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """See Linear."""
+        return fixed_linear(x, self.weight, self.bias, residual, out_dtype or x.dtype)
