@@ -219,8 +219,10 @@ class Heartbeat:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last beat."""
-        return self._clock() - self._beat_s
+        """Seconds since the last beat; never negative."""
+        # First the beat: the loop's thread may beat before the clock is read, and not after.
+        beat_s = self._beat_s
+        return self._clock() - beat_s
 
     @property
     def max_age_s(self) -> float:

@@ -148,3 +148,23 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
     )
     core.step([Open(0, 1, SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=2)), KvSource.LOCAL)])
     assert engine.num_beats_within == [4]
+
+
+def test_an_age_is_not_negative_when_the_loop_beats_while_it_is_read() -> None:
+    now_s = 10.0
+    beats = 0
+
+    def clock() -> float:
+        """The engine's thread beats a little later than the reader has read the clock."""
+        nonlocal now_s, beats
+        seen_s = now_s
+        if beats == 1:
+            beats = 2
+            now_s += 0.01
+            heartbeat.beat()
+        return seen_s
+
+    heartbeat = Heartbeat(1.5, clock)
+    beats = 1
+    assert heartbeat.age_s >= 0
+    assert beats == 2
