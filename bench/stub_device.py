@@ -16,7 +16,7 @@ from baton.engine.step_graphs import ReplayedSteps, plan_graphs
 from baton.engine.step_runner import EagerStep, EagerSteps, LayerDone, NoFollowers, StepModel
 from baton.engine.torch_engine import TorchEngine
 from baton.model.config import parse_config
-from baton.model.decoder import Decoder, PackedBatch
+from baton.model.decoder import Decoder, PackedBatch, Watch
 from baton.model.rope import make_rope
 from baton.types import KvLayout
 from baton_kernels.gpu.paged_attention import plan_attention as gpu_plan_attention
@@ -74,6 +74,7 @@ class _NoDecoder:
         pool: torch.Tensor,  # noqa: ARG002
         layer_done: LayerDone | None,
         scales: torch.Tensor | None,  # noqa: ARG002
+        watch: Watch | None,  # noqa: ARG002
     ) -> torch.Tensor:
         """A state for each sample row; all layers are queued at once."""
         if layer_done:

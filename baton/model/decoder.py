@@ -162,7 +162,7 @@ class Decoder:
             if watch is not None and index in watch.layers:
                 watch.add(hidden, batch.sampled)
             added: _Added = [(each.adapter.layers[index], each.rows) for each in batch.adapters]
-            x = _norm(layer.before_attention, hidden)
+            x = normed(layer.before_attention, hidden)
             mixed = self._attention(index, layer, x, batch, rows, pool, scales, layer_done, added)
             if index == last and batch.sampled is not None:
                 hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
@@ -172,7 +172,7 @@ class Decoder:
             hidden = self._mlp(index, layer, hidden, added)
         if watch is not None and last + 1 in watch.layers:
             watch.add(hidden, None)
-        return _norm(parameters.norm, hidden)
+        return normed(parameters.norm, hidden)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """States [tokens, hidden] that the first layer takes."""
@@ -227,7 +227,7 @@ class Decoder:
     def _mlp(
         self, index: int, layer: PackedLayer, hidden: torch.Tensor, added: _Added = ()
     ) -> torch.Tensor:
-        x = _norm(layer.before_mlp, hidden)
+        x = normed(layer.before_mlp, hidden)
         if isinstance(layer.mlp, Experts):
             return self._experts(layer.mlp, self._grouped[index], x, hidden, layer.after_mlp)
         inner = self._gated(layer.mlp, x, _of(added, _gate_up))
@@ -255,7 +255,7 @@ class Decoder:
         shared = None if mlp.shared is None else mlp.shared.down(self._gated(mlp.shared, x))
         if after is None:
             return ranks.gather(combine(parts, weights, shared, ranks.own(hidden)))
-        return hidden + _norm(after, ranks.gather(combine(parts, weights, shared, None)))
+        return hidden + normed(after, ranks.gather(combine(parts, weights, shared, None)))
 
     def _add(
         self,
@@ -269,7 +269,7 @@ class Decoder:
         ranks = self._ranks
         if after is None:
             return ranks.gather(_adapted(linear(x, ranks.own(hidden)), x, own))
-        return hidden + _norm(after, ranks.gather(_adapted(linear(x), x, own)))
+        return hidden + normed(after, ranks.gather(_adapted(linear(x), x, own)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,13 +308,13 @@ class _Heads:
         row]."""
         rank, rope_dim = self.keys.num_out, attention.rope_dim
         down = attention.query_down
-        low = x if down is None else _norm(attention.query_norm, down(x))
+        low = x if down is None else normed(attention.query_norm, down(x))
         heads = attention.query(low).view(len(x), attention.shape.num_heads, -1)
         plain, turned = heads.split_with_sizes((self.keys.num_in, rope_dim), dim=2)
         absorbed = self._grouped(plain, self.keys)
         query = torch.cat((absorbed, rope(turned, cos, sin)), dim=2)
         latent, shared = attention.latent(x)[:, None].split_with_sizes((rank, rope_dim), dim=2)
-        latent = _norm(attention.latent_norm, latent.contiguous())
+        latent = normed(attention.latent_norm, latent.contiguous())
         return query, torch.cat((latent, rope(shared, cos, sin)), dim=2)
 
     def results(self, mixed: torch.Tensor) -> torch.Tensor:
@@ -378,7 +378,7 @@ def _norm_all(norm: PackedNorm | None, heads: torch.Tensor) -> torch.Tensor:
     """heads [tokens, heads, head_dim], by a norm of all of them together, if this is one: see
     Attention."""
     if norm is not None and len(norm.weight) > heads.shape[2]:
-        return _norm(norm, heads.flatten(1)).view(heads.shape)
+        return normed(norm, heads.flatten(1)).view(heads.shape)
     return heads
 
 
@@ -387,5 +387,6 @@ def _own_norm(norm: PackedNorm | None, shape: AttentionShape) -> PackedNorm | No
     return norm if norm is not None and len(norm.weight) == shape.head_dim else None
 
 
-def _norm(norm: PackedNorm | None, x: torch.Tensor) -> torch.Tensor:
+def normed(norm: PackedNorm | None, x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, hidden] after the norm, or as it is where there is none."""
     return x if norm is None else rms_norm(x, norm.weight, norm.eps)

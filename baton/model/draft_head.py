@@ -27,12 +27,11 @@ from safetensors import safe_open
 from baton.errors import MissingTensor, ModelError, TensorMismatch, UnsupportedModel
 from baton.model.checkpoint import find_shards
 from baton.model.config import ModelConfig, parse_config
-from baton.model.decoder import Decoder, PackedBatch
+from baton.model.decoder import Decoder, PackedBatch, normed
 from baton.model.packed import PackedParameters
 from baton_kernels.kv_write import head_rows
 from baton_kernels.layer import Attention, AttentionShape, Layer, Mlp, Norm
 from baton_kernels.linear import Linear, pack_linear
-from baton_kernels.rms_norm import rms_norm
 
 #: By architecture, the kind of head.
 ARCHITECTURES: Mapping[str, str] = {
@@ -140,7 +139,9 @@ class DraftHead(Decoder):
         embedded = self._target.embed(batch.token_ids)
         if self.head.kind == "eagle3":
             hidden = states
-            x = torch.cat((_norm(parts.token_norm, embedded), _norm(parts.state_norm, states)), -1)
+            x = torch.cat(
+                (normed(parts.token_norm, embedded), normed(parts.state_norm, states)), -1
+            )
         else:
             hidden = x = parts.fc(torch.cat((embedded, states), -1))
         rows = head_rows(batch.first_rows, pool)
@@ -151,15 +152,11 @@ class DraftHead(Decoder):
         hidden = self._mlp(0, layer, hidden)
         if self.head.kind == "eagle":
             return hidden, self._target.logits(hidden)
-        found = parts.lm_head(_norm(parts.norm, hidden), None, torch.float32)
+        found = parts.lm_head(normed(parts.norm, hidden), None, torch.float32)
         if parts.tokens is None:
             return hidden, found
         logits = found.new_full((len(found), self.head.model.vocab_size), _IMPOSSIBLE)
         return hidden, logits.index_copy_(1, parts.tokens, found)
-
-
-def _norm(norm: Norm[torch.Tensor] | None, x: torch.Tensor) -> torch.Tensor:
-    return x if norm is None else rms_norm(x, norm.weight, norm.eps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from baton_kernels.host_copy import to_device
 from baton_kernels.paged_attention import (
@@ -299,10 +298,13 @@ def _by_sdpa(prompts: PackedPrompts) -> torch.Tensor:
         mask: Any = None
         if prompts.window is not None and num_keys > prompts.window:
             mask = _visible(num_new, num_keys, prompts.window, query.device)
+        elif num_new < num_keys and query.device.type == "cuda":
+            # Not before it is needed: it brings torch's compiler along.
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(num_new, num_keys)
         elif num_new < num_keys:
-            is_cuda = query.device.type == "cuda"
-            mask = causal_lower_right(num_new, num_keys) if is_cuda else None
-            mask = _visible(num_new, num_keys, None, query.device) if mask is None else mask
+            mask = _visible(num_new, num_keys, None, query.device)
         result = F.scaled_dot_product_attention(
             query,
             key,

@@ -40,6 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def _forget() -> None:
     library.cache_clear()
+    module.loaded.cache_clear()
     chosen_level.cache_clear()
 
 
