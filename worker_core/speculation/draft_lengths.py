@@ -192,6 +192,30 @@ class _Timings:
         self.size = sum(size for _, size in self.last) / num_timings
 
 
+#: Weight of the latest call in the mean cost of a draft.
+_COST_RATE = 0.1
+
+
+class DraftCosts:
+    """Mean seconds that a proposer takes for a draft of each sequence, by the rounded number of
+    sequences. The mean, for catching up with a sequence is part of the price."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}
+
+    def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """It took so long for `num_drafts` drafts, at most, of each of so many sequences."""
+        if num_drafts == 0:
+            return
+        size, seconds_each = rounded(num_sequences, 3), seconds / num_drafts
+        known = self._means.get(size, seconds_each)
+        self._means[size] = known + _COST_RATE * (seconds_each - known)
+
+    def seconds(self, num_sequences: int, num_drafts: int) -> float:
+        """See Proposer.cost_s; 0 of what was never measured."""
+        return num_drafts * self._means.get(rounded(num_sequences, 3), 0.0)
+
+
 class DraftCurve:
     """Seconds over the number of drafts, never falling, for steps of about the same number of other
     rows."""

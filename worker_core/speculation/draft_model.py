@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from baton.engine.interface import (
 )
 from baton.errors import BatonError, ConfigError
 from baton.types import Sampling
-from worker_core.speculation.draft_lengths import rounded
+from worker_core.speculation.draft_lengths import DraftCosts
 from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate
 
 
@@ -60,10 +60,6 @@ def _mismatch(draft: str, reason: str) -> ConfigError:
     return ConfigError.of(
         "speculative_model", draft, f"{reason}; give a model with the same tokenizer"
     )
-
-
-#: Weight of the latest call in the mean cost of a draft.
-_COST_RATE = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +97,10 @@ class _Job:
     draft: _Draft
     token_ids: list[int]
     max_num_new: int
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[len(self.request.token_ids) :])
 
     @property
     def num_drafts(self) -> int:
@@ -150,9 +150,7 @@ class DraftModelProposer:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._clock = clock
         self._drafts: OrderedDict[Hashable, _Draft] = OrderedDict()  # used longest ago first
-        self._costs: dict[int, float] = {}
-        """Seconds a draft, by the rounded number of sequences; the mean, for catching up is part of
-        the price."""
+        self._costs = DraftCosts()
 
     def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
         return [self._estimate(request) for request in requests]
@@ -164,22 +162,16 @@ class DraftModelProposer:
         while working:
             working = self._extend(working)
         longest = max((request.max_num_drafts for request in requests), default=0)
-        if longest:
-            self._note(len(requests), (self._clock() - start_s) / longest)
-        return [self._result(jobs.get(request.key), request) for request in requests]
+        self._costs.observe(len(requests), longest, self._clock() - start_s)
+        return [jobs[request.key].drafts if request.key in jobs else () for request in requests]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:
-        return num_drafts * self._costs.get(rounded(num_sequences, 3), 0.0)
+        return self._costs.seconds(num_sequences, num_drafts)
 
     def forget(self, key: Hashable) -> None:
         draft = self._drafts.pop(key, None)
         if draft is not None:
             draft.lease.release()
-
-    def _note(self, num_sequences: int, seconds: float) -> None:
-        size = rounded(num_sequences, 3)
-        known = self._costs.get(size, seconds)
-        self._costs[size] = known + _COST_RATE * (seconds - known)
 
     def _estimate(self, request: DraftRequest) -> Estimate:
         # The last draft is drawn and not computed.
@@ -218,7 +210,7 @@ class DraftModelProposer:
             lease = self._pool.lease(b"", (), num_tokens, shares_prefixes=False)
             if lease is None:
                 return None
-            draft = self._drafts[request.key] = _Draft(lease, _plain(request.sampling))
+            draft = self._drafts[request.key] = _Draft(lease, request.draft_sampling)
         self._drafts.move_to_end(request.key)
         return draft
 
@@ -239,11 +231,3 @@ class DraftModelProposer:
             if outcome and job.num_drafts < job.request.max_num_drafts:
                 more.append(job)
         return more
-
-    def _result(self, job: _Job | None, request: DraftRequest) -> tuple[int, ...]:
-        return tuple(job.token_ids[len(request.token_ids) :]) if job else ()
-
-
-def _plain(sampling: Sampling) -> Sampling:
-    """How to draw, without what a draft has no use for."""
-    return replace(sampling, logprobs=-1, prompt_logprobs=-1, grammar=b"")

@@ -9,20 +9,17 @@ next draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from baton.cache.pool import BlockLease, BlockPool
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.types import Sampling
-from worker_core.speculation.draft_lengths import rounded
+from worker_core.speculation.draft_lengths import DraftCosts
 from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate
 
 if TYPE_CHECKING:
     import torch
-
-#: Weight of the latest call in the mean cost of a draft.
-_COST_RATE = 0.1
 
 
 class Head(Protocol):
@@ -68,6 +65,10 @@ class _Job:
     states: torch.Tensor
 
     @property
+    def drafts(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[len(self.request.token_ids) :])
+
+    @property
     def num_drafts(self) -> int:
         return len(self.token_ids) - len(self.request.token_ids)
 
@@ -100,8 +101,7 @@ class HeadProposer:
         self._head, self._states, self._pool = head, states, pool
         self._clock = clock
         self._contexts: dict[Hashable, _Context] = {}
-        self._costs: dict[int, float] = {}
-        """Seconds a draft, by the rounded number of sequences."""
+        self._costs = DraftCosts()
 
     def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
         return [
@@ -118,12 +118,11 @@ class HeadProposer:
         while working:
             working = self._extend(working)
         longest = max((request.max_num_drafts for request in requests), default=0)
-        if longest:
-            self._note(len(requests), (self._clock() - start_s) / longest)
-        return [self._result(jobs.get(request.key), request) for request in requests]
+        self._costs.observe(len(requests), longest, self._clock() - start_s)
+        return [jobs[request.key].drafts if request.key in jobs else () for request in requests]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:
-        return num_drafts * self._costs.get(rounded(num_sequences, 3), 0.0)
+        return self._costs.seconds(num_sequences, num_drafts)
 
     def forget(self, key: Hashable) -> None:
         self._states.forget(key)
@@ -133,11 +132,6 @@ class HeadProposer:
         context = self._contexts.pop(key, None)
         if context is not None:
             context.lease.release()
-
-    def _note(self, num_sequences: int, seconds: float) -> None:
-        size = rounded(num_sequences, 3)
-        known = self._costs.get(size, seconds)
-        self._costs[size] = known + _COST_RATE * (seconds - known)
 
     def _start(self, request: DraftRequest) -> _Job | None:
         """None where the target's states are missing, or blocks."""
@@ -154,7 +148,7 @@ class HeadProposer:
             lease = self._pool.lease(b"", (), 1, shares_prefixes=False)
             if lease is None:
                 return None
-            context = self._contexts[key] = _Context(lease, _plain(request.sampling), position + 1)
+            context = self._contexts[key] = _Context(lease, request.draft_sampling, position + 1)
         end = num_tokens + request.max_num_drafts - 1 - context.first
         if context.lease.prepare_write(context.num_computed, end) is None:
             self._drop(key)
@@ -180,11 +174,3 @@ class HeadProposer:
             job.token_ids.append(token_id)
             job.states = states[index : index + 1]
         return [job for job in working if job.num_drafts < job.request.max_num_drafts]
-
-    def _result(self, job: _Job | None, request: DraftRequest) -> tuple[int, ...]:
-        return tuple(job.token_ids[len(request.token_ids) :]) if job else ()
-
-
-def _plain(sampling: Sampling) -> Sampling:
-    """How to draw, without what a draft has no use for."""
-    return replace(sampling, logprobs=-1, prompt_logprobs=-1, grammar=b"")

@@ -4,7 +4,7 @@ is emitted, never which."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.types import Sampling
@@ -27,6 +27,11 @@ class DraftRequest:
     max_num_drafts: int
     sampling: Sampling
     choice: int = 0
+
+    @property
+    def draft_sampling(self) -> Sampling:
+        """How to draw, without what a draft has no use for."""
+        return replace(self.sampling, logprobs=-1, prompt_logprobs=-1, grammar=b"")
 
 
 @dataclass(frozen=True, slots=True)
