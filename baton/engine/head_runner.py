@@ -4,20 +4,22 @@ its steps.
 States are kept of what the engine samples from alone: the last token of a prompt, and each token of
 an output. So a head sees the output, and of the prompt what the target's states say: nothing is
 computed for it in a prompt, and nothing of it crosses a handoff. Wherever a sequence comes to, the
-head begins with the next token there.
+head begins with the next token there. They are kept only while a head asks for some: one that has
+not been asked for long begins anew as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from baton.engine.interface import Batch, SequenceSlice
-from baton.engine.torch_engine import TorchEngine
+from baton.engine.torch_engine import OnStates, TorchEngine
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import pack_batch
 from baton.model.draft_head import DraftHead, head_kv_config, load_head, read_head_config
@@ -27,6 +29,9 @@ from baton.types import KvLayout
 
 #: Positions of a sequence whose states wait for its next drafts; the head forgets the rest.
 MAX_WAITING = 64
+
+#: Launches in a row in which nobody takes states, after which none are kept.
+MAX_IDLE_LAUNCHES = 24
 
 
 @dataclass(slots=True)
@@ -38,15 +43,36 @@ class _Waiting:
 
 
 class HiddenStates:
-    """The target's states that no head has had yet, by sequence."""
+    """The target's states that no head has had yet, by sequence, from `start` on until nobody has
+    taken any for a while: keeping them costs each step some time."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[OnStates | None], None]) -> None:
+        """watch: see TorchEngine.watch."""
+        self._watch = watch
         self._waiting: dict[Hashable, _Waiting] = {}
+        self._num_idle_launches = 0
+        self.is_kept = False
+        """Whether states of the next launch will be here."""
+
+    def start(self) -> None:
+        """Keep states from the next launch on."""
+        self._num_idle_launches = 0
+        self.is_kept = True
+        self._watch(self.on_states)
+
+    def _stop(self) -> None:
+        self.is_kept = False
+        self._watch(None)
+        self._waiting.clear()
 
     def on_states(self, batch: Batch, states: torch.Tensor | None) -> None:
         """See baton.engine.torch_engine.OnStates. A position that is computed again takes what was
         known of it, and all after it, away."""
         if states is None:
+            return
+        self._num_idle_launches += 1
+        if self._num_idle_launches > MAX_IDLE_LAUNCHES:
+            self._stop()
             return
         row = 0
         for part in batch.slices:
@@ -68,15 +94,18 @@ class HiddenStates:
             first, states = first + excess, states[excess:].clone()
         self._waiting[part.key] = _Waiting(first, states)
 
-    def knows(self, key: Hashable, num_tokens: int) -> bool:
-        """Whether there are states up to the last but one of a sequence's tokens: what its next
-        draft is made of."""
+    def first(self, key: Hashable, num_tokens: int) -> int | None:
+        """From which position on there are states up to that of the last but one of a sequence's
+        tokens, which its next draft is made of; None if there are not."""
         found = self._waiting.get(key)
-        return found is not None and found.first <= num_tokens - 2 < found.first + len(found.states)
+        if found is None or not found.first <= num_tokens - 2 < found.first + len(found.states):
+            return None
+        return found.first
 
     def take(self, key: Hashable, num_tokens: int) -> tuple[int, torch.Tensor]:
-        """What `knows` says there is: the first position, and [positions, width] up to position
-        num_tokens - 2. They are known no longer."""
+        """What `first` says there is: the first position, and [positions, width] up to position
+        num_tokens - 2. They are here no longer."""
+        self._num_idle_launches = 0
         found = self._waiting.pop(key)
         return found.first, found.states[: num_tokens - 1 - found.first]
 
@@ -139,13 +168,11 @@ class HeadRunner:
 def open_head(
     engine: TorchEngine, folder: Path, max_num_seqs: int
 ) -> tuple[HeadRunner, HiddenStates]:
-    """The head in `folder` for the engine's model, and the states that the engine gives from now
-    on. Raises ConfigError and ModelError."""
-    states = HiddenStates()
-    spec = engine.spec
-    target = engine.watch((), states.on_states)
+    """The head in `folder` for the engine's model, and the states that the engine gives when it is
+    asked to. Raises ConfigError and ModelError."""
+    spec, target = engine.spec, engine.watchable_steps().model
     config = read_head_config(folder, target.config)
-    engine.watch(config.layers, states.on_states)
+    states = HiddenStates(partial(engine.watch, config.layers))
     head = load_head(folder, config, target.decoder, engine.device)
     block_size = spec.layout.block_size
     # A sequence of the head is no longer than the target's, which are in its blocks.

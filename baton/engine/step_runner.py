@@ -163,11 +163,15 @@ class EagerSteps:
         self._followers = followers
         self._watched_layers: tuple[int, ...] | None = None
 
-    def watch(self, layers: Sequence[int]) -> StepModel:
-        """From now on steps keep the states before these layers, see Watch; of none, the last ones
-        after the norm. Returns what runs."""
-        self._watched_layers = tuple(layers)
+    @property
+    def model(self) -> StepModel:
+        """What runs."""
         return self._model
+
+    def watch(self, layers: Sequence[int] | None) -> None:
+        """From now on steps keep the states before these layers, see Watch; of none of them, the
+        last ones after the norm. None: they keep nothing."""
+        self._watched_layers = None if layers is None else tuple(layers)
 
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None

@@ -35,7 +35,6 @@ from baton.engine.step_runner import (
     LayerDone,
     NoFollowers,
     Step,
-    StepModel,
     StepRunner,
     TensorPool,
 )
@@ -92,10 +91,9 @@ class TorchEngine(Engine):
         """Where all is computed."""
         return self._kv.tensor.device
 
-    def watch(self, layers: Sequence[int], on_states: OnStates) -> StepModel:
-        """From now on `on_states` gets each launch's batch, and the hidden states of its sample
-        rows: see EagerSteps.watch. Returns what runs. Raises ConfigError on a GPU, of several
-        ranks, and where transformers' code runs the layers."""
+    def watchable_steps(self) -> EagerSteps:
+        """What `watch` needs. Raises ConfigError on a GPU, of several ranks, and where
+        transformers' code runs the layers."""
         is_alone = isinstance(self._followers, NoFollowers)
         if not isinstance(self._steps, EagerSteps) or not is_alone or self.device.type != "cpu":
             raise ConfigError.of(
@@ -104,8 +102,15 @@ class TorchEngine(Engine):
                 "a head needs the target's hidden states, which only one process on a CPU that "
                 "runs Baton's own layers keeps; give ngram, or draft with a model",
             )
+        return self._steps
+
+    def watch(self, layers: Sequence[int], on_states: OnStates | None) -> None:
+        """From now on `on_states` gets each launch's batch, and the hidden states of its sample
+        rows: see EagerSteps.watch. None: nobody does, and steps keep none. Raises ConfigError, see
+        watchable_steps."""
+        steps = self.watchable_steps()
         self._on_states = on_states
-        return self._steps.watch(layers)
+        steps.watch(None if on_states is None else layers)
 
     def close(self) -> None:
         """End the other ranks' processes, which end by themselves with this one. The engine cannot

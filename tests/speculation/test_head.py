@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from baton.cache.pool import BlockPool
 from baton.distill.eagle import EagleStudent, shape_for, write_eagle
-from baton.engine.head_runner import MAX_WAITING, HiddenStates, open_head
+from baton.engine.head_runner import MAX_IDLE_LAUNCHES, MAX_WAITING, HiddenStates, open_head
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
@@ -78,11 +78,15 @@ class CheckingHead:
 @given(st.integers(0, 2**32))
 def test_each_token_meets_the_state_before_it_whatever_was_accepted(seed: int) -> None:
     rng = random.Random(seed)
-    states, pool = HiddenStates(), BlockPool(40, 4, secret=bytes(32), enable_prefix_caching=False)
+    states = HiddenStates(lambda _: None)
+    num_blocks = rng.choice((40, 300))  # too few of them, or enough
+    pool = BlockPool(num_blocks, 4, secret=bytes(32), enable_prefix_caching=False)
     proposer = HeadProposer(CheckingHead(), states, pool, lambda: 0.0)
     texts = {key: [rng.randrange(7) for _ in range(5)] for key in range(3)}
     drafts: dict[int, tuple[int, ...]] = dict.fromkeys(texts, ())
-    for _ in range(30):
+    num_quiet = 0
+    for _ in range(60):
+        num_quiet = num_quiet - 1 if num_quiet else (MAX_IDLE_LAUNCHES + 2) * (rng.random() < 0.02)
         # A step of the target computes each sequence's last token, and its drafts.
         parts, rows = [], []
         for key, text in texts.items():
@@ -96,18 +100,22 @@ def test_each_token_meets_the_state_before_it_whatever_was_accepted(seed: int) -
             num_right = rng.randint(0, len(drafts[key]))
             text += [*drafts[key][:num_right], rng.randrange(7)]
             drafts[key] = ()
-        states.on_states(Batch(tuple(parts)), torch.tensor(rows, dtype=torch.float64).view(-1, 1))
+        if states.is_kept:
+            found_states = torch.tensor(rows, dtype=torch.float64).view(-1, 1)
+            states.on_states(Batch(tuple(parts)), found_states)
         asked_for = [
             DraftRequest(key, text, 3, rng.randint(1, 4), Sampling())
             for key, text in texts.items()
-            if rng.random() < 0.7
+            if rng.random() < 0.7 and not num_quiet
         ]
+        can_draft = states.is_kept
         estimates = proposer.estimate(asked_for)
         for request, estimate, found in zip(
             asked_for, estimates, proposer.propose(asked_for), strict=True
         ):
             assert isinstance(request.key, int)
-            assert len(found) in (0, estimate.num_drafts)
+            wanted = estimate.num_drafts if can_draft else 0
+            assert len(found) == wanted or (num_blocks == 40 and not found)
             drafts[request.key] = found
         for key in texts:
             if key not in [request.key for request in asked_for]:
@@ -122,16 +130,58 @@ def test_each_token_meets_the_state_before_it_whatever_was_accepted(seed: int) -
 
 
 def test_states_that_nobody_takes_do_not_pile_up() -> None:
-    states = HiddenStates()
+    states = HiddenStates(lambda _: None)
+    states.start()
     for position in range(3 * MAX_WAITING):
         row = SampleRow(0, Sampling(), (), 1)
-        part = SequenceSlice((1,), position, [0], (row,), 1, key="a")
-        states.on_states(Batch((part,)), torch.full((1, 1), float(position)))
+        parts = [SequenceSlice((1,), position, [0], (row,), 1, key=key) for key in ("a", "b")]
+        states.on_states(Batch(tuple(parts)), torch.full((2, 1), float(position)))
+        states.take("b", position + 2)
     first, found = states.take("a", 3 * MAX_WAITING + 1)
     assert (first, found[:, 0].tolist()) == (
         2 * MAX_WAITING,
         list(range(2 * MAX_WAITING, 3 * MAX_WAITING)),
     )
+
+
+def test_states_are_kept_only_while_somebody_takes_them() -> None:
+    watches: list[object] = []
+    states = HiddenStates(watches.append)
+    proposer = HeadProposer(
+        CheckingHead(),
+        states,
+        BlockPool(8, 4, secret=bytes(32), enable_prefix_caching=False),
+        lambda: 0.0,
+    )
+
+    def launch(num_tokens: int) -> list[int]:
+        text = list(range(num_tokens))
+        part = SequenceSlice(
+            text[-1:], num_tokens - 1, [0], (SampleRow(0, Sampling(), text, 2),), 2, key="a"
+        )
+        if watches and watches[-1]:
+            own = [[state_of(text, num_tokens - 1)]]
+            states.on_states(Batch((part,)), torch.tensor(own, dtype=torch.float64))
+        return [*text, num_tokens]
+
+    def drafts_after(num_tokens: int) -> int:
+        request = DraftRequest("a", launch(num_tokens), 2, 2, Sampling())
+        if not proposer.estimate([request])[0].num_drafts:
+            return 0
+        return len(proposer.propose([request])[0])
+
+    assert watches == []
+    # The first demand starts it, and a head that begins in the midst of an output waits.
+    assert [drafts_after(length) for length in range(20, 29)] == [0] * 8 + [2]
+    assert [drafts_after(length) for length in range(29, 32)] == [2] * 3
+    for length in range(32, 32 + MAX_IDLE_LAUNCHES):
+        launch(length)
+    assert watches[-1] is not None
+    launch(32 + MAX_IDLE_LAUNCHES)
+    assert watches[-1] is None
+    assert len(states) == 0
+    # Again, from there on.
+    assert [drafts_after(length) for length in range(80, 89)] == [0] * 8 + [2]
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +381,7 @@ def drafts_of(
     pool = BlockPool(
         runner.num_blocks, runner.block_size, secret=bytes(32), enable_prefix_caching=False
     )
+    states.start()
     blocks = list(range(16))
     for position, token in enumerate(token_ids[:-1]):
         row = SampleRow(0, Sampling(), token_ids[: position + 1], 1)

@@ -213,3 +213,30 @@ def test_nothing_is_drafted_before_a_step_of_about_that_size_was_timed() -> None
     assert any(step(1) for _ in range(2 * PROBE_INTERVAL))
     assert step(64) == 0
     assert step(66) > 0
+
+
+class LateProposer(FakeProposer):
+    """Has to make ready for some steps before it has drafts, as a head whose states nobody kept."""
+
+    num_late = 0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        if self.num_late:
+            self.num_late -= 1
+            return [()] * len(requests)
+        return super().propose(requests)
+
+
+def test_a_proposer_that_makes_ready_first_is_asked_again() -> None:
+    clock = Clock()
+    proposer = LateProposer(clock, lambda _: 0.0, is_free=False, draft_s=0.004)
+    world = World(proposer, 1, flat)
+    for _ in range(200):
+        world.step()
+    before = world.num_drafted
+    proposer.num_late = 3
+    while proposer.num_late == 3:
+        world.step()
+    for _ in range(3):
+        world.step()
+    assert world.num_drafted == before + 1

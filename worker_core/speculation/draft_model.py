@@ -162,7 +162,8 @@ class DraftModelProposer:
         while working:
             working = self._extend(working)
         longest = max((request.max_num_drafts for request in requests), default=0)
-        self._costs.observe(len(requests), longest, self._clock() - start_s)
+        if jobs:
+            self._costs.observe(len(requests), longest, self._clock() - start_s)
         return [jobs[request.key].drafts if request.key in jobs else () for request in requests]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:

@@ -4,6 +4,9 @@ A head goes on from the target's states where it has them: of each token that th
 computed. Its KV of drafts is made of states of its own, so that it is dropped after each proposal,
 and made again of the target's states once the drafts are accepted, in the same step that gives the
 next draft.
+
+States are kept from when drafts are asked for until they have not been for a while. Then a head
+begins anew, with the tokens from there on.
 """
 
 from __future__ import annotations
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Tokens that a head which begins anew in the midst of an output sees before it drafts: of fewer, a
+#: trial would not show what its drafts are worth.
+_MIN_CONTEXT = 8
+
+
 class Head(Protocol):
     """See baton.engine.head_runner.HeadRunner."""
 
@@ -35,7 +43,12 @@ class Head(Protocol):
 class States(Protocol):
     """See baton.engine.head_runner.HiddenStates."""
 
-    def knows(self, key: Hashable, num_tokens: int) -> bool: ...
+    @property
+    def is_kept(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def first(self, key: Hashable, num_tokens: int) -> int | None: ...
 
     def take(self, key: Hashable, num_tokens: int) -> tuple[int, torch.Tensor]: ...
 
@@ -104,21 +117,26 @@ class HeadProposer:
         self._costs = DraftCosts()
 
     def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
+        """Where states are not kept, what they would make possible."""
         return [
             Estimate(request.max_num_drafts)
-            if self._states.knows(request.key, len(request.token_ids))
+            if not self._states.is_kept or self._can_draft(request)
             else NOTHING
             for request in requests
         ]
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        if not self._states.is_kept:
+            self._states.start()
+            return [()] * len(requests)
         start_s = self._clock()
         jobs = {request.key: job for request in requests if (job := self._start(request))}
         working = list(jobs.values())
         while working:
             working = self._extend(working)
         longest = max((request.max_num_drafts for request in requests), default=0)
-        self._costs.observe(len(requests), longest, self._clock() - start_s)
+        if jobs:
+            self._costs.observe(len(requests), longest, self._clock() - start_s)
         return [jobs[request.key].drafts if request.key in jobs else () for request in requests]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:
@@ -133,10 +151,24 @@ class HeadProposer:
         if context is not None:
             context.lease.release()
 
+    def _can_draft(self, request: DraftRequest) -> bool:
+        """Whether the target's states are here: those after what the head has computed, or enough
+        to begin anew with."""
+        num_tokens = len(request.token_ids)
+        first = self._states.first(request.key, num_tokens)
+        if first is None:
+            return False
+        context = self._contexts.get(request.key)
+        if context is not None and context.first + context.num_computed == first + 1:
+            return True
+        # After a handoff there is no state of the prompt's last token.
+        num_own = max(1, num_tokens - 1 - request.num_prompt_tokens)
+        return num_tokens - 1 - first >= min(_MIN_CONTEXT, num_own)
+
     def _start(self, request: DraftRequest) -> _Job | None:
         """None where the target's states are missing, or blocks."""
         key, num_tokens = request.key, len(request.token_ids)
-        if not self._states.knows(key, num_tokens):
+        if not self._can_draft(request):
             return None
         position, states = self._states.take(key, num_tokens)
         context = self._contexts.get(key)

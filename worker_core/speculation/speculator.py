@@ -192,17 +192,21 @@ class Speculator:
             return [()] * len(requests)
         tracks = [self._tracks.setdefault(request.key, _Track()) for request in requests]
         estimates = self._proposer.estimate(requests)
+        before = self._last_drafted_step, self._probe_interval
         lengths = self._lengths(tracks, estimates, num_rows, max_num_drafts, curve)
         start_s = self._clock()
         chosen = self._propose(requests, estimates, lengths)
         self._start_s += self._clock() - start_s
-        for track, estimate, drafts in zip(tracks, estimates, chosen, strict=True):
+        if not any(chosen):
+            # A proposer that was asked had to make ready first: it is asked again.
+            self._last_drafted_step, self._probe_interval = before
+        for track, estimate, length, drafts in zip(tracks, estimates, lengths, chosen, strict=True):
             track.confidence = estimate.confidence
             track.drafts = estimate.drafts or drafts
             longest_rest = num_rows // _SEQUENCES_PER_REST
             if estimate.num_drafts and not estimate.drafts:
                 longest_rest = max(longest_rest, _COSTLY_REST)
-            track.rest = 0 if drafts else min(2 * track.rest + 1, longest_rest)
+            track.rest = 0 if length else min(2 * track.rest + 1, longest_rest)
             track.rest_left = track.rest
         return chosen
 
