@@ -223,7 +223,8 @@ class Serving:
                 text = await self._chat.render(messages, more_of(prompt.chat))
             case _:
                 return tuple(prompt.token_ids.ids)
-        is_bare = kind == "text"  # a template has written the special tokens already
+        # A template has written the special tokens already.
+        is_bare = kind == "text" and not prompt.omit_special_tokens
         most = facts.max_prompt_tokens
         try:
             return await self.tokenizer.encode(text, add_special_tokens=is_bare, max_tokens=most)

@@ -78,6 +78,7 @@ gRPC port.
 | `/v1/messages`, `/v1/messages/count_tokens` | Anthropic's API; see below |
 | `/v1/models`, `/v1/models/{id}` | what is served |
 | `/tokenize`, `/detokenize` | as vLLM has them, for a `prompt` or `messages`, and `tokens` |
+| `/tokenizer_info` | as vLLM has it: special tokens, and the chat template |
 | `/health`, `/ping` | 200 if some request could be served, else 503; without a key |
 | `/metrics` | for Prometheus |
 | `/version` | of Baton |
@@ -135,6 +136,12 @@ that does not is refused with 400, one of an unknown name with 404, and both err
 An unknown name may be that of an adapter: before a decode worker of each model has said which it
 has, it is a 503, which says of which model that is not known. `baton serve` is ready when all have.
 Workers of one model are lost or full without harm to the others.
+
+Clients beside the `openai` package that were run to the end of an answer by hand (2026-11-23; a
+template with tools, 65,536 tokens of context): Claude Code 2.1.197 with `ANTHROPIC_BASE_URL`, Codex
+CLI 0.169.0 with `wire_api = "responses"`, opencode 1.18.33; and lm-eval 0.4.13's
+`local-completions`, with `tokenizer_backend=huggingface` and `=remote`, on tasks that generate,
+choose and measure perplexity. Coding agents send 15,000 tokens and more before the first question.
 
 Each answer has `x-request-id`: the one that was sent, with an ending that makes it unique, or a
 fresh one. `traceparent` is continued.

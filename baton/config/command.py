@@ -66,9 +66,9 @@ def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable
 
 
 def _first_and_further(models: list[str], more_models: Any) -> dict[str, object]:
-    """What MODELs say: of one alone that it is a model, of several their names, too. Raises
-    ConfigError."""
-    if len(models) == 1:
+    """What MODELs say: the first one, its name if it has one, and the further ones. One alone that
+    is a folder has no name, whatever stands in it. Raises ConfigError."""
+    if len(models) == 1 and Path(models[0]).is_dir():
         return {"model": models[0]}
     try:
         first = named_model(models[0])
@@ -77,7 +77,9 @@ def _first_and_further(models: list[str], more_models: Any) -> dict[str, object]
     if first.options:
         fix = "give options of the first MODEL as options of the command"
         raise ConfigError.of("MODEL", models[0], fix)
-    given: dict[str, object] = {"model": first.model, "more_models": [*models[1:], *more_models]}
+    given: dict[str, object] = {"model": first.model}
+    if further := [*models[1:], *more_models]:
+        given["more_models"] = further
     return given if first.name == first.model else {**given, "served_model_name": first.name}
 
 

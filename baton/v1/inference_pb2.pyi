@@ -191,8 +191,11 @@ class Prompt(message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
+    OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     text: builtins.str
     """Plain text, tokenized as it is with the tokenizer's own special tokens."""
+    omit_special_tokens: builtins.bool
+    """Of text: the tokenizer's own special tokens, of which the text may have its own, are not put to it."""
     @builtins.property
     def token_ids(self) -> TokenIds:
         """Token ids, used as they are."""
@@ -207,10 +210,11 @@ class Prompt(message.Message):
         text: builtins.str = ...,
         token_ids: TokenIds | None = ...,
         chat: ChatPrompt | None = ...,
+        omit_special_tokens: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["chat", b"chat", "kind", b"kind", "omit_special_tokens", b"omit_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015

@@ -18,9 +18,9 @@ from baton import __version__
 from baton.errors import BatonError, ClientStalled
 from baton.rpc.api_key import ApiKeys, refusal
 from baton.v1 import inference_pb2
-from gateway.http.chat import CHAT_NAMES, ChatBody, ChatFormat, chat_prompt
+from gateway.http.chat import ChatBody, ChatFormat
 from gateway.http.chat_style import ChatStyle
-from gateway.http.completions import PROMPT_NAMES, CompletionBody, CompletionFormat, text_prompt
+from gateway.http.completions import CompletionBody, CompletionFormat
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH, Docs
 from gateway.http.errors import HttpError, from_baton, http_error
@@ -30,7 +30,7 @@ from gateway.http.messages import MessagesBody, MessagesFormat, messages_error
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
 from gateway.http.requests import BodyT, ModelBody, check_token_ids, field_namer, parsed
 from gateway.http.responses import ResponsesBody, ResponsesFormat
-from gateway.http.tokens import DetokenizeBody, TokenizeBody
+from gateway.http.tokens import DetokenizeBody, TokenizeBody, tokenized_prompt
 from gateway.intake.token_bytes import text_of
 from gateway.models import Models
 from gateway.serving import Serving, unique_request_id
@@ -119,6 +119,7 @@ class HttpApp:
             "/v1/models": {"GET": self._list_models},
             "/tokenize": {"POST": self._tokenize},
             "/detokenize": {"POST": self._detokenize},
+            "/tokenizer_info": {"GET": self._tokenizer_info},
             "/health": {"GET": self._health},
             "/ping": {"GET": self._health},
             "/version": {"GET": self._version},
@@ -231,14 +232,13 @@ class HttpApp:
 
     async def _tokenize(self, request: HttpRequest, response: HttpResponse) -> None:
         body = self._parsed(TokenizeBody, request, response)
-        serving, messages = self._models.of(body.model or ""), body.messages
-        role = self._styles[serving].developer_role
-        prompt = text_prompt(body.prompt) if messages is None else chat_prompt(messages, role)
+        serving = self._models.of(body.model or "")
+        bytes_of = serving.tokenizer.bytes_of
+        prompt, names = tokenized_prompt(body, bytes_of, self._styles[serving])
         asked = inference_pb2.TokenizeRequest(model=body.model or "", prompt=prompt)
         try:
             token_ids = await serving.tokenize(asked)
         except BatonError as error:
-            names = field_namer(PROMPT_NAMES if messages is None else CHAT_NAMES)
             raise from_baton(error, names) from None
         document: dict[str, Any] = {
             "count": len(token_ids),
@@ -247,7 +247,6 @@ class HttpApp:
             "token_strs": None,
         }
         if body.return_token_strs:
-            bytes_of = serving.tokenizer.bytes_of
             document["token_strs"] = [text_of(bytes_of(t)) for t in token_ids]
         await _send_json(document, response)
 
@@ -261,6 +260,17 @@ class HttpApp:
             names = field_namer({"token_ids": "tokens"})
             raise from_baton(error, names) from None
         await _send_json({"prompt": text}, response)
+
+    async def _tokenizer_info(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
+        """As tokenizer_config.json names it: what renders and counts prompts elsewhere."""
+        serving = self._models.of("")
+        facts = serving.tokenizer.facts
+        document = {
+            **facts.special_tokens,
+            "chat_template": facts.chat_template,
+            "model_max_length": serving.facts.max_model_len,
+        }
+        await _send_json(document, response)
 
     # The gateway itself
 

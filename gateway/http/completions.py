@@ -66,7 +66,8 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
-    """Special tokens begin a prompt of text as the tokenizer wants; false is refused."""
+    """false: a prompt of text is tokenized without the tokenizer's own special tokens, of which it
+    may have its own."""
 
     refused = (*GenerationBody.refused, "suffix")
 
@@ -180,15 +181,14 @@ class CompletionFormat:
 
 def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     prompts = _prompts(body.prompt)
+    for prompt in prompts:
+        prompt.omit_special_tokens = body.add_special_tokens is False
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=("max_tokens", max_tokens))
     violations = []
     if body.resume_from and len(prompts) > 1:
         fault = f"given with {len(prompts)} prompts; give the one that it is of"
         violations.append(FieldViolation("resume_from", fault))
-    if body.add_special_tokens is False:
-        fault = "false: give token ids as the prompt instead"
-        violations.append(FieldViolation("add_special_tokens", fault))
     if violations:
         raise InvalidRequest.of(*violations)
     if body.echo:

@@ -41,7 +41,7 @@ _MESSAGES = {
         "type": "object",
         "required": ["role", "content"],
         "properties": {
-            "role": {"enum": ["user", "assistant"]},
+            "role": {"enum": ["user", "assistant", "system"]},
             "content": {
                 "anyOf": [
                     {"type": "string"},
@@ -98,8 +98,9 @@ class MessagesBody(ModelBody):
     output_config: dict[str, Any] | None = None
     """format: a JSON Schema to follow. effort: a variable of the template."""
 
-    refused = ("container", "mcp_servers", "context_management")
+    refused = ("container", "mcp_servers")
     ignored = (
+        "context_management",  # which old results of tools may be left out: all are read here
         *("metadata", "service_tier", "inference_geo", "cache_control"),
         *("user_profile_id", "workspace_id"),
     )
@@ -383,15 +384,18 @@ class _Conversation:
         match message:
             case {"role": "user" | "assistant" as role, "content": str() as text}:
                 self._add(path, {"role": role, "content": text})
+            case {"role": "system", "content": str() | list() as text}:
+                content = self._text(f"{path}.content", text)
+                self._add(path, {"role": "system", "content": content})
             case {"role": "user", "content": list() as blocks}:
                 self._read_user(path, blocks)
             case {"role": "assistant", "content": list() as blocks}:
                 self._read_assistant(path, blocks)
-            case {"role": "user" | "assistant"}:
+            case {"role": "user" | "assistant" | "system"}:
                 fault = f"{shown_value(message.get('content'))}: must be text, or a list of blocks"
                 self._refuse(f"{path}.content", fault)
             case dict():
-                fault = f"{shown_value(message.get('role'))}: must be user or assistant"
+                fault = f"{shown_value(message.get('role'))}: must be user, assistant or system"
                 self._refuse(f"{path}.role", fault)
             case _:
                 self._refuse(path, f"{shown_value(message)}: must be an object")

@@ -80,6 +80,7 @@ OPERATIONS = (
     Operation("/v1/models/{model}", "get", "One of them."),
     Operation("/tokenize", "post", "Token ids of a prompt or a conversation.", TokenizeBody),
     Operation("/detokenize", "post", "Text of token ids.", DetokenizeBody),
+    Operation("/tokenizer_info", "get", "Names of special tokens, and the chat template."),
     Operation("/health", "get", "200 if some request could be served, else 503.", is_open=True),
     Operation("/ping", "get", "The same.", is_open=True),
     Operation("/version", "get", "Of Baton."),

@@ -39,7 +39,8 @@ class ResponsesBody(ModelBody):
     stream: bool | None = None
     """Send OpenAI's events as soon as there is output."""
     tools: list[Any] | None = None
-    """Functions that the model may call."""
+    """Functions that the model may call. Tools of other types, which OpenAI's own servers run, are
+    left out, and named in the warning header."""
     tool_choice: Any = None
     """Whether it must call, and what: none, auto, required, or the name of a function."""
     parallel_tool_calls: bool | None = None
@@ -65,6 +66,13 @@ class ResponsesBody(ModelBody):
         *("store", "include", "truncation", "user", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "stream_options"),
     )
+
+    @property
+    def unknown_fields(self) -> tuple[str, ...]:
+        """Names of what nobody here knows, and tools that the model does not get."""
+        tools = enumerate(self.tools or ())
+        left_out = (f"tools[{index}]" for index, tool in tools if _is_left_out(tool))
+        return (*super().unknown_fields, *left_out)
 
 
 #: Of a conversation: its messages, each call of a tool, and each of their answers.
@@ -257,7 +265,7 @@ def _chat_fields(body: ResponsesBody, messages: list[Any]) -> Mapping[str, Any]:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "stream": body.stream,
-        "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
+        "tools": body.tools and [_tool(each) for each in body.tools if not _is_left_out(each)],
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": response_format(asked),
@@ -321,6 +329,12 @@ def _message(index: int, item: Any) -> dict[str, Any] | None:
 
 def _wrong(field: str, value: Any, fault: str) -> InvalidRequest:
     return InvalidRequest.of(FieldViolation(field, f"{shown_value(value)}: {fault}"))
+
+
+def _is_left_out(tool: Any) -> bool:
+    """Whether it is of a type of its own: a web search, a group of tools. What is wrong with the
+    others is found where they are read."""
+    return isinstance(tool, dict) and tool.get("type") not in (None, "function")
 
 
 def _tool(tool: Any) -> Any:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what a request may have."""
+"""/tokenize and /detokenize: what a request may have, and the prompt that it means."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from gateway.http.chat import MESSAGES
-from gateway.http.completions import TOKEN_IDS
-from gateway.http.requests import ModelBody
+from baton.errors import FieldViolation, InvalidRequest
+from baton.v1 import inference_pb2
+from gateway.http.chat import MESSAGES, ChatBody, ChatFormat
+from gateway.http.chat_style import ChatStyle
+from gateway.http.completions import PROMPT_NAMES, TOKEN_IDS, text_prompt
+from gateway.http.errors import FieldNames
+from gateway.http.logprobs import BytesOf
+from gateway.http.requests import ModelBody, field_namer, validated
+
+#: Of a conversation, as /v1/chat/completions has them.
+_OF_CHAT = (
+    *("messages", "tools", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 
 
 class TokenizeBody(ModelBody):
@@ -18,10 +29,21 @@ class TokenizeBody(ModelBody):
     """Text, or token ids, which come back as they are."""
     messages: Annotated[list[Any] | None, WithJsonSchema(MESSAGES)] = None
     """A conversation, instead of prompt, by the model's chat template."""
+    add_special_tokens: bool | None = None
+    """false: text is tokenized without the tokenizer's own special tokens. Those of a conversation
+    are its template's alone."""
+    tools: list[Any] | None = None
+    """What the model may call; as the next three, of a conversation, and as in a chat."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the model's chat template."""
+    add_generation_prompt: bool | None = None
+    """false: do not begin a message of the assistant."""
+    continue_final_message: bool | None = None
+    """Go on with the last message instead of answering it."""
     return_token_strs: bool | None = None
     """Give each token's text, too."""
 
-    ignored = ("add_special_tokens", "add_generation_prompt")
+    refused = ("chat_template",)
 
 
 class DetokenizeBody(ModelBody):
@@ -29,3 +51,20 @@ class DetokenizeBody(ModelBody):
 
     tokens: Annotated[list[Any], WithJsonSchema(TOKEN_IDS)]
     """Token ids."""
+
+
+def tokenized_prompt(
+    body: TokenizeBody, bytes_of: BytesOf, style: ChatStyle
+) -> tuple[inference_pb2.Prompt, FieldNames]:
+    """The prompt, and what its parts are called in errors. Raises InvalidRequest."""
+    if body.messages is None:
+        prompt = text_prompt(body.prompt)
+        prompt.omit_special_tokens = body.add_special_tokens is False
+        return prompt, field_namer(PROMPT_NAMES)
+    if body.add_special_tokens:
+        fault = "true: the chat template writes the special tokens; leave it out, or give prompt"
+        raise InvalidRequest.of(FieldViolation("add_special_tokens", fault))
+    chat = ChatFormat(
+        validated(ChatBody, {name: getattr(body, name) for name in _OF_CHAT}), bytes_of, style
+    )
+    return chat.requests[0].prompt, chat.field_names

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -83,7 +85,11 @@ def test_mistakes(flags: dict[str, object], message: str) -> None:
 
 
 @pytest.mark.parametrize("cls", [ServeOptions, GatewayOptions])
-def test_models_on_the_command_line(cls: type[ServeOptions | GatewayOptions]) -> None:
+def test_models_on_the_command_line(
+    cls: type[ServeOptions | GatewayOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=0.1").mkdir()
     seen: list[ServeOptions | GatewayOptions] = []
     app = typer.Typer()
     app.command()(option_command(cls, seen.append, "help"))
@@ -94,12 +100,13 @@ def test_models_on_the_command_line(cls: type[ServeOptions | GatewayOptions]) ->
         return "" if done.exit_code == 0 else str(done.exception)
 
     assert run("code=org/a", *further, "--more-models=d=org/d") == ""
-    assert run("a=b") == ""
-    several, one = seen
+    assert run("a=org/a") == run("lr=0.1") == ""
+    several, one, folder = seen
     assert (several.model, several.served_model_name) == ("org/a", "code")
     assert several.more_models == ("b=org/b:revision=v2", "org/c=org/c", "d=org/d")
-    # One alone is a folder, whatever it is called.
-    assert (one.model, one.served_model_name) == ("a=b", None)
+    assert (one.model, one.served_model_name, one.more_models) == ("org/a", "a", ())
+    # What is a folder has no name, whatever stands in it.
+    assert (folder.model, folder.served_model_name) == ("lr=0.1", None)
     assert run(*to_arguments(several)) == ""
     assert seen[-1] == several
     assert "options of the first MODEL" in run("a=org/a:revision=v1", "b")

@@ -957,6 +957,14 @@ def _(events: Any, world: World) -> None:
 
 
 @responses(
+    "tools that OpenAI's own servers run are left out",
+    tools=[{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}],
+)
+def _(result: Any, world: World) -> None:
+    assert result.output_text == world.reply(MESSAGES)
+
+
+@responses(
     "`text.format`, a schema",
     text={"format": {"type": "json_schema", "name": "w", "schema": {"enum": ["x", "y"]}}},
 )

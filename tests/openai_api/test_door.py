@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from gateway.http.page import LIVE_PATH, PAGE_FILES
 from gateway.server import serve_gateway
@@ -26,7 +28,7 @@ from tests.support.live_tiers import (
     options_of_gateway,
     reporting,
 )
-from tests.support.oracle_model import make_oracle_model
+from tests.support.oracle_model import CHAT_TEMPLATE, VOCAB_SIZE, make_oracle_model
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +72,41 @@ def fetch_now(
 
 async def fetch(*args: Any, **kwargs: Any) -> tuple[http.client.HTTPResponse, bytes]:
     return await asyncio.to_thread(fetch_now, *args, **kwargs)
+
+
+async def test_special_tokens_are_put_to_text_where_they_are_wanted(tmp_path: Path) -> None:
+    """As lm-eval's remote tokenizer asks, and clients that render templates themselves."""
+    folder = make_oracle_model(tmp_path)
+    file = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    begin, mark = tokenizer.token_to_id("<|endoftext|>"), ("<|endoftext|>", VOCAB_SIZE - 3)
+    tokenizer.post_processor = TemplateProcessing(single=f"{mark[0]} $A", special_tokens=[mark])
+    tokenizer.save(str(file))
+    options = {"model": str(folder), "served_model_name": "oracle"}
+    chat = [{"role": "user", "content": "x"}]
+    async with live_system(worker_options=options, gateway_options=options) as system:
+
+        async def answer(path: str, **asked: Any) -> Any:
+            _, body = await fetch(system.http, path, asked or None)
+            return json.loads(body)
+
+        bare = (await answer("/tokenize", prompt="the", add_special_tokens=False))["tokens"]
+        assert begin not in bare
+        whole = [begin, *bare]
+        assert (await answer("/tokenize", prompt="the"))["tokens"] == whole
+        for wants, token_ids in ((False, bare), (True, whole)):
+            asked = {"prompt": "the", "add_special_tokens": wants, **GREEDY}
+            given = await answer("/v1/completions", **asked)
+            same = await answer("/v1/completions", **{**asked, "prompt": token_ids})
+            assert given["choices"][0]["text"] == same["choices"][0]["text"]
+            assert given["usage"]["prompt_tokens"] == len(token_ids)
+        opened = (await answer("/tokenize", messages=chat))["tokens"]
+        closed = await answer("/tokenize", messages=chat, add_generation_prompt=False)
+        assert opened[: closed["count"]] == closed["tokens"] != opened
+        error = (await answer("/tokenize", messages=chat, add_special_tokens=True))["error"]
+        assert error["param"] == "add_special_tokens"
+        info = await answer("/tokenizer_info")
+        assert (info["eos_token"], info["chat_template"]) == (mark[0], CHAT_TEMPLATE)
 
 
 async def test_pages_headers_and_bytes(tmp_path: Path) -> None:

@@ -84,6 +84,18 @@ async def test_system_and_blocks_of_text(client: AsyncAnthropic, world: World) -
     assert message.content[0].text == world.reply(chat)
 
 
+async def test_a_system_message_in_between_stands_where_it_was(
+    client: AsyncAnthropic, world: World
+) -> None:
+    """As coding agents send theirs, with an order for old results of tools that changes nothing."""
+    chat: Any = [*MESSAGES, {"role": "system", "content": [{"type": "text", "text": "now"}]}]
+    edits = {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}
+    options = {**GREEDY, "extra_body": {**GREEDY["extra_body"], **edits}}
+    message = await client.messages.create(messages=chat, **options)
+    rendered = [*MESSAGES, {"role": "system", "content": "now"}]
+    assert message.content[0].text == world.reply(rendered)
+
+
 async def test_an_assistant_message_at_the_end_is_continued(
     client: AsyncAnthropic, world: World
 ) -> None:

@@ -24,7 +24,8 @@ WEATHER: dict[str, Any] = {"name": "get_weather", "input_schema": {"type": "obje
         ({"messages": "hi"}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [3]}, "messages[0]"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "system", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -42,6 +43,7 @@ WEATHER: dict[str, Any] = {"name": "get_weather", "input_schema": {"type": "obje
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"format": 3}}, "output_config.format"),
         ({"container": "c"}, "container"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ],
 )
 def test_what_is_wrong_is_named_as_this_api_names_it(changed: Any, field: str) -> None:
