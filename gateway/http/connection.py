@@ -450,7 +450,11 @@ class HttpResponse:
 
     def start(self, content_type: str) -> None:
         """Begin a stream, whose length nobody knows."""
-        headers = [("content-type", content_type), ("cache-control", "no-cache")]
+        headers = [
+            ("content-type", content_type),
+            ("cache-control", "no-cache"),
+            ("x-accel-buffering", "no"),  # nginx keeps a whole answer back otherwise
+        ]
         self._is_chunked = not self._request.is_http_1_0
         if self._is_chunked:
             headers.append(("transfer-encoding", "chunked"))

@@ -131,6 +131,7 @@ async def test_pages_headers_and_bytes(tmp_path: Path) -> None:
 
         response, body = await fetch(system.http, "/v1/completions", {**asked, "stream": True})
         assert (response.getheader("content-type") or "").startswith("text/event-stream")
+        assert response.getheader("x-accel-buffering") == "no"
         *events, done, rest = body.split(b"\n\n")
         assert (done, rest) == (b"data: [DONE]", b"")
         assert all(event.startswith(b"data: {") for event in events)
