@@ -6,8 +6,9 @@ bench/README.md.
 Tier: a decode core over an engine that computes nothing, for several numbers of sequences, in a
 pool of --num-blocks. What is spent per sequence, block or ticket should not grow with their number.
 Gateway: its process between a source of tokens and raw streams of this process, of gRPC and of
-HTTP; tokens a second of its CPU time, by the source's pace, beside a bare gRPC server that writes
-chunks of its steps, and what it adds to the time to the first token. Service: what clients get of
+HTTP; tokens a second of its CPU time, by the source's pace, beside bare servers of gRPC and of HTTP
+that write chunks of its steps, and what it adds to the time to the first token. Connections: what
+--num-connections idle ones, and clients that do not read, cost it. Service: what clients get of
 the tokens of an engine whose steps take --step-ms, and no processor.
 """
 
@@ -19,6 +20,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from bench.host_connections import measure_idle, measure_slow_readers
 from bench.host_gateway import (
     AddedTtft,
     Door,
@@ -37,6 +39,9 @@ _MOST_STEPS, _FEWEST_STEPS = 100, 9
 _NUM_STEPPED = 20_000
 
 _NUM_SERVED_TOKENS = 200
+
+#: Of each stream whose client does not read: more than sockets hold.
+_NUM_HELD_TOKENS = 1000
 
 
 def flows_of(num_streams: int) -> tuple[Flow, ...]:
@@ -66,6 +71,8 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=1_000_000)
     parser.add_argument("--num-streams", type=int, default=64)
     parser.add_argument("--num-requests", type=int, default=300)
+    parser.add_argument("--num-connections", type=int, default=5000)
+    parser.add_argument("--idle-s", type=float, default=5.0)
     parser.add_argument("--step-ms", type=float, default=12.0)
     parser.add_argument("--model", default=BUNDLED_MODEL)
     parser.add_argument("--doors", nargs="+", choices=("grpc", "http"), default=["grpc", "http"])
@@ -89,7 +96,13 @@ def main() -> None:
         ttft, flows = asyncio.run(measured)
         end = "" if door == "grpc" else f"_{door}"
         data[f"gateway{end}"] = [dataclasses.asdict(one) for one in flows]
-        data[f"added_ttft_ms{end}"] = {**dataclasses.asdict(ttft), "added_ms": ttft.added_ms}
+        added = {"added_ms": ttft.added_ms, "beside_bare_ms": ttft.beside_bare_ms}
+        data[f"added_ttft_ms{end}"] = {**dataclasses.asdict(ttft), **added}
+    if "http" in arguments.doors:
+        model = arguments.model
+        idle = asyncio.run(measure_idle(model, arguments.num_connections, arguments.idle_s))
+        slow = asyncio.run(measure_slow_readers(model, arguments.num_streams, _NUM_HELD_TOKENS))
+        data["idle"], data["slow_readers"] = dataclasses.asdict(idle), dataclasses.asdict(slow)
     service = asyncio.run(
         measure_service(
             arguments.model, arguments.num_streams, _NUM_SERVED_TOKENS, arguments.step_ms

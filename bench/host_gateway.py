@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -32,8 +32,6 @@ _DEADLINE_S = 300.0
 
 #: Of each stream, at most: enough to see what one costs.
 _NUM_BARE_CHUNKS = 1000
-
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 #: How clients come in.
 Door = Literal["grpc", "http"]
@@ -80,8 +78,7 @@ class AddedTtft:
     """Milliseconds of one request at a time, in the median: to its first token at the gateway, and
     at the source itself.
 
-    bare_ms: to the first chunk of a gRPC server that does nothing but answer. No gateway adds less
-    than such a call takes.
+    bare_ms: to the first chunk of a server of the same door that does nothing but answer.
     cpu_ms: of the gateway's process, for a whole request. On a busy machine it is the figure to go
     by: what is added cannot be less than a part of it, and is more when each wake-up waits for a
     core.
@@ -94,7 +91,13 @@ class AddedTtft:
 
     @property
     def added_ms(self) -> float:
+        """To a sequence opened at the source itself."""
         return self.gateway_ms - self.source_ms
+
+    @property
+    def beside_bare_ms(self) -> float:
+        """To the bare server's: all that a gateway does, and its way to the source."""
+        return self.gateway_ms - self.bare_ms
 
 
 def _options(model: str, flow: Flow) -> ServeOptions:
@@ -114,7 +117,9 @@ def _options(model: str, flow: Flow) -> ServeOptions:
 
 
 @asynccontextmanager
-async def _gateway(model: str, flow: Flow) -> AsyncIterator[tuple[Cluster, grpc.aio.Channel]]:
+async def gateway_before_source(
+    model: str, flow: Flow
+) -> AsyncIterator[tuple[Cluster, grpc.aio.Channel]]:
     """A gateway before a token source."""
     programs = Programs(PROGRAMS.prefill, SOURCE, PROGRAMS.gateway)
     async with (
@@ -126,20 +131,22 @@ async def _gateway(model: str, flow: Flow) -> AsyncIterator[tuple[Cluster, grpc.
 
 async def measure_flow(model: str, flow: Flow, door: Door = "grpc") -> GatewayCosts:
     """All streams at once, from the first request to the last token."""
-    async with _gateway(model, flow) as (cluster, channel):
+    async with gateway_before_source(model, flow) as (cluster, channel):
         read = _reader(channel) if door == "grpc" else _sse_reader(cluster.http_address)
         gateway, source = cluster.pid_of("gateway"), cluster.pid_of("decode-0")
         first, *others = sorted(os.sched_getaffinity(0))
         if others:
-            _pin(gateway, {first})
-            _pin(source, set(others))
+            pin(gateway, {first})
+            pin(source, set(others))
         num_chunks, seconds, cpu_s = await _run_streams(read, flow, gateway)
         if others:
-            _pin(source, {first})
+            pin(source, {first})
         async with aio_channel(cluster.address_of("decode-0")) as bare:
             num_tokens = min(flow.num_tokens, _NUM_BARE_CHUNKS * flow.step_tokens)
             bare_flow = replace(flow, num_tokens=num_tokens)
-            num_bare, _, bare_cpu_s = await _run_streams(_reader(bare), bare_flow, source)
+            address = cluster.report_of("decode-0").http_address
+            read = _reader(bare) if door == "grpc" else _sse_reader(address)
+            num_bare, _, bare_cpu_s = await _run_streams(read, bare_flow, source)
     num_tokens = flow.num_streams * flow.num_tokens
     return GatewayCosts(
         flow=flow,
@@ -155,24 +162,26 @@ async def _run_streams(read: _Read, flow: Flow, pid: int) -> tuple[int, float, f
     """All streams at once: chunks, seconds, and seconds of CPU time of the process that serves
     them."""
     await read(flow.step_tokens)
-    cpu_s, begin_s = _cpu_seconds(pid), time.monotonic()
+    cpu_s, begin_s = cpu_seconds(pid), time.monotonic()
     streams = [read(flow.num_tokens) for _ in range(flow.num_streams)]
     num_chunks = sum(await asyncio.gather(*streams))
-    seconds, cpu_s = time.monotonic() - begin_s, _cpu_seconds(pid) - cpu_s
-    return num_chunks, seconds, max(cpu_s, 1 / _TICKS_PER_S)  # as short as can be measured
+    seconds, cpu_s = time.monotonic() - begin_s, cpu_seconds(pid) - cpu_s
+    return num_chunks, seconds, cpu_s
 
 
 async def measure_added_ttft(model: str, num_requests: int, door: Door = "grpc") -> AddedTtft:
-    """By turns at the gateway and at the source, so that what disturbs one disturbs the other."""
-    async with _gateway(model, Flow(1, 1, 1, 0.0)) as (cluster, channel):
+    """By turns at the gateway, at the source and at a bare server, so that what disturbs one
+    disturbs the others."""
+    async with gateway_before_source(model, Flow(1, 1, 1, 0.0)) as (cluster, channel):
         through: list[float] = []
         direct: list[float] = []
         bare: list[float] = []
         async with aio_channel(cluster.address_of("decode-0")) as source:
             address = cluster.http_address
+            bare_address = cluster.report_of("decode-0").http_address
             await (_reader(channel) if door == "grpc" else _sse_reader(address))(1)
             pid = cluster.pid_of("gateway")
-            cpu_s = _cpu_seconds(pid)
+            cpu_s = cpu_seconds(pid)
             call = sequence_service_pb2_grpc.SequenceServiceStub(source).Serve()
             for handle in range(1, num_requests + 1):
                 begin_s = time.perf_counter()
@@ -181,11 +190,14 @@ async def measure_added_ttft(model: str, num_requests: int, door: Door = "grpc")
                 if response is grpc.aio.EOF:
                     raise RuntimeError("the token source ended its stream")
                 direct.append(time.perf_counter() - begin_s)
-                first_s = _first_token_s(channel) if door == "grpc" else _first_event_s(address)
-                through.append(await first_s)
-                bare.append(await _first_token_s(source))
+                if door == "grpc":
+                    through.append(await _first_token_s(channel))
+                    bare.append(await _first_token_s(source))
+                else:
+                    through.append(await _first_event_s(address))
+                    bare.append(await _first_event_s(bare_address))
             call.cancel()
-            cpu_s = _cpu_seconds(pid) - cpu_s
+            cpu_s = cpu_seconds(pid) - cpu_s
     gateway_ms, source_ms, bare_ms = (median(times) * 1e3 for times in (through, direct, bare))
     return AddedTtft(gateway_ms, source_ms, bare_ms, cpu_s / num_requests * 1e3)
 
@@ -215,7 +227,7 @@ async def _first_event_s(address: str) -> float:
     """Seconds from opening a connection to the first event of an answer, which is read to its
     end."""
     begin_s = time.perf_counter()
-    async with _post(address, 1) as reader:
+    async with open_post(address, 1) as reader:
         await reader.readuntil(b"data: ")
         first_s = time.perf_counter() - begin_s
         await reader.read()
@@ -228,22 +240,30 @@ def _reader(channel: grpc.aio.Channel) -> _Read:
 
 def _sse_reader(address: str) -> _Read:
     async def read(num_tokens: int) -> int:
-        async with _post(address, num_tokens) as reader:
-            data = await reader.read()
-        if not data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
-            raise RuntimeError(f"the stream broke: {data[-200:]!r}")
-        return data.count(b"data: {")
+        return await read_events(open_post(address, num_tokens))
 
     return read
 
 
+async def read_events(answer: AbstractAsyncContextManager[asyncio.StreamReader]) -> int:
+    """Chunks of one answer."""
+    async with answer as reader:
+        data = await reader.read()
+    if not data.endswith(b"\r\n0\r\n\r\n") or b"data: [DONE]\n\n" not in data[-40:]:
+        raise RuntimeError(f"the stream broke: {data[-200:]!r}")
+    return data.count(b"data: {")
+
+
 @asynccontextmanager
-async def _post(address: str, num_tokens: int) -> AsyncIterator[asyncio.StreamReader]:
-    """The answer to a completion, on a connection that ends with it. Its chunks stay bytes."""
+async def open_post(
+    address: str, num_tokens: int, limit: int = 2**26
+) -> AsyncIterator[asyncio.StreamReader]:
+    """The answer to a completion, on a connection that ends with it. Its chunks stay bytes.
+    limit: of bytes that are read ahead of who reads them."""
     fields = {"prompt": _PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     body = json.dumps(fields)
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=2**26)
+    reader, writer = await asyncio.open_connection(host, int(port), limit=limit)
     head = f"host: {address}\r\nconnection: close\r\ncontent-length: {len(body)}"
     try:
         writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
@@ -274,12 +294,13 @@ def _generate(channel: grpc.aio.Channel, num_tokens: int) -> Any:
     return generate(request, timeout=_DEADLINE_S)
 
 
-def _pin(pid: int, cores: set[int]) -> None:
+def pin(pid: int, cores: set[int]) -> None:
     for thread in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(thread.name), cores)
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Of all threads of a process so far, in user and in kernel mode."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+def cpu_seconds(pid: int) -> float:
+    """Of all threads of a process so far, in user and in kernel mode; to the nanosecond, where the
+    clock that ps shows ticks each 10 ms."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9

@@ -23,7 +23,6 @@ from baton.rpc.server import start_server
 from baton.service import OnReady, ReadyReport, main
 from baton.types import BlockCounts, KvLayout, Tier, WorkerIdentity, WorkerInfo, WorkerLoad
 from baton.v1 import (
-    inference_pb2,
     inference_pb2_grpc,
     sampling_pb2,
     sequence_service_pb2,
@@ -31,6 +30,7 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from baton.wire import info_to_proto, load_to_proto
+from bench.bare_servers import BareInference, start_bare_sse
 
 _TEXT = Path(__file__).with_name("README.md")
 _MODEL_LEN = 1 << 20
@@ -40,7 +40,7 @@ _REPORT_S = 0.5
 
 @dataclass(slots=True)
 class _Sequence:
-    num_told: int
+    num_emitted: int
     num_wanted: int
 
 
@@ -97,15 +97,15 @@ class TokenSource(
             event.local_prefill.SetInParent()
         columns = response.tokens
         for handle, sequence in list(live.items()):
-            begin = sequence.num_told % len(self._text)
-            num_due = min(num_steps * self._step_tokens, sequence.num_wanted - sequence.num_told)
+            begin = sequence.num_emitted % len(self._text)
+            num_due = min(num_steps * self._step_tokens, sequence.num_wanted - sequence.num_emitted)
             token_ids = self._text[begin : begin + num_due]
             columns.handles.append(handle)
-            columns.token_indices.append(sequence.num_told)
+            columns.token_indices.append(sequence.num_emitted)
             columns.counts.append(len(token_ids))
             columns.token_ids.extend(token_ids)
-            sequence.num_told += len(token_ids)
-            is_over = sequence.num_told == sequence.num_wanted
+            sequence.num_emitted += len(token_ids)
+            is_over = sequence.num_emitted == sequence.num_wanted
             columns.finish_reasons.append(_LENGTH if is_over else _NONE)
             if is_over:
                 del live[handle]
@@ -137,22 +137,6 @@ class _Pace:
     def wait_s(self) -> float:
         """Until the next step ends; 0 if it did."""
         return max(0.0, self._next_s - self._clock()) if self._step_s else 0.0
-
-
-class BareInference(inference_pb2_grpc.InferenceServiceServicer):
-    """The floor under a gateway: chunks like its own, of one text, with nothing but gRPC around
-    them."""
-
-    def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> None:
-        self._token_ids = tuple(token_ids)
-        self._text: str = tokenizer.decode(list(token_ids))
-
-    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        for index in range(0, request.sampling.max_tokens, len(self._token_ids)):
-            chunk = inference_pb2.GenerateResponse(
-                request_id="bare", token_index=index, token_ids=self._token_ids, text=self._text
-            )
-            await context.write(chunk)
 
 
 _NONE = sampling_pb2.FINISH_REASON_UNSPECIFIED
@@ -189,7 +173,8 @@ async def serve_source(options: DecodeOptions, stop: asyncio.Event, on_ready: On
         info, text, options.num_speculative_tokens, options.oracle_step_ms / 1000
     )
 
-    bare = BareInference(tokenizer, text[: options.num_speculative_tokens])  # type: ignore[abstract]
+    step = text[: options.num_speculative_tokens]
+    bare = BareInference(tokenizer, step)  # type: ignore[abstract]
 
     def register(server: grpc.aio.Server) -> Sequence[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(source, server)
@@ -198,9 +183,10 @@ async def serve_source(options: DecodeOptions, stop: asyncio.Event, on_ready: On
         return ("baton.v1.WorkerService",)
 
     server = await start_server(f"{options.host}:{options.port}", register)
-    on_ready(ReadyReport(server.address, {}))
     try:
-        await stop.wait()
+        async with start_bare_sse(options.host, tokenizer.decode(step), len(step)) as http_address:
+            on_ready(ReadyReport(server.address, {}, http_address=http_address))
+            await stop.wait()
     finally:
         await server.stop()
 

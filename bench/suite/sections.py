@@ -100,6 +100,7 @@ SECTIONS = (
         quick=(
             *("--num-seqs", "4", "16", "--num-blocks", "5000"),
             *("--num-streams", "2", "--num-requests", "5"),
+            *("--num-connections", "20", "--idle-s", "0.1"),
         ),
         tables={"scheduler": scheduler_table, "gateway": gateway_table},
     ),

@@ -10,6 +10,7 @@ import pytest
 from baton.events import LocalPrefill, Tokens
 from bench.ahead import measure_ahead, measure_host, measure_prompts
 from bench.host import steps_for
+from bench.host_connections import measure_idle, measure_slow_readers
 from bench.host_gateway import Door, Flow, measure_added_ttft, measure_flow
 from bench.host_rig import HostRig
 from bench.host_service import measure_service
@@ -25,8 +26,8 @@ def test_every_sequence_gets_a_token_in_every_step() -> None:
     opened = rig.step(rig.opening)
     assert sum(isinstance(event, LocalPrefill) for event in opened) == 5
     for _ in range(2 * BLOCK_SIZE):
-        told = rig.step()
-        assert [len(event.samples) for event in told if isinstance(event, Tokens)] == [1] * 5
+        events = rig.step()
+        assert [len(event.samples) for event in events if isinstance(event, Tokens)] == [1] * 5
     rig.pool.check_integrity()
 
 
@@ -73,7 +74,7 @@ async def test_all_tokens_of_a_source_come_through_the_gateway(door: Door) -> No
 
 
 @pytest.mark.slow
-async def test_a_source_that_waits_for_nobody_tells_all_tokens() -> None:
+async def test_a_source_that_waits_for_nobody_emits_all_tokens() -> None:
     flow = Flow(num_streams=2, num_tokens=40, step_tokens=1, step_ms=0.5)
     costs = await measure_flow(MODEL, flow)
     assert costs.flow.offered_per_s == 4000
@@ -89,10 +90,17 @@ async def test_tokens_of_a_stub_engine_come_to_clients() -> None:
 
 @pytest.mark.slow
 async def test_the_first_token_is_timed_at_the_gateway_and_at_the_source() -> None:
-    ttft = await measure_added_ttft(MODEL, 5)
-    assert ttft.source_ms > 0
-    assert ttft.gateway_ms > 0
-    assert ttft.bare_ms > 0
+    ttft = await measure_added_ttft(MODEL, 5, "http")
+    assert ttft.gateway_ms > max(ttft.source_ms, ttft.bare_ms) > 0
+    assert ttft.beside_bare_ms < ttft.gateway_ms
+
+
+@pytest.mark.slow
+async def test_connections_that_want_nothing_are_watched() -> None:
+    idle = await measure_idle(MODEL, 20, 0.1)
+    assert 0 <= idle.cpu < 1
+    slow = await measure_slow_readers(MODEL, 2, 30)
+    assert min(slow.cpu_us, slow.brisk_cpu_us) > 0
 
 
 def test_the_rivals_differ_in_what_is_compared_alone() -> None:

@@ -162,7 +162,7 @@ def test_a_step_is_the_engines_own_or_longer() -> None:
     assert "| 512 | 6.00 | 14.0 | 8.00 | 75% |" in told
 
 
-def test_the_gateway_has_a_line_for_each_flow_and_three_goals() -> None:
+def test_the_gateway_has_a_line_for_each_flow_and_for_each_goal() -> None:
     flow = {"num_streams": 64, "num_tokens": 100, "step_tokens": 8, "step_ms": 1.0}
     one = {
         "tokens_per_core_s": 150_000.0,
@@ -171,18 +171,36 @@ def test_the_gateway_has_a_line_for_each_flow_and_three_goals() -> None:
         "bare_cpu_us": 30,
     }
     paced = {**one, "flow": {**flow, "step_ms": 20.0}, "tokens_per_core_s": 9_000.0}
-    told = gateway_table(
+    single = {**paced, "flow": {**flow, "step_ms": 20.0, "step_tokens": 1}, "chunk_cpu_us": 60.0}
+    flows = [{**one, "flow": flow}, paced, single]
+    ttft = {"gateway_ms": 1.5, "source_ms": 0.5, "bare_ms": 0.25, "cpu_ms": 0.9}
+    text = gateway_table(
         {
             **ABOUT,
-            "gateway": [{**one, "flow": flow}, paced],
-            "added_ttft_ms": {"added_ms": 1.25},
+            "gateway": flows,
+            "added_ttft_ms": {**ttft, "beside_bare_ms": 1.25},
+            "gateway_http": flows,
+            "added_ttft_ms_http": {**ttft, "beside_bare_ms": 1.25},
+            "idle": {"num_connections": 5000, "bytes_each": 4608, "cpu_before": 0, "cpu": 0.01},
+            "slow_readers": {
+                "num_streams": 64,
+                "cpu_us": 30.0,
+                "brisk_cpu_us": 40.0,
+                "held_bytes": 200,
+            },
             "service": {"num_streams": 64, "share": 0.98},
         }
     )
-    assert "| 8 tokens each 20 ms | 25,600 | 8.00 | 50.0 | 30.0 | 9,000 |" in told
-    assert "one core: 8 tokens each 1 ms 150,000 (**missed**)." in told
-    assert "added 1.25 ms (met)" in told
-    assert "64 streams 0.98 (met)" in told
+    assert "| 8 tokens each 20 ms | 25,600 | 8.00 | 50.0 | 30.0 | 9,000 |" in text
+    assert "one core: 8 tokens each 1 ms 150,000 (**missed**)." in text
+    assert "at most 90 us of CPU for a chunk of one token: 1 token each 20 ms 60.0 (met)" in text
+    assert (
+        "at most 50 us of CPU for a chunk of one token: 1 token each 20 ms 60.0 (**missed" in text
+    )
+    assert text.count("added 1.25 ms (**missed**)") == 1
+    assert "5,000 idle HTTP connections: 4.50 KiB of memory each, and 1.00% of a core" in text
+    assert "200 bytes of memory for each token" in text
+    assert "64 streams 0.98 (met)" in text
 
 
 def split_document() -> dict[str, Any]:
