@@ -4,10 +4,13 @@ exactly once."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -15,8 +18,10 @@ import pytest_asyncio
 from baton.client import AsyncClient
 from bench.fault_proxy import ProxiedCluster
 from gateway.request.assignment import MAX_FAILURES
+from tests.support.broken_streams import merged, without_times
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
-from tests.support.sse_streams import by_sse
+from tests.support.oracle_model import make_oracle_model
+from tests.support.sse_streams import ChatStream, by_sse
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -81,6 +86,73 @@ async def test_kills_cost_no_stream_by_http_a_token(
         await streams.all_run()
         send(pairs, signal.SIGKILL, *victims)
         assert not await streams.finish()
+
+
+_TOOL = {"name": "f", "parameters": {"type": "object", "required": ["a"]}}
+_ARGUMENTS = json.dumps({"a": "what is said to a tool " * 8})
+_CALL = f'<tool_call>{{"name": "f", "arguments": {_ARGUMENTS}}}</tool_call>'
+_TALK = [{"role": "user", "content": "x"}]
+_CHATS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", {"messages": _TALK, "max_tokens": 100, "ignore_eos": True}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": _TALK,
+            "tools": [{"type": "function", "function": _TOOL}],
+            "guided_choice": [f"<think>{'Hm. ' * 20}</think>So.{_CALL}{_CALL}"],
+            "max_tokens": 600,
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": "x",
+            "tools": [{"type": "function", **_TOOL}],
+            "tool_choice": {"type": "function", "name": "f"},
+            "max_output_tokens": 100,
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": _TALK,
+            "tools": [{"name": "f", "input_schema": _TOOL["parameters"]}],
+            "tool_choice": {"type": "tool", "name": "f"},
+            "max_tokens": 100,
+        },
+    ),
+)
+
+
+async def test_kills_change_no_answer_of_a_chat(tmp_path: Path) -> None:
+    """Texts, thoughts, calls and their names are those of answers that nothing befell."""
+    async with proxied_cluster(2, 2, model=str(make_oracle_model(tmp_path))) as cluster:
+
+        def ask_all() -> list[ChatStream]:
+            return [
+                ChatStream(lambda: cluster.http_address, path, {**asked, "seed": seed})
+                for path, asked in _CHATS
+                for seed in (1, 2)
+            ]
+
+        async def answers_of(streams: list[ChatStream]) -> list[Any]:
+            await asyncio.gather(*(stream.task for stream in streams))
+            return [
+                [
+                    (str(key).replace(stream.request_id, "NAME"), text)
+                    for key, text in without_times(merged(stream.events))
+                ]
+                for stream in streams
+            ]
+
+        undisturbed = await answers_of(ask_all())
+        for victim in ("decode-0", "prefill-0", "gateway"):
+            streams = ask_all()
+            await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
+            send(cluster, signal.SIGKILL, victim)
+            assert await answers_of(streams) == undisturbed
+            num_parts = {stream.num_parts for stream in streams}
+            assert num_parts == ({2} if victim == "gateway" else {1})
 
 
 async def test_a_killed_gateway_costs_no_stream_a_token(pairs: ProxiedCluster) -> None:

@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from gateway.http.page import LIVE_PATH, PAGE_FILES
 from gateway.server import serve_gateway
-from tests.support.broken_streams import documents, merged, so_far_of
+from tests.support.broken_streams import documents, merged, so_far_of, without_times
 from tests.support.certificates import Authority
 from tests.support.live_tiers import (
     ONLY_DECODES,
@@ -372,21 +372,6 @@ async def test_calls_and_thoughts_of_a_stream_that_broke_off(
             kept = whole[: i + 1]
             _, rest = await stream(request_id, resume_from=[so_far_of(kept)])
             assert without_times(merged([*kept, *rest])) == without_times(merged(whole))
-
-
-def without_times(events: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
-    """Of answers, which say when they were made, and what was in the cache then."""
-    return [
-        (
-            re.sub(
-                r'"(created_at|cache_read_input_tokens|input_tokens|cached_tokens)": \d+', "", key
-            ),
-            text,
-        )
-        if isinstance(key, str)
-        else (key, text)
-        for key, text in events
-    ]
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -4,6 +4,7 @@ and what comes then are what one stream sends."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,21 @@ def merged(events: Sequence[Any]) -> list[tuple[Any, str]]:
             else:
                 found.append((key, text))
     return sorted(by_key.items(), key=repr) if "choices" in events[0] else found
+
+
+def without_times(events: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
+    """Of answers, which say when they were made, and what was in the cache then."""
+    return [
+        (
+            re.sub(
+                r'"(created_at|cache_read_input_tokens|input_tokens|cached_tokens)": \d+', "", key
+            ),
+            text,
+        )
+        if isinstance(key, str)
+        else (key, text)
+        for key, text in events
+    ]
 
 
 def parts_of(event: Any) -> Iterator[tuple[Any, str]]:

@@ -1,19 +1,27 @@
-"""Streams by HTTP, read as a client of server-sent events does that takes up what broke off."""
+"""Streams by HTTP, read as a client of server-sent events does that takes up what broke off:
+completions as the history of a stream, and chats in any of the APIs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from baton.client import Chunk, FinishReason
 from baton.client.results import Usage
 from bench.oracle_requests import OracleRequest
+from tests.support.broken_streams import so_far_of
 from tests.support.fault_streams import Source
 
 _RETRY_DELAY_S = 0.05
+
+#: Types of events that end an answer.
+_LAST = frozenset({"response.completed", "response.incomplete", "message_stop"})
+
+_Lines = AsyncGenerator[bytes]
 
 
 def by_sse(address: Callable[[], str]) -> Source:
@@ -56,21 +64,78 @@ async def _answer(
         "return_token_ids": True,
         "resume_from": list(so_far.values()),
     }
+    async for line in _lines(address, "/v1/completions", asked):
+        if line.startswith(b"data: {"):
+            yield _chunk(json.loads(line.removeprefix(b"data: ")), so_far)
+
+
+async def _lines(address: str, path: str, asked: dict[str, Any], head: str = "") -> _Lines:
+    """What comes on one connection, line by line up to its end; nothing while there are no
+    workers."""
     body = json.dumps(asked).encode()
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        head = f"POST /v1/completions HTTP/1.0\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        start = f"POST {path} HTTP/1.0\r\n{head}content-length: {len(body)}\r\n\r\n"
+        writer.write(start.encode() + body)
         status = await reader.readline()
         if b" 503 " in status:
-            return  # no workers yet
+            return
         assert b" 200 " in status, status + await reader.read()
         while (line := await reader.readline()).endswith(b"\n"):
-            if line.startswith(b"data: {"):
-                yield _chunk(json.loads(line.removeprefix(b"data: ")), so_far)
+            yield line
     finally:
         writer.close()
+
+
+class ChatStream:
+    """An answer of one of the chat APIs, up to its end, however many gateways it takes. asked: with
+    a seed. All its parts go on under the name of the first."""
+
+    def __init__(self, address: Callable[[], str], path: str, asked: dict[str, Any]) -> None:
+        self._address = address
+        self._path = path
+        self._asked = {**asked, "stream": True, "return_token_ids": True}
+        self.request_id = ""
+        """Of the first part, once it has begun."""
+        self.events: list[Any] = []
+        """That came, and are not to come again."""
+        self.num_parts = 0
+        self.has_begun = asyncio.Event()
+        """Set when there are tokens."""
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while not await self._part():
+            await asyncio.sleep(_RETRY_DELAY_S)
+
+    async def _part(self) -> bool:
+        """What comes on one connection. Whether the answer has ended with it."""
+        so_far = so_far_of(self.events)
+        asked = {**self._asked, **({"resume_from": [so_far]} if so_far["token_ids"] else {})}
+        head = f"x-request-id: {self.request_id}\r\n" if self.request_id else ""
+        later: list[Any] = []
+        """What came behind the last tokens."""
+        with suppress(OSError):
+            async for line in _lines(self._address(), self._path, asked, head):
+                if line.startswith(b"x-request-id: "):
+                    self.num_parts += 1
+                    self.request_id = self.request_id or line.decode().split()[1]
+                if line == b"data: [DONE]\n":
+                    return True
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                assert "error" not in event, event
+                later.append(event)
+                if event.get("type") in _LAST:
+                    self.events += later
+                    return True
+                if so_far_of([event])["token_ids"]:
+                    self.events += later
+                    later = []
+                    self.has_begun.set()
+        return False
 
 
 def _chunk(event: dict[str, Any], so_far: dict[int, dict[str, Any]]) -> Chunk:
