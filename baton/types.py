@@ -265,6 +265,22 @@ class KvLayout:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    @property
+    def has_full_layers(self) -> bool:
+        """Whether some layer attends to all tokens. If none does, a sequence holds no block that
+        lies before its window."""
+        return len(self.windowed_layers) < self.num_layers
+
+    def held_start(self, num_tokens: int) -> int:
+        """The first token whose block a sequence of num_tokens tokens holds once they are
+        computed."""
+        return 0 if self.has_full_layers else self.window_start(num_tokens)
+
+    def num_held_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence of num_tokens tokens holds once all but the last are computed."""
+        first = self.held_start(max(0, num_tokens - 1)) // self.block_size
+        return self.num_blocks_for(num_tokens) - first
+
     def window_start(self, num_tokens: int) -> int:
         """The first token whose KV in windowed layers is sent along with a sequence of num_tokens
         tokens: with it the sequence goes on, and so does whoever has its full blocks as a

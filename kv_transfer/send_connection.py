@@ -357,7 +357,9 @@ class SendConnection:
                 missing = replace(piece, first_token=first_token, num_tokens=num_missing)
                 block_size = terms.codec.wire.block_size
                 token_bytes, most = session.token_layer_bytes, session.max_chunk_bytes
-                parts = self._config.layout.from_window(missing, window_start)
+                # The receiver's blocks may be smaller, and begin later.
+                start = max(window_start, ticket.layout.held_start(ticket.num_tokens))
+                parts = self._config.layout.from_window(missing, start)
                 rest = chain.from_iterable(
                     chunks(part, token_bytes, most, block_size) for part in parts
                 )

@@ -282,7 +282,7 @@ class Ticket:
     """A ticket's state, and the arrows of the drawing. Times are those of the caller's clock.
 
     block_ids: where tokens [num_cached_tokens, num_tokens) are to be written; min_tokens: the
-    fewest that a commit may be of.
+    fewest that a commit may be of. held_start: the first token that has a block.
     connection: whose ticket it is, once it has been presented; on_aborted: of that connection.
     checksum, num_bytes: of all that has been written. data: what the sender was given to show.
     mark: see KvPool; of when the blocks became the ticket's.
@@ -308,6 +308,7 @@ class Ticket:
     receiving_s: float = 0.0
     data: bytes = b""
     mark: object = None
+    held_start: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -351,7 +352,7 @@ class Ticket:
         if not (
             piece.num_tokens > 0
             and piece.num_layers > 0
-            and self.num_cached_tokens <= piece.first_token
+            and max(self.num_cached_tokens, self.held_start) <= piece.first_token
             and piece.end_token <= self.num_tokens
             and piece.first_layer >= 0
             and piece.end_layer <= self.layout.num_layers

@@ -42,6 +42,7 @@ class Tickets(Protocol):
         num_cached_tokens: int,
         num_tokens: int,
         lease_s: float = ...,
+        held_start: int = ...,
     ) -> OfferedTicket: ...
 
     def abort(self, ticket_id: int, reason: str, message: str) -> None: ...
@@ -122,12 +123,14 @@ class TicketTable:
         num_cached_tokens: int,
         num_tokens: int,
         lease_s: float = math.inf,
+        held_start: int = 0,
     ) -> OfferedTicket:
         """Let a sender write tokens [num_cached_tokens, num_tokens) into the blocks. Called in the
         engine's thread.
 
         A commit of fewer tokens is taken if it covers spec.num_tokens at least. lease_s: if it is
-        to be shorter than the table's own. Raises ValueError if the blocks have no such room.
+        to be shorter than the table's own. held_start: the first token that has a block, see
+        KvLayout. Raises ValueError if the blocks have no such room.
         """
         room = len(block_ids) * self._layout.block_size
         if not 0 <= num_cached_tokens <= num_tokens <= room:
@@ -165,6 +168,7 @@ class TicketTable:
                 lease_s=lease_s,
                 deadline=deadline,
                 mark=self._mark(),
+                held_start=held_start,
             )
         return OfferedTicket(ticket_id, data)
 

@@ -226,14 +226,24 @@ class Admission:
         state, spec = self._state, command.spec
         shares_prefixes = state.spec.shares_prefixes(len(spec.prompt_token_ids))
         is_scored_here = wants_prompt_logprobs(spec) and command.source is KvSource.LOCAL
+        num_tokens = spec.num_tokens + (command.destination is None)
+        layout = state.spec.layout
+        # Of a ticket's KV nothing comes from before the window, see Send; and a prefix is served
+        # from its own window on.
+        held_start = layout.held_start(spec.num_tokens - (command.source is KvSource.HANDOFF))
+        first_token = 0 if command.source is KvSource.LOCAL else held_start
         lease = state.pool.lease(
             spec.prefix_key,
             spec.token_ids,
-            spec.num_tokens + (command.destination is None),
+            num_tokens if layout.has_full_layers else 0,
             shares_prefixes=shares_prefixes and not is_scored_here,
+            min_prefix_tokens=first_token,
         )
         if lease is None:
             return Deferred("no room for the prompt's blocks")
+        if not self._reserve(lease, command, first_token, num_tokens):
+            lease.release()
+            return Deferred("no room for the blocks of the prompt's window")
         num_growing = state.num_growing_places
         if not command.destination:
             num_growing += width(spec) - 1
@@ -241,6 +251,20 @@ class Admission:
             lease.release()  # each sequence here must be able to grow before a new one comes
             return Deferred("the sequences that run need the blocks that are left")
         return lease
+
+    def _reserve(self, lease: BlockLease, command: Open, first_token: int, num_tokens: int) -> bool:
+        """Without full layers: whether there are blocks for what comes by a ticket; or for as much
+        of a prompt as is held while its chunks are computed, and for what may be fetched of it."""
+        layout = self._state.spec.layout
+        if layout.has_full_layers:
+            return True
+        if not self._is_computed_here(command, lease.num_cached_tokens):
+            return lease.reserve(0 if lease.num_cached_tokens else first_token, num_tokens)
+        most = lease.held_start + layout.window + layout.block_size
+        end = max(most, lease.num_cached_tokens) + self._limits.max_num_batched_tokens
+        if command.destination:
+            end = max(end, command.destination.num_held_tokens)
+        return lease.reserve(0, min(num_tokens, end))
 
     def _is_computed_here(self, command: Open, num_cached_tokens: int) -> bool:
         """Whether what is missing of a sequence is computed here rather than awaited."""
@@ -274,7 +298,10 @@ class Admission:
         if not self._costs.is_fetch_cheaper(num_lacking):
             return
         block_ids = tuple(sequence.lease.block_ids)
-        offered = self._tickets.offer(spec, block_ids, num_computed, num_held, FETCH_LEASE_S)
+        offered = self._tickets.offer(
+            *(spec, block_ids, num_computed, num_held, FETCH_LEASE_S),
+            held_start=sequence.lease.held_start,
+        )
         sequence.stage = Stage.FETCHING
         sequence.ticket_id = offered.ticket_id
         sequence.offered_s = self._clock()
@@ -288,7 +315,9 @@ class Admission:
         num_tokens = spec.num_tokens - (source is KvSource.HANDOFF)
         num_cached = sequence.num_computed_tokens
         block_ids = tuple(sequence.lease.block_ids)
-        offered = self._tickets.offer(spec, block_ids, num_cached, num_tokens)
+        offered = self._tickets.offer(
+            *(spec, block_ids, num_cached, num_tokens), held_start=sequence.lease.held_start
+        )
         sequence.stage = Stage.AWAITING_KV
         sequence.ticket_id = offered.ticket_id
         sequence.offered_s = self._clock()
@@ -315,6 +344,7 @@ class Admission:
         sequence.num_computed_tokens = committed.num_tokens
         sequence.lease.received(committed.window_start)
         sequence.lease.index(sequence.token_ids, committed.num_tokens)
+        sequence.lease.slide(sequence.token_ids, committed.num_tokens)
         if is_prefix:
             self._costs.fetch.observe(num_missing, waited_s)
             if sequence.prefill:

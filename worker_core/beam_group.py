@@ -159,6 +159,8 @@ class BeamGroup:
         )
         for beam in parents:
             beam.lease.release()
+        for beam in self._beams:
+            beam.lease.slide(beam.token_ids, self._num_computed_tokens)
 
 
 def _forked(matcher: Matcher | None) -> Matcher | None:

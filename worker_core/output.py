@@ -56,6 +56,7 @@ class Output:
         scored, drawn = samples[:num_scored], samples[num_scored:]
         sequence.num_computed_tokens += num_new
         sequence.lease.index(sequence.token_ids, sequence.num_computed_tokens)
+        sequence.lease.slide(sequence.token_ids, sequence.num_computed_tokens)
         progress = sequence.prefill
         if progress:
             progress.logprobs += [sample.logprobs for sample in scored if sample.logprobs]
@@ -172,6 +173,8 @@ class Output:
         self._state.emit(sequence, tokens)
         if finish is not FinishReason.NONE:
             self._state.leave(sequence)
+        else:
+            sequence.lease.slide(token_ids, sequence.num_computed_tokens)
 
     def _start_beams(self, root: WorkerSequence, first: Sample) -> None:
         root.lease.index(root.token_ids, root.num_computed_tokens)

@@ -57,7 +57,8 @@ class Preemption:
         swapped = [m for m in state.in_stage(Stage.SWAPPED) if isinstance(m, WorkerSequence)]
         num_growing = len(state.in_stage(Stage.RUNNING))
         for num_back, sequence in enumerate(swapped):
-            num_needed = state.pool.num_blocks_for(len(sequence.token_ids)) + num_growing + num_back
+            num_own = state.spec.layout.num_held_blocks(len(sequence.token_ids))
+            num_needed = num_own + num_growing + num_back
             if num_needed > state.pool.num_available or not self._bring_back(sequence):
                 return num_back > 0
         return bool(swapped)
@@ -69,15 +70,20 @@ class Preemption:
         return self._costs.is_swap_cheaper(swap.num_bytes_of(num_tokens), num_tokens)
 
     def _bring_back(self, sequence: WorkerSequence) -> bool:
-        lease = self._state.pool.lease(
+        state, num_tokens = self._state, len(sequence.token_ids)
+        first_token = state.spec.layout.held_start(sequence.num_computed_tokens)
+        lease = state.pool.lease(
             sequence.spec.prefix_key,
             sequence.token_ids,
-            len(sequence.token_ids),
-            shares_prefixes=self._state.spec.shares_prefixes(sequence.num_prompt_tokens),
+            0 if first_token else num_tokens,
+            shares_prefixes=state.spec.shares_prefixes(sequence.num_prompt_tokens),
         )
         if lease is None:
             return False
-        self._state.swap.take(sequence.key, lease.block_ids, lease.num_cached_tokens)
+        if not lease.reserve(first_token, num_tokens):
+            lease.release()
+            return False
+        state.swap.take(sequence.key, lease.block_ids, lease.num_cached_tokens)
         lease.received(sequence.lease.window_start)
         sequence.lease = lease
         sequence.stage = Stage.RUNNING

@@ -22,9 +22,11 @@ from worker_core.sequence import Stage, WorkerSequence
 
 @dataclass(frozen=True, slots=True)
 class _Swapped:
-    """blocks: packed bytes, block by block; the last may be shorter."""
+    """blocks: packed bytes, block by block, of tokens [first_token, num_tokens); the last may be
+    shorter."""
 
     blocks: tuple[bytearray, ...]
+    first_token: int
     num_tokens: int
 
     @property
@@ -48,24 +50,26 @@ class SwapSpace:
         return not self._swapped
 
     def num_bytes_of(self, num_tokens: int) -> int:
-        """Bytes that the KV of `num_tokens` tokens takes here."""
-        return num_tokens * self._kv.layout.token_bytes
+        """Bytes that the KV of a sequence of `num_tokens` tokens takes here."""
+        layout = self._kv.layout
+        return (num_tokens - layout.held_start(num_tokens)) * layout.token_bytes
 
     def has_room_for(self, num_tokens: int) -> bool:
         return self.num_bytes + self.num_bytes_of(num_tokens) <= self._max_num_bytes
 
     def put(self, key: Hashable, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Copy the KV of the first `num_tokens` tokens of a block table. There must be room; the
-        key must be new."""
+        """Copy the KV of the first `num_tokens` tokens of a block table, from where a sequence of
+        so many holds any. There must be room; the key must be new."""
         layout = self._kv.layout
         self._kv.follow(self._kv.mark())
         blocks = []
-        for first in range(0, num_tokens, layout.block_size):
+        first_token = layout.held_start(num_tokens)
+        for first in range(first_token, num_tokens, layout.block_size):
             piece = self._piece(first, num_tokens)
             block = bytearray(piece.num_tokens * layout.token_bytes)
             self._kv.pack(block_ids, piece, memoryview(block))
             blocks.append(block)
-        swapped = _Swapped(tuple(blocks), num_tokens)
+        swapped = _Swapped(tuple(blocks), first_token, num_tokens)
         self._swapped[key] = swapped
         self.num_bytes += swapped.num_bytes
         self.num_swaps += 1
@@ -76,10 +80,11 @@ class SwapSpace:
         layout = self._kv.layout
         self._kv.follow(self._kv.mark())
         swapped = self._swapped[key]
-        num_held = num_held_tokens // layout.block_size
-        for index, block in enumerate(swapped.blocks[num_held:], start=num_held):
-            piece = self._piece(index * layout.block_size, swapped.num_tokens)
-            self._kv.unpack(block_ids, piece, memoryview(block))
+        firsts = range(swapped.first_token, swapped.num_tokens, layout.block_size)
+        for first, block in zip(firsts, swapped.blocks, strict=True):
+            if first >= num_held_tokens:
+                piece = self._piece(first, swapped.num_tokens)
+                self._kv.unpack(block_ids, piece, memoryview(block))
         self.drop(key)
 
     def drop(self, key: Hashable) -> None:
@@ -228,13 +233,13 @@ def ledger_of(state: CoreState) -> BlockLedger:
             choice=group.spec.choice,
             stage=group.stage.name.lower(),
             ticket_id=(isinstance(group, WorkerSequence) and group.ticket_id) or 0,
-            block_ids=tuple(lease.block_ids),
+            block_ids=tuple(lease.held_block_ids),
         )
         for group in state.groups.values()
         for lease in group.leases
     ]
     served = [
-        BlockOwner(str(key), 0, "served_prefix", 0, tuple(lease.block_ids))
+        BlockOwner(str(key), 0, "served_prefix", 0, tuple(lease.held_block_ids))
         for key, lease in state.served_prefixes.items()
     ]
     return take_ledger(state.pool, (*owners, *served))

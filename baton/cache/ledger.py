@@ -58,5 +58,5 @@ def num_orphan_blocks(pool: BlockPool, leases: Iterable[BlockLease]) -> int:
     known = tuple(leases)
     if len(known) == pool.num_leases:
         return 0
-    owned = {block_id for lease in known for block_id in lease.block_ids}
+    owned = {block_id for lease in known for block_id in lease.held_block_ids}
     return pool.counts().leased - len(owned)

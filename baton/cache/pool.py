@@ -21,6 +21,11 @@ answer.
 Of a model with windowed layers, a block that came from elsewhere may lack their KV: only the window
 is sent. Such a block is found, too, but a prefix ends only where all blocks that the window reaches
 from its end are whole.
+
+Of a model whose layers are all windowed, a lease holds the blocks from some place on: those before
+it were given back as the sequence grew (`slide`), or never taken (`reserve`). Their entries in the
+block table are of no meaning: nothing may read or write what they name. Blocks that were given back
+stay cached, and a prefix is found by the blocks of its window alone.
 """
 
 from __future__ import annotations
@@ -60,14 +65,17 @@ class BlockPool:
         secret: bytes,
         enable_prefix_caching: bool = True,
         window: int = 0,
+        has_full_layers: bool = True,
     ) -> None:
-        """window: see KvLayout."""
+        """window, has_full_layers: see KvLayout."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
-        self._index = PrefixIndex(block_size, secret, window)
+        self._window = 0 if has_full_layers else window
+        """Tokens that a sequence goes on from; 0 for all."""
+        self._index = PrefixIndex(block_size, secret, window, has_full_layers)
         self._indexes_prefixes = enable_prefix_caching
         self._leases: dict[int, BlockLease] = {}
 
@@ -112,33 +120,36 @@ class BlockPool:
         num_tokens: int,
         *,
         shares_prefixes: bool = True,
+        min_prefix_tokens: int = 0,
     ) -> BlockLease | None:
         """Blocks for `num_tokens` tokens that begin with `token_ids`; None if there is no room now.
 
-        Blocks that hold a known prefix are shared. At least the last of `token_ids` is left to
+        Blocks that hold a known prefix are shared, also if they are more than `num_tokens` take; of
+        a model without full layers those of its window. At least the last of `token_ids` is left to
         compute, because its logits are needed. shares_prefixes: False for KV that means nothing
-        outside its own sequence.
+        outside its own sequence. min_prefix_tokens: a shorter prefix counts as none.
         """
         found = _NO_PREFIX
         if shares_prefixes and self._indexes_prefixes:
-            found = self._index.match(tenant, token_ids[:-1])
+            found = self._index.match(tenant, token_ids[:-1], min_prefix_tokens)
         block_ids = list(found.block_ids)
         num_shared = len(block_ids)
-        num_fresh = self.num_blocks_for(num_tokens) - num_shared
-        num_revived = sum(1 for block_id in block_ids if self._references[block_id] == 0)
+        first = max(found.first_whole, self._first_needed(num_shared)) if self._window else 0
+        num_fresh = max(0, self.num_blocks_for(num_tokens) - num_shared)
+        held = block_ids[first:]
+        num_revived = sum(1 for block_id in held if self._references[block_id] == 0)
         if num_fresh + num_revived > self.num_available:
             return None
-        for block_id in block_ids:
+        for block_id in held:
             self._cached.pop(block_id, None)
             self._references[block_id] += 1
         block_ids.extend(self._take() for _ in range(num_fresh))
-        return BlockLease(
-            self, block_ids, num_shared, found.last_key, found.first_whole * self.block_size
-        )
+        window_start = max(first, found.first_whole) * self.block_size
+        return BlockLease(self, block_ids, num_shared, found.last_key, window_start, first)
 
     def num_exclusive_blocks(self, leases: Sequence[BlockLease]) -> int:
         """Blocks that releasing all of `leases` would make available."""
-        held = Counter(block_id for lease in leases for block_id in lease.block_ids)
+        held = Counter(block_id for lease in leases for block_id in lease.held_block_ids)
         return sum(self._references[block_id] == count for block_id, count in held.items())
 
     def num_blocks_to_write(self, leases: Sequence[BlockLease], start: int, end: int) -> int:
@@ -158,7 +169,7 @@ class BlockPool:
         match the leases."""
         expected = [0] * self.num_blocks
         for lease in self._leases.values():
-            for block_id in lease.block_ids:
+            for block_id in lease.held_block_ids:
                 expected[block_id] += 1
         free, cached = set(self._free), set(self._cached)
         leased = {block_id for block_id, count in enumerate(expected) if count}
@@ -183,6 +194,22 @@ class BlockPool:
             self._index.remove(block_id)
         self._references[block_id] = 1
         return block_id
+
+    def _give_back(self, block_id: int) -> None:
+        """One lease less has it."""
+        self._references[block_id] -= 1
+        if self._references[block_id]:
+            return
+        if block_id in self._index.by_block:
+            self._cached[block_id] = None
+        else:
+            self._free.append(block_id)
+
+    def _first_needed(self, num_full_blocks: int) -> int:
+        """Place of the first block that a sequence needs to go on behind so many full ones."""
+        if not self._window:
+            return 0
+        return max(0, num_full_blocks * self.block_size - self._window + 1) // self.block_size
 
     def _free_unindexed(self, block_id: int) -> None:
         """A block that nobody finds any more is free, if nobody has it."""
@@ -231,6 +258,7 @@ class BlockLease:
 
     __slots__ = (
         "_block_ids",
+        "_first_held",
         "_is_live",
         "_last_key",
         "_own_end",
@@ -247,15 +275,18 @@ class BlockLease:
         num_indexed: int,
         last_key: bytes | None,
         window_start: int = 0,
+        first_held: int = 0,
     ) -> None:
         """num_indexed: leading blocks that others can find. last_key: of the last of them, or of
-        the tenant; None if nothing of this lease is ever to be found."""
+        the tenant; None if nothing of this lease is ever to be found. first_held: place of the
+        first block that is this lease's."""
         self._pool = pool
         self._block_ids = BlockTable(block_ids, pool.num_blocks)
         self.num_cached_tokens = num_indexed * pool.block_size
         """Leading tokens whose KV is computed and indexed."""
         self.window_start = window_start
         """Windowed layers may have no KV of the tokens before."""
+        self._first_held = first_held
         self._last_key = last_key
         self._is_live = True
         # Tokens [own_start, own_end) are known to lie in blocks of nobody else: what is written
@@ -273,6 +304,17 @@ class BlockLease:
         return self._block_ids
 
     @property
+    def held_block_ids(self) -> Sequence[int]:
+        """The blocks that are this lease's: all of the block table, or those from `held_start` on.
+        Raises LeaseError after the release."""
+        return self.block_ids[self._first_held :] if self._first_held else self.block_ids
+
+    @property
+    def held_start(self) -> int:
+        """The first token that has a block; a multiple of the block size."""
+        return self._first_held * self._pool.block_size
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the blocks have room for."""
         return len(self._block_ids) * self._pool.block_size
@@ -281,7 +323,7 @@ class BlockLease:
     def num_exclusive_blocks(self) -> int:
         """Blocks that a release would make available."""
         references = self._pool._references
-        return sum(1 for block_id in self._block_ids if references[block_id] == 1)
+        return sum(1 for block_id in self.held_block_ids if references[block_id] == 1)
 
     def num_blocks_to_write(self, start: int, end: int) -> int:
         """Blocks that writing tokens [start, end) takes from the pool: missing ones, and own copies
@@ -318,16 +360,48 @@ class BlockLease:
         """Another lease of the blocks that hold the first `num_tokens` tokens. Takes no block."""
         pool = self._pool
         block_ids = self.block_ids[: pool.num_blocks_for(num_tokens)]
-        for block_id in block_ids:
+        for block_id in block_ids[self._first_held :]:
             pool._references[block_id] += 1
         self._own_start = self._own_end = 0
         num_indexed = self.num_cached_tokens // pool.block_size
-        return BlockLease(pool, block_ids, num_indexed, self._last_key, self.window_start)
+        return BlockLease(
+            pool, block_ids, num_indexed, self._last_key, self.window_start, self._first_held
+        )
+
+    def reserve(self, first_token: int, end_token: int) -> bool:
+        """Hold, of tokens before end_token, blocks of those from first_token on; whether there is
+        room now. What is behind them is given back in any case. first_token: 0 for all that is held
+        already; else no token before it may be needed any more."""
+        pool, block_ids = self._pool, self.block_ids
+        first = first_token // pool.block_size
+        self._give_back_before(first)
+        num_missing = pool.num_blocks_for(end_token) - max(first, len(block_ids))
+        if num_missing > pool.num_available:
+            return False
+        block_ids.extend(0 for _ in range(first - len(block_ids)))
+        block_ids.extend(pool._take() for _ in range(num_missing))
+        return True
+
+    def slide(self, token_ids: Sequence[int], num_computed: int) -> None:
+        """The first `num_computed` tokens are computed, and will not be computed again: let others
+        find them, and give back the blocks that no later token attends to."""
+        size = self._pool.block_size
+        first = self._pool._first_needed(num_computed // size)
+        if first > self._first_held:
+            self.index(token_ids, num_computed)
+            self._give_back_before(first)
+
+    def _give_back_before(self, first: int) -> None:
+        """Hold blocks from place `first` on only."""
+        for block_id in self._block_ids[self._first_held : first]:
+            self._pool._give_back(block_id)
+        self._first_held = max(self._first_held, first)
+        self.window_start = max(self.window_start, self.held_start)
 
     def received(self, window_start: int) -> None:
         """KV came for what was not cached; in windowed layers from window_start on."""
         if window_start > self.num_cached_tokens:
-            self.window_start = window_start
+            self.window_start = max(self.window_start, window_start)
 
     def _shared_indices(self, start: int, end: int) -> list[int]:
         """Places in the block table, among those of tokens [start, end), of blocks that others hold
@@ -342,14 +416,17 @@ class BlockLease:
         block_ids, size = self.block_ids, self._pool.block_size
         if self._last_key is None:
             return
+        index = self._pool._index
         for place in range(self.num_cached_tokens // size, num_computed // size):
             tokens = token_ids[place * size : (place + 1) * size]
             is_whole = place * size >= self.window_start
-            index = self._pool._index
+            self.num_cached_tokens = (place + 1) * size
+            if self._pool._window and not is_whole:
+                self._last_key, _ = index.link(self._last_key, tokens)
+                continue
             self._last_key, replaced = index.add(self._last_key, tokens, block_ids[place], is_whole)
             if replaced is not None:
                 self._pool._free_unindexed(replaced)
-            self.num_cached_tokens = (place + 1) * size
         # Others may take what is indexed from now on.
         self._own_start = max(self._own_start, self.num_cached_tokens)
 
@@ -357,14 +434,8 @@ class BlockLease:
         """Give the blocks back: tails first, so that eviction takes the end of a prefix before its
         beginning. Raises LeaseError the second time."""
         pool = self._pool
-        for block_id in reversed(self.block_ids):
-            pool._references[block_id] -= 1
-            if pool._references[block_id]:
-                continue
-            if block_id in pool._index.by_block:
-                pool._cached[block_id] = None
-            else:
-                pool._free.append(block_id)
+        for block_id in reversed(self.held_block_ids):
+            pool._give_back(block_id)
         del pool._leases[id(self)]
         self._is_live = False
         self._block_ids = BlockTable((), pool.num_blocks)
@@ -397,7 +468,8 @@ class PrefixBlock:
 class Prefix(NamedTuple):
     """Blocks that hold a prefix, in order. last_key: what the chain goes on from, the key of the
     last of them or of the tenant; None if nothing is looked for. first_whole: blocks from this one
-    on are whole."""
+    on are whole; without full layers those before it need not be there, and their ids mean
+    nothing."""
 
     block_ids: Sequence[int]
     last_key: bytes | None
@@ -410,43 +482,50 @@ _NO_PREFIX = Prefix((), None)
 class PrefixIndex:
     """Maps chain keys to blocks and back. Knows nothing of who owns a block."""
 
-    def __init__(self, block_size: int, secret: bytes, window: int = 0) -> None:
-        """`secret`: 32 bytes, drawn at start. window: see KvLayout."""
+    def __init__(
+        self, block_size: int, secret: bytes, window: int = 0, has_full_layers: bool = True
+    ) -> None:
+        """`secret`: 32 bytes, drawn at start. window, has_full_layers: see KvLayout."""
         self._block_size = block_size
         self._window = window
+        self._has_full_layers = has_full_layers
         self._secret = secret
         self._by_key: dict[bytes, PrefixBlock] = {}
         self.by_block: dict[int, PrefixBlock] = {}
         """By block id. Read by the pool."""
 
-    def match(self, tenant: bytes, token_ids: Sequence[int]) -> Prefix:
-        """The longest known prefix of `token_ids` that a sequence can go on from."""
+    def match(self, tenant: bytes, token_ids: Sequence[int], min_num_tokens: int = 0) -> Prefix:
+        """The longest known prefix of `token_ids` that a sequence can go on from; none if it is
+        shorter than min_num_tokens."""
         root = last_key = blake3(tenant, key=self._secret).digest()
-        blocks: list[PrefixBlock] = []
+        blocks: list[PrefixBlock | None] = []
         size = self._block_size
         for start in range(0, len(token_ids) - size + 1, size):
-            key, tokens = self._link(last_key, token_ids[start : start + size])
+            key, tokens = self.link(last_key, token_ids[start : start + size])
             found = self._by_key.get(key)
-            if found is None or found.tokens != tokens or found.parent != last_key:
+            if found and (found.tokens != tokens or found.parent != last_key):
+                found = None
+            if found is None and self._has_full_layers:
                 break
             blocks.append(found)
             last_key = key
-        if not self._window:
-            return Prefix([block.block_id for block in blocks], last_key)
-        num_blocks, first_whole = self._usable(blocks)
-        last_key = blocks[num_blocks - 1].key if num_blocks else root
-        return Prefix([block.block_id for block in blocks[:num_blocks]], last_key, first_whole)
+        num_blocks, first_whole = self._usable(blocks) if self._window else (len(blocks), 0)
+        last = blocks[num_blocks - 1] if num_blocks else None
+        if last is None or num_blocks * size < min_num_tokens:
+            return Prefix((), root)
+        block_ids = [block.block_id if block else 0 for block in blocks[:num_blocks]]
+        return Prefix(block_ids, last.key, first_whole)
 
-    def _usable(self, blocks: Sequence[PrefixBlock]) -> tuple[int, int]:
+    def _usable(self, blocks: Sequence[PrefixBlock | None]) -> tuple[int, int]:
         """How many of a prefix's blocks a sequence can go on from, and from which on they are
         whole."""
         num_usable = first_usable = first_whole = 0
         for index, block in enumerate(blocks):
-            if not block.is_whole:
+            if block is None or not block.is_whole:
                 first_whole = index + 1
             # What the token behind this block attends to in windowed layers.
             reach = max(0, (index + 1) * self._block_size - self._window + 1)
-            if first_whole * self._block_size <= reach:
+            if block and first_whole * self._block_size <= reach:
                 num_usable, first_usable = index + 1, first_whole
         return num_usable, first_usable
 
@@ -455,7 +534,7 @@ class PrefixIndex:
     ) -> tuple[bytes, int | None]:
         """Index a full block behind the prefix of key `parent`, unless another one is already that
         is no less whole. Returns its key, and the block that it takes the place of, if any."""
-        key, tokens = self._link(parent, token_ids)
+        key, tokens = self.link(parent, token_ids)
         before = self._by_key.get(key)
         if before and (before.is_whole or not is_whole):
             return key, None
@@ -471,7 +550,7 @@ class PrefixIndex:
         block = self.by_block.pop(block_id)
         del self._by_key[block.key]
 
-    def _link(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, bytes]:
+    def link(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, bytes]:
         """The key of the block that holds `token_ids` after the prefix of key `parent`, and the ids
         as native 32-bit words, as they are hashed and compared."""
         tokens = array("I", token_ids).tobytes()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,13 +52,24 @@ _ROOT = 0x9E3779B97F4A7C15
 _Words = NDArray[np.uint64]
 
 
+class OracleWindow(NamedTuple):
+    """Tokens that windowed layers attend to, 0 if there are none: all layers, or, with full layers,
+    every other one, from the second one on. Without full layers at least 2: a token's KV is
+    computed from that of the token before."""
+
+    num_tokens: int = 0
+    has_full_layers: bool = True
+
+
+NO_WINDOW = OracleWindow()
+
+
 @dataclass(frozen=True, slots=True)
 class OracleOptions:
     """layer_group_size: layers per layers_done call. step_s, token_s: what a forward takes, and
     what each of its new tokens adds, in seconds of real time; its own hashing is a part of that,
     and it sleeps for the rest.
 
-    window: tokens that every other layer attends to, from the second one on; 0 for all.
     poison_token_id: a token whose computation fails, to test that a fault stays with its request;
     -1 for none.
     """
@@ -73,7 +85,7 @@ class OracleOptions:
     poison_token_id: int = -1
     model: str = "oracle"
     adapters: tuple[str, ...] = ()
-    window: int = 0
+    window: OracleWindow = NO_WINDOW
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,11 +109,12 @@ class OracleEngine(Engine):
 
     def __init__(self, options: OracleOptions) -> None:
         fingerprint = ":".join(("oracle", *sorted(options.adapters)))
-        windowed = tuple(range(1, options.num_layers, 2)) if options.window else ()
+        window, first_windowed = options.window, int(options.window.has_full_layers)
+        layers = range(first_windowed, options.num_layers, 1 + first_windowed)
         layout = KvLayout(
             *(fingerprint, options.num_layers, 1, 2, "int64", options.block_size),
-            window=options.window,
-            windowed_layers=windowed,
+            window=window.num_tokens,
+            windowed_layers=tuple(layers) if window.num_tokens else (),
         )
         self._options = options
         self._kv = ArrayKvPool(layout, options.num_blocks)
@@ -252,7 +265,7 @@ def oracle_tokens(
     choice: int = 0,
     allowed: Callable[[Sequence[int]], bytes | None] | None = None,
     adapter: str = "",
-    window: int = 0,
+    window: OracleWindow = NO_WINDOW,
 ) -> list[int]:
     """The output that a whole, undisturbed request gets from any oracle engine of default shape.
 
@@ -279,7 +292,7 @@ def oracle_beams(
     vocab_size: int,
     allowed: Callable[[Sequence[int]], bytes | None] | None = None,
     adapter: str = "",
-    window: int = 0,
+    window: OracleWindow = NO_WINDOW,
 ) -> tuple[Hypothesis, ...]:
     """What a whole, undisturbed beam search finds on any oracle engine of default shape. allowed:
     as of oracle_tokens."""
@@ -302,7 +315,7 @@ def oracle_beams(
 
 
 def oracle_prompt_logprobs(
-    prompt: Sequence[int], sampling: Sampling, vocab_size: int, window: int = 0
+    prompt: Sequence[int], sampling: Sampling, vocab_size: int, window: OracleWindow = NO_WINDOW
 ) -> tuple[TokenLogprobs, ...]:
     """What any oracle engine of default shape reports of a prompt's tokens but the first."""
     rows = tuple(
@@ -314,7 +327,7 @@ def oracle_prompt_logprobs(
     return tuple(one.logprobs for one in samples if one.logprobs)
 
 
-def _undisturbed(vocab_size: int, window: int) -> OracleEngine:
+def _undisturbed(vocab_size: int, window: OracleWindow) -> OracleEngine:
     """An engine for one sequence, whose only block holds it all."""
     return OracleEngine(
         OracleOptions(num_blocks=1, block_size=_REFERENCE_LEN, vocab_size=vocab_size, window=window)

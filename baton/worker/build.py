@@ -46,6 +46,7 @@ def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
         secret=secrets.token_bytes(32),
         enable_prefix_caching=options.enable_prefix_caching,
         window=engine.spec.layout.window,
+        has_full_layers=engine.spec.layout.has_full_layers,
     )
 
 

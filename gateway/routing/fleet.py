@@ -128,7 +128,7 @@ class Worker:
             address=self.address,
             max_model_len=info.max_model_len,
             max_local_prefill_tokens=load.local_prefill_threshold,
-            block_size=info.layout.block_size,
+            layout=info.layout,
             num_blocks=info.num_blocks,
             num_available_blocks=load.blocks.available - sum(self.unreported_blocks.values()),
             num_sequences=max(self.num_in_flight, num_reported),

@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from baton.types import NumericsClass, Rank, SequenceSpec
+from baton.types import KvLayout, NumericsClass, Rank, SequenceSpec
 
 #: How much more a token computed again weighs than one to wait for: it delays all who come later,
 #: too.
@@ -151,7 +151,7 @@ class DecodeView:
     address: str
     max_model_len: int
     max_local_prefill_tokens: int
-    block_size: int
+    layout: KvLayout
     num_blocks: int
     num_available_blocks: int
     num_sequences: int
@@ -177,7 +177,7 @@ class DecodeView:
 
     def num_blocks_for(self, need: Need) -> int:
         """Those that they share, and one more for each but the first to write into."""
-        return -(-(need.num_tokens + 1) // self.block_size) + need.num_sequences - 1
+        return self.layout.num_held_blocks(need.num_tokens + 1) + need.num_sequences - 1
 
     def fits(self, need: Need) -> bool:
         """Whether the sequence fits here when nothing else does."""
@@ -340,7 +340,7 @@ class Running:
 
     def num_blocks_at(self, worker: DecodeView) -> int:
         """Blocks that it takes there, with room for the next token."""
-        return -(-(self.num_tokens + 1) // worker.block_size)
+        return worker.layout.num_held_blocks(self.num_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.routing.router import PLENTY, RELIEVED, SHORT, DecodeView, Running, Transfer, rebalance
+from tests.support.fake_workers import LAYOUT
 
 #: Sequences at each worker before any is moved.
 RUNNING = 50
@@ -20,7 +21,7 @@ def view(address: str, block_size: int, num_blocks: int, available: int, places:
         address,
         max_model_len=1024,
         max_local_prefill_tokens=0,
-        block_size=block_size,
+        layout=replace(LAYOUT, block_size=block_size),
         num_blocks=num_blocks,
         num_available_blocks=available,
         num_sequences=RUNNING,

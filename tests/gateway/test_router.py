@@ -21,6 +21,7 @@ from gateway.routing.router import (
     choose_prefill_to_stay,
 )
 from gateway.routing.workers import MAX_BACKOFF_S, backoff_s
+from tests.support.fake_workers import LAYOUT
 
 NEED = Need(num_tokens=40, max_num_tokens=60, needs_decode=True)
 PREFILL = PrefillView("p", 100, outstanding_tokens=0, max_outstanding_tokens=128)
@@ -28,7 +29,7 @@ DECODE = DecodeView(
     "d",
     max_model_len=100,
     max_local_prefill_tokens=0,
-    block_size=4,
+    layout=LAYOUT,
     num_blocks=100,
     num_available_blocks=100,
     num_sequences=0,
@@ -55,7 +56,7 @@ DECODES = st.lists(
         address=st.integers(0, 5).map("d{}".format),
         max_model_len=st.sampled_from([50, 100]),
         max_local_prefill_tokens=st.sampled_from([0, 20, 100]),
-        block_size=st.sampled_from([1, 4, 16]),
+        layout=st.sampled_from([replace(LAYOUT, block_size=size) for size in (1, 4, 16)]),
         num_blocks=st.integers(1, 60),
         num_available_blocks=st.integers(-5, 60),
         num_sequences=st.integers(0, 9),

@@ -45,10 +45,16 @@ def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     ]
 
 
+def window_start(num_tokens: int, block_size: int) -> int:
+    reach = num_tokens // block_size * block_size - WINDOW + 1
+    return max(0, reach) // block_size * block_size
+
+
 def crossing(num_tokens: int, num_held: int, num_windowed: int) -> int:
     """Tokens of layers that a prompt takes, of which the receiver holds num_held."""
-    reach = num_tokens // SENDER_BLOCK * SENDER_BLOCK - WINDOW + 1
-    start = max(0, reach) // SENDER_BLOCK * SENDER_BLOCK
+    start = window_start(num_tokens, SENDER_BLOCK)
+    if num_windowed == NUM_LAYERS:  # the receiver has no block of what lies before its own
+        start = max(start, window_start(num_tokens, RECEIVER_BLOCK))
     full = (NUM_LAYERS - num_windowed) * (num_tokens - num_held)
     return full + num_windowed * (num_tokens - max(start, num_held))
 

@@ -441,3 +441,17 @@ def test_credits_come_back_in_batches_and_never_all_stay_away(num_credits: int):
                 assert not free & set(reply.slots)
                 free |= set(reply.slots)
         desk.replies.clear()
+
+
+def test_a_chunk_from_before_the_owners_blocks_is_refused() -> None:
+    """Of a model whose layers are all windowed the block table names blocks of others there."""
+    desk = Desk()
+    session = desk.session()
+    spec = SequenceSpec("r", tuple(range(NUM_TOKENS)), Sampling())
+    offered = desk.table.offer(spec, (0, 5), 0, NUM_TOKENS, held_start=4)
+    session.on_frame(kv_pb2.KvBegin(ticket=offered.data), memoryview(b""))
+    (answer,) = desk.take(session, *chunk_of(offered.ticket_id, 3, 3, 0))
+    assert isinstance(answer, kv_pb2.KvAbort)
+    assert "outside of the reservation" in answer.message
+    assert desk.is_untouched
+    assert [type(event) for event in desk.events] == [TicketAborted]

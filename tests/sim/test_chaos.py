@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+from baton.engine.oracle import NO_WINDOW, OracleWindow
 from baton.errors import HandoffFailed, NoWorkers, WorkerLost
 from baton.types import Tier
 from tests.support.faulty_hub import FaultyHub
@@ -65,7 +66,7 @@ def check(history: History, outputs: list[list[int]]) -> None:
 def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
     async def main() -> None:
         rng = random.Random(chaos_seed)
-        window = rng.choice([0, 0, 7])
+        window = rng.choice([NO_WINDOW, OracleWindow(7), OracleWindow(7, has_full_layers=False)])
         system = System(
             chaos_seed,
             num_prefill=rng.randint(1, 3),

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.engine.oracle import NO_WINDOW, OracleWindow
 from baton.types import FinishReason, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.mixed_requests import draw_request, expected_outputs, num_prompt_logprobs
@@ -25,7 +26,7 @@ from worker_core.speculation.interface import Speculation
 NUM_REQUESTS = 8
 
 
-def draw_shape(rng: random.Random, window: int) -> SimShape:
+def draw_shape(rng: random.Random, window: OracleWindow) -> SimShape:
     return SimShape(
         window=window,
         num_blocks=rng.choice([48, 80, 200]),
@@ -40,11 +41,11 @@ def draw_shape(rng: random.Random, window: int) -> SimShape:
     )
 
 
-def draw_speculation(rng: random.Random, window: int) -> Speculation | None:
+def draw_speculation(rng: random.Random, window: OracleWindow) -> Speculation | None:
     return RandomSpeculation(rng.getrandbits(32), window=window) if rng.random() < 0.5 else None
 
 
-def make(rng: random.Random, window: int) -> SimClient:
+def make(rng: random.Random, window: OracleWindow) -> SimClient:
     hub = LoopbackHub()
     client = SimClient(rng, [], [], move_rate=rng.choice([0.0, 0.1]))
     for index in range(rng.randint(1, 2)):
@@ -65,7 +66,7 @@ def make(rng: random.Random, window: int) -> SimClient:
     return client
 
 
-def check(client: SimClient, spec: SequenceSpec, window: int) -> None:
+def check(client: SimClient, spec: SequenceSpec, window: OracleWindow) -> None:
     is_whole = True
     for expected in expected_outputs(spec, window):
         got = client.output_of(expected.choice)
@@ -86,12 +87,12 @@ def begin_alike(rng: random.Random, spec: SequenceSpec) -> SequenceSpec:
     return replace(spec, prompt_token_ids=(*common, *spec.prompt_token_ids[:4]))
 
 
-def run_seed(seed: int, window: int = 0) -> SimClient:
+def run_seed(seed: int, window: OracleWindow = NO_WINDOW) -> SimClient:
     rng = random.Random(seed)
     client = make(rng, window)
     plain_share = rng.choice([0.0, 0.95])
     specs = [draw_request(rng, index, plain_share) for index in range(NUM_REQUESTS)]
-    if window:
+    if window.num_tokens:
         specs = [begin_alike(rng, spec) for spec in specs]
     client.waiting += specs
     client.run(num_cancels=rng.choice([0, 0, 4]))
@@ -107,4 +108,9 @@ def test_every_stream_equals_its_request_alone(mix_seed: int) -> None:
 
 
 def test_so_does_every_stream_of_a_model_with_windowed_layers(mix_seed: int) -> None:
-    run_seed(mix_seed, window=random.Random(mix_seed).choice([1, 5, 16]))
+    run_seed(mix_seed, OracleWindow(random.Random(mix_seed).choice([1, 5, 16])))
+
+
+def test_so_does_every_stream_of_a_model_that_holds_its_window_alone(mix_seed: int) -> None:
+    window = random.Random(mix_seed).choice([2, 5, 16])
+    run_seed(mix_seed, OracleWindow(window, has_full_layers=False))

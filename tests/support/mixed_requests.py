@@ -7,7 +7,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.engine.oracle import oracle_beams, oracle_prompt_logprobs, oracle_tokens
+from baton.engine.oracle import (
+    NO_WINDOW,
+    OracleWindow,
+    oracle_beams,
+    oracle_prompt_logprobs,
+    oracle_tokens,
+)
 from baton.grammar import Grammar
 from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
 from tests.support.grammar_walks import allowed_after
@@ -112,8 +118,8 @@ def draw_grammar(rng: random.Random) -> bytes:
     return rng.choice(grammars).to_bytes()
 
 
-def expected_outputs(spec: SequenceSpec, window: int = 0) -> Iterator[Expected]:
-    """What the request gets when it is the only one anywhere. window: see OracleOptions."""
+def expected_outputs(spec: SequenceSpec, window: OracleWindow = NO_WINDOW) -> Iterator[Expected]:
+    """What the request gets when it is the only one anywhere. window: of all workers."""
     prompt, sampling = spec.prompt_token_ids, spec.sampling
     allowed, adapter = allowed_after(sampling), spec.adapter
     if sampling.beam:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Sequence
 
-from baton.engine.oracle import oracle_tokens
+from baton.engine.oracle import NO_WINDOW, OracleWindow, oracle_tokens
 from tests.support.grammar_walks import allowed_after
 from worker_core.speculation.interface import DraftRequest
 
@@ -17,7 +17,7 @@ class RandomSpeculation:
 
     max_num_drafts = 6
 
-    def __init__(self, seed: int, vocab_size: int = 1000, window: int = 0) -> None:
+    def __init__(self, seed: int, vocab_size: int = 1000, window: OracleWindow = NO_WINDOW) -> None:
         self._rng = random.Random(seed)
         self._vocab_size, self._window = vocab_size, window
         self._outputs: dict[Hashable, list[int]] = {}

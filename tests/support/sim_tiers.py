@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 from baton.cache.pool import BlockPool
 from baton.engine.interface import Engine
 from baton.engine.loop import Step
-from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.engine.oracle import NO_WINDOW, OracleEngine, OracleOptions, OracleWindow
 from baton.errors import BatonError
 from baton.grammar import Matchers
 from baton.types import KvSource, SequenceSpec, WorkerIdentity
@@ -56,8 +56,8 @@ class SimShape:
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
     num_pool_blocks: int = 0
     """Blocks that sequences may have, if fewer than the engine's."""
-    window: int = 0
-    """Of all workers alike: see OracleOptions."""
+    window: OracleWindow = NO_WINDOW
+    """Of all workers alike."""
 
 
 def _engine(shape: SimShape) -> OracleEngine:
@@ -78,7 +78,8 @@ def _pool(shape: SimShape) -> BlockPool:
         shape.block_size,
         secret=bytes(32),
         enable_prefix_caching=shape.enable_prefix_caching,
-        window=shape.window,
+        window=shape.window.num_tokens,
+        has_full_layers=shape.window.has_full_layers,
     )
 
 

@@ -188,6 +188,117 @@ class WindowedPoolMachine(RuleBasedStateMachine):
 TestWindowedPoolMachine = WindowedPoolMachine.TestCase
 
 
+class HeldWindowMachine(RuleBasedStateMachine):
+    """Of a model whose layers are all windowed: sequences grow, fork, and are found again; the
+    model remembers which tokens each block has KV of."""
+
+    WINDOW = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool(num_blocks=20, window=self.WINDOW, has_full_layers=False)
+        self.present: dict[int, tuple[int, ...]] = {}
+        """By block: the prefix up to the block's last token that was computed."""
+        self.live: list[tuple[BlockLease, list[int]]] = []
+
+    @rule(tokens=TOKENS, extra=st.integers(0, 12), comes_from_elsewhere=st.booleans())
+    def take_in(self, tokens: list[int], extra: int, comes_from_elsewhere: bool) -> None:
+        tokens = tokens + [1] * extra
+        start = max(0, len(tokens) // 4 * 4 - self.WINDOW + 1) // 4 * 4
+        least = start if comes_from_elsewhere else 0
+        lease = self.pool.lease(b"", tokens, 0, min_prefix_tokens=least)
+        assert lease is not None
+        cached = lease.num_cached_tokens
+        self.is_readable(lease, tokens, cached)
+        first_token = cached or least
+        if not lease.reserve(0 if cached else least, len(tokens)):
+            lease.release()
+            return
+        if comes_from_elsewhere:
+            lease.received(first_token)
+        self.compute(lease, tokens, first_token)
+        lease.index(tokens, len(tokens))
+        self.live.append((lease, tokens))
+
+    def compute(self, lease: BlockLease, tokens: list[int], first_token: int) -> None:
+        for index in range(first_token // 4, -(-len(tokens) // 4)):
+            self.present[lease.block_ids[index]] = tuple(tokens[: index * 4 + 4])
+        self.is_readable(lease, tokens, len(tokens))
+
+    def is_readable(self, lease: BlockLease, tokens: list[int], num_tokens: int) -> None:
+        """What the next token attends to is there."""
+        reach = max(0, num_tokens - self.WINDOW + 1)
+        assert lease.held_start <= reach
+        for index in range(reach // 4, -(-num_tokens // 4)):
+            found = self.present[lease.block_ids[index]]
+            assert found[:num_tokens] == tuple(tokens[: min(index * 4 + 4, num_tokens)])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_new=st.integers(1, 9))
+    def grow(self, data: st.DataObject, num_new: int) -> None:
+        lease, tokens = data.draw(st.sampled_from(self.live))
+        start = len(tokens)
+        copies = lease.prepare_write(start, start + num_new)
+        if copies is None:
+            return
+        for copy in copies:
+            self.present[copy.target] = self.present[copy.source]
+        tokens.extend(data.draw(st.integers(0, 1)) for _ in range(num_new))
+        self.compute(lease, tokens, start)
+        lease.slide(tokens, len(tokens))
+        assert len(lease.held_block_ids) <= (self.WINDOW + 2 * 4) // 4
+        self.is_readable(lease, tokens, len(tokens))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        lease, tokens = data.draw(st.sampled_from(self.live))
+        fork = lease.fork(len(tokens))
+        self.is_readable(fork, tokens, len(tokens))
+        self.live.append((fork, list(tokens)))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        place = data.draw(st.integers(0, len(self.live) - 1))
+        lease, _ = self.live.pop(place)
+        available = self.pool.num_available
+        freed = lease.num_exclusive_blocks
+        lease.release()
+        assert self.pool.num_available == available + freed
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.pool.check_integrity()
+
+    def teardown(self) -> None:
+        for lease, _ in self.live:
+            lease.release()
+        assert self.pool.counts().leased == 0
+        self.pool.check_integrity()
+
+
+TestHeldWindowMachine = HeldWindowMachine.TestCase
+
+
+def test_a_prefix_is_found_by_the_blocks_of_its_window_alone() -> None:
+    pool = make_pool(num_blocks=4, window=6, has_full_layers=False)
+    turn = [*range(40)]
+    lease = pool.lease(b"", turn, 8)
+    assert lease is not None
+    for end in range(4, 41, 4):
+        assert lease.prepare_write(end - 4, end) == ()
+        lease.slide(turn, end)
+        assert len(lease.held_block_ids) <= 3
+    lease.index(turn, 40)
+    lease.release()
+    assert pool.num_cached_tokens(b"", [*turn, 1]) == 40
+    assert pool.num_cached_tokens(b"", turn[:21]) == 0, "its blocks were taken for what followed"
+    with pool.lease(b"", [*turn, 1], 41) as found:
+        assert (found.num_cached_tokens, found.held_start) == (40, 32)
+        pool.check_integrity()
+
+
 def test_a_conversation_goes_on_from_the_window_and_another_one_not_from_within() -> None:
     pool = make_pool(window=6)
     turn = [*range(20)]
@@ -301,7 +412,7 @@ def test_of_those_that_share_a_block_with_nobody_else_the_last_to_write_keeps_it
 
 def test_a_forged_collision_of_keys_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool()
-    monkeypatch.setattr(pool._index, "_link", lambda _parent, ids: (b"same", bytes(ids)))
+    monkeypatch.setattr(pool._index, "link", lambda _parent, ids: (b"same", bytes(ids)))
     with pool.lease(b"", [1, 2, 3, 4, 5], 5) or pytest.fail("no room") as lease:
         lease.index([1, 2, 3, 4, 5], 4)
     assert pool.num_cached_tokens(b"", [1, 2, 3, 4, 5]) == 4
@@ -312,7 +423,7 @@ def test_the_same_tokens_after_another_beginning_are_a_miss_whatever_their_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool = make_pool()
-    monkeypatch.setattr(pool._index, "_link", lambda _parent, ids: (bytes(ids), bytes(ids)))
+    monkeypatch.setattr(pool._index, "link", lambda _parent, ids: (bytes(ids), bytes(ids)))
     tokens = [1, 1, 1, 1, 2, 2, 2, 2, 3]
     with pool.lease(b"", tokens, 9) or pytest.fail("no room") as lease:
         lease.index(tokens, 8)

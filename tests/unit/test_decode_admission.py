@@ -33,8 +33,9 @@ class Tickets:
         num_cached_tokens: int,
         num_tokens: int,
         lease_s: float = 30.0,
+        held_start: int = 0,
     ) -> OfferedTicket:
-        del spec, block_ids, num_cached_tokens, num_tokens, lease_s
+        del spec, block_ids, num_cached_tokens, num_tokens, lease_s, held_start
         self.num_offered += 1
         return OfferedTicket(self.num_offered, b"")
 

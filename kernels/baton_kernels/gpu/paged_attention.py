@@ -129,7 +129,7 @@ def _scores(
 
 @triton.jit
 def _tile(
-    acc, peak, total, block, q, positions, slopes, start, end,
+    acc, peak, total, block, q, positions, slopes, start, oldest, end,
     pool_ptr, scales_ptr, table_ptr, block_heads, first_head, kind_heads, stride, scale_stride,
     scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -137,11 +137,12 @@ def _tile(
     HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take keys [start, start + BLOCK_N), which are in blocks `block` [BLOCK_N], into the running
-    softmax. Keys from `end` on are not there. Returns the blocks of the next tile too: read here, a
+    softmax. Keys from `end` on are not there, nor are those before `oldest`: the table may name
+    blocks of other sequences there. Returns the blocks of the next tile too: read here, a
     tile ahead, they do not stand in the way of loading several tiles of keys ahead."""
     keys = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    there = keys < end
+    there = (keys >= oldest) & (keys < end) if HAS_WINDOW else keys < end
     head = block.to(tl.int64) * block_heads + first_head
     offset = keys % BLOCK_SIZE
     ahead = keys + BLOCK_N
@@ -228,10 +229,10 @@ def _attend(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    if HAS_SINKS:
+    oldest = tl.maximum(position - window + 1, 0) if HAS_WINDOW else 0
+    if HAS_SINKS:  # noqa: SIM102, the kernel has the inner test in it only then
         # Of the items that share a tile's keys, the one that has the first takes the sink in.
-        low = tl.maximum(position - window + 1, 0) if HAS_WINDOW else 0
-        if begin <= low:
+        if begin <= oldest:
             peak = tl.load(sinks_ptr + head) * _LOG2_E
             total += 1.0
     first_head = layer_head + kv_head
@@ -243,7 +244,7 @@ def _attend(
         full_end = tl.maximum(begin, tl.minimum(position + 1, end) // BLOCK_N * BLOCK_N)
     for start in range(begin, full_end, BLOCK_N):
         acc, peak, total, block = _tile(
-            acc, peak, total, block, q, positions, slopes, start, end,
+            acc, peak, total, block, q, positions, slopes, start, oldest, end,
             pool_ptr, scales_ptr, table_ptr, block_heads, first_head, num_kv_heads,
             stride, scale_stride, scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
@@ -251,7 +252,7 @@ def _attend(
         )  # fmt: skip
     for start in range(full_end, end, BLOCK_N):
         acc, peak, total, block = _tile(
-            acc, peak, total, block, q, positions, slopes, start, end,
+            acc, peak, total, block, q, positions, slopes, start, oldest, end,
             pool_ptr, scales_ptr, table_ptr, block_heads, first_head, num_kv_heads,
             stride, scale_stride, scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,

@@ -81,6 +81,18 @@ def test_mixed_batch(heads: Heads, block_size: int, window: int | None) -> None:
     torch.testing.assert_close(got, twin, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("terms", [NO_TERMS, ScoreTerms(sinks=torch.tensor([3.0, -2.0]))])
+def test_what_blocks_behind_the_window_hold_is_not_read(terms: ScoreTerms) -> None:
+    """They are those of other sequences by then."""
+    heads, size, window = Heads(2, 1, 16), 4, 13
+    batch = batch_of([(37, 1), (20, 3), (40, 30)], heads, size, torch.float32)
+    wanted = run(batch, 0.3, window, terms)
+    for part in batch.slices:
+        behind = part.block_table[: (part.start - window + 1) // size]
+        batch.pool[list(behind)] = torch.nan
+    assert torch.equal(run(batch, 0.3, window, terms), wanted)
+
+
 def test_half_precision() -> None:
     batch = batch_of(MIXED, Heads(6, 2, 16), 16, torch.float16)
     wanted = reference_attention(batch, 0.25)
