@@ -15,11 +15,12 @@ from baton.types import Tier
 class SpeculationOptions(Options):
     """How decode workers guess tokens ahead, to confirm several in one step."""
 
-    speculative_method: Literal["auto", "none", "ngram", "draft", "eagle"] = "auto"
+    speculative_method: Literal["auto", "none", "ngram", "draft", "eagle", "mtp"] = "auto"
     """ngram drafts what followed the last tokens where they occurred before; draft asks
     --speculative-model; eagle asks a head over MODEL's hidden states, which --speculative-model is;
-    none drafts nothing. auto: none on a GPU, where steps with drafts are not replayed and not
-    launched ahead; else ngram. The tokens of an answer are the same with each."""
+    mtp asks MODEL's own layer for multi-token prediction; none drafts nothing. auto: none on a GPU,
+    where steps with drafts are not replayed and not launched ahead; else ngram. The tokens of an
+    answer are the same with each."""
     speculative_model: NonEmpty | None = None
     """Draft model, with MODEL's tokenizer, or EAGLE head: a local directory, or a Hugging Face Hub
     id."""
@@ -80,7 +81,7 @@ class DecodeTierOptions(SpeculationOptions, SchedulingOptions):
 
     @model_validator(mode="after")
     def _check_async_scheduling(self) -> Self:
-        if self.async_scheduling and self.speculative_method in ("ngram", "draft", "eagle"):
+        if self.async_scheduling and self.speculative_method not in ("auto", "none"):
             raise ValueError(
                 f"--async-scheduling: drafts of --speculative-method={self.speculative_method} "
                 "follow the tokens known; give --speculative-method none with it"

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,10 +21,17 @@ from baton.engine.interface import Batch, SequenceSlice
 from baton.engine.torch_engine import OnStates, TorchEngine
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import pack_batch
-from baton.model.draft_head import DraftHead, head_kv_config, load_head, read_head_config
+from baton.model.checkpoint import HeadFiles
+from baton.model.draft_head import (
+    DraftHead,
+    head_kv_config,
+    head_layout,
+    load_head,
+    read_head_config,
+)
+from baton.model.mtp import load_mtp_head, read_mtp_config
 from baton.model.rope import make_rope
 from baton.sampling.sampler import RowsError, draw
-from baton.types import KvLayout
 
 #: Positions of a sequence whose states wait for its next drafts; the head forgets the rest.
 MAX_WAITING = 64
@@ -128,20 +134,18 @@ class HeadRunner:
     """Runs a head on the engine's device, over blocks of its own."""
 
     def __init__(
-        self, head: DraftHead, num_blocks: int, block_size: int, max_model_len: int
+        self,
+        head: DraftHead,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        device: torch.device,
     ) -> None:
         config = head_kv_config(head.head, max_model_len)
-        device = head.device
         self._config, self._head = config, head
         self._rope = make_rope(config, max_model_len, device)
-        layout = KvLayout(
-            "",
-            1,
-            config.num_kv_heads,
-            config.head_dim,
-            str(head.dtype).removeprefix("torch."),
-            block_size,
-        )
+        dtype = str(head.dtype).removeprefix("torch.")
+        layout = head_layout(head.head, dtype, block_size)
         self._pool = TorchKvPool(layout, num_blocks, device).tensor
         self.num_blocks, self.block_size = num_blocks, block_size
 
@@ -166,15 +170,20 @@ class HeadRunner:
 
 
 def open_head(
-    engine: TorchEngine, folder: Path, max_num_seqs: int
+    engine: TorchEngine, files: HeadFiles, max_num_seqs: int
 ) -> tuple[HeadRunner, HiddenStates]:
-    """The head in `folder` for the engine's model, and the states that the engine gives when it is
+    """The head in `files` for the engine's model, and the states that the engine gives when it is
     asked to. Raises ConfigError and ModelError."""
-    spec, target = engine.spec, engine.watchable_steps().model
-    config = read_head_config(folder, target.config)
+    spec, target, folder = engine.spec, engine.watchable_steps().model, files.folder
+    if files.method == "mtp":
+        config = read_mtp_config(folder, target.config)
+        head = load_mtp_head(folder, config, target.decoder, engine.device)
+    else:
+        config = read_head_config(folder, target.config)
+        head = load_head(folder, config, target.decoder, engine.device)
     states = HiddenStates(partial(engine.watch, config.layers))
-    head = load_head(folder, config, target.decoder, engine.device)
     block_size = spec.layout.block_size
     # A sequence of the head is no longer than the target's, which are in its blocks.
     num_blocks = min(spec.num_blocks, max_num_seqs * -(-spec.max_model_len // block_size))
-    return HeadRunner(head, num_blocks, block_size, spec.max_model_len), states
+    runner = HeadRunner(head, num_blocks, block_size, spec.max_model_len, engine.device)
+    return runner, states

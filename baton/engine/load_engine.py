@@ -23,10 +23,10 @@ from baton.engine.warm_up import warm_up
 from baton.errors import ConfigError
 from baton.kv_transports import planned_device_bytes
 from baton.model.adapters import Adapter, adapters_digest
-from baton.model.checkpoint import find_shards, naming_model, resolve_checkpoint
+from baton.model.checkpoint import HeadFiles, find_shards, naming_model, resolve_checkpoint
 from baton.model.config import DTYPES
 from baton.model.host_memory import available_memory_bytes
-from baton.model.memory_plan import MemoryPlan, plan_blocks
+from baton.model.memory_plan import NO_HEAD, MemoryPlan, plan_blocks
 from baton.model.weights import ProgressHook
 from baton.start_log import report_phase
 from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout, windows_of
@@ -63,6 +63,7 @@ def load_engine(
     max_lora_rank: int = 16,
     make_graphs: Callable[[torch.device], GraphDevice] | None = None,
     max_graph_seqs: int | None = None,
+    draft_head: HeadFiles | None = None,
     on_plan: Callable[[MemoryPlan], None] | None = None,
     progress: ProgressHook | None = None,
 ) -> TorchEngine:
@@ -74,8 +75,8 @@ def load_engine(
     there is a bar on a terminal. make_graphs: what records decode steps, of up to max_graph_seqs
     sequences; if not given, all steps run eagerly, as those of transformers' models always do. It
     needs Triton's kernels. max_graph_seqs: max_num_seqs, if not given. lora_modules: folders of
-    LoRA adapters, of max_lora_rank at most, by the names that slices ask for them by. Raises
-    ConfigError and ModelError (see baton.errors).
+    LoRA adapters, of max_lora_rank at most, by the names that slices ask for them by. draft_head:
+    that memory is to be left for. Raises ConfigError and ModelError (see baton.errors).
     """
     size = tensor_parallel_size
     if num_threads is not None or size > 1:
@@ -137,6 +138,7 @@ def load_engine(
         )
         + _table_bytes(settled),
         graphs=source.graph_bytes(settled, graphs),
+        head=source.head_memory(draft_head, chosen.name, block_size) if draft_head else NO_HEAD,
         transfers=planned_device_bytes() if where.type == "cuda" else 0,
         max_model_len=longest,
         max_num_seqs=max_num_seqs,

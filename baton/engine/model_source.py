@@ -19,14 +19,17 @@ from baton.engine.step_runner import EagerSteps, Followers, StepModel, StepRunne
 from baton.engine.tensor_parallel.start import check_ranks, start_followers
 from baton.errors import ConfigError, UnsupportedModel
 from baton.model.adapters import Adapter, load_adapter
+from baton.model.checkpoint import HeadFiles
 from baton.model.config import ModelConfig, choose_implementation, read_config
+from baton.model.draft_head import head_layout, read_head_config, stored_sizes
 from baton.model.load import keeps_stored_levels, load_parameters
-from baton.model.memory_plan import activation_bytes, weight_bytes
+from baton.model.memory_plan import HeadMemory, activation_bytes, weight_bytes
+from baton.model.mtp import mtp_weight_bytes, read_mtp_config
 from baton.model.native_decoder import make_decoder
 from baton.model.packed import PackedParameters
 from baton.model.rope import make_rope
 from baton.model.weights import ProgressHook
-from baton.types import SCALED_DTYPES, KvLayout
+from baton.types import DTYPE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 
 if TYPE_CHECKING:
@@ -136,6 +139,10 @@ class ModelSource(Protocol):
         """About what recorded steps take; 0 where none are."""
         ...
 
+    def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:
+        """What a draft head of this model takes. Raises ConfigError, ModelError."""
+        ...
+
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
         """Read the weights. Raises ModelError."""
         ...
@@ -229,6 +236,17 @@ class NativeModel:
     def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:
         """See ModelSource."""
         return 0 if graphs is None else _plan_graphs(self._config, plan, graphs).num_bytes
+
+    def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:
+        """See ModelSource."""
+        folder, size = files.folder, DTYPE_BYTES[dtype]
+        if files.method == "mtp":
+            head = read_mtp_config(folder, self._config)
+            weights = mtp_weight_bytes(folder, head, size)
+        else:
+            head = read_head_config(folder, self._config)
+            weights = sum(stored_sizes(folder).values()) * size
+        return HeadMemory(weights, head_layout(head, dtype, block_size).block_bytes)
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
         """See ModelSource."""

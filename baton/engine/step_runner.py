@@ -22,6 +22,12 @@ from baton.model.shard import Alone, Ranks
 from baton.types import KvLayout
 from baton_kernels.paged_attention import plan_attention
 
+#: Why a draft head cannot be had of an engine.
+NO_STATES = (
+    "a head needs the target's hidden states, which only one process on a CPU that runs Baton's "
+    "own layers keeps; give ngram, or draft with a model"
+)
+
 #: Called with each layer's index, in order, once the KV of that layer is in the pool, or queued to
 #: be on the pool's stream.
 LayerDone = Callable[[int], None]

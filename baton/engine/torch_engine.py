@@ -29,6 +29,7 @@ from baton.engine.interface import (
     SampleRow,
 )
 from baton.engine.step_runner import (
+    NO_STATES,
     EagerStep,
     EagerSteps,
     Followers,
@@ -96,12 +97,7 @@ class TorchEngine(Engine):
         transformers' code runs the layers."""
         is_alone = isinstance(self._followers, NoFollowers)
         if not isinstance(self._steps, EagerSteps) or not is_alone or self.device.type != "cpu":
-            raise ConfigError.of(
-                "speculative_method",
-                "eagle",
-                "a head needs the target's hidden states, which only one process on a CPU that "
-                "runs Baton's own layers keeps; give ngram, or draft with a model",
-            )
+            raise ConfigError.of("speculative_method", "eagle or mtp", NO_STATES)
         return self._steps
 
     def watch(self, layers: Sequence[int], on_states: OnStates | None) -> None:

@@ -19,10 +19,12 @@ import transformers
 
 from baton.engine.interface import Batch
 from baton.engine.model_source import EnginePlan, Graphs, LoadedModel
-from baton.engine.step_runner import Followers, LayerDone, NoFollowers, TensorPool
+from baton.engine.step_runner import NO_STATES, Followers, LayerDone, NoFollowers, TensorPool
 from baton.engine.torch_step import pack_tokens, take_drawn
 from baton.errors import AdapterError, ConfigError
 from baton.model.adapters import Adapter
+from baton.model.checkpoint import HeadFiles
+from baton.model.memory_plan import HeadMemory
 from baton.model.transformers_backend.describe import describe
 from baton.model.transformers_backend.load import TransformersDecoder, load_model
 from baton.model.weights import ProgressHook, digest_checkpoint, terminal_progress
@@ -112,6 +114,10 @@ class TransformersModel:
     def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:  # noqa: ARG002
         """See ModelSource."""
         return 0
+
+    def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:  # noqa: ARG002
+        """See ModelSource."""
+        raise ConfigError.of("speculative_method", files.method, NO_STATES)
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
         """See ModelSource."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -19,6 +20,14 @@ from baton.model.config import choose_implementation, read_config
 #: tokenizer.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """Of a head that drafts for a model. method: "eagle", or "mtp", whose folder is the model's."""
+
+    method: str
+    folder: Path
 
 
 def resolve_checkpoint(model: str, revision: str | None = None) -> Path:

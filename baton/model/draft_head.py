@@ -8,20 +8,23 @@ they differ in what goes into it.
              (EAGLE, arXiv 2401.15077). s: the target's last states, normalised.
     eagle3   h = fc(s), and attention over norm(e) | norm(h); a vocabulary of its own
              (EAGLE-3, arXiv 2503.01840). s: states at three of the target's layers, side by side.
+    mtp      see baton.model.mtp.
 
-e is the target's embedding of the token. The folders are those that vLLM and SGLang read:
-LlamaForCausalLMEagle and LlamaForCausalLMEagle3.
+e is the target's embedding of the token. The folders of the first two are those that vLLM and
+SGLang read: LlamaForCausalLMEagle and LlamaForCausalLMEagle3.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 
 from baton.errors import MissingTensor, ModelError, TensorMismatch, UnsupportedModel
@@ -29,6 +32,7 @@ from baton.model.checkpoint import find_shards
 from baton.model.config import ModelConfig, parse_config
 from baton.model.decoder import Decoder, PackedBatch, normed
 from baton.model.packed import PackedParameters
+from baton.types import KvLayout
 from baton_kernels.kv_write import head_rows
 from baton_kernels.layer import Attention, AttentionShape, Layer, Mlp, Norm
 from baton_kernels.linear import Linear, pack_linear
@@ -47,7 +51,8 @@ _IMPOSSIBLE = -1e30
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """kind: see the module. model: the one layer, with the target's vocabulary. layers: of the
+    """kind: see the module. model: of whose layers it is the last, with the target's vocabulary;
+    what runs is a model of that layer alone. layers: of the
     target, whose inputs are the states that the head gets, as many as it has being what comes after
     the last; empty for its last states after the norm. draft_vocab_size: None for the target's."""
 
@@ -110,17 +115,16 @@ def _layers(folder: Path, raw: Mapping[str, Any], num_layers: int) -> tuple[int,
 class DraftHead(Decoder):
     """A head on one device. Holds no state of any sequence."""
 
-    def __init__(self, config: HeadConfig, parts: _Parts, target: Decoder) -> None:
-        """target: gives embeddings, and the output layer where the head has none."""
+    def __init__(self, config: HeadConfig, parts: HeadParts, target: Decoder) -> None:
+        """target: gives embeddings and the output layer where the head has none."""
+        # Of these, only the layer is run by what a decoder inherits.
+        nothing = torch.empty(0, dtype=target.dtype)
+        eps = config.model.rms_norm_eps
         super().__init__(
             config.model,
-            PackedParameters(
-                torch.empty(0, dtype=target.dtype), (parts.layer,), parts.norm, parts.fc
-            ),
+            PackedParameters(nothing, (parts.layer,), Norm(nothing, eps), parts.fc),
         )
         self.head = config
-        self.device = parts.norm.weight.device
-        self.dtype = target.dtype
         self._parts, self._target = parts, target
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
@@ -136,23 +140,25 @@ class DraftHead(Decoder):
 
         states [tokens, hidden]: of the position before each token's."""
         parts, layer = self._parts, self._parts.layer
-        embedded = self._target.embed(batch.token_ids)
-        if self.head.kind == "eagle3":
-            hidden = states
-            x = torch.cat(
-                (normed(parts.token_norm, embedded), normed(parts.state_norm, states)), -1
-            )
+        if parts.embeddings is None:
+            embedded = self._target.embed(batch.token_ids)
         else:
-            hidden = x = parts.fc(torch.cat((embedded, states), -1))
+            embedded = F.embedding(batch.token_ids, parts.embeddings)
+        x = torch.cat((normed(parts.token_norm, embedded), normed(parts.state_norm, states)), -1)
+        hidden = states
+        if self.head.kind != "eagle3":
+            hidden = parts.fc(x)
+            x = normed(layer.before_attention, hidden)
         rows = head_rows(batch.first_rows, pool)
         mixed = self._attention(0, layer, x, batch, rows, pool, None, None)
         if batch.sampled is not None:
             hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
         hidden = self._add(layer.attention.output, mixed, hidden, None)
         hidden = self._mlp(0, layer, hidden)
-        if self.head.kind == "eagle":
-            return hidden, self._target.logits(hidden)
-        found = parts.lm_head(normed(parts.norm, hidden), None, torch.float32)
+        last = normed(parts.norm, hidden)
+        if parts.lm_head is None:
+            return hidden, self._target.logits(last)
+        found = parts.lm_head(last, None, torch.float32)
         if parts.tokens is None:
             return hidden, found
         logits = found.new_full((len(found), self.head.model.vocab_size), _IMPOSSIBLE)
@@ -160,17 +166,19 @@ class DraftHead(Decoder):
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """token_norm, state_norm: before attention of an eagle3. tokens [draft vocabulary] int64: which
-    the rows of lm_head are for; None for all."""
+class HeadParts:
+    """token_norm, state_norm: of what goes in; norm: before the output layer; None for none of
+    them. lm_head, embeddings [vocab, hidden]: None for the target's. tokens [draft vocabulary]
+    int64: which the rows of lm_head are for; None for all."""
 
     fc: Linear
     layer: Layer[Linear, torch.Tensor]
-    norm: Norm[torch.Tensor]
-    token_norm: Norm[torch.Tensor] | None
-    state_norm: Norm[torch.Tensor] | None
-    lm_head: Linear
-    tokens: torch.Tensor | None
+    token_norm: Norm[torch.Tensor] | None = None
+    state_norm: Norm[torch.Tensor] | None = None
+    norm: Norm[torch.Tensor] | None = None
+    lm_head: Linear | None = None
+    tokens: torch.Tensor | None = None
+    embeddings: torch.Tensor | None = None
 
 
 def load_head(folder: Path, config: HeadConfig, target: Decoder, device: torch.device) -> DraftHead:
@@ -217,8 +225,7 @@ def load_head(folder: Path, config: HeadConfig, target: Decoder, device: torch.d
     fc_bias = tensors.take("fc.bias", size) if tensors.has("fc.bias") else None
     fc = pack_linear(tensors.take("fc.weight", size, num_states * size), fc_bias)
     if not is_eagle3:
-        plain = Norm(torch.ones(size, dtype=target.dtype, device=device), model.rms_norm_eps)
-        return DraftHead(config, _Parts(fc, layer, plain, None, None, fc, None), target)
+        return DraftHead(config, HeadParts(fc, layer), target)
     num_tokens = config.draft_vocab_size or model.vocab_size
     tokens = None
     if tensors.has("d2t"):
@@ -229,12 +236,12 @@ def load_head(folder: Path, config: HeadConfig, target: Decoder, device: torch.d
             raise TensorMismatch(
                 f"{folder}: 'd2t' names tokens that are not in [0, {model.vocab_size})"
             )
-    parts = _Parts(
+    parts = HeadParts(
         fc,
         layer,
-        norm("norm"),
         norm(f"{name}.input_layernorm"),
         norm(f"{name}.hidden_norm"),
+        norm("norm"),
         linear(size, ("lm_head", num_tokens)),
         tokens,
     )
@@ -272,6 +279,25 @@ class _Tensors:
                 f"it {list(shape)}"
             )
         return tensor.to(self._device)
+
+
+def stored_sizes(folder: Path) -> dict[str, int]:
+    """Numbers of each tensor in a folder's safetensors, by name; read of their headers alone.
+    Raises ModelError."""
+    sizes = {}
+    for path in find_shards(folder):
+        with safe_open(path, framework="pt", device="cpu") as shard:
+            for name in shard.keys():  # noqa: SIM118, it is no mapping
+                sizes[name] = math.prod(shard.get_slice(name).get_shape())
+    return sizes
+
+
+def head_layout(config: HeadConfig, dtype: str, block_size: int) -> KvLayout:
+    """What a block of the head's KV holds."""
+    model = config.model
+    return KvLayout(
+        "", 1, model.num_kv_heads, model.head_dim, dtype, block_size, parts=model.kv_parts
+    )
 
 
 def head_kv_config(config: HeadConfig, max_model_len: int) -> ModelConfig:

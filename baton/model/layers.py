@@ -110,7 +110,12 @@ LayerSpec = Layer[LinearSpec, VectorSpec]
 
 def describe_layers(config: ModelConfig, shard: Shard = WHOLE) -> tuple[LayerSpec, ...]:
     """The layers of a model, as much of them as the rank holds."""
-    return tuple(_Composing(config, shard, index).layer() for index in range(config.num_layers))
+    return tuple(describe_layer(config, index, shard) for index in range(config.num_layers))
+
+
+def describe_layer(config: ModelConfig, index: int, shard: Shard = WHOLE) -> LayerSpec:
+    """Layer `index` of a model."""
+    return _Composing(config, shard, index).layer()
 
 
 def describe_output(config: ModelConfig, shard: Shard = WHOLE) -> LinearSpec:

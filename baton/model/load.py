@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,6 +27,17 @@ def keeps_stored_levels(config: ModelConfig, dtype: torch.dtype, device: torch.d
     return keeps_levels(device, dtype, stored.bits, stored.group_size or config.hidden_size)
 
 
+def keeps_as_stored(dtype: torch.dtype, device: torch.device) -> Callable[[StoredWeight], bool]:
+    """Whether a linear layer's weight runs as it is stored, for load_weights."""
+
+    def keeps(weight: StoredWeight) -> bool:
+        if isinstance(weight, Float8Weight):
+            return keeps_float8(device, dtype, weight.shape[1], weight.group_size)
+        return keeps_levels(device, dtype, weight.bits, weight.group_size)
+
+    return keeps
+
+
 def load_parameters(
     folder: Path,
     config: ModelConfig,
@@ -45,11 +57,7 @@ def load_parameters(
     # Dense linear layers that nobody fills cost nothing in the host's memory, but would in a GPU's.
     of_linears = torch.device("cpu") if keeps_stored_levels(config, dtype, device) else device
     parameters = empty_parameters(config, dtype, device, shard, of_linears)
-
-    def keeps(weight: StoredWeight) -> bool:
-        if isinstance(weight, Float8Weight):
-            return keeps_float8(device, dtype, weight.shape[1], weight.group_size)
-        return keeps_levels(device, dtype, weight.bits, weight.group_size)
+    keeps = keeps_as_stored(dtype, device)
 
     def load(hook: ProgressHook) -> Loaded:
         return load_weights(folder, parameters, hook, config.quantization, keeps)

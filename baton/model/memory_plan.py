@@ -11,6 +11,17 @@ from baton.types import DTYPE_BYTES, KvLayout
 
 
 @dataclass(frozen=True, slots=True)
+class HeadMemory:
+    """Bytes of a draft head: its weights, and its KV of a block of tokens."""
+
+    weight_bytes: int = 0
+    block_bytes: int = 0
+
+
+NO_HEAD = HeadMemory()
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes by use, of one rank, and what the KV blocks hold."""
 
@@ -26,6 +37,13 @@ class MemoryPlan:
     num_ranks: int = 1
     graph_bytes: int = 0
     transfer_bytes: int = 0
+    head: HeadMemory = NO_HEAD
+
+    @property
+    def head_bytes(self) -> int:
+        """Of the draft head: its weights, and KV of as many tokens as it can have at once."""
+        most = self.max_num_seqs * -(-self.max_model_len // self.block_size)
+        return self.head.weight_bytes + min(self.num_blocks, most) * self.head.block_bytes
 
     @property
     def kv_bytes(self) -> int:
@@ -56,6 +74,7 @@ class MemoryPlan:
             ("activations", f"up to {format_bytes(self.activation_bytes)}"),
             *(graphs if self.graph_bytes else ()),
             *(transfers if self.transfer_bytes else ()),
+            *((("draft head", format_bytes(self.head_bytes)),) if self.head_bytes else ()),
             (
                 "KV cache",
                 f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} "
@@ -210,40 +229,45 @@ def plan_blocks(
     kv_cache_memory_bytes: int | None,
     num_blocks: int | None,
     transfers: int = 0,
+    head: HeadMemory = NO_HEAD,
 ) -> MemoryPlan:
     """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for
     max_num_seqs sequences of max_model_len tokens within what weights, activations, graphs and
     transfers leave of `available_bytes`.
 
     layout: of the whole model's KV; weights, activations, graphs, transfers: bytes of one rank;
+    head: has KV of each block's tokens, too, within the same budget;
     other bytes are of all `num_ranks` ranks of tensor parallelism together, which share them alike.
     Raises ConfigError if that is not even one block, or the weights do not fit.
     """
     block_size = layout.block_size
     kv_heads = max(1, layout.num_kv_heads // num_ranks)
     block_bytes = replace(layout, num_kv_heads=kv_heads).block_bytes
+    # What a block costs, with what a draft head keeps of its tokens.
+    whole_bytes = block_bytes + head.block_bytes
     available_bytes //= num_ranks
-    if weights > available_bytes:
+    if weights + head.weight_bytes > available_bytes:
         raise ConfigError.of(
             "dtype",
             dtype,
-            f"the weights need {format_bytes(weights)}, and {format_bytes(available_bytes)} is "
-            "free; use a smaller dtype, a smaller model or another machine",
+            f"the weights need {format_bytes(weights + head.weight_bytes)}, and "
+            f"{format_bytes(available_bytes)} is free; use a smaller dtype, a smaller model or "
+            "another machine",
         )
     if num_blocks is None:
         if kv_cache_memory_bytes is not None:
             budget = kv_cache_memory_bytes // num_ranks
         else:
-            wanted = max_num_seqs * -(-max_model_len // block_size) * block_bytes
-            others = weights + activations + graphs + transfers
+            wanted = max_num_seqs * -(-max_model_len // block_size) * whole_bytes
+            others = weights + activations + graphs + transfers + head.weight_bytes
             budget = min(wanted, max(0, available_bytes - others))
-        num_blocks = budget // block_bytes
+        num_blocks = budget // whole_bytes
     if num_blocks < 1:
         raise ConfigError.of(
             "kv_cache_memory_bytes",
             kv_cache_memory_bytes,
             f"no KV block fits; one block of {block_size} tokens needs "
-            f"{format_bytes(block_bytes)}, and the weights take {format_bytes(weights)} of "
+            f"{format_bytes(whole_bytes)}, and the weights take {format_bytes(weights)} of "
             f"{format_bytes(available_bytes)}; give more memory, or a smaller --block-size",
         )
     return MemoryPlan(
@@ -259,4 +283,5 @@ def plan_blocks(
         num_ranks=num_ranks,
         graph_bytes=graphs,
         transfer_bytes=transfers,
+        head=head,
     )

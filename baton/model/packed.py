@@ -43,20 +43,21 @@ def pack_parameters(
     quantised give each row the same bits in any batch, as a CPU's native ones do in any case.
     """
     device = parameters.norm.weight.numbers.device
-    packing = _Packing(device, quantized, is_fixed=batch_invariant and device.type != "cpu")
+    packing = Packing(device, quantized, is_fixed=batch_invariant and device.type != "cpu")
     layers: list[PackedLayer] = []
     while parameters.layers:
         layers.append(packing.layer(parameters.layers.pop(0)))
     return PackedParameters(
         parameters.embeddings,
         tuple(layers),
-        parameters.norm.map(_numbers),
+        packing.norm(parameters.norm),
         packing.linear(parameters.lm_head),
     )
 
 
-class _Packing:
-    """device: where all goes; quantized: see pack_parameters; is_fixed: see FixedLinear."""
+class Packing:
+    """Layers and linear layers one by one. device: where all goes; quantized: see pack_parameters;
+    is_fixed: see FixedLinear."""
 
     def __init__(
         self, device: torch.device, quantized: dict[str, StoredWeight], *, is_fixed: bool
@@ -67,7 +68,12 @@ class _Packing:
         self._allocate = Arena().take
 
     def layer(self, layer: DenseLayer) -> PackedLayer:
+        """Raises UnsupportedModel."""
         return layer.map(self.linear, _numbers)
+
+    def norm(self, norm: Norm[Vector]) -> Norm[torch.Tensor]:
+        """Where it is."""
+        return norm.map(_numbers)
 
     def linear(self, linear: DenseLinear) -> Linear:
         """Raises UnsupportedModel."""

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from baton.errors import MissingTensor, ModelError, TensorMismatch
 from baton.model.checkpoint import find_shards
 from baton.model.memory_plan import format_bytes
-from baton.model.parameters import Parameters, Target
+from baton.model.parameters import Fillable, Target
 from baton.model.stacked_experts import StackedExperts
 from baton.quantization.config import QuantizationConfig
 from baton.quantization.pending import PendingLayers
@@ -35,7 +35,6 @@ _log = logging.getLogger(__name__)
 #: Tensors that old checkpoints hold and nobody reads.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$")
 
-_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 #: Several, because a disk gives more to many that ask than to one.
 NUM_READERS = 8
 #: What is read ahead of the tensor that is taken. Mapped files cost no memory of their own, but
@@ -70,7 +69,7 @@ class Loaded:
 
 def load_weights(
     folder: Path,
-    parameters: Parameters,
+    parameters: Fillable,
     progress: ProgressHook | None = None,
     quantization: QuantizationConfig | None = None,
     keeps: Callable[[StoredWeight], bool] = lambda _: False,
@@ -81,7 +80,7 @@ def load_weights(
     Raises MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
     """
     filling = _Filling(parameters, quantization, keeps)
-    pins = parameters.embeddings.device.type == "cuda"
+    pins = parameters.device.type == "cuda"
     digest = _read_shards(folder, filling.taker_of, progress, pins)
     return Loaded(digest, filling.finish(folder))
 
@@ -205,14 +204,14 @@ class _Filling:
 
     def __init__(
         self,
-        parameters: Parameters,
+        parameters: Fillable,
         quantization: QuantizationConfig | None,
         keeps: Callable[[StoredWeight], bool],
     ) -> None:
         self._targets: dict[str, list[Target]] = {}
         for name, target in parameters.targets():
             self._targets.setdefault(name, []).append(target)
-        self._is_tied, self._unused_layers = parameters.is_tied, parameters.unused_layers
+        self._ignores = parameters.ignores
         self._keeps = keeps
         self._pending = None
         if quantization is not None:
@@ -264,20 +263,12 @@ class _Filling:
         """None of them for a tensor that is rightly not read. Raises TensorMismatch of one that has
         no place."""
         targets = self._targets.get(name, ())
-        if not targets and not self._is_rightly_unread(name):
+        if not targets and not (_IGNORED.search(name) or self._ignores(name)):
             raise TensorMismatch(
                 f"{path.name}: tensor {name!r} has no place in the model that config.json "
                 "describes; the config and the weights must be of one model"
             )
         return targets
-
-    def _is_rightly_unread(self, name: str) -> bool:
-        layer = _OF_LAYER.match(name)
-        return bool(
-            _IGNORED.search(name)
-            or (self._is_tied and name == "lm_head.weight")
-            or (layer and int(layer[1]) in self._unused_layers)
-        )
 
     def _put(self, layer: str, weight: StoredWeight | torch.Tensor, path: Path) -> None:
         name = f"{layer}.weight"

@@ -15,27 +15,47 @@ from baton.config import DecodeOptions, EngineOptions
 from baton.engine.interface import Engine
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.grammar import GrammarVocabulary, Matchers, load_vocabulary, synthetic_vocabulary
-from baton.model.checkpoint import check_checkpoint, naming_model, resolve_checkpoint
+from baton.model.checkpoint import (
+    HeadFiles,
+    check_checkpoint,
+    naming_model,
+    resolve_checkpoint,
+)
 from baton.start_log import report_phase
 
 #: Blocks of an oracle engine when nobody says: its memory is of no interest.
 _ORACLE_BLOCKS = 4096
 
 
-def build_engine(options: EngineOptions, max_graph_seqs: int | None = None) -> Engine:
+def build_engine(
+    options: EngineOptions,
+    max_graph_seqs: int | None = None,
+    draft_head: HeadFiles | None = None,
+) -> Engine:
     """Load the engine that the options name. Takes as long as reading the weights; raises
     StartupError.
 
     max_graph_seqs: most sequences of decode steps that are captured on a GPU; none is if not given.
+    draft_head: see load_engine.
     """
     if options.engine == "oracle":
         return _build_oracle(options)
-    return _build_torch(options, max_graph_seqs)
+    return _build_torch(options, max_graph_seqs, draft_head)
 
 
 def build_decode_engine(options: DecodeOptions) -> Engine:
     """The engine of a decode worker. See build_engine."""
-    return build_engine(options, options.max_graph_seqs)
+    return build_engine(options, options.max_graph_seqs, draft_head_files(options))
+
+
+def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
+    """Of the head that the options name, if they do. Raises ModelError."""
+    method = options.speculative_method
+    if options.engine == "oracle" or method not in ("eagle", "mtp"):
+        return None
+    if method == "mtp":
+        return HeadFiles(method, resolve_checkpoint(options.model, options.revision))
+    return HeadFiles(method, resolve_checkpoint(str(options.speculative_model)))
 
 
 def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
@@ -77,7 +97,9 @@ def _build_oracle(options: EngineOptions) -> OracleEngine:
     )
 
 
-def _build_torch(options: EngineOptions, max_graph_seqs: int | None) -> Engine:
+def _build_torch(
+    options: EngineOptions, max_graph_seqs: int | None, draft_head: HeadFiles | None
+) -> Engine:
     with naming_model(options.model):
         check_checkpoint(options.model, options.revision, options.model_impl)
     report_phase("importing torch")
@@ -117,6 +139,7 @@ def _build_torch(options: EngineOptions, max_graph_seqs: int | None) -> Engine:
         max_lora_rank=options.max_lora_rank,
         make_graphs=CudaGraphs if can_capture and max_graph_seqs is not None else None,
         max_graph_seqs=max_graph_seqs,
+        draft_head=draft_head,
     )
 
 

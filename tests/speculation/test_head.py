@@ -15,21 +15,27 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaModel
 
 from baton.cache.pool import BlockPool
+from baton.config import DecodeOptions
 from baton.distill.eagle import EagleStudent, shape_for, write_eagle
 from baton.engine.head_runner import MAX_IDLE_LAUNCHES, MAX_WAITING, HiddenStates, open_head
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
+from baton.engine.model_source import model_source
 from baton.engine.torch_engine import TorchEngine
 from baton.errors import ConfigError, MissingTensor, ModelError, TensorMismatch
 from baton.events import Committed, Offered, Paused, Tokens
+from baton.model.checkpoint import HeadFiles
+from baton.model.memory_plan import MemoryPlan, format_bytes
 from baton.types import KvSource, Sampling, SequenceSpec
+from baton.worker.build import build_decode_engine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
-from tests.support.tiny_heads import make_tiny_head
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_heads import MTP_LAYER, make_tiny_head, make_tiny_mtp_model
+from tests.support.tiny_models import Family, make_tiny_model
 from worker_core.commands import Abort, HandOff, Open, Pause
 from worker_core.speculation.head import HeadProposer
 from worker_core.speculation.interface import DraftRequest
+from worker_core.speculation.speculator import Speculator, build_speculation
 
 KINDS = ("eagle", "eagle3")
 SHAPE = SimShape(num_blocks=48, block_size=4)
@@ -259,7 +265,7 @@ class Workers:
     """Decode workers that draft by one head, joined by loopback."""
 
     def __init__(
-        self, target: Path, head: Path, num: int, right: dict[str, tuple[int, ...]]
+        self, target: Path, head: HeadFiles, num: int, right: dict[str, tuple[int, ...]]
     ) -> None:
         hub = LoopbackHub()
         self.workers, self.drafts, self.pools, self.states = [], [], [], []
@@ -310,13 +316,125 @@ def right_of(alone: dict[int, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     return {str(list(SPECS[handle].prompt_token_ids)): output for handle, output in alone.items()}
 
 
+MTP_FAMILIES: tuple[Family, ...] = ("glm4_moe", "deepseek_v3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MTP_FAMILIES)
+def test_a_layer_of_the_checkpoint_drafts_and_changes_no_token(
+    tmp_path: Path, family: Family
+) -> None:
+    """Greedy and sampled; half of its drafts are replaced by the tokens that come, for those of
+    random weights are never right."""
+    target = make_tiny_mtp_model(tmp_path / "target", family)
+    alone: dict[int, list[int]] = {}
+    plain = SimDecode(LoopbackHub(), lambda: 0.0, SHAPE, given_engine=engine_of(target))
+    for handle in (0, 1):
+        plain.submit(Open(0, handle, SPECS[handle], KvSource.LOCAL))
+    run(plain, alone, {0, 1})
+    right = right_of({handle: tuple(output) for handle, output in alone.items()})
+    rig = Workers(target, HeadFiles("mtp", target), 1, right)
+    found: dict[int, list[int]] = {}
+    for handle in (0, 1):
+        rig.workers[0].submit(Open(0, handle, SPECS[handle], KvSource.LOCAL))
+    run(rig.workers[0], found, {0, 1})
+    assert found == alone
+    assert rig.drafts[0].num_drafts > 10
+    rig.check_empty()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MTP_FAMILIES)
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_layer_of_the_checkpoint_says_what_its_weights_say(
+    tmp_path: Path, family: Family, is_shared: bool
+) -> None:
+    """Compared with transformers' layer between norms and products by hand."""
+    import transformers
+    from safetensors.torch import load_file
+
+    target = make_tiny_mtp_model(tmp_path / "target", family, is_shared=is_shared)
+    tensors = load_file(target / "model.safetensors")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    own = {name.removeprefix(MTP_LAYER): x for name, x in tensors.items() if MTP_LAYER in name}
+    layer = transformers.AutoModelForCausalLM.from_pretrained(
+        target.with_name("target-deep"), dtype=torch.float32
+    ).model
+    layer.layers, layer.norm = layer.layers[-1:], torch.nn.Identity()
+    layer.config.num_hidden_layers = 1
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + whole.config.rms_norm_eps)
+        return x * scale * own[f"{name}.weight"]
+
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    text, drafts = list(tokens), list[int]()
+    with torch.no_grad():
+        states = whole.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        for _ in range(4):
+            embedded = own["embed_tokens.weight"][torch.tensor(text[1:])]
+            joined = torch.cat((normed(embedded, "enorm"), normed(states, "hnorm")), -1)
+            inputs = joined @ own["eh_proj.weight"].T
+            hidden = layer(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0, -1:]
+            logits = normed(hidden, "shared_head.norm") @ own["shared_head.head.weight"].T
+            drafts.append(int(logits.argmax()))
+            text.append(drafts[-1])
+            states = torch.cat((states, hidden))
+    assert drafts_of(target, HeadFiles("mtp", target), tokens, 4) == tuple(drafts)
+    memory = model_source(target, "auto").head_memory(HeadFiles("mtp", target), "float32", 4)
+    shared = 2 * whole.config.vocab_size * whole.config.hidden_size if is_shared else 0
+    assert memory.weight_bytes == 4 * (sum(x.numel() for x in own.values()) - shared)
+
+
+@pytest.mark.slow
+def test_options_name_the_checkpoints_own_layer(tmp_path: Path) -> None:
+    target = make_tiny_mtp_model(tmp_path / "target", "glm4_moe")
+    options = DecodeOptions.model_validate(
+        {
+            "model": str(target),
+            "speculative_method": "mtp",
+            "num_gpu_blocks_override": 16,
+            "max_model_len": 64,
+        }
+    )
+    engine = build_decode_engine(options)
+    assert isinstance(build_speculation(options, engine, lambda: 0.0), Speculator)
+
+
+def test_a_checkpoint_without_such_a_layer_is_refused(target: Path) -> None:
+    with pytest.raises(ModelError, match="a llama model with num_nextn_predict_layers=0"):
+        open_head(engine_of(target), HeadFiles("mtp", target), 4)
+
+
+def test_memory_is_left_for_a_head(target: Path, tmp_path: Path) -> None:
+    head = make_tiny_head(tmp_path / "head", target, "eagle")
+    plans: list[MemoryPlan] = []
+    for files in (None, HeadFiles("eagle", head)):
+        load_engine(
+            str(target),
+            kv_cache_memory_bytes=1 << 20,
+            block_size=16,
+            draft_head=files,
+            on_plan=plans.append,
+            progress=lambda _: None,
+        )
+    plain, drafting = plans
+    size = (head / "model.safetensors").stat().st_size
+    assert 0 < size - drafting.head.weight_bytes < 4096  # its header
+    # One layer of KV beside the target's two.
+    assert drafting.head.block_bytes == plain.block_bytes // 2
+    assert drafting.num_blocks == plain.num_blocks * 2 // 3
+    assert ("draft head", format_bytes(drafting.head_bytes)) in drafting.rows()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_target_alone(
     target: Path, tmp_path: Path, alone: dict[int, tuple[int, ...]], kind: str
 ) -> None:
     """Greedy and sampled ones, all at once; one is aborted in between, and nothing of it stays."""
-    rig = Workers(target, make_tiny_head(tmp_path / "head", target, kind), 1, right_of(alone))
+    head = HeadFiles("eagle", make_tiny_head(tmp_path / "head", target, kind))
+    rig = Workers(target, head, 1, right_of(alone))
     (worker,) = rig.workers
     outputs: dict[int, list[int]] = {}
     for handle, spec in enumerate(SPECS):
@@ -338,7 +456,8 @@ def test_a_sequence_that_moves_in_midstream_is_drafted_for_there(
     target: Path, tmp_path: Path, alone: dict[int, tuple[int, ...]]
 ) -> None:
     """Nothing of the head's crosses: it begins anew with the next token there."""
-    rig = Workers(target, make_tiny_head(tmp_path / "head", target, "eagle3"), 2, right_of(alone))
+    head = HeadFiles("eagle", make_tiny_head(tmp_path / "head", target, "eagle3"))
+    rig = Workers(target, head, 2, right_of(alone))
     here, there = rig.workers
     spec, output = SPECS[2], list[int]()
     here.submit(Open(0, 0, spec, KvSource.LOCAL))
@@ -373,7 +492,7 @@ def test_a_sequence_that_moves_in_midstream_is_drafted_for_there(
 
 
 def drafts_of(
-    target: Path, head: Path, token_ids: Sequence[int], num_drafts: int
+    target: Path, head: HeadFiles, token_ids: Sequence[int], num_drafts: int
 ) -> tuple[int, ...]:
     """After a target that computed all tokens but the last one by one, from the second on."""
     engine = engine_of(target)
@@ -418,7 +537,7 @@ def test_an_eagle_head_says_what_its_layer_says(target: Path, tmp_path: Path) ->
             drafts.append(int(whole.lm_head(hidden).argmax()))
             text.append(drafts[-1])
             states = torch.cat((states, hidden))
-    assert drafts_of(target, head, tokens, 4) == tuple(drafts)
+    assert drafts_of(target, HeadFiles("eagle", head), tokens, 4) == tuple(drafts)
 
 
 @pytest.mark.slow
@@ -447,7 +566,7 @@ def test_an_eagle3_head_says_what_it_was_trained_to_say(target: Path, tmp_path: 
             padded = torch.cat((states, states.new_zeros(1, step, states.shape[2])), 1)
             logits = student.unroll(embedded, padded, 4096, step + 1)[step]
             drafts.append(int(kept[logits[0, -1].argmax()]))
-    assert drafts_of(target, tmp_path / "head", tokens, 3) == tuple(drafts)
+    assert drafts_of(target, HeadFiles("eagle", tmp_path / "head"), tokens, 3) == tuple(drafts)
 
 
 def test_transformers_code_keeps_no_states(target: Path, tmp_path: Path) -> None:
@@ -455,7 +574,7 @@ def test_transformers_code_keeps_no_states(target: Path, tmp_path: Path) -> None
         str(target), model_impl="transformers", num_blocks=8, on_plan=lambda _: None
     )
     with pytest.raises(ConfigError, match="speculative_method=eagle"):
-        open_head(engine, make_tiny_head(tmp_path / "head", target, "eagle"), 4)
+        open_head(engine, HeadFiles("eagle", make_tiny_head(tmp_path / "head", target, "eagle")), 4)
 
 
 def test_heads_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> None:
@@ -466,15 +585,15 @@ def test_heads_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> None
         tmp_path / "other", "llama", hidden_size=32, num_attention_heads=2, num_key_value_heads=1
     )
     with pytest.raises(ModelError, match="hidden_size=32, vocab_size="):
-        open_head(engine, make_tiny_head(tmp_path / "small", other, "eagle"), 4)
+        open_head(engine, HeadFiles("eagle", make_tiny_head(tmp_path / "small", other, "eagle")), 4)
     with pytest.raises(ModelError, match="heads are LlamaForCausalLMEagle"):
-        open_head(engine, target, 4)
+        open_head(engine, HeadFiles("eagle", target), 4)
     head = make_tiny_head(tmp_path / "head", target, "eagle3")
     tensors = load_file(head / "model.safetensors")
     save_file({**tensors, "d2t": tensors["d2t"] - 1000}, head / "model.safetensors")
     with pytest.raises(TensorMismatch, match="'d2t' names tokens"):
-        open_head(engine, head, 4)
+        open_head(engine, HeadFiles("eagle", head), 4)
     del tensors["fc.weight"]
     save_file(tensors, head / "model.safetensors")
     with pytest.raises(MissingTensor, match=r"fc\.weight"):
-        open_head(engine, head, 4)
+        open_head(engine, HeadFiles("eagle", head), 4)

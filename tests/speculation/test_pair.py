@@ -50,6 +50,8 @@ def test_tokenizers_with_other_ids_are_refused(tmp_path: Path) -> None:
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "--prompt-lookup-max"),
         ({"num_speculative_tokens": 0}, "--num-speculative-tokens"),
         ({"speculative_method": "eagle"}, "--speculative-model"),
+        ({"speculative_method": "mtp", "speculative_model": "x"}, "--speculative-model"),
+        ({"speculative_method": "mtp", "async_scheduling": True}, "--async-scheduling"),
         ({"speculative_method": "magic"}, "--speculative-method"),
     ],
 )

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from tests.support.tiny_models import Family, make_tiny_model
 
 
 def make_tiny_head(
@@ -62,4 +64,43 @@ def make_tiny_head(
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+#: What tensors of make_tiny_mtp_model's layer for multi-token prediction begin with.
+MTP_LAYER = "model.layers.2."
+
+
+def make_tiny_mtp_model(folder: Path, family: Family, *, is_shared: bool = True) -> Path:
+    """A tiny model of two layers whose checkpoint has one more for multi-token prediction, as
+    DeepSeek's and GLM's have. is_shared: its embeddings and output layer are the model's.
+
+    Beside it, named FOLDER-deep, the model of three layers of which the last became that one.
+    """
+    deep = make_tiny_model(folder.with_name(f"{folder.name}-deep"), family, num_hidden_layers=3)
+    tensors = load_file(deep / "model.safetensors")
+    generator = torch.Generator().manual_seed(7)
+    config = json.loads((deep / "config.json").read_text())
+    size, vocab = config["hidden_size"], config["vocab_size"]
+
+    def random(*shape: int) -> torch.Tensor:
+        return 0.3 * torch.randn(shape, generator=generator) + (len(shape) == 1)
+
+    output, embeddings = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
+    tensors |= {
+        f"{MTP_LAYER}{name}.weight": x
+        for name, x in {
+            "enorm": random(size),
+            "hnorm": random(size),
+            "eh_proj": random(size, 2 * size),
+            "shared_head.norm": random(size),
+            "shared_head.head": output.clone() if is_shared else random(vocab, size),
+            "embed_tokens": embeddings.clone() if is_shared else random(vocab, size),
+        }.items()
+    }
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = {**config, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    raw.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(raw))
     return folder

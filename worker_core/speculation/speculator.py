@@ -16,7 +16,7 @@ from baton.config import DecodeOptions
 from baton.engine.interface import Engine, EngineSpec
 from baton.errors import ConfigError
 from baton.model.checkpoint import resolve_checkpoint
-from baton.worker.build import build_decode_engine
+from baton.worker.build import build_decode_engine, draft_head_files
 from worker_core.speculation.draft_lengths import (
     LATER,
     Acceptance,
@@ -50,7 +50,7 @@ def build_speculation(
             return Speculator(proposer, most, clock)
         case "draft":
             return Speculator(_draft_model(options, engine, clock), most, clock)
-        case "eagle":
+        case "eagle" | "mtp":
             return Speculator(_head(options, engine, clock), most, clock)
         case _:
             return None
@@ -101,14 +101,14 @@ def _head(options: DecodeOptions, target: Engine, clock: Callable[[], float]) ->
     from baton.engine.head_runner import open_head
     from baton.engine.torch_engine import TorchEngine
 
-    if not isinstance(target, TorchEngine):
+    files = draft_head_files(options)
+    if files is None or not isinstance(target, TorchEngine):
         raise ConfigError.of(
             "speculative_method",
             options.speculative_method,
             "an oracle engine has no hidden states; give ngram, or another engine",
         )
-    folder = resolve_checkpoint(str(options.speculative_model))
-    head, states = open_head(target, folder, options.max_num_seqs)
+    head, states = open_head(target, files, options.max_num_seqs)
     pool = BlockPool(
         head.num_blocks,
         head.block_size,
