@@ -15,18 +15,29 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).with_name("interpreted")
 FILES = frozenset(path.name for path in FOLDER.glob("test_*.py"))
-ENGINES = frozenset({"test_engine.py", "test_step_graphs.py"})
+ENGINES = frozenset({"test_engine.py", "test_step_graphs.py", "test_batch_invariant_engine.py"})
+# About a half of the other files' work: two processes of the suite share it.
+ATTENTION_AND_KV = frozenset(
+    {
+        "test_kv_convert.py",
+        "test_kv_pack.py",
+        "test_kv_pack_summed.py",
+        "test_padded_plan.py",
+        "test_paged_attention.py",
+    }
+)
 
 
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(ENGINES, marks=pytest.mark.long, id="engines"),
-        pytest.param(FILES - ENGINES, id="kernels"),
+        pytest.param(ATTENTION_AND_KV, id="attention and KV"),
+        pytest.param(FILES - ENGINES - ATTENTION_AND_KV, id="other kernels"),
     ],
 )
 def test_interpreted(names: frozenset[str]) -> None:
-    """What a process imports takes longer than most files."""
+    """A process runs many files: its imports take longer than most of them."""
     files = [FOLDER / name for name in sorted(names)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files],
