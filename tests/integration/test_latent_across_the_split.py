@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from baton.client import SamplingParams
 from tests.support.live_tiers import live_system
 from tests.support.tiny_models import Family, make_tiny_model
+from tests.support.transformers_greedy import greedy_outputs
 
 pytestmark = pytest.mark.slow
 
@@ -22,21 +21,6 @@ NUM_TOKENS = 24
 PROMPTS = ([40, 77, 5, 200, 33, 12, 9, 101, 64], [7, 8, 9] * 30, [250], list(range(3, 60)))
 #: Of the tiny models: the latent and the rotated key of a token.
 ROW_ELEMENTS = 32 + 8
-
-
-def expected(model: Path) -> list[list[int]]:
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return [
-        reference.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, len(prompt) :].tolist()
-        for prompt in PROMPTS
-    ]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
@@ -61,7 +45,7 @@ async def test_greedy_tokens_and_the_bytes_that_cross(tmp_path: Path, family: Fa
     ) as system:
         done = await asyncio.gather(*(system.client.generate(prompt, params) for prompt in PROMPTS))
         await system.until_quiet()
-    assert [list(each.token_ids) for each in done] == expected(model)
+    assert [list(each.token_ids) for each in done] == greedy_outputs(model, PROMPTS, NUM_TOKENS)
     assert [each.timing.transfer_bytes for each in done] == [
         len(prompt) * 3 * ROW_ELEMENTS * 4 for prompt in PROMPTS
     ]

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from baton.client import SamplingParams
 from tests.support.live_tiers import live_system
 from tests.support.tiny_models import Family, make_tiny_model
+from tests.support.transformers_greedy import greedy_outputs
 
 pytestmark = pytest.mark.slow
 
@@ -28,21 +27,6 @@ CASES: dict[Family, tuple[dict[str, Any], set[int]]] = {
     "gpt_oss": ({}, {0, 2}),
     "gemma3_text": ({"sliding_window_pattern": 2, "layer_types": None}, {0, 2}),
 }
-
-
-def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return [
-        reference.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
 
 
 def window_start(num_tokens: int, block_size: int) -> int:
@@ -97,8 +81,8 @@ async def test_greedy_tokens_and_the_bytes_that_cross(
         outputs, first_bytes = await serve(prompts)
         turns = [p + o + [3, 1, 4] * 9 for p, o in zip(prompts, outputs, strict=True)]
         more_outputs, more_bytes = await serve(turns)
-    assert outputs == expected(model, prompts)
-    assert more_outputs == expected(model, turns)
+    assert outputs == greedy_outputs(model, prompts, NUM_TOKENS)
+    assert more_outputs == greedy_outputs(model, turns, NUM_TOKENS)
     token_layer_bytes = first_bytes[0] // (len(prompts[0]) * NUM_LAYERS)
     assert first_bytes == [
         token_layer_bytes * crossing(len(prompt), 0, len(windowed)) for prompt in prompts

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from baton.engine import model_source
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
@@ -34,6 +33,7 @@ from baton.types import KvRange, Sampling
 from baton_kernels.cpu.library import library
 from tests.support.drive_engine import generate, token_ids
 from tests.support.rank_threads import start_thread
+from tests.support.transformers_greedy import greedy_outputs
 
 MakeModel = Callable[..., Path]
 
@@ -143,18 +143,7 @@ def prompts() -> list[list[int]]:
 
 @cache
 def expected(path: Path) -> list[list[int]]:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return [
-        model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0].tolist()[len(prompt) :]
-        for prompt in prompts()
-    ]
+    return greedy_outputs(path, prompts(), NUM_TOKENS)
 
 
 def engine_of(path: Path, block_size: int = 8, **options: Any) -> TorchEngine:

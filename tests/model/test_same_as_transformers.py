@@ -17,6 +17,7 @@ from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
 from baton.types import Sampling
 from tests.support.drive_engine import generate, token_ids
+from tests.support.transformers_greedy import greedy_output
 
 MakeModel = Callable[..., Path]
 MakeEngine = Callable[..., TorchEngine]
@@ -129,19 +130,7 @@ def exact(path: Path) -> Any:
 
 @cache
 def expected(path: Path) -> list[list[int]]:
-    return [
-        reference(path)
-        .generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0]
-        .tolist()[len(prompt) :]
-        for prompt in prompts()
-    ]
+    return [greedy_output(reference(path), prompt, NUM_TOKENS) for prompt in prompts()]
 
 
 def test_greedy_tokens_are_those_of_generate(case: Path) -> None:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from baton.client import AsyncClient, SamplingParams
 from baton.config import ServeOptions
 from baton.supervisor import Cluster
 from tests.support.fault_streams import until_quiet
 from tests.support.tiny_models import make_tiny_model
+from tests.support.transformers_greedy import greedy_outputs
 
 pytestmark = pytest.mark.slow
 
@@ -31,23 +30,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(
         tmp_path_factory.mktemp("model"), num_attention_heads=8, num_key_value_heads=4
     )
-
-
-def expected(model: Path, num_tokens: int) -> list[tuple[int, ...]]:
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return [
-        tuple(
-            reference.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                min_new_tokens=num_tokens,
-                max_new_tokens=num_tokens,
-                do_sample=False,
-                eos_token_id=-1,
-            )[0, len(prompt) :].tolist()
-        )
-        for prompt in PROMPTS
-    ]
 
 
 @asynccontextmanager
@@ -84,19 +66,19 @@ async def test_many_ranks_prefill_for_one(model: Path) -> None:
         assert len(child_pids(cluster.pid_of("prefill-0"))) == 1
         assert not child_pids(cluster.pid_of("decode-0"))
         done = await asyncio.gather(*(client.generate(p, greedy(30)) for p in PROMPTS))
-    assert [each.token_ids for each in done] == expected(model, 30)
+    assert [list(each.token_ids) for each in done] == greedy_outputs(model, PROMPTS, 30)
     assert all(each.timing.transfer_bytes for each in done)
 
 
 async def test_one_prefills_for_many_ranks_and_a_lost_rank_costs_no_token(model: Path) -> None:
     num_tokens = 160
-    wanted = expected(model, num_tokens)
+    wanted = greedy_outputs(model, PROMPTS, num_tokens)
     options = {"decode_tensor_parallel_size": 2, "num_decode_workers": 2}
     async with cluster_of(model, **options) as (cluster, client):
         for signum in (signal.SIGKILL, signal.SIGSTOP):
             await until_quiet(client, 3)
             done = await through_a_signal(cluster, client, signum, num_tokens)
-            assert [tokens for tokens, _ in done] == wanted
+            assert [list(tokens) for tokens, _ in done] == wanted
             assert sum(num_resumes for _, num_resumes in done), signum
 
 
