@@ -1,0 +1,147 @@
+"""While a text of a megabyte is tokenized, all others are served: ordered by events, at any speed.
+
+The process that tokenizes long texts is frozen meanwhile, so that whoever would wait for it, or
+tokenize in the gateway's own process, is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models, pre_tokenizers
+
+from baton.config import GatewayOptions
+from baton.errors import InvalidRequest
+from baton.rpc.channel import aio_channel
+from baton.rpc.status import from_rpc_error
+from baton.types import Tier
+from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from gateway.intake.child_process import ChildProcess
+from gateway.server import serve_gateway
+from tests.support.fake_workers import make_info
+from tests.support.grpc_workers import GrpcWorker, serving
+from tests.support.live_tiers import serving as service_of
+
+pytestmark = pytest.mark.slow
+
+MEGABYTE = 1_000_000
+MAX_MODEL_LEN = MEGABYTE + 2
+LARGE = {"max_model_len": MAX_MODEL_LEN, "num_blocks": MAX_MODEL_LEN}
+
+
+class Asked:
+    """Questions that the gateway's helper processes were asked: how long each one's text is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.process: ChildProcess | None = None
+        self._lengths: asyncio.Queue[int] = asyncio.Queue()
+        ask = ChildProcess.ask
+
+        async def watched(process: ChildProcess, question: Mapping[str, Any]) -> dict[str, Any]:
+            self.process = process
+            self._lengths.put_nowait(len(question["text"]))
+            return await ask(process, question)
+
+        monkeypatch.setattr(ChildProcess, "ask", watched)
+
+    async def next_length(self) -> int:
+        """Of the next question's text, in characters."""
+        return await self._lengths.get()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none was asked since."""
+        return self._lengths.empty()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Any:
+        """The process that was asked last answers nothing within."""
+        assert self.process is not None
+        pid = self.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
+async def stub(tmp_path: Path) -> AsyncIterator[Any]:
+    """Of a gateway whose model takes a megabyte, a byte a token, with one worker of each tier."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (not c.isascii(), c))
+    tokenizer = HfTokenizer(models.BPE({c: i for i, c in enumerate(alphabet[:97])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": MAX_MODEL_LEN}))
+    async with (
+        serving(GrpcWorker(make_info("d", Tier.DECODE, **LARGE))) as decode,
+        serving(GrpcWorker(make_info("p", Tier.PREFILL, **LARGE))) as prefill,
+        service_of(
+            serve_gateway,
+            GatewayOptions(
+                model=str(tmp_path),
+                port=0,
+                prefill_workers=(prefill.address,),
+                decode_workers=(decode.address,),
+            ),
+        ) as address,
+        aio_channel(address) as channel,
+    ):
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+def tokenize_request(num_chars: int) -> inference_pb2.TokenizeRequest:
+    return inference_pb2.TokenizeRequest(prompt=inference_pb2.Prompt(text="x" * num_chars))
+
+
+async def short_stream(stub: Any) -> int:
+    """Tokens of a stream from a text that is not long, to its end."""
+    request = inference_pb2.GenerateRequest(
+        prompt=inference_pb2.Prompt(text="hello"),
+        sampling=sampling_pb2.SamplingParams(max_tokens=8, temperature=0.0),
+    )
+    return sum([len(chunk.token_ids) async for chunk in stub.Generate(request)])
+
+
+async def test_streams_go_on_while_a_megabyte_is_tokenized(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked(monkeypatch)
+    await stub.Tokenize(tokenize_request(10_000))  # starts the process
+    assert await asked.next_length() == 10_000
+    with asked.frozen():
+        long = asyncio.ensure_future(stub.Tokenize(tokenize_request(MEGABYTE)))
+        length = asyncio.ensure_future(asked.next_length())
+        await asyncio.wait((long, length), return_when=asyncio.FIRST_COMPLETED)
+        assert length.result() == MEGABYTE
+        # Both kinds of others, one after the other: each goes by the event loop many times.
+        for _ in range(3):
+            assert await short_stream(stub) == 8
+            assert len((await stub.Tokenize(tokenize_request(1_000))).token_ids) == 1_000
+        assert not long.done()
+    assert len((await long).token_ids) == MEGABYTE
+
+
+async def test_ten_megabytes_are_refused_and_nobody_reads_them(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked(monkeypatch)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Tokenize(tokenize_request(10 * MEGABYTE))
+    refusal = from_rpc_error(caught.value)
+    assert isinstance(refusal, InvalidRequest)
+    assert [violation.field for violation in refusal.violations] == ["prompt.text"]
+    assert asked.is_empty
+    assert await short_stream(stub) == 8
