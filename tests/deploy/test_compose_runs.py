@@ -23,8 +23,8 @@ from tests.support.compose_file import ROOT, Localhost, entrypoint, services_of
 from tests.support.metrics_page import fetch_metrics, free_ports
 from tests.support.redis_server import redis_executable
 
-# Eight interpreters start one after the other: minutes on a machine that does much else.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+# Eight interpreters start one after the other: a minute, minutes on a machine that does much else.
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 KV_SOCKETS = "/run/baton-kv"
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,13 @@ def blocks(kind: str, told: str = "") -> pytest.MarkDecorator:
     """Those with such a mark; "" for those without one."""
     chosen = [block for block in BLOCKS if block.kind == kind and told in block.told]
     assert chosen, f"no block is marked {kind!r} {told!r}"
-    return pytest.mark.parametrize("block", chosen, ids=lambda block: block.name)
+    return pytest.mark.parametrize("block", [param_of(block) for block in chosen])
+
+
+def param_of(block: Block) -> Any:
+    """Lines that serve are tried in every run if they are the README's, else by .ci/run."""
+    is_long = block.kind == "serves" and block.page != "README.md"
+    return pytest.param(block, id=block.name, marks=[pytest.mark.long] if is_long else [])
 
 
 def run_block(block: Block, run: Run, address: str) -> None:

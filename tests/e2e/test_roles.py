@@ -16,7 +16,8 @@ from baton.client import AsyncClient
 from baton.config import ServeOptions
 from baton.supervisor import Cluster
 
-pytestmark = pytest.mark.slow
+# Beside tests/sim/test_roles.py, which any change is tried with.
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 BATON = str(Path(sys.executable).with_name("baton"))
 MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
