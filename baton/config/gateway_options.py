@@ -73,9 +73,10 @@ class FrontDoorOptions(ServiceOptions, SeveralModelsOptions):
         "auto"
     )
     """How the model writes calls of tools, for the HTTP API; auto goes by its chat template."""
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "openai_gptoss"] = "auto"
     """Whether the model thinks before it answers, for the HTTP API. qwen3: where it says <think>,
-    or the prompt ends with that. deepseek_r1: always. auto goes by its chat template."""
+    or the prompt ends with that. deepseek_r1: always. openai_gptoss: harmony's messages, calls of
+    tools among them. auto goes by its chat template."""
     enable_openengine: bool = False
     """Serve OpenEngine's protocol (openengine.v1), too, on --port: what routers such as Dynamo's
     use engines by."""

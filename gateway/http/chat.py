@@ -25,6 +25,7 @@ from gateway.http.generation import (
     stop_reason,
     usage_and_done,
 )
+from gateway.http.harmony import THINKING, HarmonyParser
 from gateway.http.logprobs import BytesOf, chat_logprobs, prompt_logprobs
 from gateway.http.reasoning import BEGIN as THINK
 from gateway.http.reasoning import ReasoningSplitter
@@ -37,7 +38,7 @@ from gateway.http.requests import (
     sampling_message,
     structure_field,
 )
-from gateway.http.tools import REQUIRED_FORMAT, CallBegins, Content, Part, ToolParser
+from gateway.http.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
 from gateway.intake.tool_rules import MAX_KWARGS_CHARS, MAX_TOOL_CALLS, MAX_TOOLS
 from gateway.intake.validator import MAX_MESSAGES
 from gateway.intake.violations import MAX_SHOWN, Violations
@@ -232,7 +233,9 @@ class ChatFormat:
         if chosen.is_forced:
             schema = schema_of_calls(chosen, is_parallel=body.parallel_tool_calls is not False)
             sampling.structured_output.json_schema = json.dumps(schema)
-        elif self._has_calls and "skip_special_tokens" not in body.model_fields_set:
+        elif (
+            self._has_calls or self._is_harmony
+        ) and "skip_special_tokens" not in body.model_fields_set:
             sampling.skip_special_tokens = False  # some families' marks are such
         return generate_request(body, self._prompt(), sampling)
 
@@ -263,6 +266,11 @@ class ChatFormat:
         # A grammar leaves no room for them.
         return self._style.has_thoughts and not self._choice_of_tools.is_forced
 
+    @property
+    def _is_harmony(self) -> bool:
+        # A forced call is not in its form.
+        return self._style.is_harmony and not self._choice_of_tools.is_forced
+
     def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
         self._answer = answer
         fields = json.dumps(answer.fields(_CHUNK_KIND))
@@ -270,7 +278,8 @@ class ChatFormat:
         self._prompt_token_ids = prompt_token_ids
         if self._has_thoughts:
             tail = b"".join(map(self._bytes_of, prompt_token_ids[-_NUM_TAIL_TOKENS:]))
-            self._is_reasoning = tail.rstrip().endswith(THINK.encode())
+            begin = THINKING if self._is_harmony else THINK
+            self._is_reasoning = tail.rstrip().endswith(begin.encode())
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002, there is one
         index, role = chunk.choice, ""
@@ -315,17 +324,22 @@ class ChatFormat:
 
     def new_choice(self, index: int) -> ChatChoice:
         """One that has no text yet."""
-        chosen = self._choice_of_tools
+        chosen, new_id = self._choice_of_tools, self.ids(index, "call")
+        most = 1 if self.body.parallel_tool_calls is False else None
+        wants_thoughts = self.body.include_reasoning is not False
+        if self._is_harmony:
+            harmony = HarmonyParser(
+                new_id, has_calls=self._has_calls, is_thinking=self._is_reasoning
+            )
+            return ChatChoice(harmony, None, most, wants_thoughts)
         form = REQUIRED_FORMAT if chosen.is_forced else self._style.tool_format
-        new_id = self.ids(index, "call")
         tools = ToolParser(form if self._has_calls else None, new_id, chosen.name)
         thoughts = None
         if self._has_thoughts:
             thoughts = ReasoningSplitter(
                 is_reasoning=self._is_reasoning or self._style.begins_with_thoughts
             )
-        most = 1 if self.body.parallel_tool_calls is False else None
-        return ChatChoice(tools, thoughts, most, self.body.include_reasoning is not False)
+        return ChatChoice(tools, thoughts, most, wants_thoughts)
 
     def ids(self, index: int, prefix: str) -> Callable[[], str]:
         """What names parts of a choice, one after the other: with the same seed and prompt by the
@@ -402,7 +416,7 @@ class ChatChoice:
 
     def __init__(
         self,
-        tools: ToolParser,
+        tools: ToolParser | HarmonyParser,
         thoughts: ReasoningSplitter | None,
         max_calls: int | None,
         has_thoughts: bool,
@@ -446,12 +460,14 @@ class ChatChoice:
         parts = self.tools.feed(text)
         if is_last:
             parts += self.tools.end()
+        thought += "".join(part.text for part in parts if isinstance(part, Thought))
+        parts = [part for part in parts if not isinstance(part, Thought)]
         return thought if self._has_thoughts else "", parts
 
     def _calls(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
-            if isinstance(part, Content):
+            if isinstance(part, Content | Thought):
                 continue
             if self._max_calls is not None and part.index >= self._max_calls:
                 continue

@@ -11,6 +11,7 @@ from typing import Any
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.http.errors import shown_value
+from gateway.http.harmony import CHANNEL
 from gateway.http.reasoning import END
 from gateway.http.requests import json_text
 from gateway.http.tools import TOOL_FORMATS, ToolFormat, format_of_template
@@ -22,13 +23,15 @@ class ChatStyle:
     """By the model's chat template, or by the gateway's options.
 
     tool_format: None if calls are not looked for. has_thoughts: whether the model may think before
-    it answers. begins_with_thoughts: whether it always does, without a mark. developer_role: what
-    the template calls that role.
+    it answers. begins_with_thoughts: whether it always does, without a mark. is_harmony: whether
+    its answers have harmony's form: see harmony.py. developer_role: what the template calls that
+    role.
     """
 
     tool_format: ToolFormat | None
     has_thoughts: bool
     begins_with_thoughts: bool
+    is_harmony: bool
     developer_role: str
 
 
@@ -36,10 +39,13 @@ def chat_style(template: str, tool_call_parser: str, reasoning_parser: str) -> C
     """The parsers: "auto" goes by the template, "none" is for none."""
     form = format_of_template(template) if tool_call_parser == "auto" else tool_call_parser
     is_thinking = reasoning_parser not in ("auto", "none")
+    is_auto = reasoning_parser == "auto"
+    is_harmony = reasoning_parser == "openai_gptoss" or (is_auto and CHANNEL in template)
     return ChatStyle(
         TOOL_FORMATS.get(form),
-        has_thoughts=is_thinking or (reasoning_parser == "auto" and END in template),
+        has_thoughts=is_thinking or is_harmony or (is_auto and END in template),
         begins_with_thoughts=reasoning_parser == "deepseek_r1",
+        is_harmony=is_harmony,
         developer_role="developer" if "developer" in template else "system",
     )
 

@@ -38,6 +38,13 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """Text that the model writes to itself before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallBegins:
     """The next call: its tool is known."""
 
@@ -54,7 +61,7 @@ class CallArguments:
     text: str
 
 
-Part = Content | CallBegins | CallArguments
+Part = Content | Thought | CallBegins | CallArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +207,7 @@ class ToolParser:
                 yield Content(text)
             self._enter_header(mark, rest)
             return
-        cut = len(self._held) - _num_held_back(self._held, form.marks)
+        cut = len(self._held) - num_held_back(self._held, form.marks)
         text = self._held[:cut]
         if text and self._is_content(text):
             self._held = self._held[cut:]
@@ -272,7 +279,7 @@ class ToolParser:
         return Content(text)
 
 
-def _num_held_back(text: str, marks: tuple[str, ...]) -> int:
+def num_held_back(text: str, marks: tuple[str, ...]) -> int:
     """Characters at the end of a text that may be the beginning of a mark."""
     longest = max(map(len, marks)) - 1
     for num in range(min(longest, len(text)), 0, -1):

@@ -100,6 +100,8 @@ def _fields_of(message: inference_pb2.ChatMessage) -> dict[str, Any]:
     for name in ("tool_call_id", "name", "reasoning_content"):
         if getattr(message, name):
             fields[name] = getattr(message, name)
+    if message.reasoning_content and not message.content:
+        fields["thinking"] = message.reasoning_content  # gpt-oss's name of it, before a call
     if message.tool_calls:
         fields["tool_calls"] = [
             {
