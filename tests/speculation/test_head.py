@@ -3,6 +3,8 @@ accepted, aborted or moved; and the tokens are those of the target alone."""
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -384,6 +386,44 @@ def test_a_layer_of_the_checkpoint_says_what_its_weights_say(
     memory = model_source(target, "auto").head_memory(HeadFiles("mtp", target), "float32", 4)
     shared = 2 * whole.config.vocab_size * whole.config.hidden_size if is_shared else 0
     assert memory.weight_bytes == 4 * (sum(x.numel() for x in own.values()) - shared)
+
+
+@pytest.mark.slow
+def test_a_layer_in_float8_is_read_as_the_others(tmp_path: Path) -> None:
+    """As DeepSeek publishes it. Scales are powers of two, so that the dense copy has the same
+    weights."""
+    from safetensors.torch import load_file, save_file
+
+    dense = make_tiny_mtp_model(tmp_path / "dense", "deepseek_v3")
+    tensors = load_file(dense / "model.safetensors")
+    stored: dict[str, torch.Tensor] = {}
+    for name, weight in list(tensors.items()):
+        if not name.endswith("_proj.weight") or "eh_proj" in name:
+            continue
+        blocks = [part.split(128, 1) for part in weight.split(128)]
+        scale = 2.0 ** math.ceil(math.log2(float(weight.abs().max()) / 448))
+        codes = (weight / scale).to(torch.float8_e4m3fn)
+        stored[name] = codes
+        stored[f"{name}_scale_inv"] = torch.full((len(blocks), len(blocks[0])), scale)
+        tensors[name] = codes.float() * scale
+    save_file(tensors, dense / "model.safetensors")
+    rounded = tmp_path / "rounded"
+    rounded.mkdir()
+    save_file({**tensors, **stored}, rounded / "model.safetensors")
+    quantization = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+    }
+    config = json.loads((dense / "config.json").read_text())
+    (rounded / "config.json").write_text(
+        json.dumps({**config, "quantization_config": quantization})
+    )
+    assert any(name.startswith(MTP_LAYER) for name in stored)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    found = [drafts_of(path, HeadFiles("mtp", path), tokens, 4) for path in (dense, rounded)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
