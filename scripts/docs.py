@@ -164,7 +164,7 @@ and no `[DONE]`.
 Calls of tools are found in the model's own format: `--tool-call-parser`, `auto` by the chat
 template. `tool_choice: required` and a named function are kept to by a grammar. Thoughts come as
 `reasoning_content`: `--reasoning-parser`. Formats: Hermes' and Qwen's, Llama's, Mistral's,
-DeepSeek's, and gpt-oss's (harmony, calls and thoughts in one).
+DeepSeek's, Kimi's, and gpt-oss's (harmony, calls and thoughts in one).
 
 ## Anthropic's API
 

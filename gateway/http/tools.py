@@ -1,5 +1,5 @@
-"""Calls of tools in what a model writes, in the formats of Hermes and Qwen, Llama, Mistral and
-DeepSeek, found piece by piece. Pure.
+"""Calls of tools in what a model writes, in the formats of Hermes and Qwen, Llama, Mistral,
+DeepSeek and Kimi, found piece by piece. Pure.
 
 A call is a JSON object after a mark of the format:
 
@@ -94,6 +94,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
             r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*",
         ),
+        "kimi_k2": ToolFormat(
+            ("<|tool_call_begin|>", "<|tool_calls_section_begin|><|tool_call_begin|>"),
+            ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+            r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*",
+        ),
     }
 )
 
@@ -106,6 +111,7 @@ def format_of_template(template: str) -> str:
     for mark, name in (
         ("[TOOL_CALLS]", "mistral"),
         ("<｜tool▁call", "deepseek_v3"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("<tool_call>", "hermes"),
         ("<|python_tag|>", "llama3_json"),
         ('"parameters"', "llama3_json"),

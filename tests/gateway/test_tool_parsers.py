@@ -79,6 +79,15 @@ def deepseek_newer(calls: Calls) -> str:
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"  # noqa: RUF001
 
 
+def kimi(calls: Calls) -> str:
+    inner = "".join(
+        f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{json.dumps(a)}"
+        "<|tool_call_end|>"
+        for i, (n, a) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
 def required(calls: Calls) -> str:
     return json.dumps([{"name": n, "arguments": a} for n, a in calls])
 
@@ -97,6 +106,7 @@ WRITERS = [
     (mistral_named, TOOL_FORMATS["mistral"]),
     (deepseek, TOOL_FORMATS["deepseek_v3"]),
     (deepseek_newer, TOOL_FORMATS["deepseek_v3"]),
+    (kimi, TOOL_FORMATS["kimi_k2"]),
     (required, REQUIRED_FORMAT),
 ]
 
@@ -195,6 +205,7 @@ def test_a_template_shows_its_format() -> None:
     assert format_of_template("[TOOL_CALLS]") == "mistral"
     assert format_of_template("<|python_tag|>") == "llama3_json"
     assert format_of_template("<｜tool▁calls▁begin｜>") == "deepseek_v3"  # noqa: RUF001
+    assert format_of_template("<|tool_calls_section_begin|>") == "kimi_k2"
     assert format_of_template("") == "hermes"
 
 
