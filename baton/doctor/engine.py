@@ -143,14 +143,17 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
     from baton.config import DecodeOptions
     from baton.model.host_memory import available_memory_bytes
     from baton.model.memory_plan import plan_blocks
-    from baton.types import KvLayout
+    from baton.types import KvLayout, windows_of
 
     options = DecodeOptions(model="-")
     num_seqs, longest = options.max_num_seqs, source.max_len
+    window, windowed_layers = windows_of(source.windows)
     plan = plan_blocks(
         KvLayout(
             *("", source.num_layers, source.num_kv_heads, source.head_dim),
             *(dtype, block_size, source.kv_parts),
+            window=window,
+            windowed_layers=windowed_layers,
         ),
         dtype=dtype,
         weights=source.weight_bytes(dtype, torch.device("cpu"), 1),

@@ -23,17 +23,16 @@ NO_HEAD = HeadMemory()
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by use, of one rank, and what the KV blocks hold."""
+    """Bytes by use, of one rank, and what the KV blocks hold. layout: of the whole model's KV."""
 
     weight_bytes: int
     activation_bytes: int
     block_bytes: int
     num_blocks: int
-    block_size: int
+    layout: KvLayout
     max_model_len: int
     max_num_seqs: int
     dtype: str
-    kv_dtype: str
     num_ranks: int = 1
     graph_bytes: int = 0
     transfer_bytes: int = 0
@@ -42,7 +41,7 @@ class MemoryPlan:
     @property
     def head_bytes(self) -> int:
         """Of the draft head: its weights, and KV of as many tokens as it can have at once."""
-        most = self.max_num_seqs * -(-self.max_model_len // self.block_size)
+        most = self.max_num_seqs * -(-self.max_model_len // self.layout.block_size)
         return self.head.weight_bytes + min(self.num_blocks, most) * self.head.block_bytes
 
     @property
@@ -51,7 +50,7 @@ class MemoryPlan:
 
     @property
     def num_kv_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        return self.num_blocks * self.layout.block_size
 
     @property
     def longest_context(self) -> int:
@@ -60,8 +59,9 @@ class MemoryPlan:
 
     @property
     def num_longest_seqs(self) -> int:
-        """Sequences of the longest context that fit at once, were they all admitted."""
-        return self.num_blocks // -(-self.longest_context // self.block_size)
+        """Sequences of the longest context that fit at once, were they all admitted; as they
+        decode."""
+        return self.num_blocks // self.layout.num_held_blocks(self.longest_context)
 
     def rows(self) -> tuple[tuple[str, str], ...]:
         """(what, how much) for people."""
@@ -77,8 +77,9 @@ class MemoryPlan:
             *((("draft head", format_bytes(self.head_bytes)),) if self.head_bytes else ()),
             (
                 "KV cache",
-                f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} "
-                f"tokens, {format_bytes(self.block_bytes)} each ({self.kv_dtype})",
+                f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of "
+                f"{self.layout.block_size} tokens, {format_bytes(self.block_bytes)} each "
+                f"({self.layout.dtype})",
             ),
             ("longest context", f"{self.longest_context} tokens"),
             (
@@ -275,11 +276,10 @@ def plan_blocks(
         activation_bytes=activations,
         block_bytes=block_bytes,
         num_blocks=num_blocks,
-        block_size=block_size,
+        layout=layout,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         dtype=dtype,
-        kv_dtype=layout.dtype,
         num_ranks=num_ranks,
         graph_bytes=graphs,
         transfer_bytes=transfers,

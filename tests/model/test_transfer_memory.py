@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from baton.kv_transports import (
     DEVICE_MAX_CHUNK_BYTES,
     DEVICE_NUM_CREDITS,
@@ -15,9 +17,9 @@ LAYOUT = KvLayout("", 2, 2, 64, "bfloat16", 16)
 MIB = 1 << 20
 
 
-def plan(transfers: int) -> MemoryPlan:
+def plan(transfers: int, layout: KvLayout = LAYOUT) -> MemoryPlan:
     return plan_blocks(
-        LAYOUT,
+        layout,
         dtype="bfloat16",
         weights=64 * MIB,
         activations=MIB,
@@ -42,3 +44,13 @@ def test_what_is_on_its_way_is_no_room_for_blocks() -> None:
 def test_it_holds_the_slots_of_each_planned_connection() -> None:
     slots = DEVICE_NUM_CREDITS * DEVICE_MAX_CHUNK_BYTES
     assert planned_device_bytes() >= PLANNED_CONNECTIONS * slots
+
+
+def test_sequences_of_windowed_layers_alone_take_their_window() -> None:
+    window = 1000
+    everywhere = replace(LAYOUT, window=window, windowed_layers=(0, 1))
+    within, full = plan(0, everywhere), plan(0, replace(everywhere, windowed_layers=(1,)))
+    assert (within.num_blocks, within.longest_context) == (full.num_blocks, 4096)
+    assert full.num_longest_seqs == plan(0).num_longest_seqs == full.num_blocks // (4096 // 16)
+    most = window + 2 * LAYOUT.block_size
+    assert within.num_longest_seqs >= within.num_kv_tokens // most > 3 * full.num_longest_seqs
