@@ -26,6 +26,31 @@ def seconds_histogram(
     )
 
 
+class Counts:
+    """A counter that is read when metrics are: to add is to add to an entry of a dict, where one of
+    OpenTelemetry's takes some 7 us, seven times for each request. Written by one thread.
+
+    label: the attribute that its values differ by; none if empty. known: values of the label that
+    are reported as 0 before they first count; without a label its only value is.
+    """
+
+    def __init__(
+        self, meter: Meter, name: str, description: str, label: str = "", *known: str
+    ) -> None:
+        self._label = label
+        self._counts: dict[str, int] = dict.fromkeys(known if label else ("",), 0)
+        meter.create_observable_counter(name, [self._observe], description=description)
+
+    def add(self, number: int, of: str = "") -> None:
+        """of: the label's value."""
+        self._counts[of] = self._counts.get(of, 0) + number
+
+    def _observe(self, options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG002
+        counts = list(self._counts.items())  # at once: another thread reads
+        label = self._label
+        return [Observation(number, {label: of} if label else {}) for of, number in counts]
+
+
 def observe_build(meter: Meter, version: str) -> None:
     """Have the build observed: version, protocol and Python as attributes."""
     attributes = {

@@ -33,7 +33,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.telemetry import Phase, RequestEvent, Telemetry, names
-from baton.telemetry.metrics import seconds_histogram
+from baton.telemetry.metrics import Counts, seconds_histogram
 from baton.telemetry.names import SpanName
 from baton.telemetry.rate_limit import RateLimit
 from baton.telemetry.spans import (
@@ -115,34 +115,50 @@ class Instruments:
             "From the first to the last token of a request.",
             DURATION_BOUNDS_S,
         )
-        counter = meter.create_counter
-        self.finished = counter("baton.requests.finished", description="Requests that ended well.")
-        self.failed = counter("baton.requests.failed", description="Admitted requests that failed.")
-        self.refused = counter("baton.requests.refused", description="Requests never admitted.")
-        self.cancelled = counter(
-            "baton.requests.cancelled", description="Requests given up, by what they waited for."
+        self.finished = Counts(
+            meter,
+            "baton.requests.finished",
+            "Requests that ended well.",
+            "gen_ai.response.finish_reason",
         )
-        self.events = counter("baton.request.events", description="What happened to requests.")
-        self.resumes = counter("baton.resumes", description="Requests placed anew.")
-        self.bypassed = counter(
+        self.failed = Counts(
+            meter,
+            "baton.requests.failed",
+            "Admitted requests that failed.",
+            names.REASON,
+            *(e.reason for e in (WorkerLost, HandoffFailed, EngineFault)),
+            *(e.reason for e in (DeadlineExceeded, ClientStalled)),
+        )
+        self.refused = Counts(
+            meter,
+            "baton.requests.refused",
+            "Requests never admitted.",
+            names.REASON,
+            *(e.reason for e in (InvalidRequest, Overloaded, NoWorkers)),
+        )
+        self.cancelled = Counts(
+            meter,
+            "baton.requests.cancelled",
+            "Requests given up, by what they waited for.",
+            names.STATE,
+            *(phase.value for phase in Phase),
+        )
+        self.events = Counts(
+            meter,
+            "baton.request.events",
+            "What happened to requests.",
+            names.EVENT,
+            *(event.value for event in RequestEvent),
+        )
+        self.resumes = Counts(meter, "baton.resumes", "Requests placed anew.")
+        self.bypassed = Counts(
+            meter,
             "baton.split.bypassed",
-            description="Prompts a decode worker prefilled although prefill workers were named.",
+            "Prompts a decode worker prefilled although prefill workers were named.",
         )
-        self.tokens = counter("baton.tokens", description="Tokens of prompts and of outputs.")
-        self._begin()
-
-    def _begin(self) -> None:
-        """Counters are there before they first count: what is 0 is reported as 0."""
-        self.resumes.add(0)
-        self.bypassed.add(0)
-        for phase in Phase:
-            self.cancelled.add(0, {names.STATE: phase.value})
-        for refused in (InvalidRequest, Overloaded, NoWorkers):
-            self.refused.add(0, {names.REASON: refused.reason})
-        for failed in (WorkerLost, HandoffFailed, EngineFault, DeadlineExceeded, ClientStalled):
-            self.failed.add(0, {names.REASON: failed.reason})
-        for event in RequestEvent:
-            self.events.add(0, {names.EVENT: event.value})
+        self.tokens = Counts(
+            meter, "baton.tokens", "Tokens of prompts and of outputs.", names.TOKEN_TYPE
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +213,7 @@ class GatewayRecorder:
     def refuse(self, reason: str) -> None:
         """A request was refused before it was known which model it is for."""
         if self._telemetry.has_metrics:
-            self._instruments.refused.add(1, {names.REASON: reason})
+            self._instruments.refused.add(1, reason)
 
     @contextmanager
     def recording(
@@ -279,25 +295,25 @@ class GatewayRecorder:
         failure = {names.ERROR_TYPE: error} if error else {}
         own.duration.record(now_s - timeline.arrival_s, {**record.common, **failure})
         for event, _ in timeline.events:
-            own.events.add(1, {names.EVENT: event.value})
+            own.events.add(1, event.value)
         if timeline.num_resumes:
             own.resumes.add(timeline.num_resumes)
         if timeline.num_bypassed_tokens:
             own.bypassed.add(1)
         if record.spec is not None:
             num_prompt_tokens = len(record.spec.prompt_token_ids)
-            own.tokens.add(num_prompt_tokens, {names.TOKEN_TYPE: "input"})
-        own.tokens.add(timeline.num_output_tokens, {names.TOKEN_TYPE: "output"})
+            own.tokens.add(num_prompt_tokens, "input")
+        own.tokens.add(timeline.num_output_tokens, "output")
         if error is None:
             finish = _FINISH_NAMES.get(timeline.finish, "unknown")
-            own.finished.add(1, {"gen_ai.response.finish_reason": finish})
+            own.finished.add(1, finish)
             self._measure_times(timeline, record.common)
         elif error == Cancelled.reason:
-            own.cancelled.add(1, {names.STATE: timeline.phase.value})
+            own.cancelled.add(1, timeline.phase.value)
         elif any(event is RequestEvent.PLACED for event, _ in timeline.events):
-            own.failed.add(1, {names.REASON: error})
+            own.failed.add(1, error)
         else:
-            own.refused.add(1, {names.REASON: error})
+            own.refused.add(1, error)
 
     def _measure_times(self, timeline: Timeline, common: Mapping[str, str]) -> None:
         first_s, last_s = timeline.first_token_s, timeline.last_token_s
