@@ -497,6 +497,22 @@ def test_a_sequence_that_moves_in_midstream_is_drafted_for_there(
 ) -> None:
     """Nothing of the head's crosses: it begins anew with the next token there."""
     head = HeadFiles("eagle", make_tiny_head(tmp_path / "head", target, "eagle3"))
+    check_move(target, head, alone)
+
+
+@pytest.mark.slow
+def test_a_sequence_with_latent_attention_moves_as_well(tmp_path: Path) -> None:
+    target = make_tiny_mtp_model(tmp_path / "target", "deepseek_v3")
+    plain = SimDecode(LoopbackHub(), lambda: 0.0, SHAPE, given_engine=engine_of(target))
+    plain.submit(Open(0, 2, SPECS[2], KvSource.LOCAL))
+    found: dict[int, list[int]] = {}
+    run(plain, found, {2})
+    check_move(target, HeadFiles("mtp", target), {2: tuple(found[2])})
+
+
+def check_move(target: Path, head: HeadFiles, alone: dict[int, tuple[int, ...]]) -> None:
+    """SPECS[2] gets what it gets alone, and drafts on both workers, the second of which it comes to
+    after some tokens."""
     rig = Workers(target, head, 2, right_of(alone))
     here, there = rig.workers
     spec, output = SPECS[2], list[int]()
