@@ -36,7 +36,7 @@ settings.register_profile("few examples", settings.get_profile("busy machine"), 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--num-seeds", type=int, default=10, help="Seeds that the simulated mix of everything runs."
+        "--num-seeds", type=int, default=6, help="Seeds that the simulated mix of everything runs."
     )
     parser.addoption("--first-seed", type=int, default=0, help="The first of them.")
     parser.addoption("--long", action="store_true", help="Tests that are marked long, too.")
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--long"):
         for item in items:
             if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes: --long, as in .ci/run"))
+                item.add_marker(pytest.mark.skip(reason="takes long: --long, as in .ci/run"))
 
 
 @pytest.fixture(params=LEVELS)

@@ -239,6 +239,7 @@ async def test_without_a_decode_tier_new_requests_fail_at_once_and_old_ones_wait
         assert not await streams.finish()
 
 
+@pytest.mark.long
 async def test_a_rolling_restart_of_every_worker(pairs: ProxiedCluster) -> None:
     async with using(pairs) as client:
         for name in ("prefill-0", "decode-0", "prefill-1", "decode-1"):

@@ -11,6 +11,7 @@ from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 async def test_a_reader_that_stops_is_ended_and_a_slow_one_is_served() -> None:
     async with (
         proxied_cluster(1, 1, client_stall_timeout_s=3.0) as cluster,

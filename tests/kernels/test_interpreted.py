@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).with_name("interpreted")
 FILES = frozenset(path.name for path in FOLDER.glob("test_*.py"))
 ENGINES = frozenset({"test_engine.py", "test_step_graphs.py", "test_batch_invariant_engine.py"})
-# About a half of the other files' work: two processes of the suite share it.
+# About a half of the other files' work, and what all engines on a GPU stand on.
 ATTENTION_AND_KV = frozenset(
     {
         "test_kv_convert.py",
@@ -33,7 +33,9 @@ ATTENTION_AND_KV = frozenset(
     [
         pytest.param(ENGINES, marks=pytest.mark.long, id="engines"),
         pytest.param(ATTENTION_AND_KV, id="attention and KV"),
-        pytest.param(FILES - ENGINES - ATTENTION_AND_KV, id="other kernels"),
+        pytest.param(
+            FILES - ENGINES - ATTENTION_AND_KV, marks=pytest.mark.long, id="other kernels"
+        ),
     ],
 )
 def test_interpreted(names: frozenset[str]) -> None:

@@ -70,6 +70,7 @@ async def test_many_ranks_prefill_for_one(model: Path) -> None:
     assert all(each.timing.transfer_bytes for each in done)
 
 
+@pytest.mark.long
 async def test_one_prefills_for_many_ranks_and_a_lost_rank_costs_no_token(model: Path) -> None:
     num_tokens = 160
     wanted = greedy_outputs(model, PROMPTS, num_tokens)
