@@ -120,6 +120,7 @@ async def test_streams_go_on_while_a_megabyte_is_tokenized(
 ) -> None:
     asked = Asked(monkeypatch)
     await stub.Tokenize(tokenize_request(10_000))  # starts the process
+    assert not asked.is_empty
     assert await asked.next_length() == 10_000
     with asked.frozen():
         long = asyncio.ensure_future(stub.Tokenize(tokenize_request(MEGABYTE)))
