@@ -30,7 +30,7 @@ from baton.model.memory_plan import NO_HEAD, MemoryPlan, plan_blocks
 from baton.model.weights import ProgressHook
 from baton.start_log import report_phase
 from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout, windows_of
-from baton_kernels.attention_backends import REFERENCE, AttentionBackend, BatchInvariantAttention
+from baton_kernels.attention_backends import REFERENCE, AttentionBackend, batch_invariant
 from baton_kernels.cpu.library import why_none
 
 NO_MODULES: Mapping[str, str] = MappingProxyType({})
@@ -208,7 +208,7 @@ def _batch_invariant(
         raise ConfigError.of(
             option, True, "adapters' products follow the batch on a GPU; leave out --lora-modules"
         )
-    return BatchInvariantAttention()
+    return batch_invariant()
 
 
 def _read_adapters(

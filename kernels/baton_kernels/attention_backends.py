@@ -20,6 +20,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -83,12 +84,41 @@ class BackendPlan:
     rest: AttentionPlan | None
 
 
+@dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """Plans a step's attention and computes it. By default both are the ops, for everything: the
-    reference, which any other is to agree with but for rounding."""
+    """Plans a step's attention and computes it.
 
-    name = "triton"
-    version = ""
+    version: empty for the reference, which any other is to agree with but for rounding.
+    plan: as paged_attention.plan_attention. attend: as paged_attention.paged_attention, with a plan
+    of `plan` or of the op's own.
+    """
+
+    name: str
+    version: str
+    plan: Callable[..., Any]
+    attend: Callable[..., torch.Tensor]
+
+
+REFERENCE = AttentionBackend("triton", "", plan_attention, paged_attention)
+
+
+def batch_invariant() -> AttentionBackend:
+    """On a GPU, the reference in one tile for all sequences, whose keys are not split: a row's bits
+    depend on its own sequence alone, however it was cut into chunks."""
+    # Triton is not everywhere.
+    from baton_kernels.gpu.attention_plan import fixed_tile
+    from baton_kernels.gpu.paged_attention import plan_attention as plan_for_gpu
+
+    plan = partial(plan_for_gpu, choose=fixed_tile)
+    return AttentionBackend("triton", "batch_invariant", plan, paged_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptAttention:
+    """A library for prompts, the reference for the rest."""
+
+    name: str
+    attend_prompts: AttendPrompts
 
     def plan(
         self,
@@ -101,82 +131,17 @@ class AttentionBackend:
         placed: PlacedTables | None = None,
     ) -> Any:
         """See paged_attention.plan_attention."""
-        return plan_attention(slices, pool, num_heads, scale, window, dtype, placed)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        plan: Any,
-        scales: torch.Tensor | None = None,
-        terms: ScoreTerms = NO_TERMS,
-    ) -> torch.Tensor:
-        """See paged_attention.paged_attention. plan: of `plan`, or of the op's own."""
-        return paged_attention(query, key, value, pool, layer, plan, scales, terms)
-
-
-REFERENCE = AttentionBackend()
-
-
-class BatchInvariantAttention(AttentionBackend):
-    """On a GPU, the reference in one tile for all sequences, whose keys are not split: a row's bits
-    depend on its own sequence alone, however it was cut into chunks."""
-
-    version = "batch_invariant"
-
-    def plan(
-        self,
-        slices: Sequence[AttentionSlice],
-        pool: torch.Tensor,
-        num_heads: int,
-        scale: float,
-        window: int | None,
-        dtype: torch.dtype | None = None,
-        placed: PlacedTables | None = None,
-    ) -> Any:
-        """See AttentionBackend."""
-        # Triton is not everywhere.
-        from baton_kernels.gpu.attention_plan import fixed_tile
-        from baton_kernels.gpu.paged_attention import plan_attention as plan_for_gpu
-
-        return plan_for_gpu(
-            slices, pool, num_heads, scale, window, dtype, placed, choose=fixed_tile
-        )
-
-
-class PromptBackend(AttentionBackend):
-    """A library for prompts, the reference for the rest."""
-
-    def __init__(self, name: str, version: str, attend_prompts: AttendPrompts) -> None:
-        self.name = name
-        self.version = version
-        self._attend_prompts = attend_prompts
-
-    def plan(
-        self,
-        slices: Sequence[AttentionSlice],
-        pool: torch.Tensor,
-        num_heads: int,
-        scale: float,
-        window: int | None,
-        dtype: torch.dtype | None = None,
-        placed: PlacedTables | None = None,
-    ) -> Any:
-        """See AttentionBackend."""
         is_ours = dtype not in (None, pool.dtype) or pool.shape[2] != 2
         numbers = range(len(slices))
         prompts = [i for i in numbers if not is_ours and slices[i].num_tokens > MAX_GROUPED_TOKENS]
         if not prompts:
-            return super().plan(slices, pool, num_heads, scale, window, dtype, placed)
+            return plan_attention(slices, pool, num_heads, scale, window, dtype, placed)
         others = sorted(set(numbers) - set(prompts))
         rest = None
         if others:
             own = placed and PlacedTables(placed.entries, [placed.begins[i] for i in others])
             some = [slices[i] for i in others]
-            rest = super().plan(some, pool, num_heads, scale, window, dtype, own)
+            rest = plan_attention(some, pool, num_heads, scale, window, dtype, own)
         fresh = [slices[i] for i in prompts if slices[i].start == 0]
         packed = [_pack(fresh, fresh, (), pool.device)] if fresh else []
         for group in _groups([i for i in prompts if slices[i].start], slices, window):
@@ -202,15 +167,16 @@ class PromptBackend(AttentionBackend):
         scales: torch.Tensor | None = None,
         terms: ScoreTerms = NO_TERMS,
     ) -> torch.Tensor:
-        """See AttentionBackend. Raises ValueError for prompts whose scores have terms."""
+        """See paged_attention.paged_attention. Raises ValueError for prompts whose scores have
+        terms."""
         if not isinstance(plan, BackendPlan):
-            return super().attend(query, key, value, pool, layer, plan, scales, terms)
+            return paged_attention(query, key, value, pool, layer, plan, scales, terms)
         if not terms.is_none:
             raise ValueError(f"{self.name} knows no caps, slopes or sinks of scores")
         if plan.rest is None:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         else:
-            out = super().attend(query, key, value, pool, layer, plan.rest, scales)
+            out = paged_attention(query, key, value, pool, layer, plan.rest, scales)
         for each in plan.prompts:
             rows = each.rows
             if each.places:
@@ -219,7 +185,7 @@ class PromptBackend(AttentionBackend):
                 )
             else:
                 keys, values = key[rows], value[rows]
-            out[rows] = self._attend_prompts(
+            out[rows] = self.attend_prompts(
                 PackedPrompts(
                     query[rows],
                     keys,
@@ -231,6 +197,12 @@ class PromptBackend(AttentionBackend):
                 )
             )
         return out
+
+
+def prompt_backend(name: str, version: str, attend_prompts: AttendPrompts) -> AttentionBackend:
+    """Prompts by a library's function, the rest by the reference."""
+    prompts = _PromptAttention(name, attend_prompts)
+    return AttentionBackend(name, version, prompts.plan, prompts.attend)
 
 
 def _from_first_key(part: AttentionSlice, window: int | None) -> AttentionSlice:
@@ -432,11 +404,11 @@ def why_not(name: str) -> str:
     return ""
 
 
-def load_backend(name: str) -> PromptBackend:
+def load_backend(name: str) -> AttentionBackend:
     """The library's, which is imported, unless why_not says that it cannot be."""
     library = LIBRARIES[name]
     module = importlib.import_module(library.module)
-    return PromptBackend(name, f"{name}{_version(library)}", library.make(module))
+    return prompt_backend(name, f"{name}{_version(library)}", library.make(module))
 
 
 def _version(library: Library) -> str:

@@ -19,10 +19,11 @@ from baton.types import Sampling
 from baton_kernels import attention_backends
 from baton_kernels.attention_backends import (
     LIBRARIES,
+    AttentionBackend,
     BackendPlan,
     PackedPrompts,
-    PromptBackend,
     load_backend,
+    prompt_backend,
 )
 from bench.gpu.paged_batch import Heads, make_paged_batch, reference_attention
 from tests.support.drive_engine import generate, token_ids
@@ -117,10 +118,10 @@ def stand_in(name: str) -> ModuleType:
     return module
 
 
-def backend_of(name: str) -> PromptBackend:
+def backend_of(name: str) -> AttentionBackend:
     if name == "sdpa":
         return load_backend(name)
-    return PromptBackend(name, "", LIBRARIES[name].make(stand_in(name)))
+    return prompt_backend(name, "", LIBRARIES[name].make(stand_in(name)))
 
 
 @pytest.mark.parametrize("max_gathered", [64, 8192])

@@ -15,7 +15,7 @@ from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.torch_engine import TorchEngine
 from baton.model import packed
 from baton.types import Sampling
-from baton_kernels.attention_backends import BatchInvariantAttention
+from baton_kernels.attention_backends import batch_invariant
 from baton_kernels.fixed_linear import FixedLinear
 from baton_kernels.gpu import attention_plan
 from bench.gpu.interpreter import kernels_on_cpu
@@ -33,7 +33,7 @@ CUTS = (((LENGTH,), 0), ((17, 33, 34, LENGTH), 3), ((LENGTH - 1, LENGTH), 1))
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
     """As a GPU would have it, with graphs of up to four sequences."""
     path = make_tiny_model(tmp_path / "model", "qwen3", max_position_embeddings=1024)
-    monkeypatch.setattr(loading, "_batch_invariant", lambda *_: BatchInvariantAttention())
+    monkeypatch.setattr(loading, "_batch_invariant", lambda *_: batch_invariant())
     monkeypatch.setattr(packed, "pack_linear", lambda weight, bias, *_: FixedLinear(weight, bias))
     monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", SPLIT_TOKENS)
     with kernels_on_cpu():
