@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from baton.engine.interface import KvPool
 from baton.types import KvRange
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.wire_format import WireFormat
+from kv_transfer.wire_format import WireFormat, wire_formats
 
 
 class DeviceBytes(Protocol):
@@ -102,6 +102,29 @@ def device_memory_of(pool: KvPool) -> DeviceMemory | None:
     """Where the pool's blocks can be sent and taken without passing the host; None: nowhere."""
     copy = device_copy_of(pool)
     return copy.memory if copy else None
+
+
+def warm_up_copies(pool: KvPool) -> None:
+    """Pack a block and unpack it, in each form that KV may come in from a sender whose blocks have
+    the size of this pool's, or go out in: what the device compiles for it is compiled before the
+    first handoff waits. A sender with blocks of another size has kernels of its own.
+
+    Nothing where no device copies. The pool holds nothing yet: block 0 is written. Raises OSError
+    if there is no memory, RuntimeError if the device fails.
+    """
+    copy, layout = device_copy_of(pool), pool.layout
+    if copy is None:
+        return
+    piece = KvRange(0, layout.block_size, 0, layout.num_layers)
+    for wire in wire_formats(layout):
+        if copy.fits(piece, wire):
+            area = copy.memory.allocate(wire.num_bytes(piece))
+            try:
+                payload = area.part(0, wire.num_bytes(piece))
+                copy.pack((0,), piece, wire, payload, 0)
+                copy.unpack((0,), piece, wire, payload, 0)
+            finally:
+                area.close()
 
 
 class DeviceCodec:

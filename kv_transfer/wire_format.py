@@ -78,6 +78,18 @@ def wire_format(dtype: str, sender: KvLayout) -> WireFormat:
     )
 
 
+def wire_formats(receiver: KvLayout) -> tuple[WireFormat, ...]:
+    """Those that a receiver and senders that differ from it in nothing but their dtype may agree
+    on, each once."""
+    senders = CONVERTIBLE_DTYPES if receiver.dtype in CONVERTIBLE_DTYPES else {receiver.dtype}
+    formats = {
+        wire_format(agreed_dtype(sender, receiver.dtype, wanted), replace(receiver, dtype=sender))
+        for sender in senders
+        for wanted in WIRE_DTYPES
+    }
+    return tuple(sorted(formats, key=lambda one: (one.dtype, one.has_row_scales)))
+
+
 def agreed_dtype(sender: str, receiver: str, wanted: str) -> str:
     """The element type that KV travels in. `wanted`: by the receiver, one of WIRE_DTYPES.
 

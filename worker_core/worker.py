@@ -22,7 +22,7 @@ from baton.worker.build import build_matchers, build_pool
 from baton.worker.host import WorkerHost, describe, new_identity
 from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
-from kv_transfer.device_memory import device_memory_of
+from kv_transfer.device_memory import device_memory_of, warm_up_copies
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
 from kv_transfer.receiver import open_receiver
 from kv_transfer.sender import Sender
@@ -89,6 +89,7 @@ async def serve_worker(
         check_bindable(options.kv_host, options.kv_port, "kv_host", "kv_port")
     tier = await asyncio.to_thread(load_tier)
     engine, policy = tier.engine, tier.policy_of(options.tier)
+    await asyncio.to_thread(warm_up_copies, engine.kv)
     clock.lap("load")
     identity = new_identity(options)
     rule = NumericsRule(engine.spec.numerics, options.numerics == "strict")

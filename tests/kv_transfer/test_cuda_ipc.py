@@ -19,6 +19,7 @@ from baton.kv_transports import DEVICE_MAX_CHUNK_BYTES, DEVICE_NUM_CREDITS, list
 from baton.types import KvLayout, KvRange, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
+from kv_transfer.device_memory import warm_up_copies
 from kv_transfer.frame import encode
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import (
@@ -311,3 +312,36 @@ def test_blocks_that_are_not_there_end_the_handoff_alone(make_rig):
     rig.sender.begin("again", rig.offer((0, 1), 0, 6).data)
     rig.send_all("again", (2, 3), 6)
     assert rig.done().error is None
+
+
+#: What two workers can agree on that differ in dtype alone: its name, and whether rows have scales.
+_ALL_FORMS = {
+    *((dtype, False) for dtype in ("float32", "float16", "bfloat16", "fp8", "int8")),
+    *((dtype, True) for dtype in ("fp8", "int8")),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64"])
+def test_every_form_is_packed_and_unpacked_before_the_first_handoff(monkeypatch, dtype):
+    """Compiling on a device takes long: no handoff waits for it."""
+    pool = DeviceArrayPool(KvLayout("m", 3, 2, 8, dtype, 4), num_blocks=1)
+    seen: dict[str, list[tuple[str, bool]]] = {"pack": [], "unpack": []}
+    for name, forms in seen.items():
+        whole = getattr(DeviceCopy, name)
+
+        def noted(self, block_ids, piece, wire, payload, seed, whole=whole, forms=forms):
+            forms.append((wire.dtype, wire.has_row_scales))
+            return whole(self, block_ids, piece, wire, payload, seed)
+
+        monkeypatch.setattr(DeviceCopy, name, noted)
+    warm_up_copies(pool)
+    expected = {("int64", False)} if dtype == "int64" else _ALL_FORMS
+    assert sorted(seen["pack"]) == sorted(seen["unpack"]) == sorted(expected)
+    assert not pool.memory.allocated
+
+
+def test_a_pool_in_host_memory_has_nothing_to_warm_up():
+    pool = ArrayKvPool(INTS, 1)
+    before = pool.data.copy()
+    warm_up_copies(pool)
+    assert np.array_equal(pool.data, before)

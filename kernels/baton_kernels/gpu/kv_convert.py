@@ -120,7 +120,7 @@ def _store(
     tl.store(ptr, _bits(values, KIND), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens", "run_tokens"])
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "run_tokens", "first_head"])
 def _convert(
     pool_ptr, pool_bytes_ptr, payload_ptr, payload_bytes_ptr, table_ptr,
     first_token, num_tokens, run_tokens, block_heads, first_head, head_bytes,

@@ -31,7 +31,7 @@ FIRST = tl.constexpr(word_sum.FIRST)
 SECOND = tl.constexpr(word_sum.SECOND)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens", "run_tokens"])
+@triton.jit(do_not_specialize=["key", "first_token", "num_tokens", "run_tokens", "first_head"])
 def _copy(
     pool_ptr, packed_ptr, table_ptr, total_ptr, key: tl.uint64, first_token, num_tokens, run_tokens,
     block_heads, first_head, stride,
