@@ -18,6 +18,7 @@ from baton.distill.text import read_documents
 from baton.distill.training import Progress, learning_rate_scale, sample_batch
 from baton.engine.head_runner import open_head
 from baton.engine.load_engine import load_engine
+from baton.model.checkpoint import HeadFiles
 from baton.errors import ConfigError
 from baton.types import Sampling
 from tests.support.tiny_models import make_tiny_model
@@ -92,7 +93,7 @@ def test_a_head_learns(tmp_path: Path, data: Path) -> None:
     assert sum(losses[-5:]) < 0.98 * sum(losses[:5])
     assert 0 < figures["acceptance"] < 1
     engine = load_engine(str(target), num_blocks=16, on_plan=lambda _: None)
-    head, states = open_head(engine, tmp_path / "draft", 4)
+    head, states = open_head(engine, HeadFiles("eagle", tmp_path / "draft"), 4)
     assert (head.num_blocks, len(states)) == (16, 0)
 
 
