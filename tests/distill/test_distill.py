@@ -18,8 +18,8 @@ from baton.distill.text import read_documents
 from baton.distill.training import Progress, learning_rate_scale, sample_batch
 from baton.engine.head_runner import open_head
 from baton.engine.load_engine import load_engine
-from baton.model.checkpoint import HeadFiles
 from baton.errors import ConfigError
+from baton.model.checkpoint import HeadFiles
 from baton.types import Sampling
 from tests.support.tiny_models import make_tiny_model
 from worker_core.speculation.draft_model import DraftModelProposer, check_specs, check_tokenizers
