@@ -27,6 +27,7 @@ async def load(*arguments: str) -> tuple[int | None, str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_split_and_colocated_are_compared_on_one_trace(tmp_path: Path) -> None:
     trace, told_path, plot_path = (tmp_path / name for name in ("t.jsonl", "t.json", "t.png"))
     entries = [

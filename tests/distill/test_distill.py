@@ -81,6 +81,7 @@ def test_the_loss_falls_and_the_draft_serves(tmp_path: Path, data: Path) -> None
     assert len(drafts) == 4
 
 
+@pytest.mark.long
 def test_a_head_learns(tmp_path: Path, data: Path) -> None:
     target = make_tiny_model(tmp_path / "target", num_hidden_layers=3)
     losses: list[float] = []

@@ -292,6 +292,7 @@ def waves_of_loss(num_prefills: int, num_decodes: int) -> Iterator[Change]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_workers_that_come_and_go_cost_neither_prefixes_nor_balance() -> None:
     """The grid refuses a placement on a worker that is gone; work is measured from the last one's
     return on."""
