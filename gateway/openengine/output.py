@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
 
 from baton.errors import (
     BatonError,
@@ -47,7 +50,7 @@ class EventStream:
 
     def __init__(
         self,
-        write: Callable[[oe.GenerateResponse], Awaitable[None]],
+        write: Callable[[oe.GenerateResponse], Coroutine[Any, Any, None]],
         request_id: str,
         request: inference_pb2.GenerateRequest,
         first_scored: int,
@@ -67,20 +70,21 @@ class EventStream:
         """By choice."""
         self._num_tokens = 0
         self._running = set(range(max(1, request.sampling.n)))
+        self._sending: asyncio.Task[None] | None = None
 
     async def write_piece(self, piece: inference_pb2.GenerateResponse) -> None:
         """See gateway.output.delivery.Write."""
         choice = piece.choice
         if choice == 0 and self._owes_prompt:
             self._owes_prompt = False
-            await self._write(self._response(prompt=self._prompt(piece.prompt_logprobs)))
+            await self._send(self._response(prompt=self._prompt(piece.prompt_logprobs)))
         if piece.token_ids or piece.text:
             positions = piece.logprobs or (None,) * len(piece.token_ids)
             tokens = map(self._token, piece.token_ids, positions)
             output = oe.TokenOutput(output_index=choice, tokens=tokens, text=piece.text)
-            # An abort finds this waiting for the write; what grpc has been given, it sends.
+            # An abort may come while this is sent: sent it is.
             self._num_tokens += len(piece.token_ids)
-            await self._write(self._response(token=output))
+            await self._send(self._response(token=output))
         if piece.token_ids:
             self._last_tokens[choice] = piece.token_ids[-1]
         if piece.finish_reason:
@@ -89,7 +93,7 @@ class EventStream:
             if piece.finish_reason == sampling_pb2.FINISH_REASON_STOP:
                 finished.stop_match.CopyFrom(self._stop_match(piece))
             usage = _usage(piece.usage) if piece.HasField("usage") else None
-            await self._write(self._response(finished=finished, usage=usage))
+            await self._send(self._response(finished=finished, usage=usage))
 
     async def cancel(self) -> None:
         """End those outputs that have not ended."""
@@ -105,12 +109,23 @@ class EventStream:
                 output_index=choice, reason=oe.FINISH_REASON_CANCELLED, message="aborted"
             )
             is_last = choice == running[-1]
-            await self._write(self._response(finished=finished, usage=usage if is_last else None))
+            await self._send(self._response(finished=finished, usage=usage if is_last else None))
         self._running.clear()
 
     async def fail(self, error: BatonError) -> None:
         """End all outputs."""
-        await self._write(self._response(error=engine_error(error)))
+        await self._send(self._response(error=engine_error(error)))
+
+    async def _send(self, response: oe.GenerateResponse) -> None:
+        """One at a time, as grpc takes them: when an abort or a deadline gives up the wait for one,
+        that one is sent whole before the next."""
+        if self._sending is not None:
+            with suppress(Cancelled):
+                await self._sending
+        self._sending = asyncio.create_task(self._write(response))
+        self._sending.add_done_callback(_forget_failure)
+        await asyncio.shield(self._sending)
+        self._sending = None
 
     def _response(
         self,
@@ -171,6 +186,12 @@ class EventStream:
                 return oe.StopMatch(eos_token_id=last)
             case _:
                 return oe.StopMatch()
+
+
+def _forget_failure(sending: asyncio.Task[None]) -> None:
+    """Whoever waits for it hears of it; with nobody left, the connection is lost anyway."""
+    if not sending.cancelled():
+        sending.exception()
 
 
 def _reason(piece: inference_pb2.GenerateResponse) -> oe.FinishReason.ValueType:

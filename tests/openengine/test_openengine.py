@@ -29,6 +29,7 @@ from baton.errors import (
     Overloaded,
 )
 from baton.v1 import inference_pb2
+from gateway.openengine.output import EventStream
 from gateway.openengine.service import OpenEngineService
 from gateway.openengine.v1 import openengine_pb2 as ours
 from tests.support.live_tiers import LiveSystem, live_system
@@ -323,6 +324,32 @@ async def test_an_abort_ends_a_request_once_and_for_all(client: Client) -> None:
     assert events[-1].usage.completion_tokens == num_tokens < 4000
     again = await client.control("Abort", request_id="long")
     assert again.status == ours.ABORT_STATUS_ALREADY_FINISHED
+
+
+async def test_an_abort_does_not_tread_on_the_piece_that_is_being_sent() -> None:
+    sent: list[str | None] = []
+    is_writing, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def write(response: ours.GenerateResponse) -> None:
+        assert not is_writing.is_set(), "grpc takes one message at a time"
+        is_writing.set()
+        await may_go_on.wait()
+        is_writing.clear()
+        sent.append(response.WhichOneof("event"))
+
+    events = EventStream(write, "id", inference_pb2.GenerateRequest(), 0, (), lambda _: b"")
+    piece = asyncio.create_task(
+        events.write_piece(inference_pb2.GenerateResponse(token_ids=[1, 2], text="ab"))
+    )
+    await is_writing.wait()
+    piece.cancel()
+    await asyncio.wait({piece})
+    end = asyncio.create_task(events.cancel())
+    await asyncio.sleep(0)
+    assert not end.done()
+    may_go_on.set()
+    await end
+    assert sent == ["token", "finished"]
 
 
 async def test_all_requests_are_aborted_at_once(client: Client) -> None:
