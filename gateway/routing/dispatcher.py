@@ -27,7 +27,8 @@ from gateway.routing.history import Digest, PrefixAffinity, prefix_digests
 from gateway.routing.placement import Placement, plan
 from gateway.routing.router import Need, Plan, Verdict, choose
 
-#: How long what waits already goes on waiting for a worker that can serve it.
+#: How long a sequence waits for a worker that can serve it to come back: a starved one is given up
+#: for silent, and ready again a moment later.
 NO_WORKER_GRACE_S = 10.0
 
 #: Prefix digests remembered; about 300 bytes each.
@@ -113,13 +114,20 @@ class Dispatcher:
         """When requests were placed, by their ids."""
         self._stranded_s: dict[Rank, float] = {}
         """Since when each that no ready worker could serve waits."""
+        self._last_ready_s = -inf
+        """When a decode worker was last seen ready."""
         fleet.listen(self._on_change)
         fleet.listen_leave(self._affinity.forget)
 
     def _on_change(self) -> None:
         """There may be room, or a worker less: a matter of those that wait, if any do."""
+        self._see_ready(asyncio.get_running_loop().time())
         if self._queue or self._is_placing:
             self._wake.set()
+
+    def _see_ready(self, now_s: float) -> None:
+        if self._fleet.ready(Tier.DECODE):
+            self._last_ready_s = now_s
 
     @property
     def num_waiting(self) -> int:
@@ -147,7 +155,8 @@ class Dispatcher:
         waiting = Waiting(spec, need, digests, on_place, account, is_return, deadline_s)
         now_s = asyncio.get_running_loop().time()
         try:
-            if not is_return and not self._fleet.ready(Tier.DECODE):
+            self._see_ready(now_s)
+            if not is_return and now_s - self._last_ready_s >= NO_WORKER_GRACE_S:
                 raise NoWorkers("no decode worker is ready", tier="decode")
             place = None if self._queue else self._place(waiting, now_s)
             if isinstance(place, Placement):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, NoWorkers
 from baton.types import Tier
+from gateway.routing.dispatcher import NO_WORKER_GRACE_S
 from gateway.routing.placement import Outcome, Placement
 from tests.support.fake_workers import expected_output
 from tests.support.gateway_world import Client, World, gateway_world, make_spec
@@ -202,10 +203,24 @@ def test_settled_blocks_are_counted_until_the_next_report() -> None:
     run_virtual(main())
 
 
-def test_new_requests_are_refused_at_once_while_no_decode_worker_is_ready() -> None:
+def test_a_new_request_waits_for_the_only_decode_worker_to_come_back() -> None:
     async def main() -> None:
         async with gateway_world() as world:
             world.decodes[0].go_down()
+            request = asyncio.create_task(world.generate(make_spec("a")))
+            await asyncio.sleep(NO_WORKER_GRACE_S / 2)
+            assert not request.done()
+            world.decodes[0].come_up()
+            await request
+
+    run_virtual(main())
+
+
+def test_new_requests_are_refused_at_once_when_no_decode_worker_was_ready_for_long() -> None:
+    async def main() -> None:
+        async with gateway_world() as world:
+            world.decodes[0].go_down()
+            await asyncio.sleep(NO_WORKER_GRACE_S)
             now_s = asyncio.get_running_loop().time()
             with pytest.raises(NoWorkers) as caught:
                 await world.generate(make_spec("a"))
