@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 async def test_conversations_are_rendered_or_refused_and_the_process_outlives_both() -> None:
-    renderer = ChatRenderer(TEMPLATE, {"bos_token": "<s>"}, render_timeout_s=30.0)
+    renderer = ChatRenderer(TEMPLATE, {"bos_token": "<s>"}, render_timeout_s=300.0)
     try:
         await renderer.start()
         messages = [("system", "Be brief."), ("user", 'héllo\n"quoted" {{ 1 }} 你好')]
@@ -57,7 +57,7 @@ async def test_a_template_that_takes_all_memory_is_refused_and_others_are_served
     """Found by tests/fuzz: a number in a template is enough."""
     indented = "{{ messages | tojson(indent=2222222222) }}"
     greedy = f"{{% if messages[0].role == 'greedy' %}}{indented}{{% endif %}}"
-    renderer = ChatRenderer(greedy + TEMPLATE, {}, render_timeout_s=30.0)
+    renderer = ChatRenderer(greedy + TEMPLATE, {}, render_timeout_s=300.0)
     try:
         with pytest.raises(InvalidRequest, match="MemoryError"):
             await renderer.render([("greedy", "x")])
@@ -80,7 +80,7 @@ async def test_a_render_that_nobody_is_left_to_kill_ends_by_itself() -> None:
 
 @pytest.mark.slow
 async def test_an_answer_never_goes_to_another_after_a_cancel() -> None:
-    renderer = ChatRenderer(TEMPLATE, {}, render_timeout_s=30.0)
+    renderer = ChatRenderer(TEMPLATE, {}, render_timeout_s=300.0)
     try:
         await renderer.render([("user", "warm")])
         first = asyncio.create_task(renderer.render([("user", "x" * 100_000)]))
@@ -94,7 +94,7 @@ async def test_an_answer_never_goes_to_another_after_a_cancel() -> None:
 
 @pytest.mark.slow
 async def test_a_renderer_that_dies_fails_one_request_at_most() -> None:
-    renderer = ChatRenderer(TEMPLATE, {}, render_timeout_s=30.0)
+    renderer = ChatRenderer(TEMPLATE, {}, render_timeout_s=300.0)
     try:
         await renderer.render([("user", "warm")])
         pid = renderer.process.pid
@@ -108,7 +108,7 @@ async def test_a_renderer_that_dies_fails_one_request_at_most() -> None:
 
 
 async def test_a_broken_template_is_the_requests_error_not_a_crash() -> None:
-    renderer = ChatRenderer("{% for %}", {}, render_timeout_s=30.0)
+    renderer = ChatRenderer("{% for %}", {}, render_timeout_s=300.0)
     try:
         with pytest.raises(InvalidRequest, match="TemplateSyntaxError"):
             await renderer.render([("user", "x")])

@@ -29,7 +29,7 @@ def output(**kind: Any) -> sampling_pb2.StructuredOutput:
 
 @pytest.fixture
 async def compiler() -> AsyncIterator[GrammarCompiler]:
-    made = GrammarCompiler(FOLDER, compile_timeout_s=30.0)
+    made = GrammarCompiler(FOLDER, compile_timeout_s=300.0)
     yield made
     await made.close()
 
@@ -166,7 +166,7 @@ async def test_one_requests_cancellation_disturbs_no_other(compiler: GrammarComp
 @pytest.mark.slow
 async def test_white_space_in_json_is_what_the_option_says() -> None:
     for most in (0, 3):
-        compiler = GrammarCompiler(FOLDER, max_whitespace=most, compile_timeout_s=30.0)
+        compiler = GrammarCompiler(FOLDER, max_whitespace=most, compile_timeout_s=300.0)
         try:
             for kind in ({"json_object": True}, {"json_schema": '{"type": "object"}'}):
                 grammar = Grammar.from_bytes(await compiler.compile(output(**kind)))
