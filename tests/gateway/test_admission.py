@@ -287,3 +287,33 @@ def test_who_would_be_served_too_late_is_refused_at_once() -> None:
             await asyncio.gather(*requests)
 
     run_virtual(main(), max_time_s=3600)
+
+
+def test_the_advice_under_ten_times_the_load_is_when_one_is_taken() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=4, num_blocks=10_000) as world:
+            loop = asyncio.get_running_loop()
+            begin_s = loop.time()
+            await asyncio.gather(*(world.generate(long_spec(f"w{i}", i)) for i in range(4)))
+            one_s = loop.time() - begin_s
+            flood = goodput(world, 10 * 4 / one_s, 8 * one_s, 10 * one_s)
+            others = asyncio.create_task(flood)
+            await asyncio.sleep(9.95 * one_s)  # the last ones are about to come
+            refused_s = loop.time()
+            advice_s, taken_s = None, None
+            tries = itertools.count(10**6)
+            while taken_s is None:
+                now_s = loop.time()
+                spec = long_spec(f"late-{now_s}", next(tries))
+                try:
+                    await world.generate(spec, timeout_s=2 * one_s)
+                    taken_s = now_s - refused_s
+                except Overloaded as refusal:
+                    assert loop.time() == now_s
+                    advice_s = advice_s or refusal.retry_after_s
+                    await asyncio.sleep(one_s / 20)
+            assert advice_s is not None
+            assert taken_s / 2 <= advice_s <= 2 * taken_s
+            await others
+
+    run_virtual(main(), max_time_s=1e5)

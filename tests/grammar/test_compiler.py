@@ -103,6 +103,39 @@ async def test_what_cannot_be_followed_is_refused_with_the_reason(
     assert [said for (_, said), text in zip(REFUSED, told, strict=True) if said not in text] == []
 
 
+LARGE_COUNTS: list[dict[str, Any]] = [
+    {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
+    {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9},
+    {"type": "array", "prefixItems": [{"type": "integer"}], "minItems": 10**9},
+    {"type": "array", "items": {"type": "array", "minItems": 10**5}, "minItems": 10**5},
+    {"type": "string", "minLength": 10**9},
+    {"type": "object", "minProperties": 10**9},
+]
+
+
+def peak_memory_mib(pid: int) -> float:
+    """That a process has had in memory at any time."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+@pytest.mark.slow
+async def test_a_count_in_a_schema_costs_no_more_for_being_large() -> None:
+    compiler = GrammarCompiler(FOLDER)  # with the time that a gateway gives
+    try:
+        await compiler.compile(output(json_schema='{"type": "array", "minItems": 3}'))
+        pid = compiler.process.pid
+        assert pid is not None
+        before_mib = peak_memory_mib(pid)
+        for schema in LARGE_COUNTS:
+            await compiler.compile(output(json_schema=json.dumps(schema)))
+        assert compiler.process.pid == pid
+        assert peak_memory_mib(pid) < before_mib + 32
+    finally:
+        await compiler.close()
+
+
 def chain(length: int) -> str:
     rules = "\n".join(f'r{i}: "(" r{i + 1} ")"' for i in range(length))
     return f'start: r0\n{rules}\nr{length}: "x"'
