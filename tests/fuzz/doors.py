@@ -1,10 +1,12 @@
 """Malformed calls at the doors of real processes: each is refused, and nobody dies of one.
 
     python -m tests.fuzz.doors --seconds 600
+    python -m tests.fuzz.doors --door "gateway, HTTP" --seconds 600    one of them
 
 Serves oracle engines, and sends what it makes of tests/fuzz/corpus (bits flipped, parts cut out,
 doubled, or replaced) for so long to each door at once: the gateway's gRPC and HTTP, the workers'
-gRPC, and the decode worker's KV port. Prints a row for each door. Status 1: a call ended with
+gRPC, and the decode worker's KV port. Prints a row for each door, and one for each process, with
+its memory after a tenth of the time and at the end. Status 1: a call ended with
 INTERNAL, UNKNOWN, UNAVAILABLE or a 5xx, or a process died, or logged a traceback, or takes 64 MiB
 more than after the first tenth of the time; or afterwards a right request is not answered rightly,
 or something is held.
@@ -37,6 +39,13 @@ from bench.oracle_requests import draw_request
 CORPUS = Path(__file__).parent / "corpus"
 CONCURRENCY = 8
 CALL_S = 10.0
+DOORS = (
+    "gateway, gRPC",
+    "gateway, HTTP",
+    "prefill worker, gRPC",
+    "decode worker, gRPC",
+    "decode worker, KV over tcp",
+)
 #: How much more memory a process may take than early in the run, in MiB.
 MAX_GROWTH_MIB = 64.0
 
@@ -198,18 +207,13 @@ def doors_of(cluster: ProxiedCluster, channels: Sequence[grpc.aio.Channel]) -> l
         (f"/baton.v1.WorkerService/{name}", b"\x08\x01")
         for name in ("GetWorkerInfo", "WatchLoad", "ListBlocks")
     ]
-    return [
-        Door("gateway, gRPC", grpc_call(gateway, requests)),
-        Door("gateway, HTTP", http_call(cluster.http_address, seeds_of("http_bodies"))),
-        *(
-            Door(f"{tier} worker, gRPC", grpc_call(channel, inner))
-            for tier, channel in zip(("prefill", "decode"), workers, strict=True)
-        ),
-        Door(
-            "decode worker, KV over tcp",
-            kv_call(cluster.links["kv decode-0"].port, seeds_of("kv_frames")),
-        ),
+    calls = [
+        grpc_call(gateway, requests),
+        http_call(cluster.http_address, seeds_of("http_bodies")),
+        *(grpc_call(channel, inner) for channel in workers),
+        kv_call(cluster.links["kv decode-0"].port, seeds_of("kv_frames")),
     ]
+    return [Door(name, call) for name, call in zip(DOORS, calls, strict=True)]
 
 
 def memory_mib(cluster: ProxiedCluster) -> dict[str, float]:
@@ -222,8 +226,31 @@ def memory_mib(cluster: ProxiedCluster) -> dict[str, float]:
     return sizes
 
 
-async def knock_everywhere(seconds: float, seed: int) -> tuple[list[Door], list[str]]:
-    """What is wrong comes second, in words."""
+@dataclass(frozen=True, slots=True)
+class Report:
+    """early_mib, late_mib: memory of each process after a tenth of the time, and at the end.
+    wrong: in words."""
+
+    doors: list[Door]
+    early_mib: dict[str, float]
+    late_mib: dict[str, float]
+    wrong: list[str]
+
+    def rows(self) -> list[str]:
+        memory = [
+            f"| {name} | {self.early_mib[name]:.1f} | {late:.1f} |"
+            for name, late in self.late_mib.items()
+        ]
+        return [
+            "| Door | Calls | Ended |\n|---|---|---|",
+            *(door.row() for door in self.doors),
+            "\n| Process | Early, MiB | At the end |\n|---|---|---|",
+            *memory,
+        ]
+
+
+async def knock_at(names: Sequence[str], seconds: float, seed: int) -> Report:
+    """names: of `DOORS`, all at once."""
     options = ServeOptions(
         model=BUNDLED_MODEL,
         engine="oracle",
@@ -241,7 +268,8 @@ async def knock_everywhere(seconds: float, seed: int) -> tuple[list[Door], list[
         AsyncClient(cluster.address) as client,
     ):
         pids = {name: cluster.pid_of(name) for name in cluster.names}
-        doors = doors_of(cluster, (gateway, prefill, decode))
+        all_doors = doors_of(cluster, (gateway, prefill, decode))
+        doors = [door for door in all_doors if door.name in names]
         rng = random.Random(seed)
         start_s = time.monotonic()
 
@@ -275,18 +303,18 @@ async def knock_everywhere(seconds: float, seed: int) -> tuple[list[Door], list[
                 break
             await asyncio.sleep(0.1)
     wrong += [f"{door.name}: {dict(door.ends)}" for door in doors if not door.is_sound]
-    return doors, wrong
+    return Report(doors, early, late, wrong)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--door", action="append", choices=DOORS, help="all if none is given")
     arguments = parser.parse_args()
-    doors, wrong = asyncio.run(knock_everywhere(arguments.seconds, arguments.seed))
-    print("| Door | Calls | Ended |\n|---|---|---|")
-    print(*(door.row() for door in doors), *wrong, sep="\n")
-    return 1 if wrong else 0
+    report = asyncio.run(knock_at(arguments.door or DOORS, arguments.seconds, arguments.seed))
+    print(*report.rows(), *report.wrong, sep="\n")
+    return 1 if report.wrong else 0
 
 
 if __name__ == "__main__":

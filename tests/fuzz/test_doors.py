@@ -8,15 +8,15 @@ import random
 
 import pytest
 
-from tests.fuzz.doors import Door, knock_everywhere, mutated
+from tests.fuzz.doors import DOORS, Door, knock_at, mutated
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_nobody_dies_of_a_malformed_call() -> None:
-    doors, wrong = asyncio.run(knock_everywhere(12.0, seed=3))
-    assert not wrong
-    for door in doors:
+    report = asyncio.run(knock_at(DOORS, 12.0, seed=3))
+    assert not report.wrong
+    for door in report.doors:
         assert door.ends.total() > 20, door.row()
 
 
