@@ -35,6 +35,9 @@ FALLBACK_NOTICE = (
 #: a gateway's option says otherwise, and most at all.
 DEFAULT_MAX_WHITESPACE, MAX_WHITESPACE = 16, 1024
 
+#: Prefixes that a gateway remembers unless its option says otherwise.
+DEFAULT_MAX_PREFIXES = 131_072
+
 #: Sort key of service order, total over the sequences of a gateway: see SequenceSpec.rank.
 Rank = tuple[int, int, str, int]
 

@@ -118,7 +118,10 @@ async def _load_model(own: GatewayOptions, options: GatewayOptions) -> _Model:
     template = facts.chat_template
     fleet = Fleet(numerics_policy=options.numerics)
     dispatcher = Dispatcher(
-        fleet, max_queue_size=options.max_queue_size, key=secrets.token_bytes(32)
+        fleet,
+        max_queue_size=options.max_queue_size,
+        key=secrets.token_bytes(32),
+        max_prefixes=options.max_remembered_prefixes,
     )
     return _Model(
         own.model_name,

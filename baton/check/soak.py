@@ -27,14 +27,16 @@ from baton.supervisor import Cluster
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 CONCURRENCY = 8
-#: Blocks of each worker: few, so that all of them have been written long before the warm-up ends.
-NUM_BLOCKS = 1024
+#: Blocks of each worker, and prefixes that the gateway remembers: few, so that all have been
+#: written long before the warm-up ends. What grows afterwards has no bound.
+NUM_BLOCKS, NUM_PREFIXES = 1024, 1024
 SHAPE = Shape(
     "2+2 workers",
     {
         "prefill_block_size": 16,
         "decode_block_size": 16,
         "num_gpu_blocks_override": NUM_BLOCKS,
+        "max_remembered_prefixes": NUM_PREFIXES,
         "max_num_batched_tokens": 64,
         "num_prefill_workers": 2,
         "num_decode_workers": 2,
@@ -154,13 +156,13 @@ class Samples:
     def take(self, now_s: float, model: Model) -> None:
         """Of all processes, each with those that it has started."""
         self._times_s.append(now_s)
-        groups = _process_groups()
+        families = process_families()
         for name in self._cluster.names:
             pid = self._cluster.pid_of(name)
             if pid != self._pids[name]:
                 self._pids[name] = pid
                 self.deaths.append(name)
-            for quantity, value in process_usage(groups.get(pid, ())).items():
+            for quantity, value in process_usage(families.get(pid, ())).items():
                 self._values.setdefault((name, quantity), []).append(value)
         for worker in model.workers:
             key = (worker.worker_id, "leased blocks")
@@ -299,14 +301,23 @@ async def _held(model: Model) -> Held:
     return Held(num_blocks, num_tickets, num_requests)
 
 
-def _process_groups() -> dict[int, list[Path]]:
-    """Folders of /proc, by process group: each child of a cluster leads one."""
-    groups: dict[int, list[Path]] = {}
+def process_families() -> dict[int, list[Path]]:
+    """Folders in /proc of each process, and of all that it or they have started, in whatever
+    session, by its number."""
+    parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with suppress(OSError):
-                groups.setdefault(os.getpgid(int(folder.name)), []).append(folder)
-    return groups
+                # The name before it may have any characters in it, brackets too.
+                after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+                parents[int(folder.name)] = int(after_name[1])
+    families: dict[int, list[Path]] = {}
+    for pid in parents:
+        elder: int | None = pid
+        while elder:
+            families.setdefault(elder, []).append(Path("/proc") / str(pid))
+            elder = parents.get(elder)
+    return families
 
 
 def process_usage(folders: Sequence[Path]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from baton.config.options import (
     ServiceOptions,
 )
 from baton.rpc.tls import TlsFiles
-from baton.types import DEFAULT_MAX_WHITESPACE
+from baton.types import DEFAULT_MAX_PREFIXES, DEFAULT_MAX_WHITESPACE
 
 #: vLLM's.
 _HTTP_PORT = 8000
@@ -54,6 +54,10 @@ class FrontDoorOptions(ServiceOptions, SeveralModelsOptions):
     tokenizer. none: the documented defaults."""
     max_queue_size: Count = 1024
     """Most requests that wait for workers; further ones are refused, with when to try again."""
+    max_remembered_prefixes: Count = DEFAULT_MAX_PREFIXES
+    """Most prefixes of prompts and answers that are remembered, of each model, to send what begins
+    alike to the same workers. About three are new with a new request of some hundred tokens, and
+    each takes some 215 bytes."""
     request_timeout_s: Seconds = 600.0
     """Deadline, in seconds, of requests that come without one."""
     client_stall_timeout_s: Seconds = 30.0

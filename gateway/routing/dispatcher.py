@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import inf
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest, NoWorkers, Overloaded
-from baton.types import Rank, SequenceSpec, Tier
+from baton.types import DEFAULT_MAX_PREFIXES, Rank, SequenceSpec, Tier
 from gateway.routing.admission import AdmissionQueue, WaitEstimate, queue_full, too_late
 from gateway.routing.fleet import Fleet, Worker
 from gateway.routing.history import Digest, PrefixAffinity, prefix_digests
@@ -30,9 +30,6 @@ from gateway.routing.router import Need, Plan, Verdict, choose
 #: How long a sequence waits for a worker that can serve it to come back: a starved one is given up
 #: for silent, and ready again a moment later.
 NO_WORKER_GRACE_S = 10.0
-
-#: Prefix digests remembered; about 300 bytes each.
-_MAX_DIGESTS = 131_072
 
 #: In a fleet of more workers than this, a search that found no room is not repeated at each report
 #: of one of them, but after a pause, in seconds.
@@ -98,13 +95,20 @@ class Waiting:
 class Dispatcher:
     """The queue and its task. `run` must be running for what waits to be placed."""
 
-    def __init__(self, fleet: Fleet, *, max_queue_size: int, key: bytes) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        max_queue_size: int,
+        key: bytes,
+        max_prefixes: int = DEFAULT_MAX_PREFIXES,
+    ) -> None:
         """`key`: a secret of this process, so that nobody can aim at another's prefixes or at a
         worker."""
         self._fleet = fleet
         self._key = key
         self._queue: AdmissionQueue[Waiting] = AdmissionQueue(max_queue_size)
-        self._affinity = PrefixAffinity(_MAX_DIGESTS)
+        self._affinity = PrefixAffinity(max_prefixes)
         self._wake = asyncio.Event()
         self._is_placing = False
         """Whether some that wait may be out of the queue for a moment."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 
 from baton.check.fault_load import StreamRecord
 from baton.check.faults import KnownRequest
-from baton.check.soak import BOUNDS, Held, SoakCounts, SoakVerdict, process_usage, trend_of
+from baton.check.soak import (
+    BOUNDS,
+    Held,
+    SoakCounts,
+    SoakVerdict,
+    process_families,
+    process_usage,
+    trend_of,
+)
 from baton.check.stream_history import StreamHistory
 from baton.client import Chunk, SamplingParams
 from baton.client.results import Usage
@@ -57,6 +66,13 @@ def test_one_file_more_is_seen(tmp_path: Path) -> None:
     assert after["file descriptors"] == before["file descriptors"] + 1
     assert after[RSS] > 10
     assert after["threads"] >= 1
+
+
+def test_a_process_has_what_it_started_in_another_session() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True) as child:
+        families = process_families()
+        assert Path(f"/proc/{child.pid}") in families[os.getpid()]
+        assert families[child.pid] == [Path(f"/proc/{child.pid}")]
 
 
 def test_processes_that_are_gone_hold_nothing(tmp_path: Path) -> None:
