@@ -85,6 +85,7 @@ class AsyncClient:
         model: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        add_special_tokens: bool = True,
         request_id: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -95,6 +96,8 @@ class AsyncClient:
         latter win.
         model: empty for the only one served. priority: lower is sooner. cache_salt: who may share
         cached prefixes.
+        add_special_tokens: False for a text that has the tokenizer's special tokens already, as one
+        that a chat template wrote; none are ever added to token ids or messages.
         request_id: proposed to the server; drawn if empty. timeout_s: None for the client's.
         """
         request = requests.generate_request(
@@ -103,6 +106,7 @@ class AsyncClient:
             model=model,
             priority=priority,
             cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
         )
         calls = GenerateCalls(self._connections, self._settings, request, request_id, timeout_s)
         stream = AsyncCompletionStream(calls, self._closed)
@@ -110,10 +114,18 @@ class AsyncClient:
         return stream
 
     async def tokenize(
-        self, prompt: PromptLike, *, model: str = "", timeout_s: float | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        timeout_s: float | None = None,
     ) -> Tokenization:
-        """The token ids of a prompt, chat messages rendered with the model's template."""
-        request = requests.tokenize_request(prompt, model=model)
+        """The token ids of a prompt, chat messages rendered with the model's template.
+        add_special_tokens: as in `stream`."""
+        request = requests.tokenize_request(
+            prompt, model=model, add_special_tokens=add_special_tokens
+        )
         response = await self._unary(lambda c: c.inference.Tokenize, request, timeout_s)
         return results.tokenization_of(response)
 

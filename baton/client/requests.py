@@ -37,6 +37,7 @@ class StreamOptions(SamplingOptions, total=False):
     model: str
     priority: int
     cache_salt: str
+    add_special_tokens: bool
     request_id: str
     timeout_s: float | None
 
@@ -51,12 +52,18 @@ _EARLY_STOPPING: Mapping[bool | str, sampling_pb2.EarlyStopping.ValueType] = {
 
 
 def generate_request(
-    prompt: PromptLike, params: SamplingParams, *, model: str, priority: int, cache_salt: str
+    prompt: PromptLike,
+    params: SamplingParams,
+    *,
+    model: str,
+    priority: int,
+    cache_salt: str,
+    add_special_tokens: bool,
 ) -> inference_pb2.GenerateRequest:
     """The message of Generate."""
     request = inference_pb2.GenerateRequest(
         model=_checked_text("model", model),
-        prompt=prompt_message(prompt),
+        prompt=prompt_message(prompt, add_special_tokens=add_special_tokens),
         sampling=sampling_message(params),
         cache_salt=_checked_text("cache_salt", cache_salt),
     )
@@ -65,10 +72,13 @@ def generate_request(
     return request
 
 
-def tokenize_request(prompt: PromptLike, *, model: str) -> inference_pb2.TokenizeRequest:
+def tokenize_request(
+    prompt: PromptLike, *, model: str, add_special_tokens: bool
+) -> inference_pb2.TokenizeRequest:
     """The message of Tokenize."""
     return inference_pb2.TokenizeRequest(
-        model=_checked_text("model", model), prompt=prompt_message(prompt)
+        model=_checked_text("model", model),
+        prompt=prompt_message(prompt, add_special_tokens=add_special_tokens),
     )
 
 
@@ -88,10 +98,12 @@ def get_model_request(*, model: str) -> inference_pb2.GetModelRequest:
     return inference_pb2.GetModelRequest(model=_checked_text("model", model))
 
 
-def prompt_message(prompt: PromptLike) -> inference_pb2.Prompt:
-    """The kind of prompt follows from its type; an empty sequence is one of token ids."""
+def prompt_message(prompt: PromptLike, *, add_special_tokens: bool = True) -> inference_pb2.Prompt:
+    """The kind of prompt follows from its type; an empty sequence is one of token ids.
+    add_special_tokens: to a text; nothing is added to the other kinds."""
     if isinstance(prompt, str):
-        return inference_pb2.Prompt(text=_checked_text("prompt.text", prompt))
+        text = _checked_text("prompt.text", prompt)
+        return inference_pb2.Prompt(text=text, omit_special_tokens=not add_special_tokens)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise _wrong("prompt", prompt, "must be text, a list of token ids, or chat messages")
     if len(prompt) > 0 and isinstance(prompt[0], ChatMessage | Mapping):

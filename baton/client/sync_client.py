@@ -93,6 +93,7 @@ class Client:
         model: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        add_special_tokens: bool = True,
         request_id: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -103,6 +104,8 @@ class Client:
         latter win.
         model: empty for the only one served. priority: lower is sooner. cache_salt: who may share
         cached prefixes.
+        add_special_tokens: False for a text that has the tokenizer's special tokens already, as one
+        that a chat template wrote; none are ever added to token ids or messages.
         request_id: proposed to the server; drawn if empty. timeout_s: None for the client's.
         """
         request = requests.generate_request(
@@ -111,15 +114,24 @@ class Client:
             model=model,
             priority=priority,
             cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
         )
         calls = GenerateCalls(self._connections, self._settings, request, request_id, timeout_s)
         return CompletionStream(calls, self._closed)
 
     def tokenize(
-        self, prompt: PromptLike, *, model: str = "", timeout_s: float | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        timeout_s: float | None = None,
     ) -> Tokenization:
-        """The token ids of a prompt, chat messages rendered with the model's template."""
-        request = requests.tokenize_request(prompt, model=model)
+        """The token ids of a prompt, chat messages rendered with the model's template.
+        add_special_tokens: as in `stream`."""
+        request = requests.tokenize_request(
+            prompt, model=model, add_special_tokens=add_special_tokens
+        )
         response = self._unary(lambda c: c.inference.Tokenize, request, timeout_s)
         return results.tokenization_of(response)
 

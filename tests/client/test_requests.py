@@ -34,13 +34,23 @@ IDS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 
 
 def plain_request(**changes: Any) -> inference_pb2.GenerateRequest:
-    arguments = {"model": "", "priority": 0, "cache_salt": ""} | changes
+    arguments: dict[str, Any] = {"model": "", "priority": 0, "cache_salt": ""}
+    arguments |= {"add_special_tokens": True} | changes
     return generate_request("text", SamplingParams(), **arguments)
 
 
 @given(TEXT)
 def test_text_is_sent_as_text(text: str) -> None:
     assert prompt_message(text) == inference_pb2.Prompt(text=text)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_special_tokens_are_added_to_text_or_not(adds: bool) -> None:
+    asked = (
+        plain_request(add_special_tokens=adds),
+        tokenize_request("text", model="", add_special_tokens=adds),
+    )
+    assert [request.prompt.omit_special_tokens for request in asked] == [not adds, not adds]
 
 
 @given(IDS, st.sampled_from([list, tuple]))
@@ -118,7 +128,7 @@ SURROGATES: Mapping[str, Callable[[str], Any]] = {
     "prompt.chat.messages[0].content": lambda s: prompt_message([{"role": "a", "content": s}]),
     "sampling.stop[1]": lambda s: sampling_message(SamplingParams(stop=["x", s])),
     "sampling.stop[0]": lambda s: sampling_message(SamplingParams(stop=s)),
-    "model": lambda s: tokenize_request("text", model=s),
+    "model": lambda s: tokenize_request("text", model=s, add_special_tokens=True),
     "cache_salt": lambda s: plain_request(cache_salt=s),
 }
 
