@@ -24,6 +24,7 @@ from baton.wire import numerics_to_proto
 from gateway.intake.chat import ChatRenderer, more_of
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.request import ValidatedRequest
+from gateway.intake.token_bytes import ends_with
 from gateway.intake.tokenizer import Tokenizer, TooManyTokens
 from gateway.intake.validator import (
     Ids,
@@ -191,8 +192,12 @@ class Serving:
         words = params.bad_words
         bad_words = await self.tokenizer.ways_to_write(words) if words else ()
         record.timeline.tokenize_ms = (self._clock() - started_s) * 1e3
-        is_structured = params.HasField("structured_output")
-        grammar = await self._grammars.compile(params.structured_output) if is_structured else b""
+        grammar = b""
+        if params.HasField("structured_output"):
+            output = params.structured_output
+            if output.HasField("free_text"):
+                output = self._with_free_text_of(output, prompt_token_ids)
+            grammar = await self._grammars.compile(output)
         ids = Ids(
             request_id,
             secrets.randbits(64),
@@ -203,6 +208,25 @@ class Serving:
         echo_text = await self._echo_text(request, prompt_token_ids) if params.echo else None
         tokenized = Tokenized(prompt_token_ids, bad_words, grammar, echo_text)
         return resolve(request, tokenized, facts, ids)
+
+    def _with_free_text_of(
+        self, output: sampling_pb2.StructuredOutput, prompt_token_ids: Sequence[int]
+    ) -> sampling_pb2.StructuredOutput:
+        """The same, with what the prompt's end says: it may have begun the free text, or ended
+        it."""
+        free, bytes_of = output.free_text, self.tokenizer.bytes_of
+        if free.end and ends_with(bytes_of, prompt_token_ids, free.end):
+            of_prompt = sampling_pb2.FreeText(instead=free.instead)
+        elif free.begin and ends_with(bytes_of, prompt_token_ids, free.begin):
+            of_prompt = sampling_pb2.FreeText()
+            of_prompt.CopyFrom(free)
+            of_prompt.has_begun = True
+        else:
+            return output
+        made = sampling_pb2.StructuredOutput()
+        made.CopyFrom(output)
+        made.free_text.CopyFrom(of_prompt)
+        return made
 
     async def _echo_text(
         self, request: inference_pb2.GenerateRequest, prompt_token_ids: tuple[int, ...]

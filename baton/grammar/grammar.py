@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeGuard, get_args
 from baton.errors import EngineFault
 from baton.types import DEFAULT_MAX_WHITESPACE, MAX_WHITESPACE
 
-GrammarKind = Literal["json_schema", "regex", "lark"]
+GrammarKind = Literal["json_schema", "regex", "lark", "llguidance"]
 
 #: White space between the parts of a JSON document: bounded, so that no model writes white space
 #: for ever, and small ones do not spend their tokens on it.
@@ -25,8 +25,9 @@ _PLAIN = re.compile(r"[A-Za-z0-9]|[^\x00-\x7f]")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`text` is a JSON Schema, a regular expression (Rust's syntax), or a grammar in Lark's syntax.
-    max_whitespace: most white-space characters between two parts of a JSON document."""
+    """`text` is a JSON Schema, a regular expression (Rust's syntax), a grammar in Lark's syntax, or
+    several grammars as llguidance takes them. max_whitespace: most white-space characters between
+    two parts of a JSON document."""
 
     kind: GrammarKind
     text: str
@@ -60,6 +61,14 @@ class Grammar:
     def lark(cls, text: str) -> Grammar:
         """Any text that the rule `start` derives."""
         return cls("lark", text)
+
+    def within(self, rules: str) -> Grammar:
+        """Any text of `rules`, in Lark's syntax, in which @answer is a text of this grammar. Raises
+        ValueError as to_llguidance does."""
+        read = self.to_llguidance()
+        answer = {"lark_grammar": read} if self.kind == "lark" else json.loads(read)["grammars"][0]
+        grammars = [{"lark_grammar": rules}, {**answer, "name": "answer"}]
+        return Grammar("llguidance", json.dumps({"grammars": grammars}))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Grammar:
@@ -96,6 +105,8 @@ class Grammar:
                 return LLMatcher.grammar_from_json_schema(
                     self.text, overrides={"whitespace_pattern": pattern}
                 )
+            case "llguidance":
+                return self.text
 
 
 def _is_kind(kind: object) -> TypeGuard[GrammarKind]:

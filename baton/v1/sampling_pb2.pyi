@@ -334,6 +334,7 @@ class StructuredOutput(message.Message):
     REGEX_FIELD_NUMBER: builtins.int
     CHOICE_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
+    FREE_TEXT_FIELD_NUMBER: builtins.int
     json_schema: builtins.str
     """A JSON document that this JSON Schema, itself JSON, describes; at most 65536 characters. What the schema says is kept to, or refused."""
     json_object: builtins.bool
@@ -346,6 +347,10 @@ class StructuredOutput(message.Message):
     def choice(self) -> StringList:
         """One of these texts."""
 
+    @builtins.property
+    def free_text(self) -> FreeText:
+        """What may come before the constrained text, or instead of it. Unset: nothing."""
+
     def __init__(
         self,
         *,
@@ -354,14 +359,58 @@ class StructuredOutput(message.Message):
         regex: builtins.str = ...,
         choice: StringList | None = ...,
         grammar: builtins.str = ...,
+        free_text: FreeText | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_free_text", b"_free_text", "choice", b"choice", "free_text", b"free_text", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_free_text", b"_free_text", "choice", b"choice", "free_text", b"free_text", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__free_text: _TypeAlias = typing.Literal["free_text"]  # noqa: Y015
+    _WhichOneofArgType__free_text: _TypeAlias = typing.Literal["_free_text", b"_free_text"]  # noqa: Y015
     _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_text) -> _WhichOneofReturnType__free_text | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+@typing.final
+class FreeText(message.Message):
+    """Text that no constraint holds for: thoughts before an answer, or a call of a tool instead of one. Marks are the model's own, at most 1024 characters each."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    HAS_BEGUN_FIELD_NUMBER: builtins.int
+    MAY_BE_ALL_FIELD_NUMBER: builtins.int
+    INSTEAD_FIELD_NUMBER: builtins.int
+    begin: builtins.str
+    """The mark that it begins with, such as <think>. An output that does not begin with it is constrained from its beginning, unless the prompt ends with it."""
+    end: builtins.str
+    """The mark that it ends with, such as </think>; empty if there is none before the constrained text. Line breaks may follow it."""
+    has_begun: builtins.bool
+    """Whether the output begins within it, whatever the prompt ends with."""
+    may_be_all: builtins.bool
+    """Whether it may go on until the output ends."""
+    @builtins.property
+    def instead(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Marks of what may stand instead of the constrained text; at most 130."""
+
+    def __init__(
+        self,
+        *,
+        begin: builtins.str = ...,
+        end: builtins.str = ...,
+        has_begun: builtins.bool = ...,
+        may_be_all: builtins.bool = ...,
+        instead: abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["begin", b"begin", "end", b"end", "has_begun", b"has_begun", "instead", b"instead", "may_be_all", b"may_be_all"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class StringList(message.Message):

@@ -14,7 +14,7 @@ from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.http.chat_style import ChatStyle, choice_of_tools, schema_of_calls
+from gateway.http.chat_style import ChatStyle, choice_of_tools, free_text_of, schema_of_calls
 from gateway.http.errors import FieldNames, shown_value
 from gateway.http.generation import (
     FINISHES,
@@ -34,17 +34,16 @@ from gateway.http.requests import (
     NumTokens,
     field_namer,
     generate_request,
+    is_whole_structured,
     json_text,
     sampling_message,
     structure_field,
 )
 from gateway.http.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
+from gateway.intake.token_bytes import ends_with
 from gateway.intake.tool_rules import MAX_KWARGS_CHARS, MAX_TOOL_CALLS, MAX_TOOLS
 from gateway.intake.validator import MAX_MESSAGES
 from gateway.intake.violations import MAX_SHOWN, Violations
-
-#: Of the prompt, by which it is seen whether the model begins with its thoughts.
-_NUM_TAIL_TOKENS = 16
 
 _KIND, _CHUNK_KIND = "chat.completion", "chat.completion.chunk"
 
@@ -225,17 +224,23 @@ class ChatFormat:
         if body.top_logprobs is not None and not body.logprobs:
             fault = f"{shown_value(body.top_logprobs)}: goes with logprobs; set it to true"
             violations.append(FieldViolation("top_logprobs", fault))
-        if chosen.is_forced and structure_field(body):
+        if chosen.is_forced and structure_field(body) not in ("", "response_format"):
             fault = "a call of a tool has its own form; leave out one of them"
             violations.append(FieldViolation("tool_choice", fault))
         if violations:
             raise InvalidRequest.of(*violations)
-        if chosen.is_forced:
+        if chosen.is_forced:  # there will be no text that a format could hold for
             schema = schema_of_calls(chosen, is_parallel=body.parallel_tool_calls is not False)
             sampling.structured_output.json_schema = json.dumps(schema)
-        elif (
-            self._has_calls or self._is_harmony
-        ) and "skip_special_tokens" not in body.model_fields_set:
+        if sampling.HasField("structured_output") and not is_whole_structured(body):
+            free_text = free_text_of(self._style, chosen)
+            if free_text is not None:
+                sampling.structured_output.free_text.CopyFrom(free_text)
+        if (
+            not chosen.is_forced
+            and (self._has_calls or self._is_harmony)
+            and "skip_special_tokens" not in body.model_fields_set
+        ):
             sampling.skip_special_tokens = False  # some families' marks are such
         return generate_request(body, self._prompt(), sampling)
 
@@ -263,8 +268,9 @@ class ChatFormat:
 
     @property
     def _has_thoughts(self) -> bool:
-        # A grammar leaves no room for them.
-        return self._style.has_thoughts and not self._choice_of_tools.is_forced
+        return self._style.has_thoughts and not (
+            self._style.is_harmony and self._choice_of_tools.is_forced
+        )
 
     @property
     def _is_harmony(self) -> bool:
@@ -277,9 +283,8 @@ class ChatFormat:
         self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
         self._prompt_token_ids = prompt_token_ids
         if self._has_thoughts:
-            tail = b"".join(map(self._bytes_of, prompt_token_ids[-_NUM_TAIL_TOKENS:]))
             begin = THINKING if self._is_harmony else THINK
-            self._is_reasoning = tail.rstrip().endswith(begin.encode())
+            self._is_reasoning = ends_with(self._bytes_of, prompt_token_ids, begin)
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002, there is one
         index, role = chunk.choice, ""
@@ -457,7 +462,7 @@ class ChatChoice:
             if is_last:
                 more_thought, more_text = self._thoughts.end()
                 thought, text = thought + more_thought, text + more_text
-        parts = self.tools.feed(text)
+        parts = self.tools.feed(text) if text else []
         if is_last:
             parts += self.tools.end()
         thought += "".join(part.text for part in parts if isinstance(part, Thought))

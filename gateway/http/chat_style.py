@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.errors import shown_value
-from gateway.http.harmony import CHANNEL
-from gateway.http.reasoning import END
+from gateway.http.harmony import ANSWERING, CHANNEL
+from gateway.http.reasoning import BEGIN, END
 from gateway.http.requests import json_text
 from gateway.http.tools import TOOL_FORMATS, ToolFormat, format_of_template
 from gateway.intake.tool_rules import MAX_TOOL_CHARS, MAX_TOOLS
@@ -130,3 +130,21 @@ def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str,
     ]
     most = {} if is_parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
+def free_text_of(style: ChatStyle, choice: ChoiceOfTools) -> sampling_pb2.FreeText | None:
+    """What an answer may have beside the text that it was asked to be: thoughts before it, a call
+    instead of it."""
+    may_call = bool(choice.tools) and not choice.is_forced
+    if style.is_harmony:
+        if choice.is_forced:  # is not in harmony's form
+            return None
+        return sampling_pb2.FreeText(end=ANSWERING, has_begun=True, may_be_all=may_call)
+    free = sampling_pb2.FreeText()
+    if style.has_thoughts:
+        free.begin, free.end, free.has_begun = BEGIN, END, style.begins_with_thoughts
+    if may_call and style.tool_format is not None:
+        free.instead.extend(style.tool_format.marks)
+        if style.tool_format.is_bare:
+            free.instead.extend(f'{{"name": "{tool.name}"' for tool in choice.tools)
+    return free if free.ListFields() else None

@@ -8,9 +8,10 @@ their own, told apart by their headers, and found piece by piece. Pure.
     <|start|>assistant<|channel|>commentary<|message|>...<|end|>                      text
     ... to=functions.NAME<|channel|>commentary <|constrain|>json<|message|>{...}<|call|>  a call
 
-The prompt ends within the first header. An output that does not begin as a header is text: a
-grammar leaves no room for one. What was emitted by the end of a text does not depend on how the
-text was cut. See the guide "OpenAI harmony response format" in OpenAI's cookbook.
+The prompt ends within the first header. An output that does not begin as a header is text: the
+grammar of a call that is required leaves no room for one. What was emitted by the end of a text
+does not depend on how the text was cut. See the guide "OpenAI harmony response format" in OpenAI's
+cookbook.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from gateway.http.tools import CallArguments, CallBegins, Content, Part, Thought
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 #: What a prompt ends with whose answer begins with thoughts.
 THINKING = f"{CHANNEL}analysis{MESSAGE}"
+#: What the text of an answer begins after.
+ANSWERING = f"{CHANNEL}final{MESSAGE}"
 
 _START = "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)

@@ -86,8 +86,12 @@ _STRUCTURED = {
         "choice": {"type": "array", "items": {"type": "string"}},
         "grammar": {"type": "string"},
         "json_object": {"type": "boolean"},
+        "enable_in_reasoning": {"type": "boolean"},
     },
 }
+
+#: vLLM's name, of an option there.
+_WHOLE = "enable_in_reasoning"
 
 #: Of many wrong members, the first is reported: a report of each costs 7 us and a kilobyte.
 TextList = Annotated[list[str] | None, FailFast()]
@@ -210,7 +214,8 @@ class GenerationBody(ModelBody):
     ] = None
     """A grammar, in Lark's syntax, whose rule `start` the output must follow."""
     structured_outputs: Annotated[dict[str, Any] | None, WithJsonSchema(_STRUCTURED)] = None
-    """The same as the guided fields; exactly one of these."""
+    """The same as the guided fields; exactly one of these. With enable_in_reasoning it holds for
+    thoughts and calls of tools, too, and not for what the answer says alone."""
     priority: Annotated[
         int | None,
         WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY)),
@@ -452,6 +457,11 @@ _GUIDED = {
 }
 
 
+def is_whole_structured(body: GenerationBody) -> bool:
+    """Whether a structure holds for the whole output, whatever it is made of."""
+    return bool((body.structured_outputs or {}).get(_WHOLE))
+
+
 def structure_field(body: GenerationBody) -> str:
     """The field by which a body asks for a structure; empty if none does."""
     if body.response_format is not None and body.response_format.get("type") != "text":
@@ -467,6 +477,7 @@ def _put_structure(body: GenerationBody, params: sampling_pb2.SamplingParams) ->
         yield from _put_response_format(body.response_format or {}, params)
     elif field == "structured_outputs":
         asked = {k: v for k, v in (body.structured_outputs or {}).items() if v not in (None, False)}
+        asked.pop(_WHOLE, None)
         kinds = asked.keys() & {"json", "regex", "choice", "grammar", "json_object"}
         if len(kinds) != 1 or asked.keys() - kinds:
             yield FieldViolation(

@@ -2,9 +2,9 @@
 gateway.intake.grammar_compiler
 
 It is made with {"folder": str, "max_whitespace": int}, the model's and Grammar's, and answers
-{"field": str, "value": ...}, a kind of StructuredOutput, with {"grammar": str}, its canonical form,
-or {"error": str}. See gateway.intake.child_main. It dies of a grammar that takes more memory or a
-deeper stack than a worker should spend on it.
+{"field": str, "value": ..., "free_text": {...} or null}, a StructuredOutput, with {"grammar": str},
+its canonical form, or {"error": str}. See gateway.intake.child_main. It dies of a grammar that
+takes more memory or a deeper stack than a worker should spend on it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import BatonError, InvalidRequest
-from baton.grammar import Grammar, GrammarVocabulary, Matcher, load_vocabulary
+from baton.grammar import FreeText, Grammar, GrammarVocabulary, Matcher, load_vocabulary
 from baton.grammar.matcher import compile_grammar
 from gateway.intake.child_main import Answer, address_space_bytes, limit_memory, serve
 
@@ -103,6 +103,10 @@ def _in_thread(
         try:
             grammar = grammar_of(question["field"], question["value"], max_whitespace)
             try_grammar(grammar, vocabulary)
+            if (free := question["free_text"]) is not None:
+                free_text = FreeText(**{**free, "instead": tuple(free["instead"])})
+                grammar = free_text.around(grammar, vocabulary.tokenizer)
+                try_grammar(grammar, vocabulary)
         except InvalidRequest as error:
             answer["error"] = error.violations[0].description
         except BatonError as error:

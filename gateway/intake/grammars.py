@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,11 @@ class GrammarCompiler:
         Raises InvalidRequest, naming the field and what is wrong, and Overloaded while too many
         others wait.
         """
-        field, value = _told(output)
-        key = hashlib.blake2b(json.dumps([field, value]).encode(), digest_size=32).digest()
+        question = _question(output)
+        key = hashlib.blake2b(json.dumps(question).encode(), digest_size=32).digest()
         outcome = self._known.get(key)
         if outcome is None:
-            outcome = await self._wait(key, field, value)
+            outcome = await self._wait(key, question)
         else:
             self._known.move_to_end(key)
         if outcome.violation:
@@ -98,22 +99,23 @@ class GrammarCompiler:
         await asyncio.gather(*self._compiling.values(), return_exceptions=True)
         await self.process.close()
 
-    async def _wait(self, key: bytes, field: str, value: Any) -> _Outcome:
+    async def _wait(self, key: bytes, question: Mapping[str, Any]) -> _Outcome:
         task = self._compiling.get(key)
         if task is None:
             if len(self._compiling) >= self._max_waiting:
                 raise Overloaded(
                     f"{len(self._compiling)} grammars wait to be compiled; try again later"
                 )
-            task = asyncio.create_task(self._compile(field, value))
+            task = asyncio.create_task(self._compile(question))
             self._compiling[key] = task
             task.add_done_callback(lambda done: self._keep(key, done))
         return await asyncio.shield(task)
 
-    async def _compile(self, field: str, value: Any) -> _Outcome:
+    async def _compile(self, question: Mapping[str, Any]) -> _Outcome:
         """What came of it; a failure as a value, since nobody may be left to take it."""
+        field = str(question["field"])
         try:
-            answer = await self.process.ask({"field": field, "value": value})
+            answer = await self.process.ask(question)
         except TimeoutError:
             # Perhaps the machine is to blame.
             description = f"takes more than {self._timeout_s:g} s to compile; simplify it"
@@ -139,11 +141,21 @@ class GrammarCompiler:
                 self._known.popitem(last=False)
 
 
-def _told(output: sampling_pb2.StructuredOutput) -> tuple[str, Any]:
-    field = output.WhichOneof("kind")
-    if field == "choice":
-        return field, list(output.choice.values)
-    return str(field), getattr(output, str(field))
+def _question(output: sampling_pb2.StructuredOutput) -> Mapping[str, Any]:
+    """See grammar_compiler."""
+    field = str(output.WhichOneof("kind"))
+    value = list(output.choice.values) if field == "choice" else getattr(output, field)
+    free_text = None
+    if output.HasField("free_text"):
+        free = output.free_text
+        free_text = {
+            "begin": free.begin,
+            "end": free.end,
+            "has_begun": free.has_begun,
+            "may_be_all": free.may_be_all,
+            "instead": list(free.instead),
+        }
+    return {"field": field, "value": value, "free_text": free_text}
 
 
 def _violation(field: str, description: str) -> FieldViolation:

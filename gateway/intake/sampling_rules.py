@@ -35,6 +35,9 @@ MAX_STRUCTURED_CHARS = MappingProxyType(
     {"json_schema": 65_536, "regex": 8_192, "choice": 65_536, "grammar": 65_536}
 )
 _CHOICE_TEXTS = Texts(1024, 1024, "texts")
+#: Of what an output may have besides.
+_MAX_MARK_CHARS = 1024
+_MARKS = Texts(130, _MAX_MARK_CHARS, "marks")
 
 #: Options that depend on the model or on the prompt, or mean more to the tiers than what was given.
 _RESOLVED = frozenset({"logit_bias", "max_tokens", "stop_token_ids", "seed", "bad_words"})
@@ -222,6 +225,8 @@ def _structured_violations(params: sampling_pb2.SamplingParams, facts: ModelFact
 
 
 def _structure_violations(output: sampling_pb2.StructuredOutput) -> Violations:
+    if output.HasField("free_text"):
+        yield from _free_text_violations(output.free_text)
     kind = output.WhichOneof("kind")
     match kind:
         case None:
@@ -242,6 +247,22 @@ def _structure_violations(output: sampling_pb2.StructuredOutput) -> Violations:
                     f"{_STRUCTURED}.{kind}",
                     f"{num_chars} characters: must have 1 to {MAX_STRUCTURED_CHARS[kind]}",
                 )
+
+
+def _free_text_violations(free: sampling_pb2.FreeText) -> Violations:
+    field = f"{_STRUCTURED}.free_text"
+    for name in ("begin", "end"):
+        num_chars = len(getattr(free, name))
+        if num_chars > _MAX_MARK_CHARS:
+            fault = f"{num_chars} characters: give at most {_MAX_MARK_CHARS}"
+            yield FieldViolation(f"{field}.{name}", fault)
+    if not free.end:
+        for name in ("begin", "has_begun", "may_be_all"):
+            if getattr(free, name):
+                yield FieldViolation(f"{field}.{name}", "goes with end; give the mark that ends it")
+    elif not (free.begin or free.has_begun):
+        yield FieldViolation(f"{field}.begin", "unset: give it, or has_begun, since end is given")
+    yield from text_violations(f"{field}.instead", free.instead, _MARKS)
 
 
 def _choice_violations(texts: Sequence[str]) -> Violations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -12,10 +12,19 @@ import tokenizers
 #: How SentencePiece's vocabularies write a byte that is no character.
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
+#: In which a mark is looked for.
+_NUM_TAIL_TOKENS = 16
+
 
 def text_of(raw: bytes) -> str:
     """Of a token alone; parts of a character become replacement characters."""
     return raw.decode("utf-8", "replace")
+
+
+def ends_with(bytes_of: Callable[[int], bytes], token_ids: Sequence[int], mark: str) -> bool:
+    """Whether a text of tokens ends with a mark, but for white space."""
+    tail = b"".join(map(bytes_of, token_ids[-_NUM_TAIL_TOKENS:]))
+    return tail.rstrip().endswith(mark.encode())
 
 
 class TokenBytes:

@@ -99,7 +99,10 @@ _CHATS: tuple[tuple[str, dict[str, Any]], ...] = (
         {
             "messages": _TALK,
             "tools": [{"type": "function", "function": _TOOL}],
-            "guided_choice": [f"<think>{'Hm. ' * 20}</think>So.{_CALL}{_CALL}"],
+            "structured_outputs": {
+                "choice": [f"<think>{'Hm. ' * 20}</think>So.{_CALL}{_CALL}"],
+                "enable_in_reasoning": True,
+            },
             "max_tokens": 600,
         },
     ),

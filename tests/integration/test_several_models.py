@@ -192,7 +192,7 @@ async def test_each_may_have_parsers_of_its_own(tmp_path: Path) -> None:
                 "model": name,
                 "messages": [{"role": "user", "content": "x"}],
                 "max_tokens": 99,
-                "guided_choice": [text],
+                "structured_outputs": {"choice": [text], "enable_in_reasoning": True},
             }
             _, body = await fetch(report.http_address, "/v1/chat/completions", asked)
             message = json.loads(body)["choices"][0]["message"]

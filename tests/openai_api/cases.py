@@ -579,7 +579,10 @@ def _check_schema(document: Any) -> None:
     assert document["w"] in ("red", "blue")
 
 
-_LONG: dict[str, Any] = {"max_tokens": 400, "extra_body": {}}
+_LONG: dict[str, Any] = {
+    "max_tokens": 400,
+    "extra_body": {"chat_template_kwargs": {"is_brief": True}},  # it has ended its thoughts
+}
 
 
 @chat(
@@ -605,6 +608,20 @@ def _(result: Any, world: World) -> None:
 )
 def _(result: Any, world: World) -> None:
     assert result.choices[0].message.content.lstrip().startswith("{")
+
+
+@chat(
+    "Structured output",
+    "`response_format` is for the answer: thoughts come before it",
+    response_format={"type": "json_object"},
+    max_tokens=40,
+    extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+)
+def _(result: Any, world: World) -> None:
+    message = result.choices[0].message
+    assert message.model_extra["reasoning_content"]
+    assert result.choices[0].finish_reason == "length"
+    assert not message.content
 
 
 @chat("Structured output", "`response_format: text`", response_format={"type": "text"})
@@ -672,13 +689,22 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 _CALL = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
 
 
+def _writing(text: str) -> dict[str, Any]:
+    """What makes the model write a text, whatever it means."""
+    return {"structured_outputs": {"choice": [text], "enable_in_reasoning": True}}
+
+
 def tools(name: str, text: str = "", **kwargs: Any) -> Callable[[Check], Check]:
     """text: what the model is made to write, in Hermes' format."""
-    more = {"guided_choice": [text]} if text else {}
     return chat(
         "Tools",
         name,
-        **{"tools": [WEATHER, CLOCK], "max_tokens": 400, "extra_body": more, **kwargs},
+        **{
+            "tools": [WEATHER, CLOCK],
+            "max_tokens": 400,
+            "extra_body": _writing(text) if text else {},
+            **kwargs,
+        },
     )
 
 
@@ -834,6 +860,17 @@ def _(result: Any, world: World) -> None:
 # Templates and thoughts
 
 
+@tools(
+    "a call that is required, in spite of a `response_format`",
+    tool_choice={"type": "function", "function": {"name": "get_weather"}},
+    response_format={"type": "json_object"},
+    extra_body={"chat_template_kwargs": {"is_brief": True}},
+)
+def _(result: Any, world: World) -> None:
+    (call,) = result.choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+
+
 @chat(
     "Templates and thoughts",
     "role `developer`, as the template calls it",
@@ -861,7 +898,7 @@ def _(result: Any, world: World) -> None:
     "`chat_template_kwargs`, here one that has the prompt begin the thoughts",
     extra_body={
         "chat_template_kwargs": {"enable_thinking": True},
-        "guided_choice": ["hm, well</think>yes"],
+        **_writing("hm, well</think>yes"),
     },
     max_tokens=40,
 )
@@ -873,7 +910,7 @@ def _(result: Any, world: World) -> None:
 @chat(
     "Templates and thoughts",
     "`reasoning_content`, streamed",
-    extra_body={"guided_choice": ["<think>hm, well</think>yes"]},
+    extra_body=_writing("<think>hm, well</think>yes"),
     max_tokens=40,
     stream=True,
 )

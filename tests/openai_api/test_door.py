@@ -329,7 +329,7 @@ _TALK = [{"role": "user", "content": "x"}]
             {
                 "messages": _TALK,
                 "tools": [{"type": "function", "function": _FUNCTION}],
-                "guided_choice": [_CALL],
+                "structured_outputs": {"choice": [_CALL], "enable_in_reasoning": True},
             },
         ),
         (
