@@ -164,7 +164,10 @@ and no `[DONE]`.
 Calls of tools are found in the model's own format: `--tool-call-parser`, `auto` by the chat
 template. `tool_choice: required` and a named function are kept to by a grammar. Thoughts come as
 `reasoning_content`: `--reasoning-parser`. Formats: Hermes' and Qwen's, Llama's, Mistral's,
-DeepSeek's, Kimi's, and gpt-oss's (harmony, calls and thoughts in one).
+DeepSeek's, Kimi's, GLM's, Qwen3-Coder's, and gpt-oss's (harmony, calls and thoughts in one). GLM
+and Qwen3-Coder write arguments without quotes, so a tool's JSON Schema says what they are: where a
+parameter may only be a string it is streamed as one, and comes when it is whole where it may be
+something else.
 
 ## Anthropic's API
 

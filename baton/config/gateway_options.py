@@ -74,7 +74,15 @@ class FrontDoorOptions(ServiceOptions, SeveralModelsOptions):
     """Port of OpenAI's HTTP API; 8000 if not given, or a free one where --port is 0. 0 takes a free
     one."""
     tool_call_parser: Literal[
-        "auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2"
+        "auto",
+        "none",
+        "hermes",
+        "llama3_json",
+        "mistral",
+        "deepseek_v3",
+        "kimi_k2",
+        "glm45",
+        "qwen3_coder",
     ] = "auto"
     """How the model writes calls of tools, for the HTTP API; auto goes by its chat template."""
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "openai_gptoss"] = "auto"

@@ -338,7 +338,8 @@ class ChatFormat:
             )
             return ChatChoice(harmony, None, most, wants_thoughts)
         form = REQUIRED_FORMAT if chosen.is_forced else self._style.tool_format
-        tools = ToolParser(form if self._has_calls else None, new_id, chosen.name)
+        form = form if self._has_calls else None
+        tools = ToolParser(form, new_id, chosen.name, chosen.schemas)
         thoughts = None
         if self._has_thoughts:
             thoughts = ReasoningSplitter(

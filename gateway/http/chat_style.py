@@ -3,9 +3,8 @@ Pure."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
@@ -52,9 +51,11 @@ def chat_style(template: str, tool_call_parser: str, reasoning_parser: str) -> C
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOfTools:
-    """What the model may call. is_forced: it must. name: the only one it may, if that is said."""
+    """What the model may call. schemas: of arguments, JSON Schema, by name of tool. is_forced: it
+    must. name: the only one it may, if that is said."""
 
     tools: tuple[inference_pb2.Tool, ...] = ()
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_forced: bool = False
     name: str | None = None
 
@@ -68,18 +69,20 @@ def choice_of_tools(tools: Sequence[Any] | None, choice: Any) -> ChoiceOfTools:
         fault = f"{len(tools)} tools: give at most {MAX_TOOLS}"
         raise InvalidRequest.of(FieldViolation("tools", fault))
     described = tuple(_tool(index, tool) for index, tool in enumerate(tools or ()))
+    functions = [tool["function"] for tool in tools or ()]
+    schemas = {it["name"]: it.get("parameters") or {"type": "object"} for it in functions}
     match choice:
         case "none":
             return ChoiceOfTools()
         case None | "auto":
-            return ChoiceOfTools(described)
+            return ChoiceOfTools(described, schemas)
         case "required":
-            return ChoiceOfTools(described, is_forced=True)
+            return ChoiceOfTools(described, schemas, is_forced=True)
         case {"type": "function", "function": {"name": str(name)}}:
             if all(tool.name != name for tool in described):
                 fault = f"{shown_value(name)}: is none of tools"
                 raise InvalidRequest.of(FieldViolation("tool_choice.function.name", fault))
-            return ChoiceOfTools(described, is_forced=True, name=name)
+            return ChoiceOfTools(described, schemas, is_forced=True, name=name)
         case _:
             fault = (
                 f"{shown_value(choice)}: must be none, auto, required, or the name of a function"
@@ -101,24 +104,19 @@ def _tool(index: int, tool: Any) -> inference_pb2.Tool:
     if parameters is not None and not isinstance(parameters, dict):
         fault = f"{shown_value(parameters)}: must be a JSON Schema, an object"
         raise InvalidRequest.of(FieldViolation(f"{path}.function.parameters", fault))
-    field = f"{path}.function.parameters"
+    where = f"{path}.function.parameters"
     return inference_pb2.Tool(
         name=name,
         description=description or "",
-        parameters=json_text(field, parameters, MAX_TOOL_CHARS) if parameters else "",
+        parameters=json_text(where, parameters, MAX_TOOL_CHARS) if parameters else "",
     )
 
 
 def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str, Any]:
     """What an output must be that calls: the arguments of the one that is named, or a list of
     calls."""
-    schemas = {
-        tool.name: json.loads(tool.parameters) if tool.parameters else {"type": "object"}
-        for tool in choice.tools
-    }
     if choice.name is not None:
-        named: Mapping[str, Any] = schemas[choice.name]
-        return named
+        return choice.schemas[choice.name]
     calls = [
         {
             "type": "object",
@@ -126,7 +124,7 @@ def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str,
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, schema in schemas.items()
+        for name, schema in choice.schemas.items()
     ]
     most = {} if is_parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}

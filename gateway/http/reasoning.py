@@ -3,6 +3,8 @@ piece. What was emitted by the end of a text does not depend on how the text was
 
 from __future__ import annotations
 
+from gateway.http.marks import num_held_back
+
 BEGIN, END = "<think>", "</think>"
 
 
@@ -37,15 +39,7 @@ class ReasoningSplitter:
         if mark:
             self._held, self._is_at_break = after, True
             return before, self._finish()
-        num_held = next(
-            (
-                n
-                for n in range(min(len(END) - 1, len(before)), 0, -1)
-                if END.startswith(before[-n:])
-            ),
-            0,
-        )
-        cut = len(before) - num_held
+        cut = len(before) - num_held_back(before, (END,))
         self._held = before[cut:]
         return before[:cut], ""
 

@@ -1,11 +1,11 @@
 """Calls of tools in what a model writes, in the formats of Hermes and Qwen, Llama, Mistral,
-DeepSeek and Kimi, found piece by piece. Pure.
+DeepSeek, Kimi, GLM and Qwen3-Coder, found piece by piece. Pure.
 
-A call is a JSON object after a mark of the format:
+A call is a JSON object after a mark of the format, or arguments between marks (parameters.py):
 
-    CONTENT --mark--> HEADER --"{"--> CALL --"}"--> AFTER --mark, or "{"--> HEADER
-       ^                 |              |             |
-       └── not a call ───┴──────────────┴── other text ┘
+    CONTENT --mark--> HEADER --"{", "<"--> CALL --its end--> AFTER --mark, or "{"--> HEADER
+       ^                 |                   |                 |
+       └── not a call ───┴───────────────────┴── other text ───┘
 
 Text that is no call is content. What may be the beginning of a mark is held back until that is
 clear, and nothing is lost where it is none. Space that may stand before a call is held back, too.
@@ -20,10 +20,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
+from typing import Any
 
 from gateway.http.json_stream import CallScanner
+from gateway.http.marks import num_held_back
+from gateway.http.parameters import (
+    GLM_PARAMETERS,
+    QWEN_PARAMETERS,
+    ParameterFormat,
+    ParameterScanner,
+)
 
-#: Longest text between a mark and its call's object: a name, and what is around it.
+#: Longest text between a mark and its call: a name, and what is around it.
 _MAX_HEADER_CHARS = 256
 
 #: Space that is held back, since a call may follow; more is the message's.
@@ -72,6 +80,7 @@ class ToolFormat:
     may stand between the mark and the object; its group, if it has one that matched, is the tool's
     name, and the object is the arguments alone. is_bare: whether an output may begin with an
     object, without a mark. is_list: whether one object may follow the other without a mark.
+    parameters: how arguments are written where they are no object.
     """
 
     marks: tuple[str, ...]
@@ -79,6 +88,12 @@ class ToolFormat:
     header: str = r"\s*()"
     is_bare: bool = False
     is_list: bool = False
+    parameters: ParameterFormat | None = None
+
+    @property
+    def opening(self) -> str:
+        """What the object begins with, or the arguments."""
+        return "<" if self.parameters else "{"
 
 
 #: By vLLM's names of its parsers.
@@ -99,8 +114,20 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
             r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*",
         ),
+        "glm45": ToolFormat(
+            ("<tool_call>",), ("</tool_call>",), r"\s*([\w.-]+)\s*", parameters=GLM_PARAMETERS
+        ),
+        # The outer mark is left out at times.
+        "qwen3_coder": ToolFormat(
+            ("<tool_call>\n<function=", "<tool_call><function=", "<function="),
+            ("</tool_call>",),
+            r"([\w.-]+)>\s*",
+            parameters=QWEN_PARAMETERS,
+        ),
     }
 )
+
+_NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 #: What a grammar makes of a required call: a JSON list, and nothing else.
 REQUIRED_FORMAT = ToolFormat(("[",), (",", "]"), is_list=True)
@@ -112,6 +139,8 @@ def format_of_template(template: str) -> str:
         ("[TOOL_CALLS]", "mistral"),
         ("<｜tool▁call", "deepseek_v3"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<arg_key>", "glm45"),
+        ("<parameter=", "qwen3_coder"),
         ("<tool_call>", "hermes"),
         ("<|python_tag|>", "llama3_json"),
         ('"parameters"', "llama3_json"),
@@ -132,12 +161,18 @@ class ToolParser:
     """Of one choice."""
 
     def __init__(
-        self, form: ToolFormat | None, new_id: Callable[[], str], name: str | None = None
+        self,
+        form: ToolFormat | None,
+        new_id: Callable[[], str],
+        name: str | None = None,
+        schemas: Mapping[str, Mapping[str, Any]] = _NO_SCHEMAS,
     ) -> None:
         """form: None for an output without calls. new_id: for each call. name: of the tool, where
-        all of the output is its arguments."""
+        all of the output is its arguments. schemas: of the tools' arguments, JSON Schema, by name
+        of tool: they say what is text where arguments are no JSON."""
         self._form = form
         self._new_id = new_id
+        self._schemas = schemas
         self._header = re.compile(form.header if form else "")
         self._name = name
         self._mode = _Mode.CONTENT
@@ -145,7 +180,7 @@ class ToolParser:
         """Not yet emitted; in a call, nothing."""
         self._mark = ""
         """That began what is read."""
-        self._call = CallScanner()
+        self._call: CallScanner | ParameterScanner = CallScanner()
         self._has_begun = False
         """Whether the call's beginning was."""
         self._is_first = True
@@ -191,7 +226,7 @@ class ToolParser:
             case _Mode.CONTENT:
                 yield from self._read_content(form)
             case _Mode.HEADER:
-                yield from self._read_header()
+                yield from self._read_header(form)
             case _Mode.CALL:
                 yield from self._read_call()
             case _Mode.AFTER:
@@ -228,8 +263,8 @@ class ToolParser:
         self._mode, self._mark, self._held = _Mode.HEADER, mark, rest
         self._is_first = self._has_content = False
 
-    def _read_header(self) -> Iterator[Part]:
-        start = self._held.find("{")
+    def _read_header(self, form: ToolFormat) -> Iterator[Part]:
+        start = self._held.find(form.opening)
         if max(start, len(self._held) if start < 0 else 0) > _MAX_HEADER_CHARS:
             yield self._no_call(self._mark + self._held[:_MAX_HEADER_CHARS])
             self._held = self._held[_MAX_HEADER_CHARS:]
@@ -237,14 +272,18 @@ class ToolParser:
         if start < 0:
             return
         header = self._header.fullmatch(self._held[:start])
-        if header is None:
-            yield self._no_call(self._mark + self._held[: start + 1])
-            self._held = self._held[start + 1 :]
-            return
         self._mark += self._held[:start]
         self._held = self._held[start:]
-        self._call, self._has_begun = CallScanner(header[1] or None), False
-        self._mode = _Mode.CALL
+        if header is None:
+            yield self._no_call(self._mark)
+            return
+        name = header[1] or None
+        if form.parameters and name:
+            schema = self._schemas.get(name, {})
+            self._call = ParameterScanner(form.parameters, name, schema)
+        else:
+            self._call = CallScanner(name)
+        self._mode, self._has_begun = _Mode.CALL, False
 
     def _read_call(self) -> Iterator[Part]:
         self._held = self._call.feed(self._held)
@@ -283,12 +322,3 @@ class ToolParser:
     def _no_call(self, text: str) -> Content:
         self._mode, self._has_content = _Mode.CONTENT, True
         return Content(text)
-
-
-def num_held_back(text: str, marks: tuple[str, ...]) -> int:
-    """Characters at the end of a text that may be the beginning of a mark."""
-    longest = max(map(len, marks)) - 1
-    for num in range(min(longest, len(text)), 0, -1):
-        if any(mark.startswith(text[-num:]) for mark in marks):
-            return num
-    return 0

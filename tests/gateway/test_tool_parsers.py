@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from gateway.http.chat import ChatBody, ChatFormat
+from gateway.http.chat_style import chat_style
 from gateway.http.reasoning import ReasoningSplitter
+from gateway.http.requests import validated
 from gateway.http.tools import (
     REQUIRED_FORMAT,
     TOOL_FORMATS,
@@ -34,7 +39,30 @@ ARGUMENTS = st.dictionaries(st.text(max_size=6), VALUES, max_size=3)
 CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
 CUTS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
-Calls = Sequence[tuple[str, object]]
+
+Schemas = Mapping[str, Mapping[str, Any]]
+TYPE_NAMES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+Calls = Sequence[tuple[str, Mapping[str, object]]]
+
+#: Arguments as models can write them that put them between marks: names without "<", text without
+#: a mark, and no more than one parameter of a name.
+TAGGED_KEYS = st.from_regex(r"[a-z_][a-z0-9_.-]{0,6}", fullmatch=True)
+TAGGED_TEXT = st.text(alphabet='</arg_value>pmetr \n"\\é{}0', max_size=14).filter(
+    lambda text: "</" not in text
+)
+TAGGED_VALUES = TAGGED_TEXT | st.sampled_from([None, True, -3, [1, "</"], {"a": "\n"}, {}])
+TAGGED_CALLS = st.lists(
+    st.tuples(NAMES, st.dictionaries(TAGGED_KEYS, TAGGED_VALUES, max_size=3)),
+    min_size=1,
+    max_size=3,
+)
 
 
 def hermes(calls: Calls) -> str:
@@ -97,6 +125,43 @@ def text_arguments(calls: Calls) -> str:
     return hermes([(n, json.dumps(a)) for n, a in calls])
 
 
+def tagged(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def glm(calls: Calls, space: str = "\n") -> str:
+    return space.join(
+        f"<tool_call>{n}{space}"
+        + "".join(
+            f"<arg_key>{k}</arg_key>{space}<arg_value>{tagged(v)}</arg_value>{space}"
+            for k, v in a.items()
+        )
+        + "</tool_call>"
+        for n, a in calls
+    )
+
+
+def glm_in_one_line(calls: Calls) -> str:
+    return glm(calls, space="")
+
+
+def qwen_coder(calls: Calls) -> str:
+    return "\n".join(f"<tool_call>\n{it}\n</tool_call>" for it in qwen_functions(calls))
+
+
+def qwen_coder_without_outer_mark(calls: Calls) -> str:
+    return "\n".join(qwen_functions(calls))
+
+
+def qwen_functions(calls: Calls) -> list[str]:
+    return [
+        f"<function={n}>\n"
+        + "".join(f"<parameter={k}>\n{tagged(v)}\n</parameter>\n" for k, v in a.items())
+        + "</function>"
+        for n, a in calls
+    ]
+
+
 WRITERS = [
     (hermes, TOOL_FORMATS["hermes"]),
     (hermes_other_order, TOOL_FORMATS["hermes"]),
@@ -120,11 +185,13 @@ def cut_up(text: str, cuts: Sequence[int]) -> list[str]:
     return pieces
 
 
-def parse(form: ToolFormat | None, pieces: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+def parse(
+    form: ToolFormat | None, pieces: Sequence[str], schemas: Schemas = MappingProxyType({})
+) -> tuple[str, list[tuple[str, str]]]:
     """Content, and each call's name and arguments. Checks that parts of a call follow its
     beginning, and calls each other."""
     numbers = count()
-    parser = ToolParser(form, lambda: f"call_{next(numbers)}")
+    parser = ToolParser(form, lambda: f"call_{next(numbers)}", schemas=schemas)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
     content, calls = "", list[tuple[str, str]]()
     for part in parts:
@@ -153,6 +220,62 @@ def test_calls_are_found_however_the_output_is_cut(
     content, found = parse(form, cut_up(write(calls), cuts))
     assert content == ""
     assert [(name, json.loads(text)) for name, text in found] == list(calls)
+
+
+def schemas_of(calls: Calls) -> Schemas:
+    """Of tools whose arguments are of the types that calls give them."""
+    names: dict[str, dict[str, set[str]]] = {}
+    for tool, arguments in calls:
+        types = names.setdefault(tool, {})
+        for name, value in arguments.items():
+            types.setdefault(name, set()).add(TYPE_NAMES[type(value)])
+    return {
+        tool: {"properties": {name: {"type": list(of_one)} for name, of_one in types.items()}}
+        for tool, types in names.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("write", "form"),
+    [
+        (glm, "glm45"),
+        (glm_in_one_line, "glm45"),
+        (qwen_coder, "qwen3_coder"),
+        (qwen_coder_without_outer_mark, "qwen3_coder"),
+    ],
+)
+@settings(max_examples=25)
+@given(calls=TAGGED_CALLS, cuts=CUTS, before=st.text(alphabet="ab \n", max_size=6))
+def test_arguments_between_marks_are_what_the_schema_says(
+    write: Callable[[Calls], str], form: str, calls: Calls, cuts: list[int], before: str
+) -> None:
+    # One type of a parameter in all calls: else an argument that could be several is none's own.
+    schemas = schemas_of(calls)
+    assume(all(len(p["type"]) == 1 for it in schemas.values() for p in it["properties"].values()))
+    content, found = parse(TOOL_FORMATS[form], cut_up(before + write(calls), cuts), schemas)
+    assert content.strip() == before.strip()
+    assert [(name, json.loads(text)) for name, text in found] == [*calls]
+
+
+@given(
+    text=st.lists(
+        st.sampled_from(
+            (
+                *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"),
+                *("</arg_value>", "<function=", "<parameter=", ">", "</parameter>"),
+                *("</function>", "f", "\n", " ", "<"),
+            )
+        ),
+        max_size=16,
+    ),
+    cuts=CUTS,
+)
+def test_what_is_found_between_marks_does_not_depend_on_the_cuts(
+    text: list[str], cuts: list[int]
+) -> None:
+    for name in ("glm45", "qwen3_coder"):
+        whole = "".join(text)
+        assert parse(TOOL_FORMATS[name], cut_up(whole, cuts)) == parse(TOOL_FORMATS[name], [whole])
 
 
 @given(text=st.text(alphabet='<tol_ca>{}[]TOO: "\\n|x', max_size=60), cuts=CUTS)
@@ -200,8 +323,114 @@ def test_arguments_come_before_the_call_is_whole() -> None:
     assert parts[1:] == [CallArguments(0, '{"text": "a long')]
 
 
+def test_text_between_marks_comes_before_it_is_whole() -> None:
+    schema = {"properties": {"text": {"type": "string"}, "num": {"type": "integer"}}}
+    for name, text, number in (
+        (
+            "glm45",
+            "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a long\n",
+            "</arg_value><arg_key>num</arg_key><arg_value>12",
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=text>\na long\nt",
+            "\n</parameter>\n<parameter=num>\n12",
+        ),
+    ):
+        parser = ToolParser(TOOL_FORMATS[name], lambda: "call_0", schemas={"f": schema})
+        arguments = "".join(p.text for p in parser.feed(text) if isinstance(p, CallArguments))
+        assert arguments.startswith('{"text": "a long\\n')
+        arguments += "".join(p.text for p in parser.feed(number) if isinstance(p, CallArguments))
+        assert arguments.endswith(', "num": ')
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": ["string", "null"]}, '"quoted"', '"quoted"'),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "5", 5),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "five", "five"),
+        ({"type": "integer"}, " 5 ", 5),
+        ({"type": "integer"}, "five", "five"),
+        ({"type": "number"}, "-1.5e3", -1500.0),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "null"}, "None", None),
+        ({"type": "array"}, '[1, "a"]', [1, "a"]),
+        ({"type": "array"}, "['a', \"it's\"]", ["a", "it's"]),
+        ({"type": "object"}, "{'a': True}", {"a": True}),
+        ({"type": "object"}, "{'a': {1, 2}}", "{'a': {1, 2}}"),
+        ({"type": "array"}, "[" * 5000, "[" * 5000),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, "auto"]}, "1", 1),
+        ({"const": "1"}, "1", "1"),
+        ({"$ref": "#/$defs/Color"}, "1", "1"),
+        ({"allOf": [{"$ref": "#/$defs/Color"}]}, "1", "1"),
+        ({"$ref": "#/$defs/Loop"}, "[1]", [1]),
+        ({"type": [{}]}, "[1]", [1]),
+        (7, "[1]", [1]),
+    ],
+)
+def test_a_value_is_of_the_type_that_its_schema_says(schema: Any, text: str, value: object) -> None:
+    definitions = {"Color": {"enum": ["1", "2"]}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}}
+    schemas = {"f": {"properties": {"x": schema}, "$defs": definitions}}
+    _, ((_, arguments),) = parse(TOOL_FORMATS["glm45"], [glm([("f", {"x": text})])], schemas)
+    assert json.loads(arguments) == {"x": value}
+
+
+def test_a_chat_reads_arguments_by_the_schemas_of_its_tools() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string"}, "y": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    style = chat_style("<tool_call><arg_key>", "auto", "auto")
+    form = ChatFormat(validated(ChatBody, body), lambda _: b"", style)
+    delta = form.new_choice(0).delta(glm([("f", {"x": "5", "y": 5})]), is_last=True)
+    (call,) = delta["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"x": "5", "y": 5}
+
+
+def test_what_has_no_schema_is_text_to_qwen_coder_and_json_to_glm() -> None:
+    calls = [("f", {"x": "5", "y": "five"})]
+    for form, write, value in (("glm45", glm, 5), ("qwen3_coder", qwen_coder, "5")):
+        _, ((_, arguments),) = parse(TOOL_FORMATS[form], [write(calls)])
+        assert json.loads(arguments) == {"x": value, "y": "five"}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("glm45", "<tool_call>f <b>"),
+        ("glm45", "<tool_call>f"),
+        ("glm45", "<tool_call>f <arg_key>k</arg_key>"),
+        ("glm45", "<tool_call>f <arg_key>" + "k" * 400),
+        ("glm45", "<tool_call>a b</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n"),
+        ("qwen3_coder", "Write <function=f> in front"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<b>"),
+        ("qwen3_coder", "<tool_call>\n<function=a b>\n</function>"),
+    ],
+)
+@pytest.mark.parametrize("num", [1, 3, 1000])
+def test_what_only_begins_like_a_call_between_marks_is_content(
+    form: str, text: str, num: int
+) -> None:
+    assert parse(TOOL_FORMATS[form], cut_up(text, [num])) == (text, [])
+
+
+def test_a_call_after_a_mark_that_began_none_is_found() -> None:
+    for form, write in (("glm45", glm), ("qwen3_coder", qwen_coder)):
+        content, calls = parse(TOOL_FORMATS[form], ["<tool_call>f " + write([("g", {})])])
+        assert (content.strip(), calls) == ("<tool_call>f", [("g", "{}")])
+
+
 def test_a_template_shows_its_format() -> None:
     assert format_of_template("... <tool_call> ...") == "hermes"
+    assert format_of_template("<tool_call>{{ name }}<arg_key>") == "glm45"
+    assert format_of_template("<tool_call><function=f><parameter=x>") == "qwen3_coder"
     assert format_of_template("[TOOL_CALLS]") == "mistral"
     assert format_of_template("<|python_tag|>") == "llama3_json"
     assert format_of_template("<｜tool▁calls▁begin｜>") == "deepseek_v3"  # noqa: RUF001
