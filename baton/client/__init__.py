@@ -8,9 +8,9 @@ with Client("127.0.0.1:50051") as client, client.stream("def main():", max_token
 
 from baton.client.async_client import AsyncClient, AsyncCompletionStream
 from baton.client.calls import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
+from baton.client.chat import ChatMessage, ChatPrompt, Tool, ToolCall
 from baton.client.requests import PromptLike
 from baton.client.results import (
-    ChatMessage,
     Choice,
     Chunk,
     Completion,
@@ -51,6 +51,7 @@ __all__ = [
     "BeamSearch",
     "Cancelled",
     "ChatMessage",
+    "ChatPrompt",
     "Choice",
     "Chunk",
     "Client",
@@ -78,6 +79,8 @@ __all__ = [
     "TlsFiles",
     "TokenLogprobs",
     "Tokenization",
+    "Tool",
+    "ToolCall",
     "Unauthenticated",
     "Usage",
     "WorkerLost",

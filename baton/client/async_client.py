@@ -55,10 +55,12 @@ class AsyncClient:
         tls: TlsFiles | None = None,
         api_key: str | None = None,
     ) -> None:
-        self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key)
+        self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key, tls)
         self._closed = asyncio.Event()
         self._connections = Connections(
-            lambda address: aio_channel(address, tls, keepalive_ms=CLIENT_KEEPALIVE_MS),
+            lambda address: aio_channel(
+                address, self._settings.tls, keepalive_ms=CLIENT_KEEPALIVE_MS
+            ),
             self._settings.addresses,
         )
         self._streams: weakref.WeakSet[AsyncCompletionStream] = weakref.WeakSet()

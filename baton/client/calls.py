@@ -23,6 +23,7 @@ from baton.errors import BatonError, Cancelled, FieldViolation, InvalidRequest, 
 from baton.redaction import redacted
 from baton.rpc.channel import MAX_CONCURRENT_STREAMS
 from baton.rpc.status import REQUEST_ID_KEY, from_rpc_error
+from baton.rpc.tls import TlsFiles
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 ChannelT = TypeVar("ChannelT")
@@ -41,6 +42,7 @@ MAX_TRACESTATE_CHARS = 512
 
 _AUTHORIZATION = "authorization"
 _ADDRESS = re.compile(r"(?:[^\s:/]+|\[[0-9a-fA-F:.%]+\]):[0-9]{1,5}")
+_URL = re.compile(r"(?i:(https?)://)(.*?)/?")
 _KEY = re.compile(r"[0-9a-z_.-]+")
 _VALUE = re.compile(r"[\x20-\x7e]*")
 _API_KEY = re.compile(r"[\x21-\x7e]+")
@@ -48,9 +50,11 @@ _API_KEY = re.compile(r"[\x21-\x7e]+")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A client's addresses, default timeout, metadata sent with every call, and retries."""
+    """A client's addresses, default timeout, metadata sent with every call, and retries. tls: None
+    for plain text."""
 
     addresses: tuple[str, ...]
+    tls: TlsFiles | None
     timeout_s: float
     #: May hold a key.
     metadata: Metadata = field(repr=False)
@@ -64,26 +68,38 @@ class Settings:
         metadata: MetadataLike,
         max_retries: int,
         api_key: str | None = None,
+        tls: TlsFiles | None = None,
     ) -> Settings:
-        """Raises InvalidRequest for a value that cannot be used."""
+        """address: see Client. Raises InvalidRequest for a value that cannot be used."""
         if max_retries < 0:
             raise _wrong("max_retries", f"{max_retries}: must be 0 or more")
-        addresses = tuple(part.strip() for part in address.split(","))
-        for part in addresses:
-            if not (_ADDRESS.fullmatch(part) or part.startswith("unix:")):
+        given = tuple(part.strip() for part in address.split(","))
+        urls = [_URL.fullmatch(part) for part in given]
+        schemes = {url[1].lower() if url else "" for url in urls}
+        addresses = tuple(url[2] if url else part for url, part in zip(urls, given, strict=True))
+        for part, bare in zip(given, addresses, strict=True):
+            if not (_ADDRESS.fullmatch(bare) or part.startswith("unix:")):
                 raise _wrong(
-                    "address", f"{redacted(part)!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}"
+                    "address",
+                    f"{redacted(part)!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}, or that "
+                    "as a URL",
                 )
+        if len(schemes) > 1:
+            raise _wrong("address", "some are https and some are not; write all in one way")
+        if tls is not None and "http" in schemes:
+            raise _wrong("address", "http is plain text; leave out tls, or write https")
+        if tls is None and "https" in schemes:
+            tls = TlsFiles()
         entries = (*checked_metadata(metadata), *_authorization(api_key))
         if [key for key, _ in entries].count(_AUTHORIZATION) > 1:
             raise _wrong(
                 "api_key", "metadata has an authorization of its own; leave one of them out"
             )
-        return cls(addresses, _timeout(timeout_s), entries, max_retries)
+        return cls(addresses, tls, _timeout(timeout_s), entries, max_retries)
 
     @property
     def address(self) -> str:
-        """As it was given."""
+        """Of the gateways: host:port, separated by commas."""
         return ",".join(self.addresses)
 
     def timeout_or(self, timeout_s: float | None) -> float:

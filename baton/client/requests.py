@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from operator import index
 from typing import Any, TypeAlias
 
-from baton.client.results import ChatMessage
+from baton.client.chat import ChatMessage, ChatPrompt, Tool, ToolCall
 from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import (
     OPTIONS,
@@ -26,9 +26,9 @@ from baton.sampling_params import (
 )
 from baton.v1 import inference_pb2, sampling_pb2
 
-PromptLike: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, str]]
-"""Text; token ids; or a conversation, each message a ChatMessage or a mapping with "role" and
-"content"."""
+PromptLike: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, Any]] | ChatPrompt
+"""Text; token ids; or a conversation, each message a ChatMessage or a mapping with "role",
+"content" and what else ChatMessage has."""
 
 
 class StreamOptions(SamplingOptions, total=False):
@@ -104,11 +104,12 @@ def prompt_message(prompt: PromptLike, *, add_special_tokens: bool = True) -> in
     if isinstance(prompt, str):
         text = _checked_text("prompt.text", prompt)
         return inference_pb2.Prompt(text=text, omit_special_tokens=not add_special_tokens)
+    if isinstance(prompt, ChatPrompt):
+        return inference_pb2.Prompt(chat=_chat(prompt))
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise _wrong("prompt", prompt, "must be text, a list of token ids, or chat messages")
     if len(prompt) > 0 and isinstance(prompt[0], ChatMessage | Mapping):
-        messages = [_chat_message(i, message) for i, message in enumerate(prompt)]
-        return inference_pb2.Prompt(chat=inference_pb2.ChatPrompt(messages=messages))
+        return inference_pb2.Prompt(chat=_chat(ChatPrompt(prompt)))  # type: ignore[arg-type]
     ids = _token_ids("prompt.token_ids.ids", prompt)
     return inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=ids))
 
@@ -175,7 +176,7 @@ def _structured_message(output: StructuredOutput) -> sampling_pb2.StructuredOutp
         raise _refused(_STRUCTURED, f"{' and '.join(given)} are given; give one")
     message = sampling_pb2.StructuredOutput()
     if output.json_schema is not None:
-        message.json_schema = _checked_text(f"{_STRUCTURED}.json_schema", _json(output.json_schema))
+        message.json_schema = _json(f"{_STRUCTURED}.json_schema", output.json_schema)
     if output.json_object is not None:
         if not isinstance(output.json_object, bool):
             raise _wrong(f"{_STRUCTURED}.json_object", output.json_object, "must be True")
@@ -195,15 +196,14 @@ def _structured_message(output: StructuredOutput) -> sampling_pb2.StructuredOutp
     return message
 
 
-def _json(schema: Mapping[str, Any] | str) -> str:
-    if isinstance(schema, str):
-        return schema
+def _json(field: str, value: Mapping[str, Any] | str) -> str:
+    """An object's JSON text; a text is taken for it."""
+    if isinstance(value, str):
+        return _checked_text(field, value)
     try:
-        return json.dumps(dict(schema))
+        return json.dumps(dict(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise _refused(
-            f"{_STRUCTURED}.json_schema", f"cannot be written as JSON: {error}"
-        ) from error
+        raise _refused(field, f"cannot be written as JSON: {error}") from error
 
 
 def _texts(field: str, texts: str | Sequence[str]) -> list[str]:
@@ -212,19 +212,62 @@ def _texts(field: str, texts: str | Sequence[str]) -> list[str]:
     return [_checked_text(f"{field}[{i}]", text) for i, text in enumerate(together)]
 
 
+def _chat(prompt: ChatPrompt) -> inference_pb2.ChatPrompt:
+    kwargs = prompt.template_kwargs
+    chat = inference_pb2.ChatPrompt(
+        messages=[_chat_message(i, message) for i, message in enumerate(prompt.messages)],
+        tools=[_tool(f"prompt.chat.tools[{i}]", tool) for i, tool in enumerate(prompt.tools)],
+        template_kwargs=_json("prompt.chat.template_kwargs", kwargs) if kwargs else "",
+    )
+    for name in ("continue_final_message", "add_generation_prompt"):
+        value = getattr(prompt, name)
+        if value is not None:
+            with _naming(f"prompt.chat.{name}", value):
+                setattr(chat, name, value)
+    return chat
+
+
 def _chat_message(
-    position: int, message: int | str | ChatMessage | Mapping[str, str]
+    position: int, message: int | str | ChatMessage | Mapping[str, Any]
 ) -> inference_pb2.ChatMessage:
     field = f"prompt.chat.messages[{position}]"
     if isinstance(message, Mapping):
-        if set(message) != {"role", "content"}:
-            raise _wrong(field, sorted(message), "needs exactly the keys 'role' and 'content'")
-        message = ChatMessage(message["role"], message["content"])
+        keys = sorted(message)
+        try:
+            message = ChatMessage(**message)
+        except TypeError:
+            fault = "needs the keys 'role' and 'content', and may have ChatMessage's others"
+            raise _wrong(field, keys, fault) from None
     if not isinstance(message, ChatMessage):
         raise _wrong(field, message, "must be a ChatMessage or a mapping with role and content")
+    calls = enumerate(message.tool_calls)
     return inference_pb2.ChatMessage(
         role=_checked_text(f"{field}.role", message.role),
         content=_checked_text(f"{field}.content", message.content),
+        tool_calls=[_tool_call(f"{field}.tool_calls[{i}]", call) for i, call in calls],
+        tool_call_id=_checked_text(f"{field}.tool_call_id", message.tool_call_id),
+        name=_checked_text(f"{field}.name", message.name),
+        reasoning_content=_checked_text(f"{field}.reasoning_content", message.reasoning_content),
+    )
+
+
+def _tool_call(field: str, call: ToolCall) -> inference_pb2.ToolCall:
+    if not isinstance(call, ToolCall):
+        raise _wrong(field, call, "must be a ToolCall")
+    return inference_pb2.ToolCall(
+        id=_checked_text(f"{field}.id", call.id),
+        name=_checked_text(f"{field}.name", call.name),
+        arguments=_json(f"{field}.arguments", call.arguments),
+    )
+
+
+def _tool(field: str, tool: Tool) -> inference_pb2.Tool:
+    if not isinstance(tool, Tool):
+        raise _wrong(field, tool, "must be a Tool")
+    return inference_pb2.Tool(
+        name=_checked_text(f"{field}.name", tool.name),
+        description=_checked_text(f"{field}.description", tool.description),
+        parameters="" if tool.parameters is None else _json(f"{field}.parameters", tool.parameters),
     )
 
 

@@ -14,15 +14,6 @@ from baton.v1 import inference_pb2, sampling_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation. role: "system", "user", "assistant" or what else the model's
-    template knows."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request; completion_tokens is over all choices."""
 

@@ -41,7 +41,8 @@ class Client:
     manager. Every method raises the errors of baton.errors.
 
     address: host:port of the gateway, or of several, separated by commas, that serve the same
-    model: the next one is used when one fails.
+    model: the next one is used when one fails. As a URL, too: http://host:port for plain text,
+    https://host:port for TLS by the usual roots, or by `tls`.
     timeout_s: of each call that names none of its own, retries included.
     metadata: sent with every call.
     max_retries: how often in a row a call is tried again where it may succeed later, after the
@@ -62,9 +63,11 @@ class Client:
         tls: TlsFiles | None = None,
         api_key: str | None = None,
     ) -> None:
-        self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key)
+        self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key, tls)
         self._connections = Connections(
-            lambda address: sync_channel(address, tls, keepalive_ms=CLIENT_KEEPALIVE_MS),
+            lambda address: sync_channel(
+                address, self._settings.tls, keepalive_ms=CLIENT_KEEPALIVE_MS
+            ),
             self._settings.addresses,
         )
         # The first one now: files that cannot be read are an error here.

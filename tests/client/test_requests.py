@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_type_hints
@@ -13,9 +14,13 @@ from hypothesis import strategies as st
 from baton.client import (
     BeamSearch,
     ChatMessage,
+    ChatPrompt,
     SamplingOptions,
     SamplingParams,
     StructuredOutput,
+    TlsFiles,
+    Tool,
+    ToolCall,
     results,
 )
 from baton.client.calls import Attempts, Settings, checked_metadata
@@ -42,6 +47,53 @@ def plain_request(**changes: Any) -> inference_pb2.GenerateRequest:
 @given(TEXT)
 def test_text_is_sent_as_text(text: str) -> None:
     assert prompt_message(text) == inference_pb2.Prompt(text=text)
+
+
+def test_a_conversation_is_sent_with_its_tools() -> None:
+    arguments = {"city": "Oslo"}
+    call = ToolCall("weather", arguments, id="call_1")
+    prompt = ChatPrompt(
+        [
+            ChatMessage("assistant", "", tool_calls=[call], reasoning_content="so"),
+            {"role": "tool", "content": "rain", "tool_call_id": "call_1", "name": "weather"},
+        ],
+        tools=[Tool("weather", "of a city", {"type": "object"}), Tool("clock")],
+        template_kwargs={"enable_thinking": False},
+        continue_final_message=True,
+        add_generation_prompt=False,
+    )
+    chat = prompt_message(prompt).chat
+    asked, answered = chat.messages
+    (sent,) = asked.tool_calls
+    assert (sent.id, sent.name, json.loads(sent.arguments)) == ("call_1", "weather", arguments)
+    assert (asked.role, asked.reasoning_content) == ("assistant", "so")
+    assert (answered.tool_call_id, answered.name) == ("call_1", "weather")
+    assert [tool.name for tool in chat.tools] == ["weather", "clock"]
+    assert json.loads(chat.tools[0].parameters) == {"type": "object"}
+    assert not chat.tools[1].parameters
+    assert json.loads(chat.template_kwargs) == {"enable_thinking": False}
+    assert chat.continue_final_message
+    assert chat.HasField("add_generation_prompt")
+
+
+def test_what_a_conversation_does_not_say_is_not_sent() -> None:
+    messages = [ChatMessage("user", "hi")]
+    assert prompt_message(ChatPrompt(messages)) == prompt_message(messages)
+    assert not prompt_message(messages).chat.HasField("add_generation_prompt")
+
+
+@pytest.mark.parametrize(
+    ("address", "addresses", "is_tls"),
+    [
+        ("http://a:1", ("a:1",), False),
+        ("https://a:1/, HTTPS://[::1]:2", ("a:1", "[::1]:2"), True),
+        ("a:1", ("a:1",), False),
+    ],
+)
+def test_an_address_may_be_a_url(address: str, addresses: tuple[str, ...], is_tls: bool) -> None:
+    settings = Settings.of(address, 1, (), 0)
+    assert settings.addresses == addresses
+    assert (settings.tls is not None) == is_tls
 
 
 @pytest.mark.parametrize("adds", [True, False])
@@ -156,6 +208,20 @@ REFUSED: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("prompt.token_ids.ids[0]", lambda: prompt_message([0.5])),  # type: ignore[list-item]
     ("prompt.token_ids.ids[0]", lambda: prompt_message(["a"])),  # type: ignore[list-item]
     ("prompt.chat.messages[0]", lambda: prompt_message([{"role": "a"}])),
+    ("prompt.chat.messages[0]", lambda: prompt_message([{"role": "a", "content": "b", "x": 1}])),
+    (
+        "prompt.chat.messages[0].tool_calls[0]",
+        lambda: prompt_message([{"role": "a", "content": "b", "tool_calls": ["x"]}]),
+    ),
+    (
+        "prompt.chat.tools[0].parameters",
+        lambda: prompt_message(ChatPrompt([], tools=[Tool("x", parameters={"a": object()})])),
+    ),
+    ("prompt.chat.tools[0]", lambda: prompt_message(ChatPrompt([], tools=["x"]))),  # type: ignore[list-item]
+    (
+        "prompt.chat.template_kwargs",
+        lambda: prompt_message(ChatPrompt([], template_kwargs={"a": object()})),
+    ),
     ("prompt.chat.messages[1]", lambda: prompt_message([ChatMessage("a", "b"), 3])),  # type: ignore[list-item]
     ("prompt.chat.messages[0].content", lambda: prompt_message([ChatMessage("a", 3)])),  # type: ignore[arg-type]
     ("token_ids[0]", lambda: detokenize_request([-1], model="", skip_special_tokens=False)),
@@ -172,7 +238,11 @@ REFUSED: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("timeout_s", lambda: Settings.of("a:1", float("inf"), (), 0)),
     ("timeout_s", lambda: Settings.of("a:1", float("nan"), (), 0)),
     ("address", lambda: Settings.of("localhost", 1, (), 0)),
-    ("address", lambda: Settings.of("http://localhost:1", 1, (), 0)),
+    ("address", lambda: Settings.of("http://localhost", 1, (), 0)),
+    ("address", lambda: Settings.of("http://localhost:1/v1", 1, (), 0)),
+    ("address", lambda: Settings.of("ftp://localhost:1", 1, (), 0)),
+    ("address", lambda: Settings.of("http://a:1,https://b:1", 1, (), 0)),
+    ("address", lambda: Settings.of("http://a:1", 1, (), 0, tls=TlsFiles())),
     ("address", lambda: Settings.of("::1:50051", 1, (), 0)),
     ("max_retries", lambda: Settings.of("a:1", 1, (), -1)),
     ("metadata['Key']", lambda: checked_metadata({"Key": "a"})),

@@ -1091,6 +1091,19 @@ def _(error: Any, world: World) -> None:
     assert "embeddings are not served here" in error.message
 
 
+@case(
+    "Errors",
+    "batches: 404",
+    "batches.create",
+    openai.NotFoundError,
+    completion_window="24h",
+    endpoint="/v1/completions",
+    input_file_id="x",
+)
+def _(error: Any, world: World) -> None:
+    assert "batches are not served here" in error.message
+
+
 bad("a range that is left", "temperature", temperature=-1)
 bad("of a chat, too", "top_p", chat, top_p=7)
 bad("max_tokens of 0", "max_tokens", max_tokens=0)
