@@ -201,7 +201,7 @@ class Tokenizer:
             raise _refusal(text, "take too much memory") from None
         if answer["num_tokens"] > max_tokens:
             raise TooManyTokens(answer["num_tokens"])
-        return tuple(json.loads(answer["text"]))
+        return tuple(memoryview(bytes.fromhex(answer["text"])).cast("I"))
 
 
 def _refusal(text: str, why: str) -> BatonError:

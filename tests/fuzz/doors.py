@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -59,6 +60,9 @@ _HTTP_PATHS = {
     b"r": "/v1/responses",
     b"x": "/v1/completions",
 }
+
+#: Python's own, and those that baton.rpc.interceptor logs, which leave messages out.
+_TRACEBACK = re.compile(r'Traceback|File \\?"')
 
 Call = Callable[[random.Random], Awaitable[str]]
 
@@ -127,7 +131,9 @@ def grpc_call(channel: grpc.aio.Channel, seeds: Sequence[tuple[str, bytes]]) -> 
             # Neither end's keepalive is answered in time where the machine does too much else.
             if "ping_timeout" in str(error.details()):
                 return "cut by keepalive"
-            return f"{'!' * (error.code() in _BAD_CODES)}{error.code().name}"
+            if error.code() in _BAD_CODES:
+                return f"!{error.code().name} ({error.details()})"
+            return error.code().name
         finally:
             stream.cancel()
         return "answered"
@@ -290,7 +296,7 @@ async def knock_at(names: Sequence[str], seconds: float, seed: int) -> Report:
             for name in late
             if late[name] > early[name] + MAX_GROWTH_MIB
         ]
-        wrong += [line for line in cluster.log_lines if "Traceback" in line][:1]
+        wrong += [line for line in cluster.log_lines if _TRACEBACK.search(line)][:1]
         request = draw_request(rng, 200, 40)
         done = await client.generate(request.prompt, request.params)
         right = request.right_output()
