@@ -106,7 +106,9 @@ async def _generate_with(
     system: LiveSystem, metadata: tuple[tuple[str, str], ...], num_tokens: int = 3
 ) -> None:
     prompt = [*range(1, num_tokens + 1)]
-    request = generate_request(prompt, greedy(4), model="", priority=0, cache_salt="")
+    request = generate_request(
+        prompt, greedy(4), model="", priority=0, cache_salt="", add_special_tokens=True
+    )
     async with grpc.aio.insecure_channel(system.gateway) as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, metadata=metadata)
         while await call.read() is not grpc.aio.EOF:
