@@ -165,7 +165,8 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             stack.push_async_callback(part.close)
         observe_build(telemetry.meter, __version__)
         observe_gateway(telemetry.meter, observed, [part.dispatcher for part in parts])
-        recorder = GatewayRecorder(telemetry, time.monotonic)
+        defer = asyncio.get_running_loop().call_soon
+        recorder = GatewayRecorder(telemetry, time.monotonic, defer)
         models = Models(
             [part.serving(options, bool(api_keys), recorder, unsorted) for part in parts], recorder
         )

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -194,10 +195,20 @@ class RecentHandoffs:
 
 
 class GatewayRecorder:
-    """Belongs to one event loop. clock: of the timelines, in seconds."""
+    """Belongs to one event loop. clock: of the timelines, in seconds.
 
-    def __init__(self, telemetry: Telemetry, clock: Callable[[], float]) -> None:
+    defer: calls what reports a request that has ended. An event loop's call_soon lets the last
+    bytes of the answer leave first, which are sent when a turn of the loop ends.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        clock: Callable[[], float],
+        defer: Callable[[Callable[[], None]], object] = lambda report: report(),
+    ) -> None:
         self._telemetry = telemetry
+        self._defer = defer
         self._common: dict[str, Mapping[str, str]] = {}
         """By names of spans: what all that is reported of such requests is labelled with."""
         self._clock = clock
@@ -261,6 +272,9 @@ class GatewayRecorder:
         now_s = self._clock()
         if error == Cancelled.reason:
             record.timeline.note(RequestEvent.CANCELLED, now_s)
+        self._defer(partial(self._report, record, error, now_s))
+
+    def _report(self, record: RequestRecord, error: str | None, now_s: float) -> None:
         if self._telemetry.has_metrics:
             self._measure(record, error, now_s)
         if record.span.is_recording():
