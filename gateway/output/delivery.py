@@ -52,6 +52,8 @@ class Delivery:
     ) -> None:
         """clock: the timeline's. stall_timeout_s: longest time that a piece may take."""
         self._request = request
+        self._request_id = request.spec.request_id
+        self._has_logprobs = request.spec.sampling.logprobs >= 0
         self._write = write
         self._timeline = timeline
         self._clock = clock
@@ -125,20 +127,20 @@ class Delivery:
                 timer.cancel()
 
     def _chunk_of(self, index: int, piece: Piece) -> inference_pb2.GenerateResponse:
-        sampling = self._request.spec.sampling
         chunk = inference_pb2.GenerateResponse(
-            request_id=self._request.spec.request_id,
+            request_id=self._request_id,
             choice=index,
             token_index=piece.token_index,
             token_ids=[sample.token_id for sample in piece.samples],
             text=piece.text,
         )
-        if piece.finish is not FinishReason.NONE:
-            chunk.finish_reason = sampling_pb2.FinishReason.ValueType(piece.finish)
-        if sampling.logprobs >= 0:
+        if self._has_logprobs:
             chunk.logprobs.extend(
                 logprobs_to_proto(s.logprobs) for s in piece.samples if s.logprobs
             )
+        if piece.finish is FinishReason.NONE:
+            return chunk  # what follows comes with the last piece alone
+        chunk.finish_reason = sampling_pb2.FinishReason.ValueType(piece.finish)
         if piece.score is not None:
             chunk.score = piece.score
         if piece.stop is not None:

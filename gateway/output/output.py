@@ -160,15 +160,20 @@ class Output:
         matcher = self._matcher
         num_taken = len(token_ids)
         if matcher is None:
-            self._text.append(self._detokenizer.feed(token_ids[:num_texts]))
+            # Each step of each sequence comes by here, and nearly none has a stop token to cut off.
+            has_silent = num_texts < num_taken
+            with_text = token_ids[:num_texts] if has_silent else token_ids
+            self._text.append(self._detokenizer.feed(with_text))
         else:
             num_free = min(max(0, self._min_tokens - num_known), num_texts)
             self._text.append(self._detokenizer.feed(token_ids[:num_free]))
             num_searched = self._search(matcher, token_ids[num_free:num_texts])
             if self._stop is not None:
                 num_taken = num_free + num_searched
-        self.token_ids.extend(token_ids[:num_taken])
-        self._samples.extend(samples[:num_taken])
+        if num_taken < len(token_ids):
+            token_ids, samples = token_ids[:num_taken], samples[:num_taken]
+        self.token_ids += token_ids
+        self._samples += samples
 
     def _search(self, matcher: StopMatcher, token_ids: list[int]) -> int:
         """Add the text of tokens up to a stop string. The number of tokens it took."""
