@@ -184,7 +184,12 @@ async def test_a_client_that_stops_reading_is_ended_and_holds_up_nobody() -> Non
     async with live_system(gateway_options={"client_stall_timeout_s": 0.5}) as system:
         # 20 alternatives a position are more than the window of a stream that does not grow holds.
         request = generate_request(
-            [1, 2, 3], FOREVER.with_options(logprobs=20), model="", priority=0, cache_salt=""
+            [1, 2, 3],
+            FOREVER.with_options(logprobs=20),
+            model="",
+            priority=0,
+            cache_salt="",
+            add_special_tokens=True,
         )
         options = (("grpc.http2.bdp_probe", 0),)
         async with grpc.aio.insecure_channel(system.gateway, options=options) as channel:
