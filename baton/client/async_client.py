@@ -22,6 +22,7 @@ from baton.client.calls import (
     DEFAULT_ADDRESS,
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
+    MAX_AT_ONCE,
     Attempts,
     Connection,
     Connections,
@@ -78,6 +79,28 @@ class AsyncClient:
         """The whole answer to a prompt. Arguments as in `stream`."""
         async with self.stream(prompt, params, **options) as stream:
             return await stream.collect()
+
+    async def generate_all(
+        self,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams | None = None,
+        **options: Unpack[StreamOptions],
+    ) -> list[Completion]:
+        """The whole answers to several prompts, in their order, as many at once as the server may
+        be asked for. The first error ends them all, and is raised. Arguments as in `stream`; a
+        request_id is proposed with each prompt's index behind it."""
+        room = asyncio.Semaphore(MAX_AT_ONCE)
+
+        async def answer(index: int, prompt: PromptLike) -> Completion:
+            async with room:
+                return await self.generate(prompt, params, **requests.options_of(options, index))
+
+        tasks = [asyncio.create_task(answer(i, prompt)) for i, prompt in enumerate(prompts)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def stream(
         self,

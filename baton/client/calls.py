@@ -33,6 +33,8 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
+MAX_AT_ONCE = 64
+"""Requests that generate_all has under way at a time."""
 DEFAULT_MAX_RETRIES = 2
 MAX_METADATA_BYTES = 8192
 """Servers may refuse more; each entry counts 32 bytes beside its text, as HTTP/2 counts it."""

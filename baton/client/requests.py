@@ -42,6 +42,12 @@ class StreamOptions(SamplingOptions, total=False):
     timeout_s: float | None
 
 
+def options_of(options: StreamOptions, index: int) -> StreamOptions:
+    """Of one of several prompts: each is a request of its own."""
+    request_id = options.get("request_id", "")
+    return {**options, "request_id": f"{request_id}-{index}"} if request_id else options
+
+
 _STRUCTURED = "sampling.structured_output"
 
 _EARLY_STOPPING: Mapping[bool | str, sampling_pb2.EarlyStopping.ValueType] = {

@@ -8,6 +8,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -20,6 +21,7 @@ from baton.client.calls import (
     DEFAULT_ADDRESS,
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
+    MAX_AT_ONCE,
     Attempts,
     Connection,
     Connections,
@@ -87,6 +89,26 @@ class Client:
         """The whole answer to a prompt. Arguments as in `stream`."""
         with self.stream(prompt, params, **options) as stream:
             return stream.collect()
+
+    def generate_all(
+        self,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams | None = None,
+        **options: Unpack[StreamOptions],
+    ) -> list[Completion]:
+        """The whole answers to several prompts, in their order, as many at once as the server may
+        be asked for. After the first error no more are begun, and it is raised. Arguments as in
+        `stream`; a request_id is proposed with each prompt's index behind it."""
+
+        def answer(index: int, prompt: PromptLike) -> Completion:
+            return self.generate(prompt, params, **requests.options_of(options, index))
+
+        with ThreadPoolExecutor(min(len(prompts), MAX_AT_ONCE) or 1) as pool:
+            try:
+                return list(pool.map(answer, range(len(prompts)), prompts))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def stream(
         self,

@@ -29,6 +29,7 @@ from baton.client import (
     SamplingParams,
     WorkerLost,
 )
+from baton.client.calls import MAX_AT_ONCE
 from baton.errors import BY_REASON
 from tests.support.fake_inference import SERVICE, FakeInference
 
@@ -340,3 +341,15 @@ async def test_a_beam_search_has_no_seed(async_client: AsyncClient, fake: FakeIn
     """A gateway refuses one that has."""
     await async_client.generate("ab", beam_search=BeamSearch(width=2))
     assert not fake.requests[0].sampling.HasField("seed")
+
+
+async def test_several_prompts_are_answered_in_their_order(
+    async_client: AsyncClient, fake: FakeInference
+) -> None:
+    texts = [f"no. {i}" for i in range(MAX_AT_ONCE + 5)]
+    answers = await async_client.generate_all(texts, seed=3, request_id="all")
+    assert [answer.text for answer in answers] == texts
+    assert {request.sampling.seed for request in fake.requests} == {3}
+    with pytest.raises(InvalidRequest, match="priority"):
+        await async_client.generate_all(["a", "b"], priority=2**40)
+    assert await async_client.generate_all([]) == []

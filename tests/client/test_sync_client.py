@@ -23,6 +23,7 @@ from baton.client import (
     SamplingParams,
     WorkerLost,
 )
+from baton.client.calls import MAX_AT_ONCE
 from baton.errors import BY_REASON
 from tests.support.fake_inference import SERVICE, FakeInThread
 
@@ -273,3 +274,13 @@ def test_what_cannot_be_sent_is_not_sent(client: Client, service: FakeInThread) 
     with pytest.raises(InvalidRequest, match="metadata"):
         client.generate("a", request_id="new\nline")
     assert service.fake.requests == []
+
+
+def test_several_prompts_are_answered_in_their_order(client: Client, service: FakeInThread) -> None:
+    texts = [f"no. {i}" for i in range(MAX_AT_ONCE + 5)]
+    answers = client.generate_all(texts, seed=3, request_id="all")
+    assert [answer.text for answer in answers] == texts
+    assert {request.sampling.seed for request in service.fake.requests} == {3}
+    with pytest.raises(InvalidRequest, match="priority"):
+        client.generate_all(["a", "b"], priority=2**40)
+    assert client.generate_all([]) == []
