@@ -93,6 +93,9 @@ EXPOSE 50051
 FROM worker AS worker-gpu
 USER root
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+# Compiled kernels, where TRITON_CACHE_DIR says so, as compose.yaml does. A volume mounted here begins with what the image
+# has: an image made of this one may carry a cache. No ENV: where nothing is mounted, it cannot be written to.
+RUN install --directory --owner=10001 --group=10001 /var/cache/baton /var/cache/baton/triton
 USER 10001:10001
 
 FROM build AS rdma-needs

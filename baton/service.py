@@ -109,6 +109,7 @@ def run_service(
     name: the process's name in its log and messages. announce: reports to people that the service
     is ready.
     """
+    occupy_standard_streams()
     quiet_grpc()
     configure_logging(options.log_level, name)
     try:
@@ -138,6 +139,14 @@ def refuse(name: str, error: StartupError) -> int:
     """Print in one line why a process does not start; return its exit status."""
     sys.stderr.write(f"baton {name}: error: {as_told(error)}\n")
     return EXIT_REFUSED
+
+
+def occupy_standard_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed. A connection would get their
+    numbers, and libuv never closes those: its client would wait for the end for ever."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def check_descriptors(options: ServiceOptions) -> None:

@@ -194,22 +194,24 @@ class SequenceSpec:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def width(self) -> int:
+        """Places in a batch that it takes, or its choices or beams will take."""
+        return self.sampling.beam.width if self.sampling.beam else self.num_choices
+
+    @property
     def rank(self) -> Rank:
         """Sort key of service order: priority, then arrival, then tie-breakers that make it
         total."""
         return (self.priority, self.arrival_ns, self.request_id, self.choice)
 
-    def choice_alone(self, offset: int) -> SequenceSpec:
-        """The `offset`-th of the sequence's choices, as a sequence of its own."""
-        if self.num_choices == 1 and not offset:
+    def choice_alone(self, offset: int, token_ids: tuple[int, ...] = ()) -> SequenceSpec:
+        """The `offset`-th of the sequence's choices, as a sequence of its own, after `token_ids`
+        were produced."""
+        if self.num_choices == 1 and not offset and not token_ids:
             return self
-        return replace(self, choice=self.choice + offset, num_choices=1)
-
-    def extended(self, token_ids: tuple[int, ...]) -> SequenceSpec:
-        """The same sequence after `token_ids` were produced."""
-        if not token_ids:
-            return self
-        return replace(self, output_token_ids=self.output_token_ids + token_ids)
+        output = self.output_token_ids + token_ids
+        choice = self.choice + offset
+        return replace(self, choice=choice, num_choices=1, output_token_ids=output)
 
 
 def windows_of(windows: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
@@ -293,20 +295,45 @@ class KvLayout:
         full_tokens = num_tokens // self.block_size * self.block_size
         return max(0, full_tokens - self.window + 1) // self.block_size * self.block_size
 
+    def max_window_slots(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """Blocks whose KV in windowed layers max_num_seqs sequences hold at most, of a model that
+        has full layers, too: of each the window from its last full block on and the block that it
+        goes on in, and what two steps that are in flight write.
+
+        What is held besides for a moment (the windows of prefixes that are sent, or that a ticket's
+        KV follows) is met by cached ones, or waited for.
+        """
+        own = -(-(self.window - 1) // self.block_size) + 2
+        return max_num_seqs * own + self.num_blocks_for(2 * max_num_batched_tokens)
+
+    def layers_of_kind(self, *, windowed: bool) -> KvLayout:
+        """Of the KV of the windowed layers alone, or of the others."""
+        num_windowed = len(self.windowed_layers)
+        num_layers = num_windowed if windowed else self.num_layers - num_windowed
+        return replace(self, num_layers=num_layers, window=0, windowed_layers=())
+
+    def runs_of_kind(self, piece: KvRange) -> Iterator[tuple[bool, int, KvRange]]:
+        """A piece as runs of layers of one kind, in order: whether they are windowed, the number of
+        the first of them among those of its kind, and what they are of the piece."""
+        windowed = frozenset(self.windowed_layers)
+        layers = range(piece.first_layer, piece.end_layer)
+        for is_windowed, group in groupby(layers, windowed.__contains__):
+            own = list(group)
+            num_before = sum(layer < own[0] for layer in windowed)
+            number = num_before if is_windowed else own[0] - num_before
+            yield is_windowed, number, replace(piece, first_layer=own[0], num_layers=len(own))
+
     def from_window(self, piece: KvRange, window_start: int) -> Iterator[KvRange]:
         """`piece` without the tokens before window_start of windowed layers, in order of
         layers."""
         if not self.window or window_start <= piece.first_token:
             yield piece
             return
-        windowed = frozenset(self.windowed_layers)
-        layers = range(piece.first_layer, piece.end_layer)
-        for is_windowed, group in groupby(layers, windowed.__contains__):
-            own = list(group)
+        for is_windowed, _, run in self.runs_of_kind(piece):
             first_token = window_start if is_windowed else piece.first_token
             if first_token < piece.end_token:
                 num_tokens = piece.end_token - first_token
-                yield KvRange(first_token, num_tokens, own[0], len(own))
+                yield replace(run, first_token=first_token, num_tokens=num_tokens)
 
     def difference(self, other: KvLayout) -> tuple[str, str, str] | None:
         """(field, own value, other's value) of the first field that forbids sending KV between the

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from enum import IntEnum
+from itertools import repeat
 from math import isnan, nan
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -70,8 +71,8 @@ _SAMPLING = _plain(Sampling, "logit_bias", "stop_token_ids", "bad_words", "beam"
 _SEQUENCE = _plain(SequenceSpec, "prompt_token_ids", "output_token_ids", "sampling", "num_choices")
 
 
-def _values(source: object, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in names}
+def _values(source: object, names: tuple[str, ...]) -> dict[str, Any]:
+    return dict(zip(names, map(getattr, repeat(source), names), strict=True))
 
 
 EnumT = TypeVar("EnumT", bound=IntEnum)
@@ -198,13 +199,20 @@ def sampling_from_proto(message: sampling_pb2.TokenSampling) -> Sampling:
 
 
 def sequence_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceState:
-    return sequence_pb2.SequenceState(
-        **_values(spec, _SEQUENCE),
-        prompt_token_ids=spec.prompt_token_ids,
-        output_token_ids=spec.output_token_ids,
-        sampling=sampling_to_proto(spec.sampling),
-        num_choices=spec.num_choices,
-    )
+    message = sequence_pb2.SequenceState()
+    write_sequence(spec, message)
+    return message
+
+
+def write_sequence(spec: SequenceSpec, message: sequence_pb2.SequenceState) -> None:
+    """As sequence_to_proto, into an empty message: a message that is given to the one around it is
+    copied, and its prompt may have a million tokens."""
+    for name in _SEQUENCE:
+        setattr(message, name, getattr(spec, name))
+    message.prompt_token_ids.extend(spec.prompt_token_ids)
+    message.output_token_ids.extend(spec.output_token_ids)
+    message.sampling.MergeFrom(sampling_to_proto(spec.sampling))
+    message.num_choices = spec.num_choices
 
 
 def sequence_from_proto(message: sequence_pb2.SequenceState) -> SequenceSpec:

@@ -46,10 +46,12 @@ _NUM_HELD_TOKENS = 1000
 
 def flows_of(num_streams: int) -> tuple[Flow, ...]:
     """Steps as those of a large model, with one token and with several; then ever shorter ones,
-    more than a core takes."""
+    up to more than a core takes."""
     return (
         Flow(num_streams, 100, 1, 20.0),
         Flow(num_streams, 800, 8, 20.0),
+        Flow(num_streams, 200, 1, 10.0),
+        Flow(num_streams, 400, 1, 5.0),
         Flow(num_streams, 2000, 1, 1.0),
         Flow(num_streams, 4000, 1, 0.5),
         Flow(num_streams, 8000, 1, 0.2),

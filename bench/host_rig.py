@@ -18,6 +18,7 @@ from baton.grammar import Matchers
 from baton.grammar.vocabulary import GrammarVocabulary
 from baton.types import KvSource, Sampling, SequenceSpec, WorkerIdentity
 from bench.stub_engine import BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE, StubEngine
+from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Finish, LaterTask, SendDone
 from kv_transfer.sender import KvSender, Sender
 from kv_transfer.ticket_table import TicketTable
@@ -98,15 +99,13 @@ def _core(
         secrets.token_bytes(32),
         lambda: next(ids),
     )
-    sender = sender or Sender(
+    config = SenderConfig(
         identity,
-        layout,
         engine.kv,
         lambda endpoints, _: hub.connect(endpoints[0].address),
-        commands.append,
         time.monotonic,
-        is_inline=True,
     )
+    sender = sender or Sender(config, commands.append, is_inline=True)
     deps = CoreDeps(
         engine=engine,
         pool=pool,

@@ -26,6 +26,7 @@ import trustme
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, KvRange, Sampling, SequenceSpec, WorkerIdentity
+from kv_transfer.handshake import SenderConfig
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import open_receiver
 from kv_transfer.send_connection import Finish, Send
@@ -305,16 +306,14 @@ async def _open_channel(port: int) -> grpc.aio.Channel:
 def kv_channel(channel: Channel, source: TorchKvPool, max_bytes: int) -> Iterator[Way]:
     """Handoffs to one worker, of so many bytes of bfloat16 whatever they travel as."""
     dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()
-    sender = Sender(
+    config = SenderConfig(
         WorkerIdentity("bench", 1),
-        LAYOUT,
         source,
         make_connector(channel.transport, tls=channel.tls),
-        dones.put,
         time.monotonic,
-        num_connections=channel.num_connections,
         secret=channel.secret,
     )
+    sender = Sender(config, dones.put, num_connections=channel.num_connections)
     with peer(json.dumps(asdict(channel)), max_bytes) as other:
 
         def prepare(num_bytes: int) -> Transfer:

@@ -19,6 +19,8 @@ _SAMPLE = Sample(7)
 class NoKv(HostOrdered):
     """Implements baton.engine.interface.KvPool without memory: nothing may be moved."""
 
+    slots = None
+
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks

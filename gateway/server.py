@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from baton import __version__
 from baton.config import GatewayOptions
 from baton.phase_clock import PhaseClock
 from baton.registry import PipeRegistry, StaticRegistry, make_registry
-from baton.rpc.api_key import ApiKeyInterceptor
+from baton.rpc.api_key import ApiKeyInterceptor, digest_of
 from baton.rpc.server import Register, RunningServer, start_server
 from baton.rpc.tls import server_credentials
 from baton.sampling_params import describe_values
@@ -109,8 +109,10 @@ class _Model:
         )
 
 
-async def _load_model(own: GatewayOptions, options: GatewayOptions) -> _Model:
-    """own: of that model. Raises StartupError if there is no tokenizer."""
+async def _load_model(
+    own: GatewayOptions, options: GatewayOptions, weights: Mapping[bytes, float]
+) -> _Model:
+    """own: of that model. weights: of accounts. Raises StartupError if there is no tokenizer."""
     tokenizer_name = own.tokenizer or own.model
     tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_name, own.revision)
     facts = tokenizer.facts
@@ -122,6 +124,7 @@ async def _load_model(own: GatewayOptions, options: GatewayOptions) -> _Model:
         max_queue_size=options.max_queue_size,
         key=secrets.token_bytes(32),
         max_prefixes=options.max_remembered_prefixes,
+        weights=weights,
     )
     return _Model(
         own.model_name,
@@ -146,7 +149,8 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     clock = PhaseClock()
     api_keys = read_api_keys(options)
     report_phase("loading tokenizer")
-    parts = [await _load_model(own, options) for own in options.each_model()]
+    weights = {digest_of(key): weight for key, weight in api_keys.items()}
+    parts = [await _load_model(own, options, weights) for own in options.each_model()]
     clock.lap("tokenizer")
     fleets = [part.fleet for part in parts]
     # One list of addresses, but for the registry, which says whose model each worker has.
@@ -246,7 +250,7 @@ async def _start_http(
     recorder: GatewayRecorder,
     fleets: Sequence[Fleet],
     telemetry: Telemetry,
-    api_keys: Sequence[str],
+    api_keys: Iterable[str],
 ) -> HttpServer | None:
     port, prometheus = options.bound_http_port, telemetry.prometheus
     if port is None or prometheus is None:

@@ -25,7 +25,7 @@ from gateway.intake.chat import ChatRenderer, more_of
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.request import ValidatedRequest
 from gateway.intake.token_bytes import ends_with
-from gateway.intake.tokenizer import Tokenizer, TooManyTokens
+from gateway.intake.tokenizer import Tokenizer, TooManyTokens, let_others_run
 from gateway.intake.validator import (
     Ids,
     Tokenized,
@@ -36,7 +36,7 @@ from gateway.intake.validator import (
     too_long,
 )
 from gateway.intake.violations import ModelFacts, given
-from gateway.output.delivery import Write, fail_at
+from gateway.output.delivery import Write
 from gateway.request.driver import RequestDeps, RequestDriver
 from gateway.routing.fleet import Fleet, Worker
 from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
@@ -103,6 +103,9 @@ class Serving:
         self._infos: tuple[WorkerInfo, ...] = ()
         """Of decode workers, when `_known_facts` was made of it."""
         self._known_facts = self._facts_by(self._infos)
+        self._marked: tuple[WorkerInfo, ...] | None = None
+        """Decode workers, when `_fingerprint` was made of them."""
+        self._fingerprint = ""
         self._clock = deps.clock or time.monotonic
         self._recorder = recorder or GatewayRecorder(no_telemetry(), self._clock)
 
@@ -115,17 +118,21 @@ class Serving:
         name = self._options.model_name
         with self._recorder.recording(call.metadata, name, is_chat=is_chat) as record:
             request_id = unique_request_id(call.metadata)
+            scope = asyncio.timeout_at(deadline_s)
             try:
-                async with fail_at(deadline_s, _too_late):
+                async with scope:
                     validated = await self._validated(request, call, request_id, record)
             except BatonError as error:
                 error.request_id = request_id
                 raise
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+                text = "the request's time was over before its prompt was tokenized"
+                raise DeadlineExceeded(text, request_id=request_id) from None
             record.spec = validated.spec
             if call.on_validated is not None:
                 call.on_validated(validated)
-            if validated.is_answered:
-                return
             driver = RequestDriver(self._deps, validated, call.write, deadline_s, record.timeline)
             await driver.run(call.on_admitted)
 
@@ -189,6 +196,7 @@ class Serving:
         check_request(request, facts)
         started_s = self._clock()
         prompt_token_ids = await self._tokenize(request.prompt, facts)
+        await let_others_run(len(prompt_token_ids))
         words = params.bad_words
         bad_words = await self.tokenizer.ways_to_write(words) if words else ()
         record.timeline.tokenize_ms = (self._clock() - started_s) * 1e3
@@ -258,9 +266,13 @@ class Serving:
     @property
     def fingerprint(self) -> str:
         """Of what decides which tokens a seed gives: the model, and how its workers round."""
-        numerics = sorted({str(info.numerics) for info in self._fleet.known(Tier.DECODE)})
-        text = "\n".join((__version__, self._options.model_name, *numerics))
-        return f"fp_{hashlib.blake2b(text.encode(), digest_size=5).hexdigest()}"
+        infos = self._fleet.known(Tier.DECODE)
+        if infos is not self._marked:
+            numerics = sorted({str(info.numerics) for info in infos})
+            text = "\n".join((__version__, self._options.model_name, *numerics))
+            self._marked = infos
+            self._fingerprint = f"fp_{hashlib.blake2b(text.encode(), digest_size=5).hexdigest()}"
+        return self._fingerprint
 
     def _facts_by(self, infos: Sequence[WorkerInfo]) -> ModelFacts:
         """By what decode workers reported; before any has, by the model's own files."""
@@ -299,10 +311,6 @@ def unique_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str
     Two requests of one name never meet in a queue, a cache or a ticket.
     """
     return f"{given_request_id(metadata) or 'req'}-{secrets.token_hex(_SUFFIX_BYTES)}"
-
-
-def _too_late() -> DeadlineExceeded:
-    return DeadlineExceeded("the request's time was over before its prompt was tokenized")
 
 
 def _status_of(worker: Worker) -> inference_pb2.WorkerStatus:

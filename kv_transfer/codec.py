@@ -59,7 +59,8 @@ class CheckedCopy(Protocol):
     @property
     def copies_rows(self) -> bool: ...
 
-    def fits(self, num_bytes: int) -> bool: ...
+    @property
+    def min_bytes(self) -> int: ...
 
     def gather(
         self,
@@ -221,7 +222,7 @@ class ChunkCodec:
         """What can copy this piece, if anything can, and where it is. Raises ValueError if it is
         not in the blocks."""
         copy, size = self._checked_copy, self._block_size
-        if not copy or not copy.fits(payload.nbytes):
+        if not copy or payload.nbytes < copy.min_bytes:
             return None
         if not copy.copies_rows and not _is_whole(piece, size):
             return None

@@ -36,6 +36,11 @@ class DeviceArea(Protocol):
         """By which a process of the same host opens it."""
         ...
 
+    @property
+    def address(self) -> int:
+        """Of its first byte, in the device's memory."""
+        ...
+
     def part(self, start: int, num_bytes: int) -> DeviceBytes:
         """Within the area, which must outlive it. start: a multiple of 256."""
         ...
@@ -48,6 +53,11 @@ class DeviceArea(Protocol):
 
 class DeviceMemory(Protocol):
     """The memory of the device that a pool's blocks are in, or can be copied to. Thread-safe."""
+
+    @property
+    def device_number(self) -> int:
+        """Of the device, as this process numbers those of its kind."""
+        ...
 
     def allocate(self, num_bytes: int) -> DeviceArea:
         """New memory, of this area alone. Raises OSError if there is none."""

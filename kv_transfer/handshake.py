@@ -10,7 +10,8 @@ KvProof                     ------------->  if the workers have a secret: see kv
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.engine.interface import KvPool
@@ -22,8 +23,11 @@ from kv_transfer.codec import ChunkCodec
 from kv_transfer.device_memory import DeviceCodec, device_copy_of
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
-from kv_transfer.transport.base import Connection, Connector
+from kv_transfer.ticket import Endpoint
+from kv_transfer.transport.base import Connector
 from kv_transfer.wire_format import agreed_dtype, wire_format
+
+_log = logging.getLogger("baton.kv")
 
 #: Of the frames behind the handshake that this release speaks. 1: release 0.1.0.
 MIN_VERSION = 1
@@ -87,7 +91,8 @@ def receiver_terms(
         return kv_pb2.KvRefuse(field=field, expected=expected, actual=actual)
     dtype = agreed_dtype(theirs.dtype, ours.dtype, wire_dtype)
     codec = ChunkCodec(pool, wire_format(dtype, theirs))
-    is_new = checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3
+    # A sender of release 0.1.0 names none, and takes word sums where there is no other.
+    is_new = checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3 or hello.payload_checksums
     if is_new and checksum not in hello.payload_checksums:
         checksum = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
     return Terms(version, codec, device=_device_codec(codec, pool, checksum), checksum=checksum)
@@ -141,60 +146,92 @@ def _difference(ours: KvLayout, theirs: KvLayout) -> tuple[str, str, str] | None
 
 @dataclass(frozen=True, slots=True)
 class SenderConfig:
-    """What all connections of a sender have in common. Times in seconds."""
+    """What all connections of a sender have in common. Times in seconds.
+
+    clock: monotonic. ack_timeout_s: bounds the wait for a credit, and for the answer to a commit.
+    max_chunk_bytes: a bound only, for a receiver says how large its chunks may be. secret: KV goes
+    only to workers that have it, too; None: to whoever a ticket names. rule: which receivers.
+    """
 
     identity: WorkerIdentity
-    layout: KvLayout
     pool: KvPool
     connect: Connector
     clock: Callable[[], float]
-    max_chunk_bytes: int
-    connect_timeout_s: float
-    ack_timeout_s: float
-    idle_timeout_s: float
+    connect_timeout_s: float = 5.0
+    ack_timeout_s: float = 10.0
+    idle_timeout_s: float = 60.0
+    max_chunk_bytes: int = 16 << 20
     secret: KvSecret | None = None
     rule: NumericsRule = ANY_NUMERICS
 
 
-class SenderHandshake:
-    """The sender's end."""
+class SenderSession:
+    """The sender's end of one connection: what is agreed on it, what may be sent, how long the
+    receiver may be silent. Over as soon as any method raises HandoffFailed: then only `close` of
+    the connection may follow.
 
-    def __init__(self, config: SenderConfig, peer: WorkerIdentity, connection: Connection) -> None:
-        """peer: who is to answer."""
+    terms, token_layer_bytes, max_chunk_bytes: since the receiver's KvAccept; before it terms is
+    None, and nothing may be sent.
+    deadline: when the receiver must have sent something; None: it need not.
+    """
+
+    def __init__(
+        self, config: SenderConfig, peer: WorkerIdentity, endpoints: Sequence[Endpoint]
+    ) -> None:
+        """Connects to the best of the endpoints, where `peer` is to answer. Raises
+        TransportError."""
         self._config = config
         self._peer = peer
-        self._connection = connection
+        self.deadline: float | None = config.clock() + config.connect_timeout_s
+        self.connection = config.connect(endpoints, config.connect_timeout_s)
+        self.terms: Terms | None = None
+        self.token_layer_bytes = self.max_chunk_bytes = 0
         self._hello = kv_pb2.KvHello(
             min_version=MIN_VERSION,
             max_version=MAX_VERSION,
             worker_id=config.identity.worker_id,
             generation=config.identity.generation,
-            layout=layout_to_proto(config.layout),
+            layout=layout_to_proto(config.pool.layout),
             nonce=new_nonce() if config.secret else b"",
             numerics=numerics_to_proto(config.rule.numerics),
-            payload_checksums=[kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3],
+            payload_checksums=[
+                kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3,
+                *([kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM] if device_copy_of(config.pool) else ()),
+            ],
         )
 
-    def say_hello(self) -> None:
-        """Raises what Connection.send does."""
-        self._connection.send(self._hello)
+    def start(self) -> None:
+        """To be called first. Raises what Connection.send does."""
+        self.connection.send(self._hello)
 
-    def accepted(self, accept: kv_pb2.KvAccept) -> Terms:
-        """What both keep to from here on. Raises PeerMismatch if there is nothing such,
-        HandoffFailed if another answers."""
-        terms = sender_terms(accept, self._config.pool, self._peer, self._config.rule)
-        if self._config.secret is None:
-            return terms
-        key = self._prove(accept, self._config.secret)
-        self._connection.seal(key)
-        return terms.with_key(key)
+    def take(self, frame: Frame) -> None:
+        """A frame of the handshake. Raises PeerMismatch if the two cannot work together,
+        HandoffFailed if another worker answers, FrameError if the frame has no place here."""
+        match frame:
+            case kv_pb2.KvAccept() if self.terms is None:
+                self._on_accept(frame)
+            case kv_pb2.KvRefuse() if self.terms is None:
+                difference = (self._peer.worker_id, frame.field, frame.actual, frame.expected)
+                if frame.field.startswith("numerics."):
+                    raise PeerMismatch.of(*difference, fix=NUMERICS_FIX)
+                raise PeerMismatch.of(*difference)
+            case _:
+                raise FrameError(f"{self._peer.worker_id} sent a {type(frame).__name__} now")
 
-    def refused(self, refuse: kv_pb2.KvRefuse) -> PeerMismatch:
-        """Why there will be no KV."""
-        difference = (self._peer.worker_id, refuse.field, refuse.actual, refuse.expected)
-        if refuse.field.startswith("numerics."):
-            return PeerMismatch.of(*difference, fix=NUMERICS_FIX)
-        return PeerMismatch.of(*difference)
+    def _on_accept(self, accept: kv_pb2.KvAccept) -> None:
+        config = self._config
+        terms = sender_terms(accept, config.pool, self._peer, config.rule)
+        if config.secret is not None:
+            key = self._prove(accept, config.secret)
+            self.connection.seal(key)
+            terms = terms.with_key(key)
+        self.terms, self.deadline = terms, None
+        self.token_layer_bytes = terms.codec.wire.token_layer_bytes
+        most = max(config.max_chunk_bytes, self.token_layer_bytes)
+        self.max_chunk_bytes = min(most, accept.max_chunk_bytes)
+        if not terms.codec.is_plain:
+            peer, dtype = self._peer.worker_id, config.pool.layout.dtype
+            _log.info("KV travels to %s as %s, not %s", peer, terms.codec.wire.dtype, dtype)
 
     def _prove(self, accept: kv_pb2.KvAccept, secret: KvSecret) -> bytes:
         """Check the receiver's proof and send ours; the connection's key."""
@@ -203,21 +240,27 @@ class SenderHandshake:
             ours = "the one of this worker"
             raise PeerMismatch.of(self._peer.worker_id, "kv_secret", ours, theirs)
         proof = secret.sender_proof(self._hello, accept)
-        self._connection.send(kv_pb2.KvProof(proof=proof))
+        self.connection.send(kv_pb2.KvProof(proof=proof))
         return secret.connection_key(self._hello, accept)
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverConfig:
-    """What a receiver offers to every sender, and asks of it; see Receiver."""
+    """What a receiver offers to every sender, and asks of it.
+
+    num_credits: chunks in flight per connection; each has max_chunk_bytes of staging here.
+    wire_dtype: what senders are asked to send, one of WIRE_DTYPES. secret: KV is taken only from
+    workers that have it, too; None: from whoever presents a ticket. rule: which senders it takes KV
+    of.
+    """
 
     identity: WorkerIdentity
     pool: KvPool
     num_credits: int
     max_chunk_bytes: int
-    wire_dtype: str
-    secret: KvSecret | None
-    rule: NumericsRule
+    wire_dtype: str = "auto"
+    secret: KvSecret | None = None
+    rule: NumericsRule = ANY_NUMERICS
 
 
 class ReceiverHandshake:

@@ -35,7 +35,7 @@ from baton.kv_transports import (
 )
 from baton.rpc.bind import bind_fault
 from baton.rpc.tls import TlsFiles
-from baton.types import ANY_NUMERICS, KvLayout, KvRange, NumericsRule, WorkerIdentity
+from baton.types import ANY_NUMERICS, KvRange, NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import sample_from_proto
 from kv_transfer.device_memory import Payload, device_memory_of
@@ -67,35 +67,17 @@ class Receiver:
     """Takes KV for one worker's tickets. Thread-safe: each connection's thread has a session of its
     own."""
 
-    def __init__(
-        self,
-        identity: WorkerIdentity,
-        layout: KvLayout,
-        pool: KvPool,
-        tickets: TicketTable,
-        num_credits: int,
-        max_chunk_bytes: int,
-        wire_dtype: str = "auto",
-        secret: KvSecret | None = None,
-        rule: NumericsRule = ANY_NUMERICS,
-    ) -> None:
-        """num_credits: chunks in flight per connection; each has `max_chunk_bytes` of staging here.
-
-        wire_dtype: what senders are asked to send, one of WIRE_DTYPES. secret: KV is taken only
-        from workers that have it, too; None: from whoever presents a ticket. rule: which senders it
-        takes KV of.
-        """
-        if num_credits < 1 or max_chunk_bytes < most_token_layer_bytes(layout):
+    def __init__(self, config: ReceiverConfig, tickets: TicketTable) -> None:
+        most_bytes = most_token_layer_bytes(config.pool.layout)
+        if config.num_credits < 1 or config.max_chunk_bytes < most_bytes:
             raise ValueError("a receiver needs room for one token of one layer at least")
-        self.config = ReceiverConfig(
-            identity, pool, num_credits, max_chunk_bytes, wire_dtype, secret, rule
-        )
+        self.config = config
         self.tickets = tickets
-        self.num_credits = num_credits
+        self.num_credits = config.num_credits
         # Given back together, since each report wakes the sender's thread; the rest keeps it busy
         # meanwhile.
-        self.credit_batch = max(1, num_credits // 2)
-        self.max_chunk_bytes = max_chunk_bytes
+        self.credit_batch = max(1, config.num_credits // 2)
+        self.max_chunk_bytes = config.max_chunk_bytes
         self._connections = itertools.count(1)
 
     def session(
@@ -428,8 +410,8 @@ def open_receiver(
     lease_s, offer_s: see TicketTable. secret: of the tickets' digests; drawn anew if none is given.
     Each connection has num_credits * max_chunk_bytes of shared memory, or max_chunk_bytes of
     buffer; if not given, they are what suits memory of the host, or of a device. wire_dtype,
-    kv_secret, rule: see Receiver. Raises ConfigError for an unknown transport, or one that cannot
-    be bound.
+    kv_secret, rule: see ReceiverConfig. Raises ConfigError for an unknown transport, or one that
+    cannot be bound.
     """
     config = TransportConfig(
         worker_id=identity.worker_id,
@@ -462,17 +444,16 @@ def open_receiver(
             offer_s,
             pool.mark,
         )
-        receiver = Receiver(
+        offered = ReceiverConfig(
             identity,
-            pool.layout,
             pool,
-            tickets,
             default_credits if num_credits is None else num_credits,
             max(max_chunk_bytes or default_chunk_bytes, most_token_layer_bytes(pool.layout)),
             wire_dtype,
             kv_secret,
             rule,
         )
+        receiver = Receiver(offered, tickets)
         for listener in listeners:
             listener.serve(receiver)
         undo.pop_all()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -31,15 +31,13 @@ from baton.v1 import kv_pb2
 from baton.wire import sample_to_proto
 from kv_transfer.frame import (
     CHECKSUM_MASK,
-    Frame,
-    FrameError,
     chunk_checksum,
     clipped,
     commit_checksum,
     place_checksum,
 )
-from kv_transfer.handshake import SenderConfig, SenderHandshake, Terms
-from kv_transfer.ticket import Endpoint, KvTicket
+from kv_transfer.handshake import SenderConfig, SenderSession, Terms
+from kv_transfer.ticket import KvTicket
 from kv_transfer.transport.base import Staged
 from kv_transfer.wire_format import chunks
 
@@ -161,7 +159,7 @@ class SendConnection:
         """heartbeat: when the engine loop last showed life, by config.clock."""
         self._peer = peer
         self._config = config
-        self._token_layer_bytes = config.layout.token_layer_bytes
+        self._token_layer_bytes = config.pool.layout.token_layer_bytes
         self._heartbeat = heartbeat
         self._on_done = on_done
         self._handoffs: dict[Hashable, Handoff] = {}
@@ -261,6 +259,9 @@ class SendConnection:
         came = False
         while (frame := session.connection.receive()) is not None:
             came = True
+            if session.terms and isinstance(frame, kv_pb2.KvCredit):
+                session.deadline = None
+                continue
             if session.terms is None or not isinstance(frame, kv_pb2.KvCommitted | kv_pb2.KvAbort):
                 session.take(frame)
                 continue
@@ -357,9 +358,9 @@ class SendConnection:
                 missing = replace(piece, first_token=first_token, num_tokens=num_missing)
                 block_size = terms.codec.wire.block_size
                 token_bytes, most = session.token_layer_bytes, session.max_chunk_bytes
-                # The receiver's blocks may be smaller, and begin later.
-                start = max(window_start, ticket.layout.held_start(ticket.num_tokens))
-                parts = self._config.layout.from_window(missing, start)
+                # The receiver's blocks may be smaller, and its windowed layers' begin later.
+                start = max(window_start, ticket.layout.window_start(ticket.num_tokens))
+                parts = self._config.pool.layout.from_window(missing, start)
                 rest = chain.from_iterable(
                     chunks(part, token_bytes, most, block_size) for part in parts
                 )
@@ -474,58 +475,6 @@ class SendConnection:
         handoff.is_done = True
         self._idle_since = self._config.clock()
         self._on_done(SendDone(handoff.key, error, handoff.num_bytes))
-
-
-class SenderSession:
-    """The sender's end of one connection: what is agreed on it, what may be sent, how long the
-    receiver may be silent. Over as soon as any method raises HandoffFailed: then only `close` may
-    follow.
-
-    terms, token_layer_bytes, max_chunk_bytes: since the receiver's KvAccept; before it terms is
-    None, and nothing but the handshake may be sent.
-    deadline: when the receiver must have sent something; None: it need not.
-    """
-
-    def __init__(
-        self, config: SenderConfig, peer: WorkerIdentity, endpoints: Sequence[Endpoint]
-    ) -> None:
-        """Connects to the best of the endpoints. Raises TransportError."""
-        self._config = config
-        self._peer = peer
-        self.deadline: float | None = config.clock() + config.connect_timeout_s
-        self.connection = config.connect(endpoints, config.connect_timeout_s)
-        self._handshake = SenderHandshake(config, peer, self.connection)
-        self.terms: Terms | None = None
-        self.token_layer_bytes = self.max_chunk_bytes = 0
-
-    def start(self) -> None:
-        """To be called first. Raises what Connection.send does."""
-        self._handshake.say_hello()
-
-    def take(self, frame: Frame) -> None:
-        """A frame that is about no handoff. Raises PeerMismatch if the two cannot work together,
-        FrameError if it has no place here."""
-        match frame:
-            case kv_pb2.KvAccept() if self.terms is None:
-                self._open(frame)
-            case kv_pb2.KvRefuse() if self.terms is None:
-                raise self._handshake.refused(frame)
-            case kv_pb2.KvCredit() if self.terms is not None:
-                self.deadline = None
-            case _:
-                raise FrameError(f"{self._peer.worker_id} sent a {type(frame).__name__} now")
-
-    def _open(self, accept: kv_pb2.KvAccept) -> None:
-        config = self._config
-        self.terms = self._handshake.accepted(accept)
-        self.deadline = None
-        codec = self.terms.codec
-        self.token_layer_bytes = codec.wire.token_layer_bytes
-        most = max(config.max_chunk_bytes, self.token_layer_bytes)
-        self.max_chunk_bytes = min(most, accept.max_chunk_bytes)
-        if not codec.is_plain:
-            peer, dtype = self._peer.worker_id, config.layout.dtype
-            _log.info("KV travels to %s as %s, not %s", peer, codec.wire.dtype, dtype)
 
 
 _log = logging.getLogger("baton.kv")

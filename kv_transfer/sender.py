@@ -12,11 +12,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Protocol
 
-from baton.engine.interface import KvPool
 from baton.errors import BatonError, HandoffFailed, PeerMismatch
-from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, WorkerIdentity
+from baton.types import WorkerIdentity
 from kv_transfer.handshake import SenderConfig
-from kv_transfer.kv_secret import KvSecret
 from kv_transfer.send_connection import (
     Begin,
     LaterTask,
@@ -26,7 +24,6 @@ from kv_transfer.send_connection import (
     Task,
 )
 from kv_transfer.ticket import KvTicket, parse_ticket
-from kv_transfer.transport.base import Connector
 
 
 class KvSender(Protocol):
@@ -212,9 +209,6 @@ class ThreadRunner:
             self._wake_receive.recv(64)
 
 
-#: A bound only: a receiver says how large its chunks may be.
-DEFAULT_MAX_CHUNK_BYTES = 16 << 20
-
 #: A worker, and the number of a connection to it.
 _ConnectionId = tuple[WorkerIdentity, int]
 
@@ -236,50 +230,22 @@ class Sender:
 
     def __init__(
         self,
-        identity: WorkerIdentity,
-        layout: KvLayout,
-        pool: KvPool,
-        connect: Connector,
+        config: SenderConfig,
         on_done: Callable[[SendDone], None],
-        clock: Callable[[], float],
-        connect_timeout_s: float = 5.0,
-        ack_timeout_s: float = 10.0,
-        idle_timeout_s: float = 60.0,
-        max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
         *,
         num_connections: int = 1,
         is_inline: bool = False,
-        secret: KvSecret | None = None,
-        rule: NumericsRule = ANY_NUMERICS,
     ) -> None:
-        """clock: monotonic seconds. ack_timeout_s bounds the wait for a credit, and for the answer
-        to a commit.
-
-        secret: KV goes only to workers that have it, too; None: to whoever a ticket names. rule:
-        which receivers.
-        """
-        self._config = SenderConfig(
-            identity=identity,
-            layout=layout,
-            pool=pool,
-            connect=connect,
-            clock=clock,
-            max_chunk_bytes=max_chunk_bytes,
-            connect_timeout_s=connect_timeout_s,
-            ack_timeout_s=ack_timeout_s,
-            idle_timeout_s=idle_timeout_s,
-            secret=secret,
-            rule=rule,
-        )
+        self._config = config
         self._user_on_done = on_done
         self._make_runner: MakeRunner = (
-            InlineRunner if is_inline else functools.partial(ThreadRunner, clock=clock)
+            InlineRunner if is_inline else functools.partial(ThreadRunner, clock=config.clock)
         )
         self._lock = threading.RLock()
         self._num_connections = num_connections
         self._runners: dict[_ConnectionId, ConnectionRunner] = {}
         self._placed: dict[Hashable, tuple[_ConnectionId, ConnectionRunner] | None] = {}
-        self._last_heartbeat = clock()
+        self._last_heartbeat = config.clock()
         self._is_closed = False
 
     @property
@@ -301,7 +267,7 @@ class Sender:
             if key in self._placed:
                 raise ValueError(f"a handoff {key!r} is under way")
             self._placed[key] = None
-        difference = self._config.layout.difference(begin.ticket.layout)
+        difference = self._config.pool.layout.difference(begin.ticket.layout)
         if difference:
             error = PeerMismatch.of(peer.worker_id, *difference)
             self._on_done(SendDone(key, error, 0))

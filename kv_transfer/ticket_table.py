@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import KvLayout, KvRange, SequenceSpec, WorkerIdentity
@@ -22,6 +22,7 @@ from kv_transfer.ticket import (
     PrefixRequested,
     Rejection,
     Ticket,
+    TicketAborted,
     TicketCommitted,
     TicketEvent,
     TicketState,
@@ -30,27 +31,6 @@ from kv_transfer.ticket import (
     ticket_message,
     verify_ticket,
 )
-
-
-class Tickets(Protocol):
-    """See kv_transfer.ticket_table.TicketTable."""
-
-    def offer(
-        self,
-        spec: SequenceSpec,
-        block_ids: tuple[int, ...],
-        num_cached_tokens: int,
-        num_tokens: int,
-        lease_s: float = ...,
-        held_start: int = ...,
-    ) -> OfferedTicket: ...
-
-    def abort(self, ticket_id: int, reason: str, message: str) -> None: ...
-
-    def expire(self) -> None: ...
-
-    def release(self, ticket_id: int) -> None: ...
-
 
 _EPOCH = 1
 
@@ -99,6 +79,8 @@ class TicketTable:
         self._mark = mark
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
+        self._warnings: list[Callable[[], None]] = []
+        """Of senders, by whoever holds the lock."""
         self._none_over_before_s = clock()
         """Deadlines are only ever put off: this bound comes down only for a new ticket."""
 
@@ -175,27 +157,27 @@ class TicketTable:
     def abort(self, ticket_id: int, reason: str, message: str) -> None:
         """Give a ticket up, in whatever state; a second abort, or one after the commit, changes
         nothing."""
-        with self._locked() as calls:
+        with self._locked() as events:
             ticket = self._tickets.get(ticket_id)
             if ticket and ticket.is_open:
-                calls.extend(self._abort(ticket, reason, message))
+                events.append(self._abort(ticket, reason, message))
 
     def abort_all(self, reason: str, message: str) -> None:
         """Give every ticket up whose event is still to come."""
-        with self._locked() as calls:
-            for ticket in self._open():
-                calls.extend(self._abort(ticket, reason, message))
+        with self._locked() as events:
+            events += [self._abort(ticket, reason, message) for ticket in self._open()]
 
     def expire(self) -> None:
         """Abort the tickets that nobody has presented in time, and those that no frame has come for
         within the lease."""
-        with self._locked() as calls:
+        with self._locked() as events:
             now = self._clock()
             if now < self._none_over_before_s:
                 return
             for ticket in self._open():
                 if now >= ticket.deadline:
-                    calls.extend(self._abort(ticket, HandoffFailed.reason, self._overdue(ticket)))
+                    overdue = self._overdue(ticket)
+                    events.append(self._abort(ticket, HandoffFailed.reason, overdue))
             deadlines = (ticket.deadline for ticket in self._open())
             self._none_over_before_s = min((now + self._offer_s, *deadlines))
 
@@ -242,45 +224,45 @@ class TicketTable:
     ) -> Pinned | Rejection:
         """Where to write `piece`, until unpin. A piece out of range or seen before
         aborts the ticket."""
-        with self._locked() as calls:
+        with self._locked() as events:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
             fault = ticket.pin(piece, self._clock())
             if not fault:
                 return Pinned(ticket.block_ids, ticket.mark)
-            calls.extend(self._reporting(ticket.abort(HandoffFailed.reason, fault)))
+            events.append(ticket.abort(HandoffFailed.reason, fault))
             return Rejection(HandoffFailed.reason, fault)
 
     def unpin(self, ticket_id: int, checksum: int, num_bytes: int) -> None:
         """The writer of one pin is done with the blocks."""
-        with self._locked() as calls:
-            calls.extend(self._reporting(self._tickets[ticket_id].unpin(checksum, num_bytes)))
+        with self._locked() as events:
+            events.append(self._tickets[ticket_id].unpin(checksum, num_bytes))
 
     def fail(
         self, ticket_id: int, epoch: int, connection: int, reason: str, message: str
     ) -> Rejection:
         """The sender broke a rule or gave up. Only the connection that holds the ticket can abort
         it so."""
-        with self._locked() as calls:
+        with self._locked() as events:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
-            calls.extend(self._reporting(ticket.abort(reason, message)))
+            events.append(ticket.abort(reason, message))
             return Rejection(reason, message)
 
     def commit(self, commit: Commit, connection: int) -> Rejection | None:
         """The sender says that all is sent. None: so it is, and TicketCommitted has been
         reported."""
-        with self._locked() as calls:
+        with self._locked() as events:
             ticket = self._addressed(commit.ticket_id, commit.epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
             outcome = ticket.commit(commit)
             if isinstance(outcome, TicketCommitted):
-                calls.extend(self._reporting(outcome))
+                events.append(outcome)
                 return None
-            calls.extend(self._reporting(ticket.abort(HandoffFailed.reason, outcome)))
+            events.append(ticket.abort(HandoffFailed.reason, outcome))
             return Rejection(HandoffFailed.reason, outcome)
 
     def request_prefix(
@@ -288,12 +270,12 @@ class TicketTable:
     ) -> Rejection | None:
         """The sender wants the KV that the owner holds. PrefixRequested is reported besides the
         ticket's one event, before it."""
-        with self._locked() as calls:
+        with self._locked() as events:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
             ticket.renew(self._clock())
-            calls.extend(self._reporting(PrefixRequested(ticket_id, deliver_to)))
+            events.append(PrefixRequested(ticket_id, deliver_to))
             return None
 
     def renew(self, ticket_id: int, connection: int) -> Rejection | None:
@@ -307,20 +289,23 @@ class TicketTable:
 
     def close_connection(self, connection: int, message: str) -> None:
         """Abort what the connection had open."""
-        with self._locked() as calls:
-            for ticket in self._open():
-                if ticket.connection == connection:
-                    calls.extend(self._reporting(ticket.abort(HandoffFailed.reason, message)))
+        with self._locked() as events:
+            own = (ticket for ticket in self._open() if ticket.connection == connection)
+            events += [ticket.abort(HandoffFailed.reason, message) for ticket in own]
 
     @contextmanager
-    def _locked(self) -> Iterator[list[_Call]]:
-        """Hold the lock. What is put into the list is called, in its order, once the lock is free
-        again."""
-        calls: list[_Call] = []
+    def _locked(self) -> Iterator[list[TicketEvent | None]]:
+        """Hold the lock. The events put into the list are reported, in their order, once the lock
+        is free again, and senders warned after them."""
+        events: list[TicketEvent | None] = []
         with self._lock:
-            yield calls
-        for call in calls:
-            call()
+            yield events
+            warnings, self._warnings = self._warnings, []
+        for event in events:
+            if event is not None:
+                self._on_event(event)
+        for warn in warnings:
+            warn()
 
     # Under the lock.
 
@@ -339,19 +324,15 @@ class TicketTable:
             return f"no sender presented the ticket within {self._offer_s:g} s"
         return f"no KV and no sign of life for {self._lease_s:g} s ({ticket.state.value})"
 
-    def _reporting(self, event: TicketEvent | None) -> Iterator[_Call]:
-        if event:
-            yield partial(self._on_event, event)
-
-    def _abort(self, ticket: Ticket, reason: str, message: str) -> Iterator[_Call]:
-        """Abort an open ticket for a reason of this side, of which its sender is warned, too."""
-        yield from self._reporting(ticket.abort(reason, message))
+    def _abort(self, ticket: Ticket, reason: str, message: str) -> TicketAborted | None:
+        """Abort an open ticket for a reason of this side, of which its sender is warned, too. What
+        is to be reported now: see Ticket.abort."""
         if ticket.on_aborted:
             rejection = Rejection(reason, message)
-            yield partial(ticket.on_aborted, ticket.ticket_id, _EPOCH, rejection)
+            self._warnings.append(partial(ticket.on_aborted, ticket.ticket_id, _EPOCH, rejection))
+        return ticket.abort(reason, message)
 
 
-_Call = Callable[[], None]
 _UNKNOWN = Rejection(
     HandoffFailed.reason, "the ticket is not, or no more, known on this connection"
 )

@@ -30,8 +30,9 @@ settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("busy machine")
-# Between two edits (make test-fast): few examples of each property, of as many as it has otherwise.
-settings.register_profile("few examples", settings.get_profile("busy machine"), max_examples=10)
+#: Between two edits (make test-fast): few examples of each property, however many it asks for.
+_FEW = settings(settings.get_profile("busy machine"), max_examples=10)
+settings.register_profile("few examples", _FEW)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -98,6 +99,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="takes long: --long, as in .ci/run"))
+    if settings.get_current_profile_name() == "few examples":
+        for item in items:
+            _bound_examples(item)
+
+
+def _bound_examples(item: pytest.Item) -> None:
+    """Of a property, or of a state machine, which set a number of their own."""
+    machine = getattr(item, "cls", None)
+    for owner, name in (
+        (getattr(item, "obj", None), "_hypothesis_internal_use_settings"),
+        (machine, "settings"),
+    ):
+        own = getattr(owner, name, None)
+        if isinstance(own, settings) and own.max_examples > _FEW.max_examples:
+            setattr(owner, name, settings(own, max_examples=_FEW.max_examples))
 
 
 @pytest.fixture(params=LEVELS)

@@ -16,7 +16,7 @@ KV of what was said before, and to get it may be faster than to compute it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -28,12 +28,12 @@ from baton.events import Committed, Deferred, Failed, LocalPrefill, Offered
 from baton.grammar import Matchers
 from baton.types import KvSource
 from kv_transfer.ticket import TicketAborted, TicketCommitted
-from kv_transfer.ticket_table import Tickets
+from kv_transfer.ticket_table import TicketTable
 from worker_core.commands import Destination, Open, SequenceKey
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
 from worker_core.policy import Policy
-from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence, width
+from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence
 from worker_core.state import CoreState, failed
 
 
@@ -68,21 +68,18 @@ class Admission:
     def __init__(
         self,
         state: CoreState,
-        tickets: Tickets,
+        tickets: TicketTable,
         limits: CoreLimits,
         costs: Costs,
         matchers: Matchers,
         handoffs: Handoffs,
-        clock: Callable[[], float],
     ) -> None:
-        """clock: monotonic seconds."""
         self._state = state
         self._tickets = tickets
         self._limits = limits
         self._costs = costs
         self._matchers = matchers
         self._handoffs = handoffs
-        self._clock = clock
         self._queued: dict[Hashable, _Queued] = {}
         self._by_ticket: dict[int, WorkerSequence] = {}
         """Sequences in the stage AWAITING_KV, or CLOSING after it."""
@@ -116,7 +113,7 @@ class Admission:
         if error:
             self._turn_away(command, failed(error))
             return
-        queued = _Queued(key, command, self._clock())
+        queued = _Queued(key, command, self._state.clock())
         if policy.queues_prompts and command.source is KvSource.LOCAL:
             self._queued[key] = queued
         elif why := self._no_room(command) or self._admit(queued):
@@ -170,10 +167,13 @@ class Admission:
         spec, state = command.spec, self._state
         if (error := refusal(spec, state.spec)) or command.destination:
             return error
-        num_wide = width(spec)
+        num_wide = spec.width
         most = min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
         if num_wide > most:
-            return InvalidRequest(f"{num_wide} choices or beams; this worker runs at most {most}")
+            return InvalidRequest(
+                f"sampling: {num_wide} choices or beams are more than this worker runs at once; "
+                f"ask for at most {most}"
+            )
         if spec.sampling.beam is None:
             return None
         longest = min(spec.sampling.max_tokens, state.spec.max_model_len - spec.num_tokens)
@@ -189,7 +189,7 @@ class Admission:
     def _no_room(self, command: Open) -> Deferred | None:
         """Why a sequence cannot come in now, whatever blocks it needs."""
         state = self._state
-        num_wide = 1 if command.destination else width(command.spec)
+        num_wide = 1 if command.destination else command.spec.width
         if state.num_places + num_wide > self._limits.max_num_seqs:
             most = self._limits.max_num_seqs
             return Deferred(f"{state.num_places} of {most} places are taken")
@@ -216,10 +216,19 @@ class Admission:
             order=self._matchers.order(sampling) if sampling.grammar else None,
         )
         state.put(sequence)
-        if self._is_computed_here(command, lease.num_cached_tokens):
-            self._begin_prefill(sequence, command.source, queued.arrived_s)
-        else:
+        num_cached = lease.num_cached_tokens
+        if not self._is_computed_here(command, num_cached):
             self._offer(sequence, command.source)
+            return None
+        if command.source is not KvSource.HANDOFF:
+            sequence.prefill = LocalPrefillProgress(
+                queued.arrived_s, self._state.clock(), num_cached
+            )
+        state.emit(sequence, LocalPrefill(num_cached))
+        if sequence.destination:
+            self._fetch_prefix(sequence, sequence.destination)
+            layers = range(state.spec.layout.num_layers)
+            self._handoffs.send_computed(sequence, range(num_cached), layers)
         return None
 
     def _lease(self, command: Open) -> BlockLease | Deferred:
@@ -228,38 +237,42 @@ class Admission:
         is_scored_here = wants_prompt_logprobs(spec) and command.source is KvSource.LOCAL
         num_tokens = spec.num_tokens + (command.destination is None)
         layout = state.spec.layout
-        # Of a ticket's KV nothing comes from before the window, see Send; and a prefix is served
-        # from its own window on.
-        held_start = layout.held_start(spec.num_tokens - (command.source is KvSource.HANDOFF))
-        first_token = 0 if command.source is KvSource.LOCAL else held_start
+        num_sent = spec.num_tokens - (command.source is KvSource.HANDOFF)
+        is_local = command.source is KvSource.LOCAL
         lease = state.pool.lease(
             spec.prefix_key,
             spec.token_ids,
             num_tokens if layout.has_full_layers else 0,
             shares_prefixes=shares_prefixes and not is_scored_here,
-            min_prefix_tokens=first_token,
+            # A prefix is served from its own window on.
+            min_prefix_tokens=0 if is_local else layout.held_start(num_sent),
         )
         if lease is None:
             return Deferred("no room for the prompt's blocks")
+        # Of a ticket's KV windowed layers get nothing from before the window, see Send.
+        first_token = 0 if is_local else layout.window_start(num_sent)
         if not self._reserve(lease, command, first_token, num_tokens):
             lease.release()
             return Deferred("no room for the blocks of the prompt's window")
         num_growing = state.num_growing_places
         if not command.destination:
-            num_growing += width(spec) - 1
+            num_growing += spec.width - 1
         if state.pool.num_available < num_growing:
             lease.release()  # each sequence here must be able to grow before a new one comes
             return Deferred("the sequences that run need the blocks that are left")
         return lease
 
     def _reserve(self, lease: BlockLease, command: Open, first_token: int, num_tokens: int) -> bool:
-        """Without full layers: whether there are blocks for what comes by a ticket; or for as much
-        of a prompt as is held while its chunks are computed, and for what may be fetched of it."""
+        """Whether there are blocks, or slots, for what comes by a ticket from first_token on; or,
+        without full layers, blocks for as much of a prompt as is held while its chunks are
+        computed, and for what may be fetched of it. With them a prompt takes slots as it goes
+        on: there are enough, see KvLayout.max_window_slots."""
         layout = self._state.spec.layout
+        if not self._is_computed_here(command, lease.num_cached_tokens):
+            holds_prefix = lease.num_cached_tokens and not layout.has_full_layers
+            return lease.reserve(0 if holds_prefix else first_token, num_tokens)
         if layout.has_full_layers:
             return True
-        if not self._is_computed_here(command, lease.num_cached_tokens):
-            return lease.reserve(0 if lease.num_cached_tokens else first_token, num_tokens)
         most = lease.held_start + layout.window + layout.block_size
         end = max(most, lease.num_cached_tokens) + self._limits.max_num_batched_tokens
         if command.destination:
@@ -278,15 +291,6 @@ class Admission:
                 is_short = num_missing <= self.local_prefill_threshold
                 return is_short and not wants_prompt_logprobs(command.spec)
 
-    def _begin_prefill(self, sequence: WorkerSequence, source: KvSource, arrived_s: float) -> None:
-        num_cached = sequence.num_computed_tokens
-        if source is not KvSource.HANDOFF:
-            sequence.prefill = LocalPrefillProgress(arrived_s, self._clock(), num_cached)
-        self._state.emit(sequence, LocalPrefill(num_cached))
-        if sequence.destination:
-            self._fetch_prefix(sequence, sequence.destination)
-            self._handoffs.send_computed(sequence, 0, num_cached)
-
     def _fetch_prefix(self, sequence: WorkerSequence, destination: Destination) -> None:
         """Ask for what the destination holds and this worker lacks, unless there is nothing, or it
         costs more."""
@@ -297,6 +301,9 @@ class Admission:
             return
         if not self._costs.is_fetch_cheaper(num_lacking):
             return
+        layout, lease = self._state.spec.layout, sequence.lease
+        if layout.has_full_layers and not lease.reserve(layout.window_start(num_held), num_held):
+            return
         block_ids = tuple(sequence.lease.block_ids)
         offered = self._tickets.offer(
             *(spec, block_ids, num_computed, num_held, FETCH_LEASE_S),
@@ -304,7 +311,7 @@ class Admission:
         )
         sequence.stage = Stage.FETCHING
         sequence.ticket_id = offered.ticket_id
-        sequence.offered_s = self._clock()
+        sequence.offered_s = self._state.clock()
         self._fetching[offered.ticket_id] = sequence
         self._handoffs.fetch(sequence, offered.data)
 
@@ -320,7 +327,7 @@ class Admission:
         )
         sequence.stage = Stage.AWAITING_KV
         sequence.ticket_id = offered.ticket_id
-        sequence.offered_s = self._clock()
+        sequence.offered_s = self._state.clock()
         self._by_ticket[offered.ticket_id] = sequence
         self._state.emit(sequence, Offered(offered.data, num_cached, offered.ticket_id))
 
@@ -338,7 +345,7 @@ class Admission:
             self._state.leave(sequence)
             return None
         num_missing = committed.num_tokens - sequence.num_computed_tokens
-        waited_s = self._clock() - sequence.offered_s
+        waited_s = self._state.clock() - sequence.offered_s
         is_prefix = sequence.stage is Stage.FETCHING
         sequence.stage = Stage.RUNNING
         sequence.num_computed_tokens = committed.num_tokens

@@ -30,8 +30,8 @@ from baton.errors import Cancelled
 from baton.grammar import Matchers, with_grammar_ready
 from baton.types import WorkerLoad
 from kv_transfer.sender import KvSender, SendDone
-from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted, TicketEvent
-from kv_transfer.ticket_table import Tickets
+from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
+from kv_transfer.ticket_table import TicketTable
 from worker_core.admission import Admission, CoreLimits
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import (
@@ -73,7 +73,7 @@ class CoreDeps:
 
     engine: Engine
     pool: BlockPool
-    tickets: Tickets
+    tickets: TicketTable
     sender: KvSender
     swap: SwapSpace
     matchers: Matchers
@@ -96,10 +96,11 @@ class WorkerCore:
             deps.engine.spec,
             deps.pool,
             deps.swap,
+            deps.clock,
             deps.speculation.forget if deps.speculation else None,
         )
-        self._handoffs = Handoffs(self._state, deps.sender, deps.clock)
-        self._output = Output(self._state, self._handoffs, deps.clock)
+        self._handoffs = Handoffs(self._state, deps.sender)
+        self._output = Output(self._state, self._handoffs)
         self._steps = Steps(
             self._state,
             deps.engine,
@@ -107,7 +108,6 @@ class WorkerCore:
             self._costs,
             self._handoffs,
             self._output,
-            deps.clock,
             deps.beat,
             # Drafts are found by the tokens known.
             1 if deps.speculation else limits.max_num_launches,
@@ -119,9 +119,8 @@ class WorkerCore:
             self._costs,
             deps.matchers,
             self._handoffs,
-            deps.clock,
         )
-        self._preemption = Preemption(self._state, self._costs, self._handoffs, deps.clock)
+        self._preemption = Preemption(self._state, self._costs, self._handoffs)
         self._num_orphans = 0
 
     def step(self, commands: Sequence[Command]) -> Step[StreamEvent]:
@@ -167,7 +166,7 @@ class WorkerCore:
 
     # Commands
 
-    def _apply(self, command: Command) -> None:
+    def _apply(self, command: Command) -> None:  # noqa: PLR0912, one arm per command
         match command:
             case Open():
                 self._admission.open(command, self._policy)
@@ -182,8 +181,15 @@ class WorkerCore:
                 self._admission.cancel_queued_of(stream)
                 for group in [g for g in self._state.groups.values() if g.stream == stream]:
                     self._cancel(group)
-            case TicketCommitted() | TicketAborted() | PrefixRequested():
-                self._on_ticket_event(command)
+            case TicketCommitted():
+                sequence = self._admission.on_committed(command)
+                if sequence and command.firsts:
+                    self._output.produce_firsts(sequence, command.firsts)
+            case TicketAborted():
+                self._admission.on_aborted(command)
+            case PrefixRequested(ticket_id):
+                if sequence := self._admission.awaiting(ticket_id):
+                    self._handoffs.serve_prefix(sequence, command)
             case SendDone():
                 self._on_sent(command)
             case Drain():
@@ -195,18 +201,6 @@ class WorkerCore:
                 reply(ledger_of(self._state))
             case Known():
                 self._end_orphans(command)
-
-    def _on_ticket_event(self, event: TicketEvent) -> None:
-        match event:
-            case TicketCommitted():
-                sequence = self._admission.on_committed(event)
-                if sequence and event.firsts:
-                    self._output.produce_firsts(sequence, event.firsts)
-            case TicketAborted():
-                self._admission.on_aborted(event)
-            case PrefixRequested():
-                if sequence := self._admission.awaiting(event.ticket_id):
-                    self._handoffs.serve_prefix(sequence, event)
 
     def _on_sent(self, done: SendDone) -> None:
         """A handoff has ended; perhaps before its prompt had its turn."""

@@ -14,8 +14,9 @@ then the sender may read the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from itertools import groupby
+from operator import itemgetter
 
 from baton.cache.pool import BlockLease
 from baton.errors import (
@@ -38,13 +39,11 @@ from worker_core.state import CoreState, SequenceGroup
 class Handoffs:
     """What the KV sender is at. Owns the blocks of prefixes that are being served."""
 
-    def __init__(self, state: CoreState, sender: KvSender, clock: Callable[[], float]) -> None:
-        """clock: the sender's."""
+    def __init__(self, state: CoreState, sender: KvSender) -> None:
+        """sender: on the clock of `state`."""
         self._state = state
         self._sender = sender
-        self._clock = clock
         self._layout = state.spec.layout
-        self._num_layers = self._layout.num_layers
         self._rejected: set[Hashable] = set()
         """Keys whose sequences never had blocks here, and whose SendDone is still to come."""
         self._early_ends: dict[Hashable, SendDone] = {}
@@ -78,53 +77,29 @@ class Handoffs:
         self._sender.submit(FetchPrefix(sequence.key, ticket))
 
     def send_computed(
-        self,
-        sequence: WorkerSequence,
-        first_token: int,
-        num_tokens: int,
-        first_layer: int = 0,
-        num_layers: int | None = None,
-        mark: object = None,
+        self, sequence: WorkerSequence, tokens: range, layers: range, mark: object = None
     ) -> None:
-        """KV of these tokens is final, in all layers unless it says otherwise, or will be when
-        `mark` is done, if there is one: the destination gets what it does not hold."""
-        destination = sequence.destination
-        if destination is None:
-            return
-        end = first_token + num_tokens
-        start = max(first_token, destination.num_held_tokens)
-        if start < end:
-            num_layers = self._num_layers if num_layers is None else num_layers
-            missing = KvRange(start, end - start, first_layer, num_layers)
-            num_tokens = sequence.spec.num_tokens
-            self._sender.submit(self._send(sequence.key, sequence.lease, missing, num_tokens, mark))
-
-    def send_layers(
-        self,
-        sequence: WorkerSequence,
-        tokens: range,
-        first_layer: int,
-        num_layers: int,
-        mark: object,
-    ) -> None:
-        """A step has computed, or will have when `mark` is done, KV of these tokens in some layers.
-        What was sent already is not sent again."""
-        if sequence.prefill is None:
+        """KV of these tokens is final in these layers, or will be when `mark` is done, if there is
+        one. The destination gets what it does not hold, and was not sent already."""
+        if sequence.destination is None or sequence.prefill is None:
             return
         sent_ends = sequence.prefill.sent_ends
-        layers = range(first_layer, first_layer + num_layers)
-        for start, group in groupby(layers, lambda one: max(tokens.start, sent_ends.get(one, 0))):
-            alike = tuple(group)
+        first = max(tokens.start, sequence.destination.num_held_tokens)
+        starts = [(max(first, sent_ends.get(layer, 0)), layer) for layer in layers]
+        for start, group in groupby(starts, itemgetter(0)):
+            alike = [layer for _, layer in group]
             if start < tokens.stop:
-                num_tokens = tokens.stop - start
-                self.send_computed(sequence, start, num_tokens, alike[0], len(alike), mark)
+                piece = KvRange(start, tokens.stop - start, alike[0], len(alike))
+                num_tokens = sequence.spec.num_tokens
+                send = self._send(sequence.key, sequence.lease, piece, num_tokens, mark)
+                self._sender.submit(send)
                 sent_ends.update(dict.fromkeys(alike, tokens.stop))
 
     def commit(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
         """The prompt is computed, and `firsts` follow it: it is handed off with them."""
         sequence.stage = Stage.HANDING_OFF
         num_tokens = sequence.spec.num_tokens
-        self._sender.submit(Finish(sequence.key, num_tokens, firsts, self._clock()))
+        self._sender.submit(Finish(sequence.key, num_tokens, firsts, self._state.clock()))
 
     # Of sequences that run
 
@@ -186,9 +161,9 @@ class Handoffs:
     def _send_whole(self, key: Hashable, ticket: bytes, lease: BlockLease, num_tokens: int) -> None:
         """Send all there is. The receiver knows the tokens: none comes with the commit. Raises
         InvalidRequest if the ticket is none."""
-        whole = KvRange(0, num_tokens, 0, self._num_layers)
+        whole = KvRange(0, num_tokens, 0, self._layout.num_layers)
         send = self._send(key, lease, whole, num_tokens)
-        self._sender.begin(key, ticket, send, Finish(key, num_tokens, (), self._clock()))
+        self._sender.begin(key, ticket, send, Finish(key, num_tokens, (), self._state.clock()))
 
     def _send(
         self,

@@ -3,7 +3,7 @@ prompts are handed off, outputs end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from baton.engine.interface import SliceOutcome, num_scored_rows
 from baton.errors import BatonError, Cancelled
@@ -19,11 +19,9 @@ from worker_core.state import CoreState
 class Output:
     """Takes outcomes of slices to the sequences they are of."""
 
-    def __init__(self, state: CoreState, handoffs: Handoffs, clock: Callable[[], float]) -> None:
-        """clock: monotonic seconds."""
+    def __init__(self, state: CoreState, handoffs: Handoffs) -> None:
         self._state = state
         self._handoffs = handoffs
-        self._clock = clock
 
     def advance(
         self,
@@ -67,7 +65,7 @@ class Output:
                 progress.num_cached_tokens,
                 progress.num_fetched_tokens,
                 (progress.started_s - progress.arrived_s) * 1e3,
-                (self._clock() - progress.started_s) * 1e3,
+                (self._state.clock() - progress.started_s) * 1e3,
                 tuple(progress.logprobs),
                 tuple(progress.chunks),
             )

@@ -3,8 +3,6 @@ anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from baton.errors import Cancelled
 from baton.events import Preempted
 from worker_core.beam_group import BeamGroup
@@ -17,18 +15,10 @@ from worker_core.state import CoreState, SequenceGroup
 class Preemption:
     """Between steps, with no launch in flight."""
 
-    def __init__(
-        self,
-        state: CoreState,
-        costs: Costs,
-        handoffs: Handoffs,
-        clock: Callable[[], float],
-    ) -> None:
-        """clock: monotonic seconds."""
+    def __init__(self, state: CoreState, costs: Costs, handoffs: Handoffs) -> None:
         self._state = state
         self._costs = costs
         self._handoffs = handoffs
-        self._clock = clock
 
     def preempt(self, group: SequenceGroup) -> None:
         state = self._state
@@ -38,9 +28,9 @@ class Preemption:
                 self._handoffs.cancel(group, Cancelled.reason, "others needed the memory")
             state.leave(group)
             return
-        begin_s, num_tokens = self._clock(), group.num_computed_tokens
+        begin_s, num_tokens = state.clock(), group.num_computed_tokens
         state.swap.put(group.key, group.lease.block_ids, num_tokens)
-        self._costs.copy.observe(state.swap.num_bytes_of(num_tokens), self._clock() - begin_s)
+        self._costs.copy.observe(state.swap.num_bytes_of(num_tokens), state.clock() - begin_s)
         group.lease.index(group.token_ids, group.num_computed_tokens)
         group.lease.release()
         group.stage = Stage.SWAPPED
@@ -71,11 +61,13 @@ class Preemption:
 
     def _bring_back(self, sequence: WorkerSequence) -> bool:
         state, num_tokens = self._state, len(sequence.token_ids)
-        first_token = state.spec.layout.held_start(sequence.num_computed_tokens)
+        layout = state.spec.layout
+        # Nothing of windowed layers was kept from before it, see SwapSpace.
+        first_token = layout.window_start(sequence.num_computed_tokens)
         lease = state.pool.lease(
             sequence.spec.prefix_key,
             sequence.token_ids,
-            0 if first_token else num_tokens,
+            num_tokens if layout.has_full_layers or not first_token else 0,
             shares_prefixes=state.spec.shares_prefixes(sequence.num_prompt_tokens),
         )
         if lease is None:
@@ -84,7 +76,7 @@ class Preemption:
             lease.release()
             return False
         state.swap.take(sequence.key, lease.block_ids, lease.num_cached_tokens)
-        lease.received(sequence.lease.window_start)
+        lease.received(max(first_token, sequence.lease.window_start))
         sequence.lease = lease
         sequence.stage = Stage.RUNNING
         return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from opentelemetry.context import Context
@@ -30,7 +31,7 @@ from baton.events import (
     Tokens,
 )
 from baton.telemetry import RequestEvent, Telemetry, names
-from baton.telemetry.metrics import seconds_histogram
+from baton.telemetry.metrics import Counts, seconds_histogram
 from baton.telemetry.names import SpanName
 from baton.telemetry.spans import SpanWriter, TimedEvent, WallClock, context_of
 from baton.types import FinishReason, SequenceSpec
@@ -87,29 +88,35 @@ class WorkerRecorder:
         self._num_choices: dict[_Key, int] = {}
         """Of sequences that are still one, by their first handles."""
         meter = telemetry.meter
-        counter = meter.create_counter
-        self._computed = counter("baton.prefill.tokens", description="Prompt tokens computed.")
-        self._decoded = counter("baton.decode.tokens", description="Tokens produced.")
-        self._drafts = counter("baton.drafts", description="Steps of a sequence with drafts.")
-        self._drafted = counter("baton.draft.tokens", description="Tokens drafted.")
-        self._accepted = counter("baton.draft.accepted.tokens", description="Drafts confirmed.")
-        self._queried = counter("baton.prefix.query.tokens", description="Tokens looked up.")
-        self._hit = counter("baton.prefix.hit.tokens", description="Tokens found computed.")
-        self._fetched = counter("baton.prefix.fetched.tokens", description="Tokens fetched.")
-        self._preempted = counter("baton.preemptions", description="Sequences sent away.")
-        self._prompts_failed = counter(
-            "baton.prompts.failed", description="Prompts without a first token."
+        count = partial(Counts, meter)
+        self._computed = count("baton.prefill.tokens", "Prompt tokens computed.")
+        self._decoded = count("baton.decode.tokens", "Tokens produced.")
+        self._drafts = count("baton.drafts", "Steps of a sequence with drafts.")
+        self._drafted = count("baton.draft.tokens", "Tokens drafted.")
+        self._accepted = count("baton.draft.accepted.tokens", "Drafts confirmed.")
+        self._queried = count("baton.prefix.query.tokens", "Tokens looked up.")
+        self._hit = count("baton.prefix.hit.tokens", "Tokens found computed.")
+        self._fetched = count("baton.prefix.fetched.tokens", "Tokens fetched.")
+        self._preempted = count("baton.preemptions", "Sequences sent away.")
+        self._prompts_failed = count(
+            "baton.prompts.failed", "Prompts without a first token.", names.REASON
         )
-        self._prompts_cancelled = counter(
-            "baton.prompts.cancelled", description="Prompts given up."
+        self._prompts_cancelled = count(
+            "baton.prompts.cancelled", "Prompts given up.", names.STATE, _COMPUTING, _SENDING
         )
-        self._cancelled = counter("baton.sequences.cancelled", description="Sequences given up.")
-        self._failed = counter("baton.sequences.failed", description="Sequences that failed.")
-        self._handed_off = counter("baton.handoffs", description="Running sequences handed off.")
-        self._deferred = counter("baton.deferrals", description="Sequences there was no room for.")
-        self._events = counter("baton.request.events", description="What happened to requests.")
-        self._sent_bytes = counter("baton.transfer.sent", unit="By", description="KV sent.")
-        self._received = counter("baton.transfer.received", unit="By", description="KV received.")
+        begun = (RequestEvent.OFFERED, RequestEvent.COMMITTED, RequestEvent.LOCAL_PREFILL)
+        self._cancelled = count(
+            "baton.sequences.cancelled", "Sequences given up.", names.STATE, *begun
+        )
+        self._failed = count("baton.sequences.failed", "Sequences that failed.", names.REASON)
+        self._handed_off = count("baton.handoffs", "Running sequences handed off.")
+        self._deferred = count("baton.deferrals", "Sequences there was no room for.")
+        self._events = count(
+            *("baton.request.events", "What happened to requests.", names.EVENT),
+            *(*_TICKET_EVENTS, RequestEvent.ABORTED),
+        )
+        self._sent_bytes = count("baton.transfer.sent", "KV sent.", unit="By")
+        self._received = count("baton.transfer.received", "KV received.", unit="By")
         self._transfer_time = seconds_histogram(
             meter, "baton.transfer.duration", "From a ticket's presentation to its commit."
         )
@@ -126,27 +133,6 @@ class WorkerRecorder:
         self._compute_time = seconds_histogram(
             meter, "baton.prefill.duration", "From a prompt's first chunk to its first token."
         )
-
-        for counted in (
-            self._computed,
-            self._decoded,
-            self._drafts,
-            self._drafted,
-            self._accepted,
-            self._fetched,
-            self._preempted,
-            self._handed_off,
-            self._deferred,
-            self._sent_bytes,
-            self._received,
-        ):
-            counted.add(0)
-        for event in (*_TICKET_EVENTS, RequestEvent.ABORTED):
-            self._events.add(0, {names.EVENT: event.value})
-        for state in (RequestEvent.OFFERED, RequestEvent.COMMITTED, RequestEvent.LOCAL_PREFILL):
-            self._cancelled.add(0, {names.STATE: state.value})
-        for phase in (_COMPUTING, _SENDING):
-            self._prompts_cancelled.add(0, {names.STATE: phase})
 
     def on_command(self, command: Command) -> None:
         """A command goes to the core."""
@@ -212,13 +198,13 @@ class WorkerRecorder:
         if isinstance(end, TicketCommitted):
             sequence.committed = (at_s, end)
             for event in _TICKET_EVENTS:
-                self._events.add(1, {names.EVENT: event.value})
+                self._events.add(1, event)
             self._received.add(end.num_bytes)
             self._transfer_time.record(max(0.0, at_s - end.reserved_s))
             self._exposed_time.record(end.transfer_exposed_ms / 1e3)
             return
         sequence.state = RequestEvent.ABORTED
-        self._events.add(1, {names.EVENT: RequestEvent.ABORTED.value})
+        self._events.add(1, RequestEvent.ABORTED)
         if self._telemetry.has_traces:
             ended = (RequestEvent.ABORTED, at_s)
             self._write(SpanName.TRANSFER, sequence, sequence.offered_s, at_s, ended, end.reason)
@@ -258,7 +244,7 @@ class WorkerRecorder:
                 sequence.running_s = now_s
             case Failed(reason):
                 failed = self._prompts_failed if sequence.has_destination else self._failed
-                failed.add(1, {names.REASON: reason})
+                failed.add(1, reason)
                 if sequence.has_destination and self._telemetry.has_traces:
                     ended = (RequestEvent.FAILED, now_s)
                     self._write(SpanName.PREFILL, sequence, sequence.opened_s, now_s, ended, reason)
@@ -440,12 +426,12 @@ class WorkerRecorder:
         if sequence is None:
             return
         if not sequence.has_destination:
-            self._cancelled.add(1, {names.STATE: sequence.state.value})
+            self._cancelled.add(1, sequence.state)
             self._leave(key, RequestEvent.CANCELLED, at_s, error=Cancelled.reason)
             return
         del self._sequences[key]
         is_sending = sequence.sending_s is not None
-        self._prompts_cancelled.add(1, {names.STATE: _SENDING if is_sending else _COMPUTING})
+        self._prompts_cancelled.add(1, _SENDING if is_sending else _COMPUTING)
         if self._telemetry.has_traces:
             self._write(
                 SpanName.SEND if is_sending else SpanName.PREFILL,

@@ -144,7 +144,7 @@ class WorkerSequence:
         self.key = self.stream, self.handle
         self.token_ids = list(self.spec.token_ids)
         self.choices = list(range(self.spec.num_choices))
-        self.width = 1 if self.destination else width(self.spec)
+        self.width = 1 if self.destination else self.spec.width
         self.num_growing_places = 0 if self.destination else self.width
         self.rank = self.spec.rank
         self.num_prompt_tokens = len(self.spec.prompt_token_ids)
@@ -283,11 +283,6 @@ class WorkerSequence:
             self.key,
         )
         return (part,)
-
-
-def width(spec: SequenceSpec) -> int:
-    """Places in the batch that a sequence takes, or its choices or beams will take."""
-    return spec.sampling.beam.width if spec.sampling.beam else spec.num_choices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

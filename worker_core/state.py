@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from baton.cache.ledger import BlockLedger, BlockOwner, take_ledger
@@ -22,16 +22,13 @@ from worker_core.sequence import Stage, WorkerSequence
 
 @dataclass(frozen=True, slots=True)
 class _Swapped:
-    """blocks: packed bytes, block by block, of tokens [first_token, num_tokens); the last may be
-    shorter."""
+    """pieces: what was packed, a block's tokens at most each, and its bytes."""
 
-    blocks: tuple[bytearray, ...]
-    first_token: int
-    num_tokens: int
+    pieces: tuple[tuple[KvRange, bytearray], ...]
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, self.blocks))
+        return sum(len(data) for _, data in self.pieces)
 
 
 class SwapSpace:
@@ -52,50 +49,53 @@ class SwapSpace:
     def num_bytes_of(self, num_tokens: int) -> int:
         """Bytes that the KV of a sequence of `num_tokens` tokens takes here."""
         layout = self._kv.layout
-        return (num_tokens - layout.held_start(num_tokens)) * layout.token_bytes
+        pieces = layout.from_window(self._whole(num_tokens), layout.window_start(num_tokens))
+        return sum(piece.num_bytes(layout.token_layer_bytes) for piece in pieces)
 
     def has_room_for(self, num_tokens: int) -> bool:
         return self.num_bytes + self.num_bytes_of(num_tokens) <= self._max_num_bytes
 
     def put(self, key: Hashable, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Copy the KV of the first `num_tokens` tokens of a block table, from where a sequence of
-        so many holds any. There must be room; the key must be new."""
+        """Copy the KV of the first `num_tokens` tokens of a block table, of windowed layers that
+        from KvLayout.window_start on. There must be room; the key must be new."""
         layout = self._kv.layout
         self._kv.follow(self._kv.mark())
-        blocks = []
-        first_token = layout.held_start(num_tokens)
-        for first in range(first_token, num_tokens, layout.block_size):
-            piece = self._piece(first, num_tokens)
-            block = bytearray(piece.num_tokens * layout.token_bytes)
-            self._kv.pack(block_ids, piece, memoryview(block))
-            blocks.append(block)
-        swapped = _Swapped(tuple(blocks), first_token, num_tokens)
-        self._swapped[key] = swapped
+        pieces = []
+        for whole in layout.from_window(self._whole(num_tokens), layout.window_start(num_tokens)):
+            for piece in self._by_block(whole):
+                data = bytearray(piece.num_bytes(layout.token_layer_bytes))
+                self._kv.pack(*self._in_block(block_ids, piece), memoryview(data))
+                pieces.append((piece, data))
+        self._swapped[key] = swapped = _Swapped(tuple(pieces))
         self.num_bytes += swapped.num_bytes
         self.num_swaps += 1
 
     def take(self, key: Hashable, block_ids: Sequence[int], num_held_tokens: int) -> None:
         """Copy the KV back, but for the first `num_held_tokens` tokens, whole blocks that are
         there; then forget it."""
-        layout = self._kv.layout
         self._kv.follow(self._kv.mark())
-        swapped = self._swapped[key]
-        firsts = range(swapped.first_token, swapped.num_tokens, layout.block_size)
-        for first, block in zip(firsts, swapped.blocks, strict=True):
-            if first >= num_held_tokens:
-                piece = self._piece(first, swapped.num_tokens)
-                self._kv.unpack(block_ids, piece, memoryview(block))
+        for piece, data in self._swapped[key].pieces:
+            if piece.first_token >= num_held_tokens:
+                self._kv.unpack(*self._in_block(block_ids, piece), memoryview(data))
         self.drop(key)
 
     def drop(self, key: Hashable) -> None:
         """Forget what is here of a sequence."""
         self.num_bytes -= self._swapped.pop(key).num_bytes
 
-    def _piece(self, first_token: int, end_token: int) -> KvRange:
-        """What the block that begins at `first_token` holds of a sequence's KV."""
-        layout = self._kv.layout
-        num_tokens = min(layout.block_size, end_token - first_token)
-        return KvRange(first_token, num_tokens, 0, layout.num_layers)
+    def _whole(self, num_tokens: int) -> KvRange:
+        return KvRange(0, num_tokens, 0, self._kv.layout.num_layers)
+
+    def _by_block(self, whole: KvRange) -> Iterator[KvRange]:
+        """`whole`, which begins with a block, block by block."""
+        size = self._kv.layout.block_size
+        for first in range(whole.first_token, whole.end_token, size):
+            yield replace(whole, first_token=first, num_tokens=min(size, whole.end_token - first))
+
+    def _in_block(self, block_ids: Sequence[int], piece: KvRange) -> tuple[Sequence[int], KvRange]:
+        """The block that a piece begins with, and the piece within it."""
+        index = piece.first_token // self._kv.layout.block_size
+        return block_ids[index : index + 1], replace(piece, first_token=0)
 
 
 #: What takes part in the batch as one.
@@ -116,13 +116,16 @@ class CoreState:
         spec: EngineSpec,
         pool: BlockPool,
         swap: SwapSpace,
+        clock: Callable[[], float],
         on_forget: Callable[[Hashable], None] | None = None,
     ) -> None:
-        """on_forget: called with the key of each sequence that is here no longer."""
+        """clock: monotonic seconds. on_forget: called with the key of each sequence that is here no
+        longer."""
         self._on_forget = on_forget
         self.spec = spec
         self.pool = pool
         self.swap = swap
+        self.clock = clock
         self.served_prefixes: dict[Hashable, BlockLease] = {}
         """What is being sent to workers that fetch it, by the sender's keys."""
         self.groups: dict[Hashable, SequenceGroup] = {}

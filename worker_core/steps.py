@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from baton.cache.pool import BlockCopy
 from baton.engine.interface import (
@@ -74,57 +75,53 @@ class _KvSends:
     """Gives the KV of prompts to the sender while a step computes it: a chunk as a whole with its
     last layers, a prompt's last chunk layer group by layer group.
 
-    It is held back while the launch before may still fail: the step depends on that one's KV.
+    is_held: while the launch before may still fail: the step depends on that one's KV.
     """
 
     def __init__(
-        self, handoffs: Handoffs, kv: KvPool, num_layers: int, grants: Grants, *, is_held: bool
+        self, handoffs: Handoffs, kv: KvPool, beat: Callable[[], None], grants: Grants
     ) -> None:
-        """grants: before they count as launched."""
+        """beat: shows that the step goes on. grants: before they count as launched."""
         self._handoffs = handoffs
         self._kv = kv
-        self._num_layers = num_layers
+        self._beat = beat
         self._chunks = [
             (group, range(start, start + num_new), num_new == group.num_missing_tokens)
             for group, num_new in grants
             if isinstance(group, WorkerSequence) and group.is_leaving
             for start in (group.next_position,)
         ]
-        self._held: list[tuple[WorkerSequence, range, int, int, object]] | None = (
-            [] if is_held else None
-        )
+        self._held: list[tuple[WorkerSequence, range, range, object]] = []
+        self.is_held = False
 
     def layers_done(self, first_layer: int, num_layers: int) -> None:
         """Of all slices of the step: see LayersDone."""
+        self._beat()
         if not self._chunks:
             return
         self._handoffs.heartbeat()
         mark = self._kv.mark()
-        is_whole = first_layer + num_layers == self._num_layers
+        layers = range(first_layer, first_layer + num_layers)
+        all_layers = range(self._kv.layout.num_layers)
         for group, tokens, is_last in self._chunks:
             if is_last:
-                self._send(group, tokens, first_layer, num_layers, mark)
-            elif is_whole:
-                self._send(group, tokens, 0, self._num_layers, mark)
-
-    def _send(
-        self, group: WorkerSequence, tokens: range, first_layer: int, num_layers: int, mark: object
-    ) -> None:
-        if self._held is None:
-            self._handoffs.send_layers(group, tokens, first_layer, num_layers, mark)
-        else:
-            self._held.append((group, tokens, first_layer, num_layers, mark))
+                self._held.append((group, tokens, layers, mark))
+            elif layers.stop == all_layers.stop:
+                self._held.append((group, tokens, all_layers, mark))
+        if not self.is_held:
+            self.release()
 
     def release(self) -> None:
         """The launch before has succeeded."""
-        held, self._held = self._held, None
-        for one in held or ():
-            self._handoffs.send_layers(*one)
+        self.is_held = False
+        held, self._held = self._held, []
+        for one in held:
+            self._handoffs.send_computed(*one)
 
     def drop(self) -> None:
         """The launch before has failed: what this one computes is nothing."""
         self._chunks = []
-        self._held = None
+        self._held = []
 
 
 class Steps:
@@ -138,17 +135,15 @@ class Steps:
         costs: Costs,
         handoffs: Handoffs,
         output: Output,
-        clock: Callable[[], float],
         beat: Callable[[int], None],
         max_num_launches: int,
     ) -> None:
-        """max_num_launches: 1, or 2 to launch ahead. clock, beat: see CoreDeps."""
+        """max_num_launches: 1, or 2 to launch ahead. beat: see CoreDeps."""
         self._state = state
         self._engine = engine
         self._drafting = drafting
         self._costs = costs
         self._handoffs = handoffs
-        self._clock = clock
         self._beat = beat
         self._launches_ahead = max_num_launches > 1
         self._output = output
@@ -183,13 +178,14 @@ class Steps:
         parts = [group.slices(num_new, drafts.get(group.key)) for group, num_new in grants]
         batch = Batch(tuple(part for own in parts for part in own))
         size = _size(grants, batch)
-        self._beat(size.num_tokens)
-        begin_s = self._clock()
+        beat = partial(self._beat, size.num_tokens)
+        beat()
+        begin_s = self._state.clock()
         owners = [grant for grant, own in zip(grants, parts, strict=True) for _ in own]
 
         def layers_done_of(slices: range) -> LayersDone:
-            kv_sends = self._kv_sends([owners[index] for index in slices], is_held=False)
-            return self._layers_done(size, kv_sends)
+            of_slices = [owners[index] for index in slices]
+            return _KvSends(self._handoffs, self._engine.kv, beat, of_slices).layers_done
 
         outcomes = iter(forward_guarded(self._engine, batch, layers_done_of))
         self._note(size, grants, begin_s)
@@ -217,11 +213,13 @@ class Steps:
         parts = [group.slices(num_new, None)[0] for group, num_new in grants]
         batch = Batch(tuple(parts))
         size = _size(grants, batch)
-        self._beat(size.num_tokens)
-        begin_s = self._clock()
+        beat = partial(self._beat, size.num_tokens)
+        beat()
+        begin_s = self._state.clock()
         before, self._flight = self._flight, None
-        kv_sends = self._kv_sends(grants, is_held=before is not None)
-        launched = try_launch(self._engine, batch, self._layers_done(size, kv_sends))
+        kv_sends = _KvSends(self._handoffs, self._engine.kv, beat, grants)
+        kv_sends.is_held = before is not None
+        launched = try_launch(self._engine, batch, kv_sends.layers_done)
         if launched is None:
             self._has_failed = True
         else:
@@ -287,7 +285,7 @@ class Steps:
         """A step is over that the engine was at since `begin_s`. grants: whose chunks of prompts it
         computed."""
         self.num_steps += 1
-        before_s, self._collected_s = self._collected_s, self._clock()
+        before_s, self._collected_s = self._collected_s, self._state.clock()
         seconds = self._collected_s - begin_s
         gap_s = self._collected_s - before_s if self._has_decoded else seconds
         num_decode_tokens = size.num_tokens - size.num_prefill_tokens
@@ -298,19 +296,6 @@ class Steps:
         for group, num_new in grants:
             if isinstance(group, WorkerSequence) and group.prefill:
                 group.prefill.chunks.append(ChunkTime(begin_s, self._collected_s, num_new))
-
-    def _kv_sends(self, grants: Grants, *, is_held: bool) -> _KvSends:
-        num_layers = self._state.spec.layout.num_layers
-        return _KvSends(self._handoffs, self._engine.kv, num_layers, grants, is_held=is_held)
-
-    def _layers_done(self, size: _StepSize, kv_sends: _KvSends) -> LayersDone:
-        """Called within a step: it goes on, and KV of prompts leaves."""
-
-        def layers_done(first_layer: int, num_layers: int) -> None:
-            self._beat(size.num_tokens)
-            kv_sends.layers_done(first_layer, num_layers)
-
-        return layers_done
 
     def _with_grammar(self, granted: Grants) -> Grants:
         """Find what may come next of those that were granted a step. Those that cannot go on fail,

@@ -23,6 +23,7 @@ from baton.worker.host import WorkerHost, describe, new_identity
 from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
 from kv_transfer.device_memory import device_memory_of, warm_up_copies
+from kv_transfer.handshake import SenderConfig
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
 from kv_transfer.receiver import open_receiver
 from kv_transfer.sender import Sender
@@ -129,22 +130,16 @@ async def serve_worker(
         peer_names=options.ssl_peer_names,
         wire_dtype=tier.wire_dtype,
     )
-    sender = Sender(
-        identity,
-        engine.spec.layout,
-        engine.kv,
-        make_connector(
-            options.kv_transport,
-            tls=options.tls,
-            peer_names=options.ssl_peer_names,
-            memory=device_memory,
-        ),
-        submit,
-        time.monotonic,
-        num_connections=options.kv_num_lanes,
-        secret=kv_secret,
-        rule=rule,
+    connect = make_connector(
+        options.kv_transport,
+        tls=options.tls,
+        peer_names=options.ssl_peer_names,
+        memory=device_memory,
     )
+    sender_config = SenderConfig(
+        identity, engine.kv, connect, time.monotonic, secret=kv_secret, rule=rule
+    )
+    sender = Sender(sender_config, submit, num_connections=options.kv_num_lanes)
     matchers = build_matchers(options, engine)
     try:
         deps = CoreDeps(

@@ -26,6 +26,10 @@ Of a model whose layers are all windowed, a lease holds the blocks from some pla
 it were given back as the sequence grew (`slide`), or never taken (`reserve`). Their entries in the
 block table are of no meaning: nothing may read or write what they name. Blocks that were given back
 stay cached, and a prefix is found by the blocks of its window alone.
+
+Of a model with layers of both kinds, the KV of windowed layers may lie apart, in slots
+(`window_slots.py`): then a lease holds all its blocks, and slots from some place on. A block whose
+slot went to another one is indexed, but not as whole.
 """
 
 from __future__ import annotations
@@ -33,18 +37,19 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from blake3 import blake3
 
+from baton.cache.window_slots import WindowSlots
 from baton.types import BlockCounts
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Block `target` is to hold what block `source` holds."""
+    """Block `target` is to hold what block `source` holds; of windowed layers whose KV lies apart,
+    if the source has a slot."""
 
     source: int
     target: int
@@ -66,15 +71,21 @@ class BlockPool:
         enable_prefix_caching: bool = True,
         window: int = 0,
         has_full_layers: bool = True,
+        window_slots: WindowSlots | None = None,
     ) -> None:
-        """window, has_full_layers: see KvLayout."""
+        """window, has_full_layers: see KvLayout. window_slots: those of the engine's pool, of which
+        this one has all; None where blocks have the KV of all layers."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
-        self._window = 0 if has_full_layers else window
-        """Tokens that a sequence goes on from; 0 for all."""
+        self._window = window if window_slots or not has_full_layers else 0
+        """Tokens whose KV in windowed layers a sequence goes on from; 0 if it holds that of all."""
+        self._slots = window_slots
+        self._gives_blocks_back = self._window > 0 and window_slots is None
+        """Whether blocks behind the window go back; else they stay, and slots go back if there are
+        any."""
         self._index = PrefixIndex(block_size, secret, window, has_full_layers)
         self._indexes_prefixes = enable_prefix_caching
         self._leases: dict[int, BlockLease] = {}
@@ -134,7 +145,10 @@ class BlockPool:
             found = self._index.match(tenant, token_ids[:-1], min_prefix_tokens)
         block_ids = list(found.block_ids)
         num_shared = len(block_ids)
-        first = max(found.first_whole, self._first_needed(num_shared)) if self._window else 0
+        first_whole = found.first_whole
+        if self._window:
+            first_whole = max(first_whole, self._first_needed(num_shared))
+        first = first_whole if self._gives_blocks_back else 0
         num_fresh = max(0, self.num_blocks_for(num_tokens) - num_shared)
         held = block_ids[first:]
         num_revived = sum(1 for block_id in held if self._references[block_id] == 0)
@@ -144,8 +158,12 @@ class BlockPool:
             self._cached.pop(block_id, None)
             self._references[block_id] += 1
         block_ids.extend(self._take() for _ in range(num_fresh))
-        window_start = max(first, found.first_whole) * self.block_size
-        return BlockLease(self, block_ids, num_shared, found.last_key, window_start, first)
+        places = range(first_whole, num_shared) if self._slots else range(0)
+        if self._slots:
+            for place in places:
+                self._slots.hold(block_ids[place])
+        window_start = first_whole * self.block_size
+        return BlockLease(self, block_ids, num_shared, found.last_key, window_start, first, places)
 
     def num_exclusive_blocks(self, leases: Sequence[BlockLease]) -> int:
         """Blocks that releasing all of `leases` would make available."""
@@ -185,6 +203,14 @@ class BlockPool:
         found = [fault for fault, is_there in faults.items() if is_there]
         if found:
             raise AssertionError("; ".join(found))
+        if self._slots:
+            held = [
+                lease._block_ids[place]
+                for lease in self._leases.values()
+                for place in lease._places
+            ]
+            whole = {block.block_id for block in self._index.by_block.values() if block.is_whole}
+            self._slots.check_integrity(held, whole)
 
     def _take(self) -> int:
         if self._free:
@@ -192,8 +218,29 @@ class BlockPool:
         else:
             block_id, _ = self._cached.popitem(last=False)
             self._index.remove(block_id)
+            if self._slots:
+                self._slots.drop(block_id)
         self._references[block_id] = 1
         return block_id
+
+    def _take_slot(self, block_id: int) -> None:
+        """Of those that are available."""
+        if self._slots and (loser := self._slots.take(block_id)) is not None:
+            self._index.lose_window(loser)
+
+    def _give_slot_back(self, block_id: int) -> None:
+        if self._slots:
+            block = self._index.by_block.get(block_id)
+            self._slots.give_back(block_id, is_whole=block is not None and block.is_whole)
+
+    def _own_slot(self, shared: int, own: int) -> None:
+        """A lease goes on in block `own`, a copy of `shared`, whose slot it held."""
+        if self._slots and self._slots.num_references(shared) == 1:
+            self._slots.move(shared, own)
+            self._index.lose_window(shared)
+        else:
+            self._give_slot_back(shared)
+            self._take_slot(own)
 
     def _give_back(self, block_id: int) -> None:
         """One lease less has it."""
@@ -206,9 +253,8 @@ class BlockPool:
             self._free.append(block_id)
 
     def _first_needed(self, num_full_blocks: int) -> int:
-        """Place of the first block that a sequence needs to go on behind so many full ones."""
-        if not self._window:
-            return 0
+        """Place of the first block that a sequence needs, in windowed layers, to go on behind so
+        many full ones; where it holds no more of these than a window."""
         return max(0, num_full_blocks * self.block_size - self._window + 1) // self.block_size
 
     def _free_unindexed(self, block_id: int) -> None:
@@ -263,6 +309,7 @@ class BlockLease:
         "_last_key",
         "_own_end",
         "_own_start",
+        "_places",
         "_pool",
         "num_cached_tokens",
         "window_start",
@@ -276,10 +323,11 @@ class BlockLease:
         last_key: bytes | None,
         window_start: int = 0,
         first_held: int = 0,
+        places: Iterable[int] = (),
     ) -> None:
         """num_indexed: leading blocks that others can find. last_key: of the last of them, or of
         the tenant; None if nothing of this lease is ever to be found. first_held: place of the
-        first block that is this lease's."""
+        first block that is this lease's. places: of blocks whose slots it holds."""
         self._pool = pool
         self._block_ids = BlockTable(block_ids, pool.num_blocks)
         self.num_cached_tokens = num_indexed * pool.block_size
@@ -287,6 +335,8 @@ class BlockLease:
         self.window_start = window_start
         """Windowed layers may have no KV of the tokens before."""
         self._first_held = first_held
+        self._places = set(places)
+        """Of the blocks whose slots are this lease's; none where there are no slots."""
         self._last_key = last_key
         self._is_live = True
         # Tokens [own_start, own_end) are known to lie in blocks of nobody else: what is written
@@ -346,13 +396,19 @@ class BlockLease:
         num_missing = max(0, pool.num_blocks_for(end) - len(block_ids))
         if num_missing + len(shared_indices) > pool.num_available:
             return None
+        unslotted = self._places_without_slot(start, end)
+        if pool._slots and len(unslotted) + len(shared_indices) > pool._slots.num_available:
+            return None
         copies = []
         for index in shared_indices:
             shared = block_ids[index]
             pool._references[shared] -= 1
             block_ids.replace(index, pool._take())
             copies.append(BlockCopy(shared, block_ids[index]))
+            if index in self._places:
+                pool._own_slot(shared, block_ids[index])
         block_ids.extend(pool._take() for _ in range(num_missing))
+        self._take_slots(unslotted)
         self._own_start, self._own_end = start, pool.num_blocks_for(end) * pool.block_size
         return tuple(copies)
 
@@ -362,17 +418,32 @@ class BlockLease:
         block_ids = self.block_ids[: pool.num_blocks_for(num_tokens)]
         for block_id in block_ids[self._first_held :]:
             pool._references[block_id] += 1
+        places = [place for place in self._places if place < len(block_ids)]
+        if pool._slots:
+            for place in places:
+                pool._slots.hold(block_ids[place])
         self._own_start = self._own_end = 0
         num_indexed = self.num_cached_tokens // pool.block_size
         return BlockLease(
-            pool, block_ids, num_indexed, self._last_key, self.window_start, self._first_held
+            *(pool, block_ids, num_indexed, self._last_key, self.window_start),
+            *(self._first_held, places),
         )
 
     def reserve(self, first_token: int, end_token: int) -> bool:
         """Hold, of tokens before end_token, blocks of those from first_token on; whether there is
         room now. What is behind them is given back in any case. first_token: 0 for all that is held
-        already; else no token before it may be needed any more."""
+        already; else no token before it may be needed any more.
+
+        With full layers all blocks are held: hold slots of these tokens, if there are any, beside
+        those that are held.
+        """
         pool, block_ids = self._pool, self.block_ids
+        if not pool._gives_blocks_back:
+            unslotted = self._places_without_slot(first_token, end_token)
+            if pool._slots and len(unslotted) > pool._slots.num_available:
+                return False
+            self._take_slots(unslotted)
+            return True
         first = first_token // pool.block_size
         self._give_back_before(first)
         num_missing = pool.num_blocks_for(end_token) - max(first, len(block_ids))
@@ -384,12 +455,18 @@ class BlockLease:
 
     def slide(self, token_ids: Sequence[int], num_computed: int) -> None:
         """The first `num_computed` tokens are computed, and will not be computed again: let others
-        find them, and give back the blocks that no later token attends to."""
-        size = self._pool.block_size
-        first = self._pool._first_needed(num_computed // size)
-        if first > self._first_held:
+        find them, and give back the blocks, or the slots, that no later token attends to."""
+        pool = self._pool
+        if not pool._window:
+            return
+        first = pool._first_needed(num_computed // pool.block_size)
+        if pool._gives_blocks_back and first > self._first_held:
             self.index(token_ids, num_computed)
             self._give_back_before(first)
+        elif pool._slots and first * pool.block_size > self.window_start:
+            self.index(token_ids, num_computed)
+            self._give_slots_back([place for place in self._places if place < first])
+            self.window_start = first * pool.block_size
 
     def _give_back_before(self, first: int) -> None:
         """Hold blocks from place `first` on only."""
@@ -397,6 +474,24 @@ class BlockLease:
             self._pool._give_back(block_id)
         self._first_held = max(self._first_held, first)
         self.window_start = max(self.window_start, self.held_start)
+
+    def _places_without_slot(self, start: int, end: int) -> list[int]:
+        """Those of tokens [start, end) whose slots are not held; none where there are no slots."""
+        if self._pool._slots is None:
+            return []
+        wanted = range(start // self._pool.block_size, self._pool.num_blocks_for(end))
+        return [place for place in wanted if place not in self._places]
+
+    def _take_slots(self, places: Sequence[int]) -> None:
+        """Of blocks that have none."""
+        for place in places:
+            self._pool._take_slot(self._block_ids[place])
+        self._places.update(places)
+
+    def _give_slots_back(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._pool._give_slot_back(self._block_ids[place])
+        self._places.difference_update(places)
 
     def received(self, window_start: int) -> None:
         """KV came for what was not cached; in windowed layers from window_start on."""
@@ -421,7 +516,7 @@ class BlockLease:
             tokens = token_ids[place * size : (place + 1) * size]
             is_whole = place * size >= self.window_start
             self.num_cached_tokens = (place + 1) * size
-            if self._pool._window and not is_whole:
+            if self._pool._gives_blocks_back and not is_whole:
                 self._last_key, _ = index.link(self._last_key, tokens)
                 continue
             self._last_key, replaced = index.add(self._last_key, tokens, block_ids[place], is_whole)
@@ -434,6 +529,7 @@ class BlockLease:
         """Give the blocks back: tails first, so that eviction takes the end of a prefix before its
         beginning. Raises LeaseError the second time."""
         pool = self._pool
+        self._give_slots_back(sorted(self._places, reverse=True))
         for block_id in reversed(self.held_block_ids):
             pool._give_back(block_id)
         del pool._leases[id(self)]
@@ -443,12 +539,7 @@ class BlockLease:
     def __enter__(self) -> BlockLease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._is_live:
             self.release()
 
@@ -544,6 +635,13 @@ class PrefixIndex:
             return key, None
         del self.by_block[before.block_id]
         return key, before.block_id
+
+    def lose_window(self, block_id: int) -> None:
+        """A block, if it is indexed, holds no KV of windowed layers any more."""
+        block = self.by_block.get(block_id)
+        if block is not None:
+            partial = replace(block, is_whole=False)
+            self._by_key[block.key] = self.by_block[block_id] = partial
 
     def remove(self, block_id: int) -> None:
         """Forget a block that is about to hold something else."""

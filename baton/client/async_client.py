@@ -9,7 +9,6 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
@@ -23,7 +22,6 @@ from baton.client.calls import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     MAX_AT_ONCE,
-    Attempts,
     Connection,
     Connections,
     GenerateCalls,
@@ -198,12 +196,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def _unary(
@@ -214,9 +207,7 @@ class AsyncClient:
     ) -> Any:
         request_id = uuid.uuid4().hex
         metadata = self._settings.call_metadata(request_id)
-        attempts = Attempts(
-            self._settings.max_retries, time.monotonic() + self._settings.timeout_or(timeout_s)
-        )
+        attempts = self._settings.attempts(timeout_s)
         while True:
             connection = self._connections.take()
             try:
@@ -300,12 +291,7 @@ class AsyncCompletionStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._end()
 
     def _open(self) -> None:

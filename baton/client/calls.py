@@ -104,10 +104,11 @@ class Settings:
         """Of the gateways: host:port, separated by commas."""
         return ",".join(self.addresses)
 
-    def timeout_or(self, timeout_s: float | None) -> float:
-        """A call's own timeout, or the client's. Raises InvalidRequest if it is not a positive
-        number."""
-        return self.timeout_s if timeout_s is None else _timeout(timeout_s)
+    def attempts(self, timeout_s: float | None) -> Attempts:
+        """Those of a call that begins now. timeout_s: the call's own; None for the client's. Raises
+        InvalidRequest if it is not a positive number."""
+        timeout_s = self.timeout_s if timeout_s is None else _timeout(timeout_s)
+        return Attempts(self.max_retries, time.monotonic() + timeout_s)
 
     def call_metadata(self, request_id: str) -> Metadata:
         """What a call sends: the client's metadata, the request id, and the caller's trace unless
@@ -227,7 +228,7 @@ class GenerateCalls(Generic[ChannelT]):
     ) -> None:
         """request_id: drawn if it is empty. timeout_s: of all calls together; None for the
         client's."""
-        timeout_s = settings.timeout_or(timeout_s)
+        self._attempts = settings.attempts(timeout_s)
         self.request_id = request_id or uuid.uuid4().hex
         """As the server knows it, once the first piece has come; until then as it was proposed."""
         self.has_ended = False
@@ -238,12 +239,12 @@ class GenerateCalls(Generic[ChannelT]):
         self._settings = settings
         self._request = request
         self._metadata = settings.call_metadata(self.request_id)
-        self._attempts = Attempts(settings.max_retries, time.monotonic() + timeout_s)
         self._last: Connection[ChannelT] | None = None
         self._choices: dict[int, inference_pb2.ChoiceSoFar] = {}
         sampling = request.sampling
-        sends_all_at_its_end = sampling.HasField("beam_search") or sampling.HasField("best_of")
-        self._can_go_on = not sends_all_at_its_end
+        # Of as many choices as are returned, none is held back.
+        is_best_of = sampling.HasField("best_of") and sampling.best_of != max(1, sampling.n)
+        self._can_go_on = not (is_best_of or sampling.HasField("beam_search"))
         """Whether a gateway takes up an answer of which something came."""
         if self._can_go_on and not sampling.HasField("seed"):
             # Drawn here, so that every gateway draws the same tokens with it.

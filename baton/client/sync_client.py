@@ -9,7 +9,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
@@ -22,7 +21,6 @@ from baton.client.calls import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     MAX_AT_ONCE,
-    Attempts,
     Connection,
     Connections,
     GenerateCalls,
@@ -202,12 +200,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _unary(
@@ -218,9 +211,7 @@ class Client:
     ) -> Any:
         request_id = uuid.uuid4().hex
         metadata = self._settings.call_metadata(request_id)
-        attempts = Attempts(
-            self._settings.max_retries, time.monotonic() + self._settings.timeout_or(timeout_s)
-        )
+        attempts = self._settings.attempts(timeout_s)
         while True:
             connection = self._connections.take()
             try:
@@ -294,12 +285,7 @@ class CompletionStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _open(self) -> None:

@@ -99,7 +99,8 @@ class FrontDoorOptions(ServiceOptions, SeveralModelsOptions):
     """Key that clients must show; repeat the option or separate with commas for several. Better
     given as BATON_API_KEY or by --api-key-file: a command line can be read by others."""
     api_key_file: NonEmpty | None = None
-    """File of further keys that clients may show, one per line."""
+    """File of further keys that clients may show, one per line; after a key, and a space, weight=3
+    gives it three times the share of the queue."""
 
     @property
     def bound_http_port(self) -> int | None:

@@ -141,22 +141,18 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
     import torch
 
     from baton.config import DecodeOptions
+    from baton.engine.load_engine import kv_layout, max_window_slots
     from baton.model.host_memory import available_memory_bytes
     from baton.model.memory_plan import plan_blocks
-    from baton.types import KvLayout, windows_of
 
     options = DecodeOptions(model="-")
     num_seqs, longest = options.max_num_seqs, source.max_len
-    window, windowed_layers = windows_of(source.windows)
+    layout = kv_layout(source, dtype, block_size)
+    device, num_batched = torch.device("cpu"), options.max_num_batched_tokens
     plan = plan_blocks(
-        KvLayout(
-            *("", source.num_layers, source.num_kv_heads, source.head_dim),
-            *(dtype, block_size, source.kv_parts),
-            window=window,
-            windowed_layers=windowed_layers,
-        ),
+        layout,
         dtype=dtype,
-        weights=source.weight_bytes(dtype, torch.device("cpu"), 1),
+        weights=source.weight_bytes(dtype, device, 1),
         activations=source.activation_bytes(
             dtype, options.max_num_batched_tokens, num_seqs, longest
         ),
@@ -167,6 +163,7 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
         num_ranks=1,
         kv_cache_memory_bytes=None,
         num_blocks=None,
+        max_window_slots=max_window_slots(source, layout, device, 1, num_seqs, num_batched),
     )
     yield ok("memory of a worker on the CPU", "; ".join(f"{what}: {n}" for what, n in plan.rows()))
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.engine.interface import HostOrdered
+from baton.engine.interface import HostOrdered, SlotTable
 from baton.types import KvLayout, KvRange
 
 #: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are
@@ -29,17 +29,20 @@ class ArrayKvPool(HostOrdered):
     """KV blocks of `layout`, all zero at first. Implements baton.engine.interface.KvPool.
 
     `data` is the pool itself, [num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim].
-    Its owner reads and writes it in place. Copies in and out hold no GIL while they move more than
-    a few elements.
+    Its owner reads and writes it in place: that of block i at data[i], or, of windowed layers that
+    have slots of their own, at that of its slot. Copies in and out hold no GIL while they move more
+    than a few elements.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
-        """Raises ValueError if there are no blocks, or the layout's dtype is unknown."""
+    def __init__(self, layout: KvLayout, num_blocks: int, num_window_slots: int = 0) -> None:
+        """num_window_slots: 0 if blocks have the KV of all layers. Raises ValueError if there are
+        no blocks, or the layout's dtype is unknown."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least 1 block, not {num_blocks}")
         if layout.dtype not in _DTYPES:
             raise ValueError(f"dtype {layout.dtype!r} is not one of {', '.join(_DTYPES)}")
         self._layout = layout
+        self.slots = SlotTable.of_blocks(num_blocks, num_window_slots) if num_window_slots else None
         self.data: NDArray[Any] = np.zeros(
             (
                 num_blocks,
@@ -63,25 +66,33 @@ class ArrayKvPool(HostOrdered):
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """See KvPool. Raises ValueError also for a range of nothing."""
         wire = self._wire(piece, out)
-        layers = self._layers(piece.first_layer, piece.num_layers)
-        for block_id, inside, tokens in self._in_blocks(block_ids, piece):
-            wire[:, :, :, tokens] = self.data[block_id, layers, :, :, inside]
+        for place, layers, inside, (own, tokens) in self._in_blocks(block_ids, piece):
+            wire[own, :, :, tokens] = self.data[place, layers, :, :, inside]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""
-        self.data[list(targets)] = self.data[list(sources)]
+        if self.slots is None:
+            self.data[list(targets)] = self.data[list(sources)]
+            return
+        whole = KvRange(0, self._layout.block_size, 0, self._layout.num_layers)
+        for is_windowed, _, run in self._layout.runs_of_kind(whole):
+            layers, slots = slice(run.first_layer, run.end_layer), self.slots.of_block
+            for source, target in zip(sources, targets, strict=True):
+                if not is_windowed:
+                    self.data[target, layers] = self.data[source, layers]
+                elif slots[source] >= 0:
+                    self.data[slots[target], layers] = self.data[slots[source], layers]
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         """See KvPool. Raises ValueError also for a range of nothing."""
         wire = self._wire(piece, data)
-        layers = self._layers(piece.first_layer, piece.num_layers)
-        for block_id, inside, tokens in self._in_blocks(block_ids, piece):
-            self.data[block_id, layers, :, :, inside] = wire[:, :, :, tokens]
+        for place, layers, inside, (own, tokens) in list(self._in_blocks(block_ids, piece)):
+            self.data[place, layers, :, :, inside] = wire[own, :, :, tokens]
 
     @property
     def has_block_views(self) -> bool:
         """See ViewablePool."""
-        return True
+        return self.slots is None
 
     def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
         """See ViewablePool."""
@@ -111,9 +122,12 @@ class ArrayKvPool(HostOrdered):
 
     def _in_blocks(
         self, block_ids: Sequence[int], piece: KvRange
-    ) -> Iterator[tuple[int, slice, slice]]:
-        """Per block of a piece: its id, the positions inside it, and the same tokens' places in the
-        piece."""
+    ) -> Iterator[tuple[int, slice, slice, tuple[slice, slice]]]:
+        """Per block of a piece, and run of layers that lie together: where it is in `data`, the
+        layers, the positions inside it, and both's places in the piece."""
+        self._layers(piece.first_layer, piece.num_layers)
+        slots = self.slots
+        runs = [(False, 0, piece)] if slots is None else list(self._layout.runs_of_kind(piece))
         size, first_token, end = self._layout.block_size, piece.first_token, piece.end_token
         if first_token < 0 or end > len(block_ids) * size:
             raise ValueError(f"tokens [{first_token}, {end}) in {len(block_ids)} blocks of {size}")
@@ -123,4 +137,11 @@ class ArrayKvPool(HostOrdered):
                 raise ValueError(f"block {block_id} of {self.num_blocks}")
             start, stop = max(first_token, index * size), min(end, (index + 1) * size)
             inside = slice(start - index * size, stop - index * size)
-            yield block_id, inside, slice(start - first_token, stop - first_token)
+            tokens = slice(start - first_token, stop - first_token)
+            for is_windowed, _, run in runs:
+                place = slots.of_block[block_id] if slots and is_windowed else block_id
+                if place < 0:
+                    raise ValueError(f"block {block_id} has no slot for windowed layers")
+                first = run.first_layer - piece.first_layer
+                own = slice(first, first + run.num_layers), tokens
+                yield place, slice(run.first_layer, run.end_layer), inside, own

@@ -95,6 +95,7 @@ class CudaArea:
     def __init__(self, data: torch.Tensor, handle: bytes, release: Callable[[], None]) -> None:
         """data: uint8. release: frees or unmaps it."""
         self.handle = handle
+        self.address: int = data.data_ptr()
         self._data = data
         self._release = release
 
@@ -114,6 +115,12 @@ class CudaMemory:
     def __init__(self, device: torch.device, driver: CudaDriver) -> None:
         self._device = device
         self._driver = driver
+
+    @property
+    def device_number(self) -> int:
+        """See DeviceMemory."""
+        index = self._device.index
+        return torch.cuda.current_device() if index is None else index
 
     def allocate(self, num_bytes: int) -> CudaArea:
         """See DeviceMemory."""

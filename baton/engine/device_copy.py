@@ -24,6 +24,9 @@ class SharedArea(Protocol):
     @property
     def handle(self) -> bytes: ...
 
+    @property
+    def address(self) -> int: ...
+
     def part(self, start: int, num_bytes: int) -> torch.Tensor: ...
 
     def close(self) -> None: ...
@@ -31,6 +34,9 @@ class SharedArea(Protocol):
 
 class SharedMemory(Protocol):
     """See kv_transfer.device_memory.DeviceMemory."""
+
+    @property
+    def device_number(self) -> int: ...
 
     def allocate(self, num_bytes: int) -> SharedArea: ...
 

@@ -9,6 +9,7 @@ never in a block that the engine's current batch writes: blocks have one owner a
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -141,6 +142,20 @@ class DeviceLost(Exception):
     and no request is at fault."""
 
 
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """By block id, the block's slot in [0, num_slots), or -1. It is the block pool's to change, see
+    baton.cache.window_slots, in the engine's thread; of a length that never changes."""
+
+    num_slots: int
+    of_block: array[int]
+
+    @classmethod
+    def of_blocks(cls, num_blocks: int, num_slots: int) -> SlotTable:
+        """Of blocks without slots."""
+        return cls(num_slots, array("q", [-1]) * num_blocks)
+
+
 class KvPool(Protocol):
     """An engine's KV blocks, as the KV channel sees them. All methods may be called from transfer
     threads."""
@@ -150,6 +165,13 @@ class KvPool(Protocol):
 
     @property
     def num_blocks(self) -> int: ...
+
+    @property
+    def slots(self) -> SlotTable | None:
+        """Where windowed layers' KV of each block is, if apart from that of the others; None if
+        blocks have the KV of all layers. A piece of windowed layers where a block has no slot
+        raises ValueError."""
+        ...
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Copy this part of the sequence whose block table is `block_ids` into `out`.
@@ -167,7 +189,8 @@ class KvPool(Protocol):
         ...
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole blocks, sources[i] to targets[i]; no target is among the sources."""
+        """Copy whole blocks, sources[i] to targets[i]; no target is among the sources. Windowed
+        layers' KV that lies apart is copied where the source has a slot."""
         ...
 
     def mark(self) -> object:

@@ -15,9 +15,11 @@ import torch
 from baton.engine.device_tables import table_bytes, table_width
 from baton.engine.dtype import choose_dtype
 from baton.engine.graph_device import GraphDevice
+from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.engine.interface import EngineSpec
 from baton.engine.model_source import EnginePlan, Graphs, ModelSource, model_source
 from baton.engine.numerics import numerics_of
+from baton.engine.step_runner import TensorPool
 from baton.engine.torch_engine import TorchEngine
 from baton.engine.warm_up import warm_up
 from baton.errors import ConfigError
@@ -64,6 +66,7 @@ def load_engine(
     make_graphs: Callable[[torch.device], GraphDevice] | None = None,
     max_graph_seqs: int | None = None,
     draft_head: HeadFiles | None = None,
+    frees_windows: bool = False,
     on_plan: Callable[[MemoryPlan], None] | None = None,
     progress: ProgressHook | None = None,
 ) -> TorchEngine:
@@ -76,7 +79,8 @@ def load_engine(
     sequences; if not given, all steps run eagerly, as those of transformers' models always do. It
     needs Triton's kernels. max_graph_seqs: max_num_seqs, if not given. lora_modules: folders of
     LoRA adapters, of max_lora_rank at most, by the names that slices ask for them by. draft_head:
-    that memory is to be left for. Raises ConfigError and ModelError (see baton.errors).
+    that memory is to be left for. frees_windows: the caller's BlockPool has `engine.kv.slots`, and
+    its leases slide: see max_window_slots. Raises ConfigError and ModelError (see baton.errors).
     """
     size = tensor_parallel_size
     if num_threads is not None or size > 1:
@@ -94,24 +98,13 @@ def load_engine(
     _check_kv_dtype(kv_name, block_size * source.head_dim, where)
     source.check_ranks(size, where)
     attention = source.choose_attention(attention_backend, chosen.name, kv_name, where)
-    window, windowed_layers = windows_of(source.windows)
     if size > 1 and attention_backend != "auto":
         raise ConfigError.of(
             "attention_backend", attention_backend, "several ranks have their own; use auto"
         )
     if batch_invariant:
         attention = _batch_invariant(source, attention, chosen.name, where, lora_modules)
-    sizes = KvLayout(
-        fingerprint="",
-        num_layers=source.num_layers,
-        num_kv_heads=source.num_kv_heads,
-        head_dim=source.head_dim,
-        dtype=kv_name,
-        block_size=block_size,
-        parts=source.kv_parts,
-        window=window,
-        windowed_layers=windowed_layers,
-    )
+    sizes = kv_layout(source, kv_name, block_size)
     adapters = _read_adapters(source, lora_modules, max_lora_rank, chosen.name, where, size)
     graphs = None
     if make_graphs is not None:
@@ -128,6 +121,7 @@ def load_engine(
         attention,
         batch_invariant,
     )
+    limits = max_num_seqs, max_num_batched_tokens
     memory = plan_blocks(
         sizes,
         dtype=chosen.name,
@@ -146,6 +140,9 @@ def load_engine(
         num_ranks=size,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_blocks=num_blocks,
+        max_window_slots=max_window_slots(source, sizes, where, size, *limits)
+        if frees_windows and graphs is None
+        else 0,
     )
     if max_model_len is not None and memory.longest_context < max_model_len:
         raise ConfigError.of(
@@ -180,12 +177,57 @@ def load_engine(
     if spec.numerics.is_fallback:
         _log.warning("%s (%s)", FALLBACK_NOTICE, why_none())
     followers = loaded.followers
-    pool = followers.make_pool(layout, memory.num_blocks, where)
+    pool: TensorPool = (
+        GroupedKvPool(layout, memory.num_blocks, memory.num_window_slots, where)
+        if memory.num_window_slots
+        else followers.make_pool(layout, memory.num_blocks, where)
+    )
     steps = loaded.steps(pool, graphs)
     engine = TorchEngine(spec, pool, steps, layer_group_size, followers, waiting_for(where))
     if where.type == "cuda":
         warm_up(engine, max_num_batched_tokens, max_num_seqs, _report_warm_up)
     return engine
+
+
+def kv_layout(source: ModelSource, dtype: str, block_size: int) -> KvLayout:
+    """Without a fingerprint, which takes the weights."""
+    window, windowed_layers = windows_of(source.windows)
+    return KvLayout(
+        fingerprint="",
+        num_layers=source.num_layers,
+        num_kv_heads=source.num_kv_heads,
+        head_dim=source.head_dim,
+        dtype=dtype,
+        block_size=block_size,
+        parts=source.kv_parts,
+        window=window,
+        windowed_layers=windowed_layers,
+    )
+
+
+def max_window_slots(
+    source: ModelSource,
+    layout: KvLayout,
+    device: torch.device,
+    num_ranks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> int:
+    """Most slots that windowed layers' KV needs apart from that of the others, see WindowSlots; 0
+    where blocks have the KV of all layers. That is so
+
+    * if no layer has a window; or if all have: then the blocks themselves go back;
+    * on a GPU: block tables in its memory, and recorded steps, are of one pool;
+    * of several ranks, which share the memory of one pool;
+    * of layers that transformers' code runs, which are given one pool.
+
+    And of a draft model, whose sequences do not slide (load_engine's frees_windows), where steps
+    are recorded without a GPU, and where blocks would be no more than slots (plan_blocks)."""
+    has_both = bool(layout.windowed_layers) and layout.has_full_layers
+    is_served = device.type == "cpu" and num_ranks == 1 and source.takes_grouped_kv
+    if not (has_both and is_served):
+        return 0
+    return layout.max_window_slots(max_num_seqs, max_num_batched_tokens)
 
 
 def _batch_invariant(

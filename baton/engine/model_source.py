@@ -70,8 +70,9 @@ class ModelSource(Protocol):
 
     name: of the family or architecture, for people; dtype: the checkpoint's; max_len: of a
     sequence, in tokens; num_kv_heads, head_dim, kv_parts: see KvLayout; windows: tokens that each
-    layer attends to, None for all; kv_digest: of every setting on which the meaning of KV depends,
-    but the weights; kernels: whose results a token depends on, besides Baton's.
+    layer attends to, None for all; takes_grouped_kv: whether layers run over a GroupedKvPool;
+    kv_digest: of every setting on which the meaning of KV depends, but the weights; kernels: whose
+    results a token depends on, besides Baton's.
     """
 
     @property
@@ -97,6 +98,9 @@ class ModelSource(Protocol):
 
     @property
     def windows(self) -> tuple[int | None, ...]: ...
+
+    @property
+    def takes_grouped_kv(self) -> bool: ...
 
     @property
     def max_len(self) -> int: ...
@@ -187,6 +191,7 @@ class NativeModel:
     """A ModelSource of Baton's own families."""
 
     kernels = ""
+    takes_grouped_kv = True
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._folder, self._config = folder, config

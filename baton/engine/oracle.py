@@ -86,14 +86,17 @@ class OracleOptions:
     model: str = "oracle"
     adapters: tuple[str, ...] = ()
     window: OracleWindow = NO_WINDOW
+    num_window_slots: int = 0
+    """See KvPool.slots; 0 if blocks have the KV of all layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OracleLaunch:
-    """Implements baton.engine.interface.Launched. end_s: when a device would be done with it, of
-    time.perf_counter."""
+    """Implements baton.engine.interface.Launched. window_tables: of each slice, its block table as
+    windowed layers have it. end_s: when a device would be done with it, of time.perf_counter."""
 
     batch: Batch
+    window_tables: tuple[Sequence[int], ...]
     layers_done: LayersDone | None
     end_s: float
     finish: Callable[[_OracleLaunch], tuple[tuple[Sample, ...], ...]]
@@ -117,7 +120,7 @@ class OracleEngine(Engine):
             windowed_layers=tuple(layers) if window.num_tokens else (),
         )
         self._options = options
-        self._kv = ArrayKvPool(layout, options.num_blocks)
+        self._kv = ArrayKvPool(layout, options.num_blocks, options.num_window_slots)
         self._weights = _slot_weights(layout)
         self._end_s = 0.0
         self._launched: deque[_OracleLaunch] = deque()
@@ -148,7 +151,14 @@ class OracleEngine(Engine):
         """See Engine.launch. Whatever goes wrong is raised when the samples are asked for."""
         seconds = self._options.step_s + batch.num_tokens * self._options.token_s
         self._end_s = max(self._end_s, time.perf_counter()) + seconds
-        launched = _OracleLaunch(_kept(batch), layers_done, self._end_s, self._finish)
+        slots, kept = self._kv.slots, _kept(batch)
+        tables = tuple(
+            [slots.of_block[block_id] for block_id in part.block_table]
+            if slots
+            else part.block_table
+            for part in kept.slices
+        )
+        launched = _OracleLaunch(kept, tables, layers_done, self._end_s, self._finish)
         self._launched.append(launched)
         return launched
 
@@ -161,9 +171,13 @@ class OracleEngine(Engine):
         slices = [_followed(part, before) for part in launched.batch.slices]
         if any(self._options.poison_token_id in part.token_ids for part in slices):
             raise EngineFault(f"token {self._options.poison_token_id} is poison")
-        for part in slices:
-            self._write(part)
-        samples = tuple(tuple(self._sample(part, row) for row in part.rows) for part in slices)
+        tables = launched.window_tables
+        for part, table in zip(slices, tables, strict=True):
+            self._write(part, table)
+        samples = tuple(
+            tuple(self._sample(part, table, row) for row in part.rows)
+            for part, table in zip(slices, tables, strict=True)
+        )
         self._drawn = tuple(chain.from_iterable(samples))
         if (rest_s := launched.end_s - time.perf_counter()) > 0:
             time.sleep(rest_s)
@@ -176,7 +190,7 @@ class OracleEngine(Engine):
         for first in range(0, num_layers, size):
             layers_done(first, min(size, num_layers - first))
 
-    def _write(self, part: SequenceSlice) -> None:
+    def _write(self, part: SequenceSlice, window_table: Sequence[int]) -> None:
         size = self._options.block_size
         data = self._kv.data.view(np.uint64)
         state = _ROOT
@@ -195,19 +209,35 @@ class OracleEngine(Engine):
             first, stop = max(part.start, index * size), min(end, (index + 1) * size)
             inside = slice(first - index * size, stop - index * size)
             written = slice(first - part.start, stop - part.start)
-            data[part.block_table[index], :, :, :, inside] = slots[..., written, :]
+            for layers, table in self._kinds(part.block_table, window_table):
+                if table[index] < 0:
+                    raise EngineFault("a token is written where windowed layers have no slot")
+                data[table[index], layers, :, :, inside] = slots[layers, :, :, written]
 
-    def _sample(self, part: SequenceSlice, row: SampleRow) -> Sample:
-        digest = self._digest(part.block_table, part.start + row.offset + 1)
+    def _kinds(
+        self, block_table: Sequence[int], window_table: Sequence[int]
+    ) -> tuple[tuple[slice, Sequence[int]], ...]:
+        """Layers that lie alike, and where their blocks are."""
+        if self._kv.slots is None:
+            return ((slice(None), block_table),)
+        return (slice(0, None, 2), block_table), (slice(1, None, 2), window_table)
+
+    def _sample(self, part: SequenceSlice, window_table: Sequence[int], row: SampleRow) -> Sample:
+        digest = self._digest(part.block_table, window_table, part.start + row.offset + 1)
         return choose(digest, row, self._options.vocab_size)
 
-    def _digest(self, block_table: Sequence[int], num_tokens: int) -> int:
+    def _digest(
+        self, block_table: Sequence[int], window_table: Sequence[int], num_tokens: int
+    ) -> int:
         """A hash of the KV of tokens [0, num_tokens), of windowed layers those in the window, read
         from the blocks, which depends on each word and its place."""
         size = self._options.block_size
         num_blocks = -(-num_tokens // size)
         places = _places_of(self._kv.data.shape[1:], 1 << num_blocks.bit_length())[:num_blocks]
-        mixed = self._kv.data.view(np.uint64)[list(block_table[:num_blocks])]
+        data = self._kv.data.view(np.uint64)
+        mixed = data[list(block_table[:num_blocks])]
+        for layers, table in self._kinds(block_table, window_table)[1:]:
+            mixed[:, layers] = data[list(table[:num_blocks]), layers]
         mixed ^= places
         mixed *= np.uint64(0x94D049BB133111EB)
         mixed ^= mixed >> np.uint64(29)

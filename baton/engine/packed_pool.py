@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.engine.interface import HostOrdered
+from baton.engine.interface import SlotTable
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout, KvRange
 
 PackedPart = NDArray[np.signedinteger]
@@ -22,9 +22,12 @@ _BITS: Mapping[int, np.dtype[Any]] = MappingProxyType(
 )
 
 
-class PackedPool(HostOrdered, ABC):
+class PackedPool(ABC):
     """The half of baton.engine.interface.KvPool that checks a range and its bytes. The other half
     copies them."""
+
+    slots: SlotTable | None = None
+    """See KvPool."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout = layout

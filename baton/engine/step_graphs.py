@@ -143,7 +143,8 @@ class ReplayedSteps:
             )
             return self._eager.run(batch, layer_done, drawn)
         self._static.fill(shape, batch)
-        take_drawn(self._static.token_ids(shape), batch, drawn)
+        if drawn is not None:
+            take_drawn(self._static.token_ids(shape), batch, drawn)
         self._graphs[shape].replay()
         if layer_done is not None:
             for layer in range(self._num_layers):

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from baton.engine.device_tables import DeviceTables
+from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.engine.interface import Batch, KvPool
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import PlanAttention, pack_batch, take_drawn
@@ -185,6 +186,7 @@ class EagerSteps:
         """See StepRunner."""
         model, config, decoder = self._model, self._model.config, self._model.decoder
         pool = model.kv
+        grouped = pool if isinstance(pool, GroupedKvPool) else None
         if not batch.slices:
             states = torch.empty(0, config.hidden_size)
             return EagerStep(states, decoder, self._followers)
@@ -198,8 +200,10 @@ class EagerSteps:
                 model.adapters,
                 self._tables,
                 model.plan_attention,
+                grouped,
             )
-            take_drawn(packed.token_ids, batch, drawn)
+            if drawn is not None:
+                take_drawn(packed.token_ids, batch, drawn)
             watch = Watch(self._watched_layers) if self._watched_layers else None
             states = decoder.forward(packed, pool.tensor, layer_done, pool.scales, watch)
         if self._watched_layers is None:

@@ -39,7 +39,7 @@ from baton.engine.step_runner import (
     StepRunner,
     TensorPool,
 )
-from baton.engine.torch_step import check_batch, check_follows, fault, sample_rows
+from baton.engine.torch_step import check_batch, fault, sample_rows
 from baton.errors import BatonError, ConfigError
 from baton.sampling.sampler import Draws, RowsError, draw
 from baton.types import Sample
@@ -119,7 +119,6 @@ class TorchEngine(Engine):
         the slices at fault: a batch without them runs. Raises DeviceLost, likewise."""
         rows, _, owners = sample_rows(batch)
         before, self._drawn = self._drawn, None
-        check_follows(batch, 0 if before is None else len(before))
         with torch.inference_mode(), device_checked(self._wait_device):
             step = self._run(batch, layers_done, before)
             if self._on_states is not None and isinstance(step, EagerStep):
@@ -148,15 +147,9 @@ class TorchEngine(Engine):
         self, batch: Batch, layers_done: LayersDone | None, drawn: torch.Tensor | None
     ) -> Step:
         """Write the new tokens' KV. drawn: see StepRunner."""
-        spec = self._spec
-        check_batch(
-            batch, spec.layout.block_size, spec.num_blocks, spec.vocab_size, spec.max_model_len
-        )
-        done = (
-            _in_groups(layers_done, spec.layout.num_layers, self._layer_group_size)
-            if layers_done
-            else None
-        )
+        num_layers = self._spec.layout.num_layers
+        check_batch(batch, self._spec, 0 if drawn is None else len(drawn))
+        done = layers_done and _in_groups(layers_done, num_layers, self._layer_group_size)
         return self._steps.run(batch, done, drawn)
 
 

@@ -44,6 +44,8 @@ class TorchKvPool(PackedPool):
         super().__init__(layout, num_blocks)
         self._is_host = device.type == "cpu"
         self._order = copy_order(device)
+        self.mark, self.follow = self._order.mark, self._order.follow
+        """See KvPool."""
         memory = memory if memory is not None else _fresh(num_blocks * layout.block_bytes, device)
         heads = (layout.num_parts, layout.num_kv_heads)
         self._blocks = memory.view(num_blocks, layout.num_layers, *heads, -1)
@@ -94,14 +96,6 @@ class TorchKvPool(PackedPool):
             source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
             with self._order.copying():
                 kv_unpack(slab, block_ids, piece.first_token, piece.first_layer, source)
-
-    def mark(self) -> object:
-        """See KvPool."""
-        return self._order.mark()
-
-    def follow(self, mark: object) -> None:
-        """See KvPool."""
-        self._order.follow(mark)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""

@@ -13,11 +13,12 @@ import torch
 
 from baton.cache.pool import BlockTable
 from baton.engine.device_tables import DeviceTables
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.grouped_kv_pool import GroupedKvPool
+from baton.engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
 from baton.errors import EngineFault
 from baton.model.adapters import Adapter
 from baton.model.config import ModelConfig
-from baton.model.decoder import AdapterRows, PackedBatch, PackedTokens
+from baton.model.decoder import AdapterRows, PackedBatch, PackedTokens, WindowedKv
 from baton.model.rope import Rope
 from baton.sampling.edits import names_unknown_token
 from baton_kernels.host_copy import to_device
@@ -36,75 +37,93 @@ def fault(reason: str, slices: Sequence[int]) -> EngineFault:
     return EngineFault(reason, slices=",".join(map(str, sorted(set(slices)))))
 
 
-def check_batch(
-    batch: Batch, block_size: int, num_blocks: int, vocab_size: int, max_model_len: int
-) -> None:
-    """Raise EngineFault if a slice would read or write outside its own: before anything is
-    touched."""
+def check_batch(batch: Batch, spec: EngineSpec, num_drawn: int) -> None:
+    """Raise EngineFault if a slice would read or write outside its own, or follows a row that is
+    none of the num_drawn of the step before: before anything is touched."""
     wrong = [
         (index, text)
         for index, part in enumerate(batch.slices)
-        if (text := _wrong(part, block_size, num_blocks, vocab_size, max_model_len))
+        if (text := next(_faults(part, spec, num_drawn), ""))
     ]
     if wrong:
         raise fault("; ".join(sorted({text for _, text in wrong})), [index for index, _ in wrong])
 
 
-def _wrong(
-    part: SequenceSlice, block_size: int, num_blocks: int, vocab_size: int, max_model_len: int
-) -> str:
-    end = part.start + len(part.token_ids)
+def _faults(part: SequenceSlice, spec: EngineSpec, num_drawn: int) -> Iterator[str]:
+    """What is wrong with a slice. What comes after a fault may not be asked for."""
+    end, num_blocks, vocab_size = part.start + len(part.token_ids), spec.num_blocks, spec.vocab_size
     if not part.token_ids or part.start < 0:
-        return "a slice needs new tokens at positions from 0"
-    if end > max_model_len:
-        return f"a sequence grows past max_model_len={max_model_len}"
-    if end > len(part.block_table) * block_size:
-        return "a block table is too short for its sequence"
+        yield "a slice needs new tokens at positions from 0"
+    if part.follows is not None and not (0 <= part.follows < num_drawn and end == part.start + 1):
+        yield "a slice follows what was not drawn just before"
+    if end > spec.max_model_len:
+        yield f"a sequence grows past max_model_len={spec.max_model_len}"
+    if end > len(part.block_table) * spec.layout.block_size:
+        yield "a block table is too short for its sequence"
     table = part.block_table
     # Tables of a pool were checked when they grew: a step looks at no context.
     bound = table.num_blocks if isinstance(table, BlockTable) else max(table) + 1
     if bound > num_blocks or (not isinstance(table, BlockTable) and min(table) < 0):
-        return f"a block id is not in [0, {num_blocks})"
+        yield f"a block id is not in [0, {num_blocks})"
     if min(part.token_ids) < 0 or max(part.token_ids) >= vocab_size:
-        return f"a token id is not in [0, {vocab_size})"
-    return _wrong_rows(part, vocab_size)
-
-
-def _wrong_rows(part: SequenceSlice, vocab_size: int) -> str:
+        yield f"a token id is not in [0, {vocab_size})"
     # Rows of one sequence share their sampling, and a prompt may have one for each of its tokens.
     samplings = {id(row.sampling): row.sampling for row in part.rows}.values()
     if any(names_unknown_token(sampling, vocab_size) for sampling in samplings):
-        return (
+        yield (
             f"logit_bias, stop_token_ids or bad_words name a token that is not in [0, {vocab_size})"
         )
     for row in part.rows:
         if not 0 <= row.offset < len(part.token_ids):
-            return "a sample row points outside its slice"
+            yield "a sample row points outside its slice"
         if row.scored_token_id is not None and not 0 <= row.scored_token_id < vocab_size:
-            return f"a scored token id is not in [0, {vocab_size})"
-    return ""
+            yield f"a scored token id is not in [0, {vocab_size})"
 
 
 def pack_tokens(batch: Batch, pool: torch.Tensor) -> PackedTokens:
     """A step's tokens and where they go in `pool`, on its device."""
-    device, block_size = pool.device, pool.shape[4]
+    device = pool.device
     token_ids = _tensor(chain.from_iterable(s.token_ids for s in batch.slices))
     ranges = [range(s.start, s.start + len(s.token_ids)) for s in batch.slices]
-    rows = _tensor(
-        chain.from_iterable(_first_rows(s, block_size, block_rows(pool)) for s in batch.slices)
-    )
-    begins = accumulate((len(s.token_ids) for s in batch.slices), initial=0)
-    slices = [
-        AttentionSlice(begin, len(s.token_ids), s.start, s.block_table)
-        for s, begin in zip(batch.slices, begins, strict=False)
-    ]
+    rows, slices = _placed_in(pool, batch.slices)
+    _, sampled, _ = sample_rows(batch)
+    is_all = sampled == list(range(batch.num_tokens))
     return PackedTokens(
         to_device(token_ids, device),
         to_device(_tensor(chain.from_iterable(ranges)), device),
-        to_device(rows, device),
+        rows,
         slices,
-        _sampled(batch, device),
+        None if is_all else to_device(torch.tensor(sampled, dtype=torch.int64), device),
     )
+
+
+def _placed_in(
+    pool: torch.Tensor, parts: Sequence[SequenceSlice]
+) -> tuple[torch.Tensor, list[AttentionSlice]]:
+    """PackedTokens.first_rows, on the device, and slices, in a pool that the block tables are
+    of."""
+    sizes = pool.shape[4], block_rows(pool)
+    rows = _tensor(chain.from_iterable(_first_rows(part, *sizes) for part in parts))
+    begins = accumulate((len(part.token_ids) for part in parts), initial=0)
+    slices = [
+        AttentionSlice(begin, len(part.token_ids), part.start, part.block_table)
+        for part, begin in zip(parts, begins, strict=False)
+    ]
+    return to_device(rows, pool.device), slices
+
+
+def _in_windows(batch: Batch, kv: GroupedKvPool) -> list[SequenceSlice]:
+    """A batch's slices with the block tables of windowed layers. Raises EngineFault of slices that
+    would read or write where there is no slot."""
+    tables = [
+        kv.window_table(part.block_table, part.start, part.start + len(part.token_ids))
+        for part in batch.slices
+    ]
+    if wrong := [index for index, table in enumerate(tables) if min(table) < 0]:
+        raise fault("windowed layers have no KV of what a sequence attends to", wrong)
+    return [
+        part._replace(block_table=table) for part, table in zip(batch.slices, tables, strict=True)
+    ]
 
 
 def pack_batch(
@@ -116,10 +135,11 @@ def pack_batch(
     adapters: Mapping[str, Adapter] = NO_ADAPTERS,
     tables: DeviceTables | None = None,
     plan: PlanAttention = plan_attention,
+    grouped: GroupedKvPool | None = None,
 ) -> PackedBatch:
     """The metadata of one step over `pool`, on its device, of a model that computes in `dtype`.
     adapters: those that slices may name. tables: the device's own, which are sent what is new.
-    plan: that of the device."""
+    plan: that of the device. grouped: what `pool` is the full layers' part of, if it is one's."""
     tokens = pack_tokens(batch, pool)
     positions = tokens.positions
     lengths = to_device(_rope_lengths(batch), pool.device) if rope.is_dynamic else positions
@@ -127,12 +147,24 @@ def pack_batch(
     rotations = rope.tables(positions, lengths, end, dtype)
     heads, scale = config.num_heads, config.traits.attention_scale
     placed = tables.placed([part.block_table for part in batch.slices]) if tables else None
+    windowed, windows_pool, windows_slices = None, pool, tokens.slices
+    if grouped is not None:
+        windows_pool, scales = grouped.windowed.tensor, grouped.windowed.scales
+        first_rows, windows_slices = _placed_in(windows_pool, _in_windows(batch, grouped))
+        windowed = WindowedKv(windows_pool, scales, first_rows)
     plans = {
-        window: plan(tokens.slices, pool, heads, scale, window, dtype, placed)
+        window: plan(
+            tokens.slices if window is None else windows_slices,
+            pool if window is None else windows_pool,
+            *(heads, scale, window, dtype, placed),
+        )
         for window in set(config.windows)
     }
-    rows = _adapter_rows(batch, adapters, pool.device)
-    return PackedBatch(tokens.token_ids, rotations, tokens.first_rows, plans, tokens.sampled, rows)
+    has_adapters = any(part.adapter for part in batch.slices)
+    rows = _adapter_rows(batch, adapters, pool.device) if has_adapters else ()
+    return PackedBatch(
+        tokens.token_ids, rotations, tokens.first_rows, plans, tokens.sampled, rows, windowed
+    )
 
 
 def _adapter_rows(
@@ -140,8 +172,6 @@ def _adapter_rows(
 ) -> tuple[AdapterRows, ...]:
     """Raises EngineFault of slices that name an adapter that is not there."""
     wanted = [part.adapter for part in batch.slices]
-    if not any(wanted):
-        return ()
     if wrong := [index for index, name in enumerate(wanted) if name and name not in adapters]:
         raise fault(f"adapter {wanted[wrong[0]]!r} is not loaded", wrong)
     of_tokens = [part.adapter for part in batch.slices for _ in part.token_ids]
@@ -157,28 +187,7 @@ def _adapter_rows(
     )
 
 
-def _sampled(batch: Batch, device: torch.device) -> torch.Tensor | None:
-    """See PackedBatch.sampled."""
-    _, packed_rows, _ = sample_rows(batch)
-    if packed_rows == list(range(batch.num_tokens)):
-        return None
-    return to_device(torch.tensor(packed_rows, dtype=torch.int64), device)
-
-
-def check_follows(batch: Batch, num_drawn: int) -> None:
-    """Raise EngineFault if a slice follows a row that is none of the num_drawn of the step before,
-    or has more than its token."""
-    wrong = [
-        index
-        for index, part in enumerate(batch.slices)
-        if part.follows is not None
-        and not (0 <= part.follows < num_drawn and len(part.token_ids) == 1)
-    ]
-    if wrong:
-        raise fault("a slice follows what was not drawn just before", wrong)
-
-
-def take_drawn(token_ids: torch.Tensor, batch: Batch, drawn: torch.Tensor | None) -> None:
+def take_drawn(token_ids: torch.Tensor, batch: Batch, drawn: torch.Tensor) -> None:
     """Put what the step before drew where slices follow it, in place. token_ids [tokens], drawn
     [rows] int64, on one device."""
     ends = accumulate(len(part.token_ids) for part in batch.slices)
@@ -187,7 +196,7 @@ def take_drawn(token_ids: torch.Tensor, batch: Batch, drawn: torch.Tensor | None
         for end, part in zip(ends, batch.slices, strict=True)
         if part.follows is not None
     ]
-    if drawn is None or not following:
+    if not following:
         return
     places, rows = zip(*following, strict=True)
     device = token_ids.device

@@ -38,15 +38,17 @@ class TransformersModel:
 
     kernels = f"transformers{transformers.__version__}"
 
+    takes_grouped_kv = False
+
     def __init__(self, folder: Path) -> None:
         """Raises UnsupportedModel, naming what cannot be served."""
         found = describe(folder)
         self._folder, self._description = folder, found
         self.name = f"{found.architecture} by transformers {transformers.__version__}"
         self.dtype, self.vocab_size = found.dtype, found.vocab_size
-        self.num_layers, self.num_kv_heads = found.num_layers, found.num_kv_heads
+        self.windows, self.num_kv_heads = found.windows, found.num_kv_heads
+        self.num_layers = len(found.windows)
         self.head_dim, self.kv_parts = found.head_dim, KEY_VALUE
-        self.windows = tuple(layer.key.window for layer in found.layers)
         self.max_len = found.max_len
         self.kv_digest = found.kv_digest
 
@@ -159,7 +161,8 @@ class TransformersSteps:
             return TransformersStep(torch.empty(0, 0), self._decoder)
         pool = self._pool
         tokens = pack_tokens(batch, pool.tensor)
-        take_drawn(tokens.token_ids, batch, drawn)
+        if drawn is not None:
+            take_drawn(tokens.token_ids, batch, drawn)
         states = self._decoder.forward(tokens, pool.tensor, layer_done, pool.scales)
         return TransformersStep(states, self._decoder)
 

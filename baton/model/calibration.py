@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
-from baton.model.decoder import Decoder, PackedBatch, normed
+from baton.model.decoder import Decoder, LayerKv, PackedBatch, normed
 from baton.model.layers import describe_layers
 from baton.model.load import load_parameters
 from baton.model.packed import PackedLayer
@@ -91,9 +91,9 @@ class _OneLayer(Decoder):
     ) -> torch.Tensor:
         """What the layer makes of the states [tokens, hidden] of the batch."""
         layer = self._parameters.layers[0]
-        rows = head_rows(batch.first_rows, pool)
+        kv = LayerKv(pool, None, 0, head_rows(batch.first_rows, pool))
         x = normed(layer.before_attention, states)
-        mixed = self._attention(0, layer, x, batch, rows, pool, None, None)
+        mixed = self._attention(0, layer, x, batch, kv, None)
         states = self._add(layer.attention.output, mixed, states, layer.after_attention)
         return self._mlp(0, layer, states)
 

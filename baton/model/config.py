@@ -458,12 +458,6 @@ class ModelConfig:
         return self.traits.rotary_dim or self.rope_width
 
     @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """All rotary embeddings of the model: see AttentionShape.rope."""
-        local = self.traits.window_rope
-        return (self.rope,) if local is None else (self.rope, local)
-
-    @property
     def derived_max_len(self) -> int:
         """The longest context that the model was made for, in tokens."""
         longest = self.max_position_embeddings

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +71,8 @@ class PackedBatch:
     """What the layers of baton's own families need to know of a step. All on the engine's device.
 
     token_ids, first_rows, sampled: see PackedTokens; rotations: by AttentionShape.rope, of the
-    model's dtype; plans by window; adapters: for some of the tokens.
+    model's dtype; plans by window; adapters: for some of the tokens; windowed: where windowed
+    layers' KV is, if apart from that of the others.
     """
 
     token_ids: torch.Tensor
@@ -78,6 +81,28 @@ class PackedBatch:
     plans: Mapping[int | None, AttentionPlan]
     sampled: torch.Tensor | None
     adapters: tuple[AdapterRows, ...] = ()
+    windowed: WindowedKv | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedKv:
+    """KV of windowed layers that lies apart from that of the others: pool, scales: of these layers
+    alone, in their order, as what the forward is given has that of the others alone; first_rows: of
+    the tokens in this pool, see PackedTokens."""
+
+    pool: torch.Tensor
+    scales: torch.Tensor | None
+    first_rows: torch.Tensor
+
+
+class LayerKv(NamedTuple):
+    """Where a layer's KV is: the layer's number in a pool and its scales, and the rows of the
+    step's tokens there as baton_kernels.kv_write takes them."""
+
+    pool: torch.Tensor
+    scales: torch.Tensor | None
+    number: int
+    rows: torch.Tensor
 
 
 class Watch:
@@ -147,8 +172,9 @@ class Decoder:
         scales: torch.Tensor | None = None,
         watch: Watch | None = None,
     ) -> torch.Tensor:
-        """Write the tokens' KV into `pool`, and `scales` if it has any; returns the sampled tokens'
-        states [rows, hidden], which `logits` takes. watch: gets those of other layers, too.
+        """Write the tokens' KV into `pool`, and `scales` if it has any, and into those of
+        `batch.windowed`; returns the sampled tokens' states [rows, hidden], which `logits` takes.
+        watch: gets those of other layers, too.
 
         `layer_done` is called with each layer's index once the KV of that layer is written, by all
         ranks: each rank gives a hook, or none does. After the last layer's KV only the sampled
@@ -156,14 +182,14 @@ class Decoder:
         """
         parameters, ranks = self._parameters, self._ranks
         hidden = self.embed(batch.token_ids)
-        rows = head_rows(batch.first_rows, pool)
+        places = self._places(batch, pool, scales)
         last = len(parameters.layers) - 1
         for index, layer in enumerate(parameters.layers):
             if watch is not None and index in watch.layers:
                 watch.add(hidden, batch.sampled)
             added: _Added = [(each.adapter.layers[index], each.rows) for each in batch.adapters]
             x = normed(layer.before_attention, hidden)
-            mixed = self._attention(index, layer, x, batch, rows, pool, scales, layer_done, added)
+            mixed = self._attention(index, layer, x, batch, places[index], layer_done, added)
             if index == last and batch.sampled is not None:
                 hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
                 added = [(each.adapter.layers[index], each.sampled) for each in batch.adapters]
@@ -173,6 +199,22 @@ class Decoder:
         if watch is not None and last + 1 in watch.layers:
             watch.add(hidden, None)
         return normed(parameters.norm, hidden)
+
+    def _places(
+        self, batch: PackedBatch, pool: torch.Tensor, scales: torch.Tensor | None
+    ) -> list[LayerKv]:
+        """Each layer's."""
+        rows, windows = head_rows(batch.first_rows, pool), self._config.windows
+        apart = batch.windowed
+        if apart is None:
+            return [LayerKv(pool, scales, index, rows) for index in range(len(windows))]
+        own_rows, numbers = head_rows(apart.first_rows, apart.pool), (count(), count())
+        return [
+            LayerKv(pool, scales, next(numbers[0]), rows)
+            if window is None
+            else LayerKv(apart.pool, apart.scales, next(numbers[1]), own_rows)
+            for window in windows
+        ]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """States [tokens, hidden] that the first layer takes."""
@@ -194,32 +236,31 @@ class Decoder:
         layer: PackedLayer,
         x: torch.Tensor,
         batch: PackedBatch,
-        rows: torch.Tensor,
-        pool: torch.Tensor,
-        scales: torch.Tensor | None,
+        kv: LayerKv,
         layer_done: Callable[[int], None] | None,
         added: _Added = (),
     ) -> torch.Tensor:
         """The results of this rank's heads for x [tokens, hidden], side by side [tokens, heads * a
         result's width], before the output layer."""
         attention, shape = layer.attention, layer.attention.shape
+        pool, scales, number, rows = kv
         cos, sin = batch.rotations[shape.rope]
         if isinstance(attention, Attention):
             query, key, value = _fused_heads(attention, x, _of(added, _qkv))
             norms = _own_norm(attention.q_norm, shape), _own_norm(attention.k_norm, shape)
             query, key = rope_kv_write(
-                query, key, value, cos, sin, pool, index, rows, scales, *norms
+                query, key, value, cos, sin, pool, number, rows, scales, *norms
             )
             terms = ScoreTerms(shape.softcap, attention.sinks)
         else:
             query, key = self._heads[index].query_and_row(attention, x, cos, sin)
-            kv_write(pool, index, rows, key, None, scales)
+            kv_write(pool, number, rows, key, None, scales)
             value, terms = key, NO_TERMS
         if layer_done is not None:
             self._ranks.meet()
             layer_done(index)
         plan = batch.plans[shape.window]
-        mixed = self._attend(query, key, value, pool, index, plan, scales, terms)
+        mixed = self._attend(query, key, value, pool, number, plan, scales, terms)
         if isinstance(attention, LatentAttention):
             return self._heads[index].results(mixed)
         return mixed.flatten(1)

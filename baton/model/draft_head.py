@@ -30,7 +30,7 @@ from safetensors import safe_open
 from baton.errors import MissingTensor, ModelError, TensorMismatch, UnsupportedModel
 from baton.model.checkpoint import find_shards
 from baton.model.config import ModelConfig, parse_config
-from baton.model.decoder import Decoder, PackedBatch, normed
+from baton.model.decoder import Decoder, LayerKv, PackedBatch, normed
 from baton.model.packed import PackedParameters
 from baton.types import KvLayout
 from baton_kernels.kv_write import head_rows
@@ -149,8 +149,8 @@ class DraftHead(Decoder):
         if self.head.kind != "eagle3":
             hidden = parts.fc(x)
             x = normed(layer.before_attention, hidden)
-        rows = head_rows(batch.first_rows, pool)
-        mixed = self._attention(0, layer, x, batch, rows, pool, None, None)
+        kv = LayerKv(pool, None, 0, head_rows(batch.first_rows, pool))
+        mixed = self._attention(0, layer, x, batch, kv, None)
         if batch.sampled is not None:
             hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
         hidden = self._add(layer.attention.output, mixed, hidden, None)

@@ -23,7 +23,11 @@ NO_HEAD = HeadMemory()
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by use, of one rank, and what the KV blocks hold. layout: of the whole model's KV."""
+    """Bytes by use, of one rank, and what the KV blocks hold. layout: of the whole model's KV.
+
+    num_window_slots: blocks whose KV in windowed layers is held at once, slot_bytes each, where
+    that lies apart, and block_bytes are of the other layers; 0 where blocks have the KV of all.
+    """
 
     weight_bytes: int
     activation_bytes: int
@@ -37,6 +41,8 @@ class MemoryPlan:
     graph_bytes: int = 0
     transfer_bytes: int = 0
     head: HeadMemory = NO_HEAD
+    num_window_slots: int = 0
+    slot_bytes: int = 0
 
     @property
     def head_bytes(self) -> int:
@@ -46,7 +52,7 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        return self.block_bytes * self.num_blocks
+        return self.block_bytes * self.num_blocks + self.slot_bytes * self.num_window_slots
 
     @property
     def num_kv_tokens(self) -> int:
@@ -67,6 +73,11 @@ class MemoryPlan:
         """(what, how much) for people."""
         ranks = (("ranks", f"{self.num_ranks}, each with:"),) if self.num_ranks > 1 else ()
         transfers = (("KV on its way", f"up to {format_bytes(self.transfer_bytes)}"),)
+        slots = (
+            f"; windows: {self.num_window_slots} blocks, {format_bytes(self.slot_bytes)} each"
+            if self.num_window_slots
+            else ""
+        )
         graphs = (("CUDA graphs", f"about {format_bytes(self.graph_bytes)}"),)
         return (
             *ranks,
@@ -79,7 +90,7 @@ class MemoryPlan:
                 "KV cache",
                 f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of "
                 f"{self.layout.block_size} tokens, {format_bytes(self.block_bytes)} each "
-                f"({self.layout.dtype})",
+                f"({self.layout.dtype}){slots}",
             ),
             ("longest context", f"{self.longest_context} tokens"),
             (
@@ -178,44 +189,6 @@ def activation_bytes(
     return tokens + gathered + logits
 
 
-def plan_memory(
-    config: ModelConfig,
-    *,
-    dtype: str,
-    kv_dtype: str | None = None,
-    block_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    available_bytes: int,
-    num_ranks: int = 1,
-    keeps_levels: bool = False,
-    kv_cache_memory_bytes: int | None = None,
-    num_blocks: int | None = None,
-    graph_bytes: int = 0,
-) -> MemoryPlan:
-    """plan_blocks, of one of Baton's own families. kv_dtype: `dtype` if not given."""
-    layout = KvLayout(
-        *("", config.num_layers, config.num_kv_heads, config.head_dim),
-        *(kv_dtype or dtype, block_size, config.kv_parts),
-    )
-    return plan_blocks(
-        layout,
-        dtype=dtype,
-        weights=weight_bytes(config, dtype, keeps_levels, num_ranks),
-        activations=activation_bytes(
-            config, dtype, max_num_batched_tokens, max_num_seqs, max_model_len
-        ),
-        graphs=graph_bytes,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        available_bytes=available_bytes,
-        num_ranks=num_ranks,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        num_blocks=num_blocks,
-    )
-
-
 def plan_blocks(
     layout: KvLayout,
     *,
@@ -231,10 +204,15 @@ def plan_blocks(
     num_blocks: int | None,
     transfers: int = 0,
     head: HeadMemory = NO_HEAD,
+    max_window_slots: int = 0,
 ) -> MemoryPlan:
     """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for
     max_num_seqs sequences of max_model_len tokens within what weights, activations, graphs and
     transfers leave of `available_bytes`.
+
+    max_window_slots: what running sequences need at most, see KvLayout, if windowed layers' KV can
+    lie apart; else 0. It does if there are more blocks then than that: so slots are never what a
+    sequence lacks, and blocks alone are counted when one is admitted, scheduled or routed.
 
     layout: of the whole model's KV; weights, activations, graphs, transfers: bytes of one rank;
     head: has KV of each block's tokens, too, within the same budget;
@@ -242,10 +220,12 @@ def plan_blocks(
     Raises ConfigError if that is not even one block, or the weights do not fit.
     """
     block_size = layout.block_size
-    kv_heads = max(1, layout.num_kv_heads // num_ranks)
-    block_bytes = replace(layout, num_kv_heads=kv_heads).block_bytes
+    own = replace(layout, num_kv_heads=max(1, layout.num_kv_heads // num_ranks))
+    block_bytes = own.block_bytes
     # What a block costs, with what a draft head keeps of its tokens.
     whole_bytes = block_bytes + head.block_bytes
+    full_bytes = own.layers_of_kind(windowed=False).block_bytes
+    slot_bytes = block_bytes - full_bytes
     available_bytes //= num_ranks
     if weights + head.weight_bytes > available_bytes:
         raise ConfigError.of(
@@ -255,14 +235,22 @@ def plan_blocks(
             f"{format_bytes(available_bytes)} is free; use a smaller dtype, a smaller model or "
             "another machine",
         )
+    num_apart = num_blocks or 0
     if num_blocks is None:
+        others = weights + activations + graphs + transfers + head.weight_bytes
+        budget, most = (
+            max(0, available_bytes - others),
+            max_num_seqs * -(-max_model_len // block_size),
+        )
         if kv_cache_memory_bytes is not None:
             budget = kv_cache_memory_bytes // num_ranks
-        else:
-            wanted = max_num_seqs * -(-max_model_len // block_size) * whole_bytes
-            others = weights + activations + graphs + transfers + head.weight_bytes
-            budget = min(wanted, max(0, available_bytes - others))
-        num_blocks = budget // whole_bytes
+            most = budget // (full_bytes or whole_bytes)
+        num_blocks = min(most, budget // whole_bytes)
+        left = budget - max_window_slots * slot_bytes
+        num_apart = min(most, left // (full_bytes + head.block_bytes)) if full_bytes else 0
+    is_apart = 0 < max_window_slots < num_apart
+    if is_apart:
+        num_blocks, block_bytes = num_apart, full_bytes
     if num_blocks < 1:
         raise ConfigError.of(
             "kv_cache_memory_bytes",
@@ -284,4 +272,6 @@ def plan_blocks(
         graph_bytes=graphs,
         transfer_bytes=transfers,
         head=head,
+        num_window_slots=max_window_slots if is_apart else 0,
+        slot_bytes=slot_bytes if is_apart else 0,
     )

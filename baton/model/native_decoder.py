@@ -67,8 +67,9 @@ class NativeDecoder(Decoder):
         scales: torch.Tensor | None = None,
         watch: Watch | None = None,
     ) -> torch.Tensor:
-        """See Decoder.forward. Tokens with adapters go operation by operation."""
-        if batch.adapters:
+        """See Decoder.forward. Tokens with adapters go operation by operation, and so do all where
+        KV lies in two pools."""
+        if batch.adapters or batch.windowed is not None:
             return super().forward(batch, pool, layer_done, scales, watch)
         config = self._config
         hidden = self.embed(batch.token_ids)

@@ -362,12 +362,16 @@ def terminal_progress() -> Iterator[ProgressHook]:
         yield show
 
 
-def _reporter() -> ProgressHook:
-    """A phase of the start each second, for large checkpoints, and a line of log per shard."""
-    last = time.monotonic()
+def _reporter(clock: Callable[[], float] = time.monotonic) -> ProgressHook:
+    """A phase of the start each second, for large checkpoints, with the bytes per second of all
+    shards since the first; and a line of log per shard."""
+    started = last = clock()
+    done_bytes: dict[int, int] = {}
 
     def report(step: ShardProgress) -> None:
         nonlocal last
+        done_bytes[step.index] = step.done_bytes
+        now = clock()
         if step.done_bytes == step.num_bytes:
             _log.info(
                 "loaded shard %d/%d %s (%s)",
@@ -376,11 +380,13 @@ def _reporter() -> ProgressHook:
                 step.name,
                 format_bytes(step.num_bytes),
             )
-        elif time.monotonic() - last >= _REPORT_EVERY_S:
-            last = time.monotonic()
+        elif now - last >= _REPORT_EVERY_S:
+            last = now
+            rate = format_bytes(int(sum(done_bytes.values()) / (now - started)))
             of_shard = f"{format_bytes(step.done_bytes)} of {format_bytes(step.num_bytes)}"
             report_phase(
-                f"loading weights ({of_shard}, file {step.index + 1} of {step.num_shards})"
+                f"loading weights ({of_shard}, file {step.index + 1} of {step.num_shards}, "
+                f"{rate}/s)"
             )
 
     return report

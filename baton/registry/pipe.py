@@ -15,16 +15,19 @@ from baton.types import Tier
 
 
 class PipeRegistry:
-    """Owns the descriptor. A list that only grows, until the other end is closed."""
+    """Reads the descriptor alone. A list that only grows, until the other end is closed."""
 
     def __init__(self, fd: int) -> None:
         """Raises ConfigError if there is no such descriptor."""
         try:
-            os.fstat(fd)
+            self._fd = os.dup(fd)
         except OSError as error:
             fix = f"{error.strerror}; leave it out, or pass the descriptor on to this process"
             raise ConfigError.of("workers_fd", fd, fix) from error
-        self._fd = fd
+        # It may be the standard input, whose number must stay taken: see occupy_standard_streams.
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, fd)
+        os.close(nothing)
         self._ended = asyncio.Event()
 
     async def changes(self) -> AsyncGenerator[Change, None]:

@@ -25,7 +25,7 @@ class ApiKeys:
     """Which keys a server knows. It keeps their digests, not the keys."""
 
     def __init__(self, api_keys: Iterable[str]) -> None:
-        self._digests = tuple(map(_digest, api_keys))
+        self._digests = tuple(map(digest_of, api_keys))
 
     def admit(self, metadata: Metadata | None) -> bool:
         """Whether a caller shows one of them."""
@@ -70,10 +70,11 @@ def shown_digest(metadata: Metadata | None) -> bytes:
         return b""
     if not shown[0].lower().startswith(_SCHEME):
         return b""
-    return _digest(shown[0][len(_SCHEME) :])
+    return digest_of(shown[0][len(_SCHEME) :])
 
 
-def _digest(api_key: str) -> bytes:
+def digest_of(api_key: str) -> bytes:
+    """Stands for a key."""
     return hashlib.sha256(api_key.encode()).digest()
 
 

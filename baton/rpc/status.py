@@ -61,6 +61,9 @@ _BY_CODE: Mapping[grpc.StatusCode, type[BatonError]] = {
 }
 #: What grpc's clients write of a cancel of their own.
 _CANCELLED_HERE = ("locally cancelled", "channel closed", "cancelling all calls")
+#: What grpc.aio's clients make of a connection that breaks just when a call begins: INTERNAL, of
+#: which the server knows nothing.
+BROKEN_AT_ITS_BEGINNING = "Internal error from Core"
 _NEVER_CONNECTED = ("failed to connect", "errors resolving", "resolution", "connection refused")
 _TOO_LARGE = "larger than max"
 _ANSWER_TOO_LARGE = ("server: sent", "client: received")
@@ -181,6 +184,8 @@ def _from_transport(code: grpc.StatusCode, text: str, peer: str) -> BatonError:
     match code:
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
             return _from_lost(text or code.name, peer)
+        case grpc.StatusCode.INTERNAL if text == BROKEN_AT_ITS_BEGINNING:
+            return _from_lost(text, peer)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return _from_exhausted(text, peer)
         case grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -10,7 +10,6 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from types import TracebackType
 from typing import Self
 
 from baton.config import ServeOptions
@@ -122,12 +121,7 @@ class Cluster:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.stop()
 
     async def start(self) -> None:

@@ -35,11 +35,17 @@ class Counts:
     """
 
     def __init__(
-        self, meter: Meter, name: str, description: str, label: str = "", *known: str
+        self,
+        meter: Meter,
+        name: str,
+        description: str,
+        label: str = "",
+        *known: str,
+        unit: str = "",
     ) -> None:
         self._label = label
         self._counts: dict[str, int] = dict.fromkeys(known if label else ("",), 0)
-        meter.create_observable_counter(name, [self._observe], description=description)
+        meter.create_observable_counter(name, [self._observe], unit, description)
 
     def add(self, number: int, of: str = "") -> None:
         """of: the label's value."""

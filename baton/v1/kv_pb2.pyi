@@ -406,22 +406,28 @@ class KvRemoteMemory(message.Message):
     AGENT_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     STRIDE_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     agent: builtins.bytes
     """Metadata of the agent that registered the memory, opaque to all but nixl."""
     address: builtins.int
     """Address of the first slot in the receiver's process."""
     stride: builtins.int
     """Bytes from one slot to the next."""
+    device: builtins.int
+    """Of the GPU that the slots are on, as the receiver's process numbers it. They are on one where payload_checksum is
+    WORD_SUM, else in the host's memory.
+    """
     def __init__(
         self,
         *,
         agent: builtins.bytes = ...,
         address: builtins.int = ...,
         stride: builtins.int = ...,
+        device: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "agent", b"agent", "stride", b"stride"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "agent", b"agent", "device", b"device", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from baton.cache.pool import BlockPool
+from baton.cache.window_slots import WindowSlots
 from baton.config import DecodeOptions, EngineOptions
 from baton.engine.interface import Engine
 from baton.engine.oracle import OracleEngine, OracleOptions
@@ -31,21 +32,24 @@ def build_engine(
     options: EngineOptions,
     max_graph_seqs: int | None = None,
     draft_head: HeadFiles | None = None,
+    *,
+    frees_windows: bool = True,
 ) -> Engine:
     """Load the engine that the options name. Takes as long as reading the weights; raises
     StartupError.
 
     max_graph_seqs: most sequences of decode steps that are captured on a GPU; none is if not given.
-    draft_head: see load_engine.
+    draft_head, frees_windows: see load_engine.
     """
     if options.engine == "oracle":
         return _build_oracle(options)
-    return _build_torch(options, max_graph_seqs, draft_head)
+    return _build_torch(options, max_graph_seqs, draft_head, frees_windows=frees_windows)
 
 
-def build_decode_engine(options: DecodeOptions) -> Engine:
+def build_decode_engine(options: DecodeOptions, *, frees_windows: bool = True) -> Engine:
     """The engine of a decode worker. See build_engine."""
-    return build_engine(options, options.max_graph_seqs, draft_head_files(options))
+    head = draft_head_files(options)
+    return build_engine(options, options.max_graph_seqs, head, frees_windows=frees_windows)
 
 
 def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
@@ -60,6 +64,7 @@ def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
 
 def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
     """The pool over an engine's blocks, with a secret of this boot."""
+    slots = engine.kv.slots
     return BlockPool(
         engine.spec.num_blocks,
         engine.spec.layout.block_size,
@@ -67,6 +72,7 @@ def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
         enable_prefix_caching=options.enable_prefix_caching,
         window=engine.spec.layout.window,
         has_full_layers=engine.spec.layout.has_full_layers,
+        window_slots=WindowSlots(slots.num_slots, slots.of_block) if slots else None,
     )
 
 
@@ -98,7 +104,11 @@ def _build_oracle(options: EngineOptions) -> OracleEngine:
 
 
 def _build_torch(
-    options: EngineOptions, max_graph_seqs: int | None, draft_head: HeadFiles | None
+    options: EngineOptions,
+    max_graph_seqs: int | None,
+    draft_head: HeadFiles | None,
+    *,
+    frees_windows: bool,
 ) -> Engine:
     with naming_model(options.model):
         check_checkpoint(options.model, options.revision, options.model_impl)
@@ -140,6 +150,7 @@ def _build_torch(
         make_graphs=CudaGraphs if can_capture and max_graph_seqs is not None else None,
         max_graph_seqs=max_graph_seqs,
         draft_head=draft_head,
+        frees_windows=frees_windows,
     )
 
 

@@ -1,21 +1,24 @@
-"""Everything that there is to know of Baton on this machine's GPU, in one command and under 8
-minutes.
+"""Everything that there is to know of Baton on this machine's GPU, in one command.
 
-    python -m bench.gpu [--only TEXT] [--out FOLDER] [--dry-run]
+    python -m bench.gpu [--stage NAME ...] [--only TEXT] [--out FOLDER] [--dry-run]
 
-First whether every kernel is right, on fresh random inputs, against float64; then the roofs; then
-each kernel and the engine as a share of them; then peers. An item that fails or hangs is reported
-as such, and the rest goes on. Writes gpu-DATE.json and gpu-DATE.md.
+First a rehearsal: every item once, in many processes, so that kernels are compiled, and in Triton's
+cache, before anything is timed. Then whether every kernel is right, on fresh random inputs, against
+float64; the roofs; steps and prompts of the engine as a share of them; peers; KV; the service; each
+kernel; tiles last. An item that fails or hangs is reported as such, and the rest goes on.
 
-It needs torch, Triton and transformers, and none of Baton's other dependencies:
-PYTHONPATH=.:kernels will do for an install. A dry run does all of it in miniature in Triton's
-interpreter, on a CPU: its times mean nothing.
+gpu-DATE.jsonl has a line for each outcome as it comes; gpu-DATE.md and .json have all at the end.
+
+It needs torch, Triton and transformers, and of Baton's other dependencies what bench.gpu.pack
+packs; PYTHONPATH=.:kernels will do for an install. A dry run does all of it in miniature in
+Triton's interpreter, on a CPU: its times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -24,8 +27,9 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bench.gpu.items import LIMITS_S, STAGES, rehearsal_groups
 from bench.gpu.report import goal_table, shares, table
-from bench.gpu.runner import Limits, Outcome, child_command, run_items
+from bench.gpu.runner import Limits, Outcome, child_command, rehearse, run_items
 from bench.machine import describe_commit, describe_machine, describe_versions
 
 _RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -38,55 +42,82 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--stage", nargs="+", choices=list(STAGES), default=list(STAGES), help="default: all"
+    )
     parser.add_argument("--only", default="", help="items whose name contains this")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of the results")
     parser.add_argument(
-        "--total-s", type=float, default=460.0, help="after that, the rest is left out"
+        "--total-s", type=float, default=560.0, help="after that, the rest is left out"
     )
+    parser.add_argument(
+        "--rehearsal-processes",
+        type=int,
+        default=min(16, os.cpu_count() or 1),
+        help="that compile before all else; 0: none does",
+    )
+    parser.add_argument("--rehearsal-s", type=float, default=150.0, help="after that, it ends")
     parser.add_argument("--item-s", type=float, default=90.0, help="after that, an item has failed")
     parser.add_argument("--seed", type=int, default=None, help="default: another one in each run")
     parser.add_argument("--dry-run", action="store_true", help="in miniature, on the CPU")
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
-    names = [name for name in _names() if options.only in name]
-    command, environment = child_command(seed, is_dry=options.dry_run)
-    limits = Limits(options.item_s, options.total_s)
+    stages = [name for name in STAGES if name in options.stage]
     started = time.monotonic()
-    outcomes = run_items(names, command, environment, limits, _tell)
     about = {
         "dry_run": options.dry_run,
         "seed": seed,
-        "seconds": time.monotonic() - started,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "commit": describe_commit(),
     }
-    _write(options.out, about, outcomes)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = f"gpu-{datetime.now(UTC):%Y-%m-%d-%H%M%S}"
+    outcomes: list[Outcome] = []
+    with (options.out / f"{stem}.jsonl").open("w") as lines:
+
+        def report(record: object) -> None:
+            print(json.dumps(record), file=lines, flush=True)
+
+        def on_outcome(outcome: Outcome) -> None:
+            report(asdict(outcome))
+            print(table([outcome]).splitlines()[-1], file=sys.stderr, flush=True)
+            outcomes.append(outcome)
+
+        def left_s() -> float:
+            return max(0.0, float(options.total_s) - (time.monotonic() - started))
+
+        report(about)
+        if options.rehearsal_processes:
+            # In a dry run nothing is compiled: some items show that it works.
+            most = 2 if options.dry_run else None
+            groups = [
+                [name for name in group if options.only in name][:most]
+                for group in rehearsal_groups(stages, options.rehearsal_processes)
+            ]
+            command = child_command(seed, is_dry=options.dry_run, is_rehearsal=True)
+            limit_s = min(options.rehearsal_s, left_s())
+            limits = Limits(limit_s, limit_s)
+            on_outcome(rehearse([group for group in groups if group], *command, limits))
+        command = child_command(seed, is_dry=options.dry_run)
+        for stage in stages:
+            names = [name for name in STAGES[stage] if options.only in name]
+            run_items(names, *command, Limits(options.item_s, left_s(), LIMITS_S), on_outcome)
+    _write(options.out / stem, {**about, "seconds": time.monotonic() - started}, outcomes)
     return int(any(o.failure or o.result.get("verdict") == "WRONG" for o in outcomes))
 
 
-def _names() -> list[str]:
-    from bench.gpu.items import ITEMS
-
-    return list(ITEMS)
-
-
-def _tell(outcome: Outcome) -> None:
-    print(table([outcome]).splitlines()[-1], file=sys.stderr, flush=True)
-
-
-def _write(folder: Path, about: dict[str, object], outcomes: Sequence[Outcome]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"gpu-{datetime.now(UTC):%Y-%m-%d-%H%M%S}"
+def _write(path: Path, about: dict[str, object], outcomes: Sequence[Outcome]) -> None:
+    """path: without its suffix."""
     everything = {
         **about,
         "items": [asdict(outcome) for outcome in outcomes],
         "share_of_roof": shares(outcomes),
     }
-    (folder / f"{stem}.json").write_text(json.dumps(everything, indent=1) + "\n")
+    path.with_suffix(".json").write_text(json.dumps(everything, indent=1) + "\n")
     head = "\n".join(f"- {name}: {json.dumps(value)}" for name, value in about.items())
     body = f"{goal_table(outcomes)}\n\n{table(outcomes)}"
-    (folder / f"{stem}.md").write_text(f"# GPU\n\n{head}\n\n{body}\n")
+    path.with_suffix(".md").write_text(f"# GPU\n\n{head}\n\n{body}\n")
     print(body)
 
 

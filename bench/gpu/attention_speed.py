@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
 from baton_kernels.attention_backends import LIBRARIES, load_backend, why_not
@@ -168,8 +169,11 @@ def by_library(name: str, load: Load, setting: Setting) -> Result:
     return {"ms": time_ms(run, setting), "error": error, **_costs(load, pool, None)}
 
 
-def sdpa(load: Load, setting: Setting) -> Result:
-    """torch's own causal attention of one new sequence, KV contiguous: the peer of a prefill."""
+def sdpa(load: Load, setting: Setting, backend: SDPBackend | None = None) -> Result:
+    """torch's own causal attention of one new sequence, KV contiguous: the peer of a prefill.
+    backend: torch's choice if not given."""
+    if backend == SDPBackend.CUDNN_ATTENTION and setting.is_dry:
+        return {"skipped": "cuDNN computes on GPUs"}
     load = _shrunk(load, setting)
     size = load.new
     query = setting.randn(1, load.num_heads, size, load.head_dim)
@@ -178,7 +182,13 @@ def sdpa(load: Load, setting: Setting) -> Result:
     def run() -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-    ms = time_ms(run, setting)
+    try:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            ms = time_ms(run, setting)
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        return {"skipped": "torch has no such kernel for these shapes here"}
     return {"ms": ms, "flops": 2.0 * load.num_heads * load.head_dim * size * (size + 1)}
 
 
@@ -232,7 +242,6 @@ _DECODE = Load(64, 4095)
 _PREFILL = Load(1, 0, 8192)
 
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {
-    "attention invariance": invariance,
     "attention decode 64 x 4K": partial(paged, _DECODE),
     **{
         f"attention {what} batch-invariant": partial(paged, load, choose=fixed_tile)
@@ -259,6 +268,11 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "attention 32 tokens over 32K": partial(paged, Load(1, 32768, 32)),
     "attention 256 tokens over 32K": partial(paged, Load(1, 32768, 256)),
     "attention prefill 8K block 64": partial(paged, Load(1, 0, 8192, block_size=64)),
+}
+
+#: Of torch and of libraries.
+PEERS: Mapping[str, Callable[[Setting], Result]] = {
+    "SDPA prefill 8K": partial(sdpa, _PREFILL),
     **{
         f"attention {what} by {name}": partial(by_library, name, load)
         for what, load in (
@@ -268,10 +282,19 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
         )
         for name in LIBRARIES
     },
-    "SDPA prefill 2K": partial(sdpa, Load(1, 0, 2048)),
-    "SDPA prefill 8K": partial(sdpa, _PREFILL),
-    "SDPA prefill 32K": partial(sdpa, Load(1, 0, 32768)),
+    **{
+        f"SDPA prefill {what} by {name}": partial(sdpa, Load(1, 0, num_tokens), backend=backend)
+        for what, num_tokens in (("2K", 2048), ("8K", 8192), ("32K", 32768))
+        for name, backend in (
+            ("cuDNN", SDPBackend.CUDNN_ATTENTION),
+            ("FlashAttention 2", SDPBackend.FLASH_ATTENTION),
+        )
+    },
     "flashinfer decode 64 x 4K": partial(flashinfer_decode, _DECODE),
+}
+
+#: To choose tiles by.
+TILES: Mapping[str, Callable[[Setting], Result]] = {
     "tiles decode 64 x 4K": partial(
         tiles,
         _DECODE,

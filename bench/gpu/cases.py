@@ -16,7 +16,13 @@ from baton_kernels.gpu.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.gpu.rms_norm import rms_norm
 from baton_kernels.linear import Linear, PlainLinear
 from baton_kernels.quantize_rows import dequantize_rows, quantize_rows
-from baton_kernels.quantized_linear import Float8Linear
+from baton_kernels.quantized_linear import (
+    Float8Linear,
+    IntLinear,
+    IntWeight,
+    dequantize,
+    pack_int_weight,
+)
 from bench.gpu.attention_cases import attention_cases
 from bench.gpu.case import Case, Sizes, Trial, randn, relative_error
 from bench.gpu.kv_cases import kv_cases
@@ -66,13 +72,14 @@ def _clamped_swiglu(generator: torch.Generator, sizes: Sizes) -> Trial:
     return Trial(lambda: clamped_swiglu(x), error, 1e-2)
 
 
-def _grouped_linear(is_float8: bool, generator: torch.Generator, sizes: Sizes) -> Trial:
-    """Four experts with biases, of which each token goes to two."""
+def _grouped_linear(scheme: str, generator: torch.Generator, sizes: Sizes) -> Trial:
+    """Four experts with biases, of which each token goes to two. scheme: half, int8, int4 or fp8,
+    the latter three in groups of 128 inputs."""
     shape = (4, sizes.hidden, sizes.hidden)
     weights = (randn(generator, *shape) / sizes.hidden**0.5).to(sizes.half)
     biases = randn(generator, *shape[:2]).to(sizes.half)
     linears: list[Linear] = [PlainLinear(w, b) for w, b in zip(weights, biases, strict=True)]
-    if is_float8:
+    if scheme == "fp8":
         runs = weights.view(*shape[:2], -1, 128)
         codes, scales = quantize_rows.twin(runs, torch.float8_e4m3fn)
         weights = dequantize_rows(codes, scales, torch.float32).view(shape)
@@ -80,19 +87,37 @@ def _grouped_linear(is_float8: bool, generator: torch.Generator, sizes: Sizes) -
             Float8Linear(code.view(shape[1:]), scale.t().contiguous(), bias)
             for code, scale, bias in zip(codes, scales, biases, strict=True)
         ]
+    elif scheme != "half":
+        packed = [_integers(scheme, generator, sizes) for _ in range(len(biases))]
+        weights = torch.stack([dequantize(weight) for weight in packed])
+        linears = [IntLinear(weight, bias) for weight, bias in zip(packed, biases, strict=True)]
     experts = GroupedLinear(linears)
     first = torch.arange(sizes.num_tokens, device=weights.device) % 3
     chosen = torch.stack((first, first + 1), 1).int()
     x = randn(generator, sizes.num_tokens, sizes.hidden).to(sizes.half)
 
     def error(got: torch.Tensor) -> float:
-        wide = weights.double()[chosen.long()] @ x.double()[:, None, :, None]
-        biased = wide[..., 0] + biases.double()[chosen.long()]
-        return relative_error(got, biased.flatten(0, 1))
+        wide = x.double()
+        by_expert = torch.stack(
+            [wide @ w.double().t() + b for w, b in zip(weights, biases, strict=True)]
+        )
+        tokens = torch.arange(len(x), device=x.device)[:, None]
+        return relative_error(got, by_expert[chosen.long(), tokens].flatten(0, 1))
 
     # x is rounded to float8, too.
-    tolerance = 5e-2 if is_float8 else 1e-2
+    tolerance = 5e-2 if scheme == "fp8" else 1e-2
     return Trial(lambda: grouped_linear(x, chosen, experts, 2), error, tolerance)
+
+
+def _integers(scheme: str, generator: torch.Generator, sizes: Sizes) -> IntWeight:
+    """Random levels, about as large as other weights."""
+    bits = 4 if scheme == "int4" else 8
+    device, shape = generator.device, (sizes.hidden, sizes.hidden)
+    levels = torch.randint(0, 1 << bits, shape, generator=generator, device=device).byte()
+    groups = (sizes.hidden, sizes.hidden // 128)
+    scales = torch.rand(groups, generator=generator, device=device) / (sizes.hidden**0.5 * 2**bits)
+    zeros = torch.randint(0, 1 << bits, groups, generator=generator, device=device).float()
+    return pack_int_weight(levels, scales, zeros, bits)
 
 
 def _fixed_linear(generator: torch.Generator, sizes: Sizes) -> Trial:
@@ -114,8 +139,10 @@ def all_cases() -> Sequence[Case]:
         Case("swiglu", _swiglu),
         Case("geglu", _geglu),
         Case("clamped_swiglu", _clamped_swiglu),
-        Case("grouped linear", partial(_grouped_linear, False)),
-        Case("grouped linear fp8", partial(_grouped_linear, True), 89, is_interpretable=False),
+        Case("grouped linear", partial(_grouped_linear, "half")),
+        Case("grouped linear int8", partial(_grouped_linear, "int8")),
+        Case("grouped linear int4", partial(_grouped_linear, "int4")),
+        Case("grouped linear fp8", partial(_grouped_linear, "fp8"), 89, is_interpretable=False),
         Case("batch-invariant linear", _fixed_linear),
         *kv_cases(),
         *sampling_cases(),

@@ -22,15 +22,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
     if options.dry_run:
         from bench.gpu.interpreter import mend_interpreter
 
         mend_interpreter()
         torch.set_num_threads(1)
-        setting = Setting(torch.device("cpu"), torch.float16, options.seed)
+        setting = Setting(torch.device("cpu"), torch.float16, options.seed, options.rehearse)
     else:
-        setting = Setting(torch.device("cuda"), torch.bfloat16, options.seed)
+        setting = Setting(torch.device("cuda"), torch.bfloat16, options.seed, options.rehearse)
     from bench.gpu.items import ITEMS
 
     for line in sys.stdin:

@@ -7,10 +7,6 @@ the matmul roof.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -54,6 +50,9 @@ SMALL: Mapping[str, object] = {**LLAMA_8B, **_SMALL, **_SMALL_HEADS}
 
 def model_config(setting: Setting) -> dict[str, object]:
     """config.json of the model that is measured."""
+    if setting.is_rehearsal and not setting.is_dry:
+        # One layer compiles what all do.
+        return {**LLAMA_8B, "num_hidden_layers": 1}
     return dict(SMALL if setting.is_dry else LLAMA_8B)
 
 
@@ -127,10 +126,11 @@ class Model:
 
 
 @cache
-def load_model(setting: Setting) -> Model:
-    """The model of this process, once: 16 GB, and a pool of 280,000 tokens, 37 GB."""
+def load_model(setting: Setting, num_tokens: int = 264_000) -> Model:
+    """The model of this process, once: 16 GB, and a pool, by default of 35 GB, which holds 256
+    sequences of 1K."""
     config = parse_config(model_config(setting))
-    return Model(setting, config, setting.pick(280_000, 400) // BLOCK_SIZE)
+    return Model(setting, config, setting.pick(num_tokens, 400) // BLOCK_SIZE)
 
 
 def _step(num_seqs: int, cached: int, new: int, setting: Setting) -> Result:
@@ -161,7 +161,7 @@ def _step(num_seqs: int, cached: int, new: int, setting: Setting) -> Result:
     }
 
 
-def _times(model: Model, batch: Batch, count: int) -> list[float]:
+def step_times(model: Model, batch: Batch, count: int) -> list[float]:
     """Milliseconds of `count` steps."""
     times = []
     for _ in range(count):
@@ -171,7 +171,7 @@ def _times(model: Model, batch: Batch, count: int) -> list[float]:
     return times
 
 
-def _itl(times: list[float], prefill_tokens_per_s: float) -> Result:
+def inter_token(times: list[float], prefill_tokens_per_s: float) -> Result:
     ordered = sorted(times)
     return {
         "itl_p50_ms": percentile(ordered, 0.5),
@@ -193,50 +193,12 @@ def _colocated(chunk: int, setting: Setting) -> Result:
     for batch in batches:
         model.engine.forward(batch)
     times = [
-        t for _ in range(setting.pick(4, 1)) for batch in batches for t in _times(model, batch, 1)
+        t
+        for _ in range(setting.pick(4, 1))
+        for batch in batches
+        for t in step_times(model, batch, 1)
     ]
-    return _itl(times, chunk * len(times) / sum(times) * 1000)
-
-
-def _split(setting: Setting) -> Result:
-    """The same in two processes on this device: decoding here, prompts of 8K in chunks of 2K there.
-    No KV is handed over."""
-    model = load_model(setting)
-    batch = model.batch(setting.pick(32, 1), setting.pick(1023, 9), 1)
-    _times(model, batch, setting.pick(20, 1))
-    command = [
-        sys.executable,
-        "-m",
-        "bench.gpu.engine_speed",
-        str(setting.seed),
-        str(setting.device),
-    ]
-    with (
-        tempfile.TemporaryFile() as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as other,
-    ):
-        try:
-            if other.stdout is None or not other.stdout.readline():
-                errors.seek(0)
-                raise RuntimeError(errors.read().decode(errors="replace")[-800:])
-            times = _times(model, batch, setting.pick(300, 1))
-        finally:
-            other.kill()
-        prompts = [json.loads(line) for line in other.stdout if line.endswith(b"}\n")]
-    seconds = sum(p["ms"] for p in prompts) / 1000
-    return _itl(times, sum(p["tokens"] for p in prompts) / seconds if prompts else 0.0)
-
-
-def _prefill_for_ever(setting: Setting) -> None:
-    """Prompts one after the other, reported on standard output; the first says that it is ready."""
-    model = load_model(setting)
-    chunk, total = setting.pick(2048, 8), setting.pick(8192, 16)
-    while True:
-        start = time.perf_counter()
-        for at in range(0, total, chunk):
-            model.engine.forward(Batch((model.part(0, at, chunk),)))
-        ms = (time.perf_counter() - start) * 1000
-        print(json.dumps({"tokens": total, "ms": ms}), flush=True)
+    return inter_token(times, chunk * len(times) / sum(times) * 1000)
 
 
 def check_engine(setting: Setting) -> Result:
@@ -277,10 +239,4 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "engine prefill 32K": partial(_step, 1, 0, 32768),
     "mixed load, one engine, chunks of 2K": partial(_colocated, 2048),
     "mixed load, one engine, chunks of 256": partial(_colocated, 256),
-    "mixed load, two processes": _split,
 }
-
-if __name__ == "__main__":
-    device = torch.device(sys.argv[2])
-    half = torch.float16 if device.type == "cpu" else torch.bfloat16
-    _prefill_for_ever(Setting(device, half, int(sys.argv[1])))

@@ -40,13 +40,14 @@ def _pack(is_unpack: bool, setting: Setting) -> Result:
     return {"ms": ms, "bytes": 16.0 * payload.numel()}
 
 
-def _hand_over(setting: Setting) -> Result:
+def hand_over(setting: Setting) -> Result:
     """Ticket to confirmed commit, median, with both processes on one GPU: what is moved crosses
     its memory four times, two of them together. In a dry run through shared memory, as there is
     no GPU."""
     from baton.engine.torch_kv_pool import TorchKvPool
     from baton.types import KvRange, Sample, WorkerIdentity
     from kv_transfer.device_memory import device_memory_of
+    from kv_transfer.handshake import SenderConfig
     from kv_transfer.send_connection import Finish, Send
     from kv_transfer.sender import SendDone, Sender
     from kv_transfer.transport.connector import make_connector
@@ -57,14 +58,9 @@ def _hand_over(setting: Setting) -> Result:
     pool = TorchKvPool(layout, len(blocks), setting.device)
     transport = "shm" if setting.is_dry else "cuda_ipc"
     dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()
-    sender = Sender(
-        WorkerIdentity("p0", 1),
-        layout,
-        pool,
-        make_connector(transport, memory=device_memory_of(pool)),
-        dones.put,
-        time.monotonic,
-    )
+    connect = make_connector(transport, memory=device_memory_of(pool))
+    config = SenderConfig(WorkerIdentity("p0", 1), pool, connect, time.monotonic)
+    sender = Sender(config, dones.put)
 
     def run(ticket: bytes) -> None:
         sender.begin("k", ticket)
@@ -78,7 +74,13 @@ def _hand_over(setting: Setting) -> Result:
         ms = _median_ms(run, layout, transport, setting)
     finally:
         sender.close()
-    return {"ms": ms, "bytes": 4.0 * num_tokens * layout.token_bytes, "transport": transport}
+    num_bytes = float(num_tokens * layout.token_bytes)
+    return {
+        "ms": ms,
+        "bytes": 4.0 * num_bytes,
+        "kv_gb_per_s": num_bytes / ms / 1e6,
+        "transport": transport,
+    }
 
 
 def _median_ms(
@@ -109,5 +111,5 @@ def _median_ms(
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "kv_pack with its checksum 8K tokens": partial(_pack, False),
     "kv_unpack with its checksum 8K tokens": partial(_pack, True),
-    "cuda_ipc 8K tokens, two processes": _hand_over,
+    "cuda_ipc 8K tokens, two processes": hand_over,
 }

@@ -1,7 +1,7 @@
 """What a GPU machine without a network lacks, as wheels in one folder that travels beside the
 checkout.
 
-    python -m bench.gpu.pack [--out build/gpu-wheels] [--package NAME ...]
+    python -m bench.gpu.pack [--service] [--out build/gpu-wheels] [--package NAME ...]
 
 Wheels of the versions that are installed here, without their dependencies: by default what
 `bench.gpu` and the workers' KV channel import beyond torch, Triton and transformers. On the machine
@@ -19,17 +19,33 @@ from importlib import metadata
 from pathlib import Path
 
 NEEDED = ("protobuf", "blake3", "xxhash")
+#: What `baton serve` and the SDK import besides, of which such machines have little.
+OF_SERVICE = (
+    *("annotated-types", "pydantic", "pydantic-core", "pydantic-settings", "python-dotenv"),
+    *("typing-extensions", "typing-inspection", "typer", "rich", "httptools", "llguidance"),
+    *("grpcio", "grpcio-health-checking", "grpcio-reflection", "googleapis-common-protos"),
+    *("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions"),
+    *("opentelemetry-proto", "opentelemetry-exporter-prometheus"),
+    *(f"opentelemetry-exporter-otlp-{part}" for part in ("common", "proto-common")),
+    *(f"opentelemetry-exporter-otlp-proto-{part}" for part in ("grpc", "http")),
+    *("opentelemetry-exporter-http-transport", "prometheus-client", "redis", "uvloop"),
+)
+#: What wheels are for that glibc 2.39 runs.
+PLATFORMS = tuple(
+    f"manylinux{tag}_x86_64" for tag in (*(f"_2_{minor}" for minor in range(39, 16, -1)), 2014, 1)
+)
 LIMIT_MIB = 64
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def download_command(
-    packages: Sequence[str], folder: Path, python_version: str, platform: str
+    packages: Sequence[str], folder: Path, python_version: str, platforms: Sequence[str]
 ) -> list[str]:
     """Of pip. Raises PackageNotFoundError for one that is not installed here."""
     return [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
-        *("--only-binary=:all:", f"--python-version={python_version}", f"--platform={platform}"),
+        *("--only-binary=:all:", f"--python-version={python_version}"),
+        *(f"--platform={platform}" for platform in platforms),
         *("--dest", str(folder)),
         *(f"{name}=={metadata.version(name)}" for name in packages),
     ]
@@ -71,15 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=_ROOT / "build" / "gpu-wheels")
     parser.add_argument("--package", nargs="+", default=list(NEEDED), help="instead of these")
+    parser.add_argument("--service", action="store_true", help="and what the service needs")
     parser.add_argument(
         "--python-version", default=f"3.{sys.version_info.minor}", help="over there"
     )
-    parser.add_argument("--platform", default="manylinux2014_x86_64", help="as pip names it")
+    parser.add_argument(
+        "--platform", nargs="+", default=list(PLATFORMS), help="as pip names them: it guesses none"
+    )
     parser.add_argument("--limit-mib", type=int, default=LIMIT_MIB)
     options = parser.parse_args(arguments)
-    command = download_command(
-        options.package, options.out, options.python_version, options.platform
-    )
+    packages = [*options.package, *(OF_SERVICE if options.service else ())]
+    command = download_command(packages, options.out, options.python_version, options.platform)
     wheels = pack(command, options.out, _ROOT, options.limit_mib << 20, subprocess.run)
     for wheel in wheels:
         print(f"{wheel.name}: {wheel.stat().st_size} bytes")

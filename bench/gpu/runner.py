@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 
@@ -27,10 +28,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """In seconds: of one item, its process's start included, and of all."""
+    """In seconds: of one item, its process's start included, of items that are given more, and of
+    all."""
 
     item_s: float
     total_s: float
+    of_items: Mapping[str, float] = field(default_factory=dict)
+
+    def item_limit_s(self, name: str) -> float:
+        return self.of_items.get(name, self.item_s)
 
 
 def run_items(
@@ -51,20 +57,52 @@ def run_items(
             for outcome in late:
                 on_outcome(outcome)
             return [*outcomes, *late]
-        for outcome in _run_child(rest, command, environment, limits.item_s, deadline):
+        begun = len(outcomes)
+
+        def report(outcome: Outcome) -> None:
             outcomes.append(outcome)
             on_outcome(outcome)
+
+        _run_child(rest, command, environment, limits, deadline, report)
+        if len(outcomes) == begun:
+            raise RuntimeError("a child process has reported nothing, not even a failure")
     return outcomes
+
+
+def rehearse(
+    groups: Sequence[Sequence[str]],
+    command: Sequence[str],
+    environment: dict[str, str],
+    limits: Limits,
+) -> Outcome:
+    """Run each group of items in a process of its own, all at once, so that what they compile is in
+    the cache. One outcome for all: how many items ran, and which did not."""
+    started = time.monotonic()
+
+    def run(names: Sequence[str]) -> list[Outcome]:
+        return run_items(names, command, environment, limits, lambda _: None)
+
+    with ThreadPoolExecutor(max(1, len(groups))) as threads:
+        outcomes = [outcome for found in threads.map(run, groups) for outcome in found]
+    failed = [f"{o.name}: {o.failure}" for o in outcomes if o.failure]
+    result: dict[str, Any] = {
+        "seconds": time.monotonic() - started,
+        "processes": len(groups),
+        "num_items": len(outcomes) - len(failed),
+    }
+    return Outcome("rehearsal", result | ({"not_run": "; ".join(failed)} if failed else {}))
 
 
 def _run_child(
     names: Sequence[str],
     command: Sequence[str],
     environment: dict[str, str],
-    item_s: float,
+    limits: Limits,
     deadline: float,
-) -> list[Outcome]:
-    """The outcomes of one child: of all items, or up to and with the first that failed."""
+    report: Callable[[Outcome], None],
+) -> None:
+    """Report the outcomes of one child as they come: of all items, or up to and with the first that
+    failed."""
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             list(command),
@@ -74,7 +112,7 @@ def _run_child(
             env={**os.environ, **environment},
         )
         try:
-            return _listen(child, names, item_s, deadline, errors)
+            _listen(child, names, limits, deadline, errors, report)
         finally:
             child.kill()
             child.communicate()
@@ -83,28 +121,28 @@ def _run_child(
 def _listen(
     child: subprocess.Popen[bytes],
     names: Sequence[str],
-    item_s: float,
+    limits: Limits,
     deadline: float,
     errors: IO[bytes],
-) -> list[Outcome]:
+    report: Callable[[Outcome], None],
+) -> None:
     if child.stdin is None or child.stdout is None:
         raise ValueError("the child's pipes are not open")
-    outcomes: list[Outcome] = []
     lines = _Lines(child.stdout)
     for name in names:
         try:
             child.stdin.write(f"{name}\n".encode())
             child.stdin.flush()
         except BrokenPipeError:
-            return [*outcomes, Outcome(name, {}, _end_of(errors))]
-        until = min(time.monotonic() + item_s, deadline)
+            report(Outcome(name, {}, _end_of(errors)))
+            return
+        until = min(time.monotonic() + limits.item_limit_s(name), deadline)
         result = _result(lines, until)
         if result is None:
             is_late = time.monotonic() >= until
-            failure = "out of time" if is_late else _end_of(errors, child)
-            return [*outcomes, Outcome(name, {}, failure)]
-        outcomes.append(Outcome(name, result))
-    return outcomes
+            report(Outcome(name, {}, "out of time" if is_late else _end_of(errors, child)))
+            return
+        report(Outcome(name, result))
 
 
 def _result(lines: _Lines, until: float) -> dict[str, Any] | None:
@@ -151,9 +189,12 @@ class _Lines:
             self._pending += chunk
 
 
-def child_command(seed: int, *, is_dry: bool) -> tuple[list[str], dict[str, str]]:
+def child_command(
+    seed: int, *, is_dry: bool, is_rehearsal: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """The child's command and what its environment has besides."""
     command = [sys.executable, "-m", "bench.gpu.child", "--seed", str(seed)]
+    command += ["--rehearse"] * is_rehearsal
     if is_dry:
         return [*command, "--dry-run"], {"TRITON_INTERPRET": "1"}
     return command, {}

@@ -16,6 +16,9 @@ _FLAT = Goal(
 _AHEAD = Goal(
     "Goal: a step takes the engine's own time, to 3 %, by sequences", 1.03, is_at_most=True
 )
+#: Tokens in a chunk, in the mean, of a flow whose chunks are of one token.
+_MOST_OF_ONE = 1.05
+
 _TOKENS = Goal("Goal: 200,000 tokens a second through one core", 200_000)
 _TTFT = Goal(
     "Goal: by HTTP at most 1.0 ms added to the first token of a bare server, p50",
@@ -101,10 +104,8 @@ def _flow_values(goal: Goal, flows: Sequence[Mapping[str, Any]]) -> Mapping[str,
         # A gateway that is offered less takes more, and smaller, chunks than it could do with.
         busy = [one for one in flows if _offered_per_s(one["flow"]) > goal.bound]
         return {_source(one["flow"]): one["tokens_per_core_s"] for one in busy}
-    steady = [
-        one for one in flows if one["flow"]["step_tokens"] == 1 <= one["flow"]["step_ms"] / 10
-    ]
-    return {_source(one["flow"]): one["chunk_cpu_us"] for one in steady}
+    single = [one for one in flows if one["chunk_tokens"] < _MOST_OF_ONE]
+    return {_source(one["flow"]): one["chunk_cpu_us"] for one in single}
 
 
 def _first_token_line(ttft: Mapping[str, float]) -> str:

@@ -32,6 +32,7 @@ from gateway.http.requests import BodyT, ModelBody, check_token_ids, field_namer
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from gateway.http.tokens import DetokenizeBody, TokenizeBody, tokenized_prompt
 from gateway.intake.token_bytes import text_of
+from gateway.intake.tokenizer import let_others_run
 from gateway.models import Models
 from gateway.serving import Serving, unique_request_id
 from gateway.telemetry.recorder import GatewayRecorder
@@ -189,11 +190,16 @@ class HttpApp:
                 yield ("access-control-allow-headers", asked)
             yield ("access-control-max-age", "600")
 
-    def _parsed(self, cls: type[BodyT], request: HttpRequest, response: HttpResponse) -> BodyT:
+    async def _parsed(
+        self, cls: type[BodyT], request: HttpRequest, response: HttpResponse
+    ) -> BodyT:
         """The body's fields; what nobody knows of them is named in a header of the answer."""
         max_model_len = max(serving.facts.max_model_len for serving in self._models)
+        num_bytes = len(request.body)
+        await let_others_run(num_bytes)
         body = parsed(cls, request.body, max_model_len)
         request.body = b""
+        await let_others_run(num_bytes)
         if body.unknown_fields:
             names = [name[:_MAX_WARNED_CHARS] for name in body.unknown_fields[:_MAX_WARNED]]
             shown = json.dumps(", ".join(names).replace('"', "").replace("\\", ""))
@@ -205,7 +211,7 @@ class HttpApp:
 
     async def _generate(self, request: HttpRequest, response: HttpResponse) -> None:
         cls, make = _FORMATS[request.path]
-        body = self._parsed(cls, request, response)
+        body = await self._parsed(cls, request, response)
         serving = self._models.of(body.model or "")
         form = make(body, serving.tokenizer.bytes_of, self._styles[serving])
         try:
@@ -216,7 +222,7 @@ class HttpApp:
             raise from_baton(error, form.field_names) from None
 
     async def _count_tokens(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = self._parsed(MessagesBody, request, response)
+        body = await self._parsed(MessagesBody, request, response)
         serving = self._models.of(body.model or "")
         bytes_of = serving.tokenizer.bytes_of
         form = MessagesFormat(body, bytes_of, self._styles[serving], is_counted=True)
@@ -231,7 +237,7 @@ class HttpApp:
     # Tokens
 
     async def _tokenize(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = self._parsed(TokenizeBody, request, response)
+        body = await self._parsed(TokenizeBody, request, response)
         serving = self._models.of(body.model or "")
         bytes_of = serving.tokenizer.bytes_of
         prompt, names = tokenized_prompt(body, bytes_of, self._styles[serving])
@@ -251,7 +257,7 @@ class HttpApp:
         await _send_json(document, response)
 
     async def _detokenize(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = self._parsed(DetokenizeBody, request, response)
+        body = await self._parsed(DetokenizeBody, request, response)
         check_token_ids("tokens", body.tokens)
         asked = inference_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
         try:

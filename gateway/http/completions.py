@@ -87,6 +87,8 @@ class CompletionFormat:
         """Of each choice of a stream, in characters so far."""
         self._prompt_logprobs: dict[int, Sequence[sampling_pb2.PositionLogprobs]] = {}
         """Of each prompt, which come with its first choice."""
+        self._is_plain = body.logprobs is None and not body.return_token_ids
+        """Whether streamed pieces have text alone."""
         self.requests = _requests(body)
         self._num_choices = max(1, self.requests[0].sampling.n)
 
@@ -103,8 +105,7 @@ class CompletionFormat:
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
         index = prompt * self._num_choices + chunk.choice
-        more = self._more(prompt, index, chunk)
-        if not more and not chunk.finish_reason:
+        if self._is_plain and not chunk.finish_reason:
             return (
                 f'{self._head}{index},"text":{quoted(chunk.text)},"logprobs":null,'
                 f'"finish_reason":null,"stop_reason":null}}]{usage}}}\n\n'
@@ -114,7 +115,7 @@ class CompletionFormat:
             "logprobs": None,
             "finish_reason": FINISHES[chunk.finish_reason],
             "stop_reason": stop_reason(chunk),
-            **more,
+            **self._more(prompt, index, chunk),
         }
         return f"{self._head}{index},{json.dumps(choice)[1:]}]{usage}}}\n\n"
 

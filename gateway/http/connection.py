@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -396,7 +396,7 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(data)
 
-    def write(self, data: bytes) -> Awaitable[object] | None:
+    def write(self, data: bytes) -> Coroutine[Any, Any, object] | None:
         """None if the client's window took it, else what to await until it has. Nothing is written
         once the client is gone."""
         if self._transport is not None:
@@ -463,7 +463,7 @@ class HttpResponse:
         self._head = self._make_head(HTTPStatus.OK, headers)
         self.has_started = True
 
-    def write(self, data: bytes) -> Awaitable[object] | None:
+    def write(self, data: bytes) -> Coroutine[Any, Any, object] | None:
         """The next bytes of a stream, at least one. None if the client's window took them, else
         what to await until it has."""
         if self._is_chunked:

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -186,7 +186,7 @@ class Generation:
         self._usage.add(index, chunk)
         self._chunks[index].append(chunk)
 
-    def _write_event(self, index: int, chunk: Chunk) -> Awaitable[object] | None:
+    def _write_event(self, index: int, chunk: Chunk) -> Coroutine[Any, Any, object] | None:
         self._usage.add(index, chunk)
         usage = self._no_usage
         if self._has_usage:

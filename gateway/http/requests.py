@@ -315,7 +315,8 @@ def sampling_message(
     carry."""
     params = sampling_pb2.SamplingParams()
     name, number = max_tokens
-    values = [(field, getattr(body, field)) for field in _SAME]
+    given = body.model_fields_set
+    values = [(field, getattr(body, field)) for field in _SAME if field in given]
     values += [("logprobs", logprobs), (name, number)]
     violations: list[FieldViolation] = []
     for field, value in values:

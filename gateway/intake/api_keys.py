@@ -1,22 +1,35 @@
-"""The keys that clients of this gateway may show."""
+"""The keys that clients of this gateway may show, and the share of the queue that each is given."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from baton.config import GatewayOptions
 from baton.config.fields import API_KEY_FIX, is_api_key
 from baton.errors import ConfigError
 
+#: Weights beyond these are mistakes: an account of weight 1 would wait for a million places.
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
 
-def read_api_keys(options: GatewayOptions) -> tuple[str, ...]:
-    """Those given, and those of the file. None at all: every client is served. Raises ConfigError,
-    without a key in it."""
-    given = tuple(key.get_secret_value() for key in options.api_key)
-    return given if options.api_key_file is None else (*given, *_read(options.api_key_file))
+_WEIGHT_FIX = (
+    f"give each line a key, and after a space weight=N if its share is to be another than 1, from "
+    f"{MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+)
 
 
-def _read(path: str) -> tuple[str, ...]:
+def read_api_keys(options: GatewayOptions) -> Mapping[str, float]:
+    """Those given, whose weight is 1, and those of the file; each with its weight. None at all:
+    every client is served. Raises ConfigError, without a key in it."""
+    keys = {key.get_secret_value(): 1.0 for key in options.api_key}
+    if options.api_key_file is not None:
+        keys |= _read(options.api_key_file)
+    return MappingProxyType(keys)
+
+
+def _read(path: str) -> dict[str, float]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -24,10 +37,36 @@ def _read(path: str) -> tuple[str, ...]:
         raise ConfigError.of("api_key_file", path, fix) from None
     except UnicodeDecodeError:
         raise ConfigError.of("api_key_file", path, API_KEY_FIX) from None
-    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    keys: dict[str, float] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        key, *rest = line.split() or [""]
+        if not key:
+            continue
+        if not is_api_key(key):
+            raise ConfigError.of("api_key_file", path, f"line {number}: {API_KEY_FIX}")
+        if key in keys:
+            raise ConfigError.of("api_key_file", path, f"line {number}: a key is there twice")
+        keys[key] = _weight(rest, path, number)
     if not keys:
         # An empty file would open the gateway to everybody.
         raise ConfigError.of("api_key_file", path, "holds no key; write one per line")
-    if not all(map(is_api_key, keys)):
-        raise ConfigError.of("api_key_file", path, API_KEY_FIX)
     return keys
+
+
+def _weight(rest: list[str], path: str, number: int) -> float:
+    """What follows a key in its line."""
+    if not rest:
+        return 1.0
+    name, is_given, text = rest[0].partition("=")
+    if len(rest) > 1 or name != "weight" or not is_given:
+        # Not shown: it may be the rest of a key with a space in it.
+        raise ConfigError.of("api_key_file", path, f"line {number}: {_WEIGHT_FIX}")
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # nor is nan
+        raise ConfigError.of(
+            "api_key_file", path, f"line {number}: weight={text[:20]}: {_WEIGHT_FIX}"
+        )
+    return weight

@@ -48,27 +48,28 @@ def serve(make: Make) -> None:
     if start is None:
         return
     answer_of = make(start)
-    answers.write(to_bytes({"ready": True}))
+    answers.writelines(to_parts({"ready": True}))
     answers.flush()
     for line in questions:
         signal.setitimer(signal.ITIMER_REAL, 2 * start["answer_timeout_s"])
         question = json.loads(line)
         if num_bytes := num_text_bytes(question):
             question["text"] = text_of(questions.read(num_bytes))
-        answer = to_bytes(answer_of(question))
+        parts = to_parts(answer_of(question))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(answer)
+        answers.writelines(parts)
         answers.flush()
 
 
-def to_bytes(message: Mapping[str, Any]) -> bytes:
-    """A question or an answer as it travels."""
+def to_parts(message: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """A question or an answer as it travels, one part after the other: its line, and its text if
+    that is long."""
     text = message.get("text")
     if not isinstance(text, str) or len(text) < _LONG_TEXT_CHARS:
-        return json.dumps(message).encode() + b"\n"
+        return (json.dumps(message).encode() + b"\n",)
     raw = text.encode(errors="surrogatepass")
     line = json.dumps({**message, "text": "", _TEXT_BYTES: len(raw)})
-    return b"".join((line.encode(), b"\n", raw))
+    return line.encode() + b"\n", raw
 
 
 def text_of(raw: bytes) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import EngineFault
-from gateway.intake.child_main import num_text_bytes, text_of, to_bytes
+from gateway.intake.child_main import num_text_bytes, text_of, to_parts
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +145,8 @@ class ChildProcess:
         if process.stdin is None:
             raise EngineFault(f"the {self._spec.name} has no input")
         if not process.stdin.is_closing():  # of one that has died: `_answer` says so
-            process.stdin.write(to_bytes(message))
+            for part in to_parts(message):  # each as it is: one of megabytes is not copied
+                process.stdin.write(part)
 
     async def _answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
         if process.stdin is None or process.stdout is None:

@@ -43,12 +43,6 @@ class ValidatedRequest:
     echo_text: str | None = None
     """What the text of each output begins with: the prompt's, if it was asked for."""
     account: bytes = b""
-    """Whose it is: accounts share the queue alike."""
+    """Whose it is: accounts share the queue by their weights."""
     resume_from: Mapping[int, ChoiceSoFar] = field(default_factory=dict)
     """By choice, what is not to be sent again."""
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether the client has every choice to its end, and lacks the end of the stream alone."""
-        so_far = self.resume_from.values()
-        return len(so_far) == self.num_returned and all(choice.has_ended for choice in so_far)

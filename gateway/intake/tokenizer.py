@@ -36,6 +36,14 @@ MAX_WAITING = 64
 #: Characters of text from which on tokenizing would hold up the event loop, and goes to a process.
 _LONG_TEXT_CHARS = 8_192
 
+#: Bytes, characters or tokens from which on a piece of work on the event loop may take
+#: milliseconds.
+_LONG_PIECE = 65_536
+
+#: What others get between two pieces, in seconds: about as long as a piece takes, and enough for a
+#: worker's message to become text on its way to a client, which takes several turns of the loop.
+_PAUSE_S = 0.005
+
 #: Tokens from which on their text is made in a thread.
 _LONG_TEXT_TOKENS = 4_096
 
@@ -51,6 +59,13 @@ _SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
+
+
+async def let_others_run(size: int) -> None:
+    """Between two pieces of work on so many bytes, characters or tokens; nothing if they are
+    few."""
+    if size >= _LONG_PIECE:
+        await asyncio.sleep(_PAUSE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +157,7 @@ class Tokenizer:
             raise Overloaded(f"{self._num_waiting} long prompts wait to be tokenized")
         self._num_waiting += 1
         try:
+            await let_others_run(len(text))
             return await self._encode_elsewhere(text, add_special_tokens, max_tokens)
         finally:
             self._num_waiting -= 1

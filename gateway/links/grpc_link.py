@@ -13,7 +13,7 @@ from baton.events import Failed, is_last
 from baton.rpc.status import from_rpc_error
 from baton.types import KvSource, SequenceSpec
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
-from baton.wire import sequence_to_proto, step_from_proto
+from baton.wire import step_from_proto, write_sequence
 from gateway.links.worker_link import Sink
 
 #: How often a worker is given the list of its sequences that are known here, in seconds.
@@ -54,13 +54,13 @@ class GrpcWorkerLink:
                 loop.call_soon(sink, failed)
             return first
         self._sinks.update(enumerate(sinks, start=first))
-        opening = sequence_service_pb2.OpenSequence(
-            handle=first,
-            sequence=sequence_to_proto(spec),
-            source=sequence_service_pb2.KvSource.ValueType(source),
-            send_to=send_to,
-        )
-        self._put(sequence_service_pb2.ServeRequest(open=opening))
+        request = sequence_service_pb2.ServeRequest()
+        opening = request.open
+        opening.handle = first
+        write_sequence(spec, opening.sequence)
+        opening.source = sequence_service_pb2.KvSource.ValueType(source)
+        opening.send_to = send_to
+        self._put(request)
         return first
 
     def abort(self, handle: int) -> None:

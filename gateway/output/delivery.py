@@ -1,13 +1,13 @@
-"""Writes the pieces of a request's outputs to its client, one at a time, within time limits: the
-request's deadline, and how long its client may take for a piece."""
+"""Writes the pieces of a request's outputs to its client, one at a time, and notices when it takes
+none."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from baton.errors import BatonError, ClientStalled, EngineFault
+from baton.errors import ClientStalled, EngineFault
 from baton.telemetry.names import RequestEvent
 from baton.types import FinishReason, TokenLogprobs
 from baton.v1 import inference_pb2, sampling_pb2
@@ -18,28 +18,14 @@ from gateway.telemetry.timing import Timeline
 
 #: Sends one chunk. None: the client's window took it; else what to await until it has. Never called
 #: again before that. A client that keeps up costs no coroutine, of which a chunk made four.
-Write = Callable[[inference_pb2.GenerateResponse], Awaitable[object] | None]
-
-
-@asynccontextmanager
-async def fail_at(when_s: float, error: Callable[[], BatonError]) -> AsyncIterator[None]:
-    """Cancel the body at `when_s` on the event loop's clock, and raise `error()`; other timeouts
-    pass untouched."""
-    scope = asyncio.timeout_at(when_s)
-    try:
-        async with scope:
-            yield
-    except TimeoutError:
-        if not scope.expired():
-            raise
-        raise error() from None
+Write = Callable[[inference_pb2.GenerateResponse], Coroutine[Any, Any, object] | None]
 
 
 class Delivery:
-    """Of one request. The body of `watching` ends when a piece takes too long.
+    """Of one request. To be closed.
 
-    One timer that ticks again and again: one for each piece would cost as much as all else that the
-    gateway does about it.
+    One timer that ticks again and again while pieces are not taken at once: one for each would cost
+    as much as all else that the gateway does about it.
     """
 
     def __init__(
@@ -49,8 +35,10 @@ class Delivery:
         timeline: Timeline,
         clock: Callable[[], float],
         stall_timeout_s: float,
+        on_stall: Callable[[ClientStalled], None],
     ) -> None:
-        """clock: the timeline's. stall_timeout_s: longest time that a piece may take."""
+        """clock: the timeline's. on_stall: called at the moment that a piece takes longer than
+        stall_timeout_s."""
         self._request = request
         self._request_id = request.spec.request_id
         self._has_logprobs = request.spec.sampling.logprobs >= 0
@@ -58,18 +46,23 @@ class Delivery:
         self._timeline = timeline
         self._clock = clock
         self._stall_timeout_s = stall_timeout_s
+        self._on_stall = on_stall
+        self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._began_s: float | None = None
-        """To write a piece, while one is written; on the event loop's clock."""
+        self._taken: asyncio.Future[Any] | None = None
+        """Of the last piece that the client did not take at once."""
+        self._began_s = 0.0
+        """When that was written, on the event loop's clock."""
         self._num_ended = sum(choice.has_ended for choice in request.resume_from.values())
 
     def send(
         self, index: int, piece: Piece, prompt_logprobs: tuple[TokenLogprobs, ...] | None
-    ) -> Awaitable[object] | None:
-        """Send the next piece of the output `index`; returns what Write does. The piece that ends
-        the last output ends the stream.
+    ) -> asyncio.Future[Any] | None:
+        """Send the next piece of the output `index`. None: the client took it; else it is done when
+        the client has, and no other piece is sent before. The piece that ends the last output ends
+        the stream.
 
-        prompt_logprobs: known by the first piece, if they were asked for. One piece at a time.
+        prompt_logprobs: known by the first piece, if they were asked for.
         """
         if piece.samples:
             self._timeline.on_token_sent(self._clock())
@@ -88,43 +81,35 @@ class Delivery:
             if self._num_ended == request.num_returned:
                 self._complete(chunk, piece.finish)
         taken = self._write(chunk)
-        return None if taken is None else self._wait(taken)
+        if taken is None:
+            return None
+        return self.wait_for(self._loop.create_task(taken))
 
-    async def _wait(self, taken: Awaitable[object]) -> None:
-        self._began_s = self._loop.time()
-        try:
-            await taken
-        finally:
-            self._began_s = None
+    def wait_for(self, taken: asyncio.Future[Any]) -> asyncio.Future[None]:
+        """The client is to take what this is done with, as a piece, before any other."""
+        self._taken, self._began_s = taken, self._loop.time()
+        if self._timer is None:
+            due_s = self._began_s + self._stall_timeout_s
+            self._timer = self._loop.call_at(due_s, self._tick)
+        return taken
 
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        """Cancel the body, and raise ClientStalled, at the moment that a piece takes too long."""
-        timeout_s = self._stall_timeout_s
-        scope = asyncio.timeout(None)
-        timer: asyncio.TimerHandle | None = None
+    def _tick(self) -> None:
+        due_s = self._began_s + self._stall_timeout_s
+        self._timer = None
+        if self._taken is None or self._taken.done():
+            return
+        if due_s > self._loop.time():
+            self._timer = self._loop.call_at(due_s, self._tick)
+        else:
+            text = f"a chunk was not taken within {self._stall_timeout_s:g} s; read faster"
+            self._on_stall(ClientStalled(text))
 
-        def tick() -> None:
-            nonlocal timer
-            now_s = self._loop.time()
-            due_s = (now_s if self._began_s is None else self._began_s) + timeout_s
-            if due_s <= now_s:
-                scope.reschedule(now_s)
-            else:
-                timer = self._loop.call_at(due_s, tick)
-
-        try:
-            async with scope:
-                tick()
-                yield
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            text = f"a chunk was not taken within {timeout_s:g} s; read faster"
-            raise ClientStalled(text) from None
-        finally:
-            if timer is not None:
-                timer.cancel()
+    def close(self) -> None:
+        """Give up what is still on its way."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._taken is not None:
+            self._taken.cancel()
 
     def _chunk_of(self, index: int, piece: Piece) -> inference_pb2.GenerateResponse:
         chunk = inference_pb2.GenerateResponse(

@@ -1,7 +1,7 @@
 """Lives one request: gives the reducer its events, does what it wants done, and writes what comes
 to the client.
 
-Everything but writing happens in callbacks of links, of the dispatcher and of timers: see state.py
+Everything happens in callbacks of links, of the dispatcher, of timers and of writes: see state.py
 for what follows what.
 """
 
@@ -11,15 +11,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from baton.errors import BatonError, DeadlineExceeded
-from baton.events import SequenceEvent
 from baton.types import KvSource, Rank, SequenceSpec
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import ValidatedRequest
 from gateway.links.worker_link import WorkerLink
-from gateway.output.delivery import Delivery, Write, fail_at
-from gateway.output.output import Output, best
+from gateway.output.delivery import Delivery, Write
+from gateway.output.output import Output, Piece, best
 from gateway.request.assignment import (
     Abort,
     AbortSource,
@@ -54,8 +54,8 @@ OnAdmitted = Callable[[str], Awaitable[None]]
 #: The worker's link, and the first of the handles there.
 _Opened = tuple[WorkerLink, int]
 
-#: A method of the reducer that takes a worker's event: of which assignment and choice, and when.
-_Reduce = Callable[[Assignment, int, SequenceEvent, float], Sequence[Action]]
+#: A method of the reducer that takes an event, and when it came.
+_Reduce = Callable[..., Sequence[Action]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class RequestDriver:
         """Whether not all choices are sent."""
         timeline.is_streamed = not (self._is_best_of or request.spec.sampling.beam)
         stall_timeout_s = deps.client_stall_timeout_s
-        self._delivery = Delivery(request, write, timeline, self._clock, stall_timeout_s)
+        self._delivery = Delivery(request, write, timeline, self._clock, stall_timeout_s, self._end)
         spec = _with_logprobs(request.spec) if self._is_best_of else request.spec
         decoding = deps.decodings[request.text.skip_special_tokens]
         # A grammar counts a space that its text begins with.
@@ -112,11 +112,18 @@ class RequestDriver:
             outputs[index].resume(so_far.token_ids, num_chars)
         ended = {index for index, so_far in request.resume_from.items() if so_far.has_ended}
         self.state = RequestState(spec, outputs, timeline, ended)
-        self._error: BatonError | None = None
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        """Done when nothing is left to send."""
+        self._error: Exception | None = None
+        """What `run` raises then."""
         self._news: dict[Choice, None] = {}
         """Choices that have something new, in the order in which it came."""
-        self._waiter: asyncio.Future[None] | None = None
-        """For news or an error."""
+        self._best: list[tuple[int, Piece]] | None = None
+        """Where not all choices are sent, those that are and were not yet, the first one last; None
+        until all have ended."""
+        self._is_delivering = True
+        """Whether a call of `_deliver` goes on, or something is on its way to the client: a piece,
+        or what comes before the first."""
         self._actions: list[Action] = []
         """To be done, by the call of `_perform` that began first."""
         self._is_performing = False
@@ -134,71 +141,100 @@ class RequestDriver:
         Raises BatonError with the request's id.
         """
         running = [_RunningChoice(self, choice) for choice in self.state.choices]
+        deadline = self._loop.call_at(self._deadline_s, self._on_deadline)
         try:
-            async with fail_at(self._deadline_s, self._too_late), self._delivery.watching():
-                self._deps.migrator.add(running)
-                self._perform(self.state.on_start(self._clock()))
-                if on_admitted is not None and self._error is None:
-                    # What was just put into the workers' streams goes out first: they are at it
-                    # meanwhile.
-                    await asyncio.sleep(0)
-                    await on_admitted(self._request.spec.request_id)
-                await self._deliver_all()
+            self._deps.migrator.add(running)
+            self._report(self.state.on_start)
+            if on_admitted is not None and self._error is None:
+                # A task of its own: what was just put into the workers' streams goes out first, and
+                # they are at it meanwhile.
+                admitted = asyncio.ensure_future(on_admitted(self._request.spec.request_id))
+                self._delivery.wait_for(admitted)
+                admitted.add_done_callback(self._on_taken)
+            else:
+                self._is_delivering = False
+                self._deliver()
+            await self._over
+            if self._error is not None:
+                raise self._error
         except BatonError as error:
             error.request_id = error.request_id or self._request.spec.request_id
             raise
         finally:
+            deadline.cancel()
+            self._delivery.close()
             self._deps.migrator.remove(running)
             self._perform(self.state.on_close())
 
-    def _too_late(self) -> DeadlineExceeded:
+    def _on_deadline(self) -> None:
         num_tokens = sum(len(choice.output.token_ids) for choice in self.state.choices)
-        return DeadlineExceeded(f"the request's time was over with {num_tokens} tokens produced")
+        text = f"the request's time was over with {num_tokens} tokens produced"
+        self._end(DeadlineExceeded(text))
 
-    async def _deliver_all(self) -> None:
-        """Send what comes, as one piece for all of a choice that is there, until every choice has
-        ended."""
-        while True:
-            while self._news:
-                choice = next(iter(self._news))
-                if actions := self.state.on_delivery(choice):
-                    self._perform(actions)
-                del self._news[choice]
-                if not self._is_best_of and (piece := choice.output.take()):
-                    taken = self._delivery.send(choice.index, piece, self.state.prompt_logprobs)
-                    if taken is not None:
-                        await taken
-            if self._error is not None:
-                raise self._error
-            if not self.state.num_running:
-                break
-            self._waiter = self._loop.create_future()
-            await self._waiter
-            self._waiter = None
-        if self._is_best_of:
+    def _end(self, error: Exception | None) -> None:
+        """Have `run` return, or raise."""
+        if not self._over.done():
+            self._error = error
+            self._over.set_result(None)
+
+    def _deliver(self) -> None:
+        """Send what is new, up to a piece that the client has yet to take.
+
+        Called by whatever brought something new: to wake a task for each piece would cost more than
+        the piece. A failure is this request's alone, so `run` raises it, and not the caller, which
+        has those of others to serve.
+        """
+        if self._is_delivering or self._over.done():
+            return
+        self._is_delivering = True
+        try:
+            while (taken := self._next_piece()) is not None:
+                index, piece = taken
+                on_its_way = self._delivery.send(index, piece, self.state.prompt_logprobs)
+                if on_its_way is not None:
+                    on_its_way.add_done_callback(self._on_taken)
+                    return
+        except Exception as error:  # noqa: BLE001, see above
+            self._end(error)
+        self._is_delivering = False
+        if self._error is not None or not self.state.num_running:
+            self._end(self._error)
+
+    def _next_piece(self) -> tuple[int, Piece] | None:
+        """All that is there of a choice that has something new, and its index; where not all
+        choices are sent, one of the best once all have ended."""
+        while self._news:
+            choice = next(iter(self._news))
+            if actions := self.state.on_delivery(choice):
+                self._perform(actions)
+            del self._news[choice]
+            if not self._is_best_of and (piece := choice.output.take()):
+                return choice.index, piece
+        if not self._is_best_of or self.state.num_running or self._error is not None:
+            return None
+        if self._best is None:
             pieces = [piece for c in self.state.choices if (piece := c.output.take())]
-            for index, piece in enumerate(best(pieces, self._request.num_returned)):
-                taken = self._delivery.send(index, piece, self.state.prompt_logprobs)
-                if taken is not None:
-                    await taken
+            self._best = list(enumerate(best(pieces, self._request.num_returned)))[::-1]
+        return self._best.pop() if self._best else None
+
+    def _on_taken(self, taken: asyncio.Future[Any]) -> None:
+        """The client has what was on its way, or will never have it."""
+        self._is_delivering = False
+        if taken.cancelled():
+            self._over.cancel()
+        elif isinstance(error := taken.exception(), Exception):
+            self._end(error)
+        self._deliver()
 
     # Events
 
-    def _on_event(
-        self, reduce: _Reduce, assignment: Assignment, number: int, event: SequenceEvent
-    ) -> None:
-        """reduce: the reducer's method for what the home reports, or for what the source does."""
-        self._perform(reduce(assignment, number, event, self._clock()))
-
-    def _on_place(self, assignment: Assignment, place: Placement | BatonError) -> None:
-        if isinstance(place, Placement):
-            self._perform(self.state.on_placed(assignment, place, self._clock()))
-        else:
-            self._perform(self.state.on_not_placed(assignment, place))
+    def _report(self, reduce: _Reduce, *event: object) -> None:
+        """reduce: the reducer's method that takes this event, and when it came."""
+        self._perform(reduce(*event, self._clock()))
 
     def _on_timer(self, assignment: Assignment) -> None:
         self._timers.pop(assignment, None)
-        self._perform(self.state.on_timer(assignment, self._clock()))
+        self._report(self.state.on_timer, assignment)
 
     # Actions
 
@@ -217,8 +253,8 @@ class RequestDriver:
         finally:
             self._is_performing = False
             self._actions.clear()
-        if (self._news or self._error) and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._news or self._error:
+            self._deliver()
 
     def _perform_one(self, action: Action) -> None:  # noqa: PLR0912, one arm per action
         match action:
@@ -226,7 +262,7 @@ class RequestDriver:
                 waiting = self._deps.dispatcher.place(
                     assignment.spec,
                     need,
-                    partial(self._on_place, assignment),
+                    partial(self._report, self.state.on_place, assignment),
                     is_return=is_return,
                     account=self._request.account,
                     deadline_s=self._deadline_s,
@@ -283,7 +319,7 @@ class RequestDriver:
         ticket: bytes = b"",
     ) -> _Opened:
         numbers = range(len(assignment.choices))
-        sinks = [partial(self._on_event, reduce, assignment, n) for n in numbers]
+        sinks = [partial(self._report, reduce, assignment, n) for n in numbers]
         return link, link.open(assignment.spec, source, sinks, ticket)
 
     @staticmethod
@@ -303,7 +339,7 @@ class RequestDriver:
 
     def migrate(self, choice: Choice, placement: Placement, on_end: Callable[[], None]) -> None:
         self._migrations[choice] = on_end
-        self._perform(self.state.on_migration(choice, placement, self._clock()))
+        self._report(self.state.on_migration, choice, placement)
 
 
 def _with_logprobs(spec: SequenceSpec) -> SequenceSpec:

@@ -148,23 +148,22 @@ class RequestState:
         self._is_return = True
         return self._taken_actions()
 
-    def on_placed(
-        self, assignment: Assignment, placement: Placement, now_s: float
+    def on_place(
+        self, assignment: Assignment, place: Placement | BatonError, now_s: float
     ) -> Sequence[Action]:
-        """Nobody waits for it any more if the assignment is over: it is given back."""
-        if assignment.state is not State.WAITING:
-            return (Update(placement, Outcome.RELEASED),)
-        assignment.placement = placement
+        """The dispatcher's answer: a place, or why there will be none."""
+        if isinstance(place, BatonError):
+            # A worker's failure that led here says more than that.
+            failures = assignment.choices[0].failures
+            self._fail(failures[-1] if isinstance(place, NoWorkers) and failures else place)
+            return self._taken_actions()
+        if assignment.state is not State.WAITING:  # nobody waits for it any more
+            return (Update(place, Outcome.RELEASED),)
+        assignment.placement = place
         self._timeline.queue_ms += (now_s - assignment.since_s) * 1e3
         self._timeline.note(RequestEvent.PLACED, now_s)
-        self._timeline.name_workers(placement.prefill_name, placement.decode_name)
+        self._timeline.name_workers(place.prefill_name, place.decode_name)
         self._open(assignment, now_s)
-        return self._taken_actions()
-
-    def on_not_placed(self, assignment: Assignment, error: BatonError) -> Sequence[Action]:
-        """There will be no place. A worker's failure that led here says more than that."""
-        failures = assignment.choices[0].failures
-        self._fail(failures[-1] if isinstance(error, NoWorkers) and failures else error)
         return self._taken_actions()
 
     def on_event(  # noqa: PLR0912, one arm per event
@@ -269,8 +268,9 @@ class RequestState:
     def on_migration(self, choice: Choice, placement: Placement, now_s: float) -> Sequence[Action]:
         """Move a movable choice to a place that was claimed for it. EndMigration follows, in any
         case."""
-        origin = _assignment_of(choice)
-        spec = self.spec_of((choice,))
+        origin, spec = choice.assignment, self.spec_of((choice,))
+        if origin is None:
+            raise ValueError("the choice has no place")
         migration = Assignment((choice,), State.PAUSING, now_s, spec, origin, placement)
         self._assignments[migration] = None
         choice.migration = migration
@@ -314,7 +314,7 @@ class RequestState:
         if len(choices) > 1:
             return spec
         (choice,) = choices
-        return spec.choice_alone(choice.index).extended(tuple(choice.output.token_ids))
+        return spec.choice_alone(choice.index, tuple(choice.output.token_ids))
 
     # What the home reports
 
@@ -675,12 +675,6 @@ def _placement_of(assignment: Assignment) -> Placement:
     if assignment.placement is None:
         raise ValueError("the assignment has no place yet")
     return assignment.placement
-
-
-def _assignment_of(choice: Choice) -> Assignment:
-    if choice.assignment is None:
-        raise ValueError("the choice has no place")
-    return choice.assignment
 
 
 def _error_of(event: Failed) -> BatonError:

@@ -2,15 +2,16 @@
 and how long one waits. Pure.
 
 Accounts are served by counters, as the Virtual Token Counter of "Fairness in Serving Large Language
-Models" (OSDI 2024) serves clients, but counted in places: who was given fewest is next, and who
-comes back after a while has saved up nothing. So one with five hundred requests makes another wait
-for one place, not for five hundred; and priorities order an account's own requests.
+Models" (OSDI 2024) serves clients, but counted in places: who was given fewest for its weight is
+next, and who comes back after a while has saved up nothing. So one with five hundred requests makes
+another wait for one place, not for five hundred; and priorities order an account's own requests.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Generic, Protocol, TypeVar
 
@@ -46,18 +47,21 @@ QueuedT = TypeVar("QueuedT", bound=Queued)
 class AdmissionQueue(Generic[QueuedT]):
     """Ranks are unique."""
 
-    def __init__(self, max_size: int) -> None:
+    def __init__(self, max_size: int, weights: Mapping[bytes, float] | None = None) -> None:
         """`max_size` bounds first admissions; what comes back to be placed anew always finds
-        room."""
+        room. weights: of accounts, above 0; of all others 1. Of two that wait all the time, one of
+        weight 3 is given three times the places of one of weight 1."""
         self.max_size = max_size
+        self._weights = weights or {}
         self._heaps: dict[bytes, list[Rank]] = {}
         self._returns: list[Rank] = []
         self._items: dict[Rank, QueuedT] = {}
         self._widths: Counter[bytes] = Counter()
         """Places that each account waits for."""
-        self._counters: dict[bytes, int] = {}
-        """Places that each account was given, from a common beginning on."""
-        self._floor = 0
+        self._counters: dict[bytes, float] = {}
+        """Places that each account was given, from a common beginning on, for each unit of its
+        weight."""
+        self._floor = 0.0
         """The counter of the account that was served last, before that."""
 
     def __len__(self) -> int:
@@ -104,20 +108,29 @@ class AdmissionQueue(Generic[QueuedT]):
         if not item.is_return:
             counter = self._counters.get(item.account, self._floor)
             self._floor = max(self._floor, counter)
-            self._counters[item.account] = counter + item.width
+            self._counters[item.account] = counter + item.width / self._weight(item.account)
 
     def remove(self, item: QueuedT) -> None:
         """Take an item out, wherever it stands; nothing happens if it is not there."""
         if item.rank in self._items:
             self._take(item.rank)
 
-    def width_before(self, account: bytes, width: int) -> int:
+    def width_before(self, account: bytes, width: int) -> float:
         """Places that are given before an item of this width would be served, if it came last."""
         returns = sum(self._items[rank].width for rank in self._returns if rank in self._items)
         own = self._widths[account]
-        others = (w for other, w in self._widths.items() if other != account)
-        # Each other account gets as many meanwhile as this one, or what it waits for.
-        return returns + own + sum(min(w, own + width) for w in others)
+        # For each unit of its weight, each other account gets as many meanwhile as this one, or
+        # what it waits for.
+        per_unit = (own + width) / self._weight(account)
+        others = (
+            min(w, per_unit * self._weight(other))
+            for other, w in self._widths.items()
+            if other != account
+        )
+        return returns + own + sum(others)
+
+    def _weight(self, account: bytes) -> float:
+        return self._weights.get(account, 1.0)
 
     def _first_of(self, heap: list[Rank]) -> Rank | None:
         """The first that has not been removed."""
@@ -175,7 +188,7 @@ class WaitEstimate:
         """An output of so many tokens has ended, so long after it was given a place."""
         self._holds.append((hold_s, max(1, num_tokens)))
 
-    def seconds_for(self, num_places: int, num_running: int, now_s: float) -> float | None:
+    def seconds_for(self, num_places: float, num_running: int, now_s: float) -> float | None:
         """How long it takes until so many places have been given; None while nothing is known.
 
         num_running: outputs that hold a place. The longer of two estimates: by how fast places were

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -59,7 +59,7 @@ class Waiting:
     digests: tuple[Digest, ...]
     on_place: OnPlace
     account: bytes
-    """Whose it is: accounts share the places alike."""
+    """Whose it is: accounts share the places by their weights."""
     is_return: bool
     deadline_s: float
     """On the event loop's clock."""
@@ -102,12 +102,13 @@ class Dispatcher:
         max_queue_size: int,
         key: bytes,
         max_prefixes: int = DEFAULT_MAX_PREFIXES,
+        weights: Mapping[bytes, float] | None = None,
     ) -> None:
         """`key`: a secret of this process, so that nobody can aim at another's prefixes or at a
-        worker."""
+        worker. weights: of accounts; of all others 1."""
         self._fleet = fleet
         self._key = key
-        self._queue: AdmissionQueue[Waiting] = AdmissionQueue(max_queue_size)
+        self._queue: AdmissionQueue[Waiting] = AdmissionQueue(max_queue_size, weights)
         self._affinity = PrefixAffinity(max_prefixes)
         self._wake = asyncio.Event()
         self._is_placing = False

@@ -52,7 +52,8 @@ class Worker:
         self.name = ""
         """As it calls itself; empty before it was reached."""
         self.load = WorkerLoad()
-        self._link: WorkerLink | None = None
+        self.link: WorkerLink | None = None
+        """That of the connection that stands, or stood last."""
         self.is_joined = False
         """Whether it was accepted and its connection stands."""
         self.num_in_flight = 0
@@ -71,14 +72,6 @@ class Worker:
         """Placements whose blocks the worker has taken: its next report shows them."""
 
     @property
-    def link(self) -> WorkerLink:
-        """That of the connection that stands, or stood last. Raises ValueError before there was
-        one."""
-        if self._link is None:
-            raise ValueError(f"{self.address} was never reached")
-        return self._link
-
-    @property
     def is_ready(self) -> bool:
         return self.state is WorkerState.READY
 
@@ -89,7 +82,7 @@ class Worker:
 
     def join(self, info: WorkerInfo, link: WorkerLink) -> None:
         """Its connection stands, and it was accepted."""
-        self.info, self._link = info, link
+        self.info, self.link = info, link
         self.name = info.identity.worker_id
         self.is_joined = True
         self.reason = "no load report yet"

@@ -21,11 +21,6 @@ _log = logging.getLogger(__name__)
 
 NumericsPolicy = Literal["mixed", "strict"]
 
-_FIX = (
-    "keep each class's prefill and decode workers together, level the CPUs with BATON_CPU_LEVEL, "
-    "or give --numerics=mixed"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Rounding:

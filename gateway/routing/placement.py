@@ -126,8 +126,8 @@ class Placement:
         migration.
         num_sequences: those that it will be on the decode worker."""
         home = decode or prefill
-        if home is None:
-            raise ValueError("a placement without a worker")
+        if home is None or home.link is None:
+            raise ValueError("a placement without a worker that was reached")
         self.prefill = prefill
         self.decode = decode
         self.home = home

@@ -80,14 +80,13 @@ class Need:
         numerics: NumericsClass | None = None,
     ) -> Need:
         """What `spec` asks for."""
-        beam = spec.sampling.beam
         num_left = spec.sampling.max_tokens - len(spec.output_token_ids)
         return cls(
             num_tokens=spec.num_tokens,
             max_num_tokens=len(spec.prompt_token_ids) + spec.sampling.max_tokens,
-            needs_decode=num_left > 1 or beam is not None,
+            needs_decode=num_left > 1 or spec.sampling.beam is not None,
             avoid=avoid,
-            num_sequences=beam.width if beam else spec.num_choices,
+            num_sequences=spec.width,
             unreached=unreached,
             numerics=numerics,
         )
@@ -270,23 +269,22 @@ def _sooner_decode(
     worker, whatever waits before them."""
     if need.avoid:
         return None
-    speed = _known_tokens_per_s(prefills) or _known_tokens_per_s(decodes) or 1
-    assumed = speed * ASSUMED_SHARE
-    soonest = min(
-        (view for view in decodes if view.has_room(need)),
-        key=lambda view: view.ttft_s(need, assumed),
-        default=None,
+    # That of the fastest; before any has measured its own, only how much each has to do counts.
+    speed = (
+        max(p.prefill_tokens_per_s for p in prefills)
+        or max(d.prefill_tokens_per_s for d in decodes)
+        or 1
     )
-    if soonest is None:
+    assumed = speed * ASSUMED_SHARE
+    roomy = [view for view in decodes if view.has_room(need)]
+    if not roomy:
         return None
+    ttfts_s = [view.ttft_s(need, assumed) for view in roomy]
+    here_s = min(ttfts_s)
+    soonest = roomy[ttfts_s.index(here_s)]
     others = soonest.prefill_tokens_per_s or speed
     apart_s = min(p.ttft_s(need, others) for p in prefills)
-    return soonest if soonest.ttft_s(need, assumed) < SHARING_GAIN * apart_s else None
-
-
-def _known_tokens_per_s(views: Sequence[PrefillView] | Sequence[DecodeView]) -> int:
-    """Of the fastest; 0 if none has measured it: then only how much each has to do counts."""
-    return max((view.prefill_tokens_per_s for view in views), default=0)
+    return soonest if here_s < SHARING_GAIN * apart_s else None
 
 
 def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:

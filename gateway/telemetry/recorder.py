@@ -263,18 +263,15 @@ class GatewayRecorder:
             error = Cancelled.reason
             raise
         finally:
-            self._end(record, error)
-
-    def _end(self, record: RequestRecord, error: str | None) -> None:
-        """The request is over. error: the reason of its failure, one of baton.errors.BY_REASON;
-        None if it ended well."""
-        self.num_active -= 1
-        now_s = self._clock()
-        if error == Cancelled.reason:
-            record.timeline.note(RequestEvent.CANCELLED, now_s)
-        self._defer(partial(self._report, record, error, now_s))
+            self.num_active -= 1
+            now_s = self._clock()
+            if error == Cancelled.reason:
+                timeline.note(RequestEvent.CANCELLED, now_s)
+            self._defer(partial(self._report, record, error, now_s))
 
     def _report(self, record: RequestRecord, error: str | None, now_s: float) -> None:
+        """A request is over. error: the reason of its failure, one of baton.errors.BY_REASON; None
+        if it ended well."""
         if self._telemetry.has_metrics:
             self._measure(record, error, now_s)
         if record.span.is_recording():

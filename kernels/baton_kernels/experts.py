@@ -18,7 +18,7 @@ import torch
 from baton_kernels.dispatch import op
 from baton_kernels.layer import Routing
 from baton_kernels.linear import Linear, PlainLinear
-from baton_kernels.quantized_linear import Float8Linear
+from baton_kernels.quantized_linear import Float8Linear, IntLinear, IntWeight
 
 
 @op
@@ -60,21 +60,32 @@ class GroupedLinear:
         self.linears = tuple(linears)
         dense = [x for x in linears if isinstance(x, PlainLinear)]
         coded = [x for x in linears if isinstance(x, Float8Linear)]
+        whole = [x for x in linears if isinstance(x, IntLinear)]
         self.addresses: torch.Tensor | None = None
         """Of the weights [experts] int64, on their device, where all are plain tensors, or all are
-        codes of float8."""
+        codes of float8, or all are integers of as many bits in as many groups."""
         self.scales: torch.Tensor | None = None
-        """[experts, groups, num_out], of codes alone."""
+        """[experts, groups, num_out], of codes and integers alone."""
+        self.integers: IntWeight | None = None
+        """Of the first expert, where all are integers: bits and runs are those of all."""
+        self.zeros: torch.Tensor | None = None
+        """[experts, groups, num_out] int16, of integers; None where all are in the middle."""
         self.biases: torch.Tensor | None = None
         """[experts, num_out], beside them; None if there are none."""
-        if len(linears) in (len(dense), len(coded)):
+        is_one_kind = len(linears) in (len(dense), len(coded), len(whole))
+        if is_one_kind and len({(x.weight.bits, x.weight.scales.shape) for x in whole}) <= 1:
             weights = [x.weight for x in dense] + [x.codes for x in coded]
+            weights += [x.weight.levels for x in whole]
             at = [weight.data_ptr() for weight in weights]
             self.addresses = torch.tensor(at, device=weights[0].device)
-            given = [x.bias for x in dense] + [x.bias for x in coded]
+            given = [x.bias for x in dense] + [x.bias for x in coded] + [x.bias for x in whole]
             biases = [bias for bias in given if bias is not None]
             self.biases = torch.stack(biases) if biases else None
-            self.scales = torch.stack([x.scales for x in coded]) if coded else None
+            scales = [x.scales for x in coded] + [x.weight.scales for x in whole]
+            self.scales = torch.stack(scales) if scales else None
+            if whole:
+                self.integers = whole[0].weight
+                self.zeros = _zeros([x.weight for x in whole])
 
     @property
     def num_in(self) -> int:
@@ -83,6 +94,21 @@ class GroupedLinear:
     @property
     def num_out(self) -> int:
         return self.linears[0].num_out
+
+
+def _zeros(weights: Sequence[IntWeight]) -> torch.Tensor | None:
+    """[weights, groups, num_out] int16; None where all are in the middle."""
+    if all(weight.zeros is None for weight in weights):
+        return None
+    middle = 1 << (weights[0].bits - 1)
+    return torch.stack(
+        [
+            torch.full_like(weight.scales, middle, dtype=torch.int16)
+            if weight.zeros is None
+            else weight.zeros
+            for weight in weights
+        ]
+    )
 
 
 @op

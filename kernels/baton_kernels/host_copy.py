@@ -40,12 +40,14 @@ class HostCopy:
     def __init__(self, source: torch.Tensor) -> None:
         """Queue the copy behind what the device was given before."""
         self._host = source
+        self._done: Fence | None = None
         if source.is_cuda:
             self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._host.copy_(source, non_blocking=True)
-        self._done = Fence(source.device)
+            self._done = Fence(source.device)
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it is here."""
-        self._done.wait()
+        if self._done is not None:
+            self._done.wait()
         return self._host

@@ -5,6 +5,10 @@ Frames travel on a TCP connection. A chunk's header goes first, then the sender 
 into the slot that the header names, then KvLanded says so. The receiver drives its own side of the
 library only between header and KvLanded: an idle worker polls nothing.
 
+A staging area is in memory of the GPU that the pool is on, if both workers' are on one: then a
+payload passes no host, and its sum is made and verified by the GPUs (word sums, see KvAccept). Else
+both ends stage in host memory.
+
 A staging area belongs to one connection. Nothing recalls a write that is under way when a
 connection ends, and some ways of UCX write into a process by address alone: so the area is kept,
 and used by nobody, for QUARANTINE_S after that. The library knows no authentication: who has an
@@ -32,6 +36,7 @@ import numpy as np
 from baton.errors import ConfigError
 from baton.kv_transports import kv_transport
 from baton.v1 import kv_pb2
+from kv_transfer.device_memory import DeviceArea, DeviceMemory, Payload
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.receiver import Land, Receiver
 from kv_transfer.ticket import Endpoint
@@ -65,41 +70,57 @@ def _api() -> Any:
 
 class _Area:
     """Slots of registered memory, and the agent that owns their registration. Used by one
-    thread."""
+    thread.
 
-    def __init__(self, name: str, num_slots: int, slot_bytes: int) -> None:
-        """name: unlike any other agent's that a peer may ever know."""
+    kind: of memory, as the library names it; device: whose it is.
+    """
+
+    def __init__(
+        self, name: str, num_slots: int, slot_bytes: int, memory: DeviceMemory | None
+    ) -> None:
+        """name: unlike any other agent's that a peer may ever know. memory: of the device to stage
+        on; None: the host's. Raises OSError if the device has none."""
         api = _api()
         self.errors: tuple[type[Exception], ...] = tuple(
             value for key, value in vars(api.nixlBind).items() if key.endswith("Error")
         )
         self.stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         num_bytes = num_slots * self.stride
-        self._map = mmap.mmap(
-            -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        )
-        self._view = memoryview(self._map)
-        self.address: int = np.frombuffer(self._map, np.uint8).ctypes.data
+        self._memory: mmap.mmap | DeviceArea
+        if memory is None:
+            self.kind, self.device = "DRAM", 0
+            self._memory = mmap.mmap(
+                -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+            )
+            self.address: int = np.frombuffer(self._memory, np.uint8).ctypes.data
+        else:
+            self.kind, self.device = "VRAM", memory.device_number
+            self._memory = memory.allocate(num_bytes)
+            self.address = self._memory.address
         # Its own thread would spin on a core for ever.
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self.agent = api.nixl_agent(name, config)
-        self._registration = self.agent.register_memory([(self.address, num_bytes, 0, "")], "DRAM")
+        self._registration = self.agent.register_memory(
+            [(self.address, num_bytes, self.device, "")], self.kind
+        )
 
-    def slot(self, index: int, num_bytes: int) -> memoryview:
+    def slot(self, index: int, num_bytes: int) -> Payload:
         start = index * self.stride
-        return self._view[start : start + num_bytes]
+        if isinstance(self._memory, mmap.mmap):
+            return memoryview(self._memory)[start : start + num_bytes]
+        return self._memory.part(start, num_bytes)
 
     def progress(self) -> None:
         """Let the library do what is due on this side."""
         self.agent.get_new_notifs()
 
-    def retire(self) -> mmap.mmap:
+    def retire(self) -> mmap.mmap | DeviceArea:
         """Withdraw the registration; the memory, to be kept as long as somebody may reach into
         it."""
         with contextlib.suppress(*self.errors):
             self.agent.deregister_memory(self._registration)
         del self.agent
-        return self._map
+        return self._memory
 
 
 class Quarantine:
@@ -109,15 +130,18 @@ class Quarantine:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._kept: deque[tuple[float, mmap.mmap]] = deque()
+        self._kept: deque[tuple[float, mmap.mmap | DeviceArea]] = deque()
 
-    def keep(self, memory: mmap.mmap) -> None:
+    def keep(self, memory: mmap.mmap | DeviceArea) -> None:
         """Take memory in, and let that go whose time is over."""
         now = self._clock()
         with self._lock:
             self._kept.append((now + QUARANTINE_S, memory))
             while self._kept[0][0] <= now:
-                self._kept.popleft()
+                _, old = self._kept.popleft()
+                # The host's is freed when its last view goes.
+                if not isinstance(old, mmap.mmap):
+                    old.close()
 
 
 class NixlConnection(SlottedConnection):
@@ -125,9 +149,18 @@ class NixlConnection(SlottedConnection):
     there."""
 
     def __init__(
-        self, sock: socket.socket, name: str, send_timeout_s: float, quarantine: Quarantine
+        self,
+        sock: socket.socket,
+        name: str,
+        send_timeout_s: float,
+        quarantine: Quarantine,
+        memory: DeviceMemory | None = None,
     ) -> None:
+        """memory: of the device that the pool is on; None: none."""
         super().__init__(sock, send_timeout_s)
+        if memory is not None:
+            self.payload_checksums |= {kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM}
+        self._device_memory = memory
         self._name = name
         self._quarantine = quarantine
         self._send_timeout_s = send_timeout_s
@@ -138,13 +171,23 @@ class NixlConnection(SlottedConnection):
     def staged(self, slot: int, num_bytes: int) -> Staged:
         if self._area is None:
             raise TransportError("there is no memory to write to")
-        return Staged(slot, self._area.slot(slot, num_bytes))
+        room = self._area.slot(slot, num_bytes)
+        return Staged(slot, room) if isinstance(room, memoryview) else Staged(slot, device=room)
 
     def open_staging(self, accept: kv_pb2.KvAccept) -> None:
         if self._area or not accept.remote_memory.agent:
             raise FrameError("the receiver's acceptance came without memory to write to, or twice")
         self._remote.CopyFrom(accept.remote_memory)
-        self._area = _Area(self._name, accept.num_credits, accept.max_chunk_bytes)
+        is_on_device = accept.payload_checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
+        try:
+            self._area = _Area(
+                self._name,
+                accept.num_credits,
+                accept.max_chunk_bytes,
+                self._device_memory if is_on_device else None,
+            )
+        except OSError as error:
+            raise TransportError(f"no device memory to stage in: {error}") from error
         try:
             self._peer = self._area.agent.add_remote_agent(self._remote.agent)
         except self._area.errors as error:
@@ -163,15 +206,17 @@ class NixlConnection(SlottedConnection):
     def _write(self, area: _Area, staged: Staged) -> None:
         """Returns when the payload is in the receiver's slot. Raises TransportError, also after the
         send timeout: a frozen peer is never reported."""
-        agent, num_bytes = area.agent, staged.buffer.nbytes
+        room = staged.buffer if staged.device is None else staged.device
+        agent, num_bytes = area.agent, room.nbytes
         start, target = area.address + staged.slot * area.stride, self._remote.address
         target += staged.slot * self._remote.stride
         deadline = time.monotonic() + self._send_timeout_s
         try:
             handle = agent.initialize_xfer(
                 "WRITE",
-                agent.get_xfer_descs([(start, num_bytes, 0)], "DRAM"),
-                agent.get_xfer_descs([(target, num_bytes, 0)], "DRAM"),
+                agent.get_xfer_descs([(start, num_bytes, area.device)], area.kind),
+                # Both ends stage alike.
+                agent.get_xfer_descs([(target, num_bytes, self._remote.device)], area.kind),
                 self._peer,
             )
             state = agent.transfer(handle)
@@ -206,21 +251,28 @@ class NixlServerStream(ServerStream):
         super().__init__(sock, receiver)
         self._listener = listener
         self._area: _Area | None = None
+        if listener.memory is not None:
+            self.payload_checksum = kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
 
     def greet(self) -> None:
         super().greet()
         tune(self.sock)
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
+        is_on_device = frame.payload_checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
         self._area = area = _Area(
-            self._listener.next_name(frame), frame.num_credits, frame.max_chunk_bytes
+            self._listener.next_name(frame),
+            frame.num_credits,
+            frame.max_chunk_bytes,
+            self._listener.memory if is_on_device else None,
         )
         frame.remote_memory.agent = area.agent.get_agent_metadata()
         frame.remote_memory.address = area.address
         frame.remote_memory.stride = area.stride
+        frame.remote_memory.device = area.device
         super().accept(frame)
 
-    def read_frame(self, land: Land) -> tuple[Frame, memoryview]:
+    def read_frame(self, land: Land) -> tuple[Frame, Payload]:
         del land
         _, frame = self.read_header(0)
         if not isinstance(frame, kv_pb2.KvChunk):
@@ -259,12 +311,14 @@ class NixlServerStream(ServerStream):
 class NixlListener(StreamListener):
     """Accepts connections, and names their agents."""
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
+    def __init__(self, sock: socket.socket, address: str, memory: DeviceMemory | None) -> None:
+        """memory: of the device that the pool is on; None: none."""
         super().__init__(
             sock,
             Endpoint("nixl", address),
             lambda taken, receiver: NixlServerStream(taken, receiver, self),
         )
+        self.memory = memory
         self.quarantine = Quarantine()
         self._numbers = itertools.count(1)
 
@@ -275,7 +329,7 @@ class NixlListener(StreamListener):
 
 def _listen(config: TransportConfig) -> NixlListener:
     _api()
-    return NixlListener(*bind(config))
+    return NixlListener(*bind(config), config.memory)
 
 
 def _dialer(config: TransportConfig) -> Dial:
@@ -285,7 +339,7 @@ def _dialer(config: TransportConfig) -> Dial:
         # No other agent that a receiver may ever know has this name.
         name = f"sender/{secrets.token_hex(16)}"
         return NixlConnection(
-            connected(address, timeout_s), name, config.send_timeout_s, quarantine
+            connected(address, timeout_s), name, config.send_timeout_s, quarantine, config.memory
         )
 
     return dial

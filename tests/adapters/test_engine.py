@@ -42,7 +42,7 @@ SHAPES: dict[str, tuple[Family, dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}, {"targets": ATTENTION}),
     "llama": ("llama", {}, {"targets": ("v_proj", "down_proj"), "rank": 16}),
 }
-FEW = ("qwen2", "phi3")
+FEW = ("phi3",)
 
 
 @dataclass(frozen=True, slots=True)

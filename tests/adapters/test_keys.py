@@ -33,7 +33,7 @@ def test_tenants_and_adapters_have_keys_of_their_own() -> None:
 def test_the_adapter_goes_where_the_sequence_goes() -> None:
     spec = replace(PLAIN, adapter="red", num_choices=2)
     assert sequence_from_proto(sequence_to_proto(spec)) == spec
-    assert spec.choice_alone(1).extended((5,)).adapter == "red"
+    assert spec.choice_alone(1, (5,)).adapter == "red"
 
 
 def test_a_worker_without_the_adapter_refuses_the_sequence() -> None:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 def test_dry_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.gpu", "--dry-run", "--out", str(tmp_path)]
-    command += ["--item-s", "250", "--total-s", "280"]
+    command += ["--item-s", "250", "--total-s", "280", "--rehearsal-processes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     (path,) = tmp_path.glob("gpu-*.json")
     told = json.loads(path.read_text())
@@ -32,5 +32,10 @@ def test_dry_run(tmp_path: Path) -> None:
         "check engine",
         "attention prefill 8K",
         "mixed load, two processes",
+        "service, Qwen3-8B shapes",
     } <= names
     assert path.with_suffix(".md").is_file()
+    _, *lines = map(json.loads, path.with_suffix(".jsonl").read_text().splitlines())
+    assert lines == told["items"]
+    assert lines[0]["name"] == "rehearsal"
+    assert not lines[0]["result"].get("not_run")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.pack import NEEDED, download_command, pack, tree_bytes
+from bench.gpu.pack import NEEDED, OF_SERVICE, PLATFORMS, download_command, pack, tree_bytes
 
 
 @pytest.fixture
@@ -26,9 +26,11 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_wheels_are_those_of_the_versions_that_are_installed(tmp_path: Path) -> None:
-    command = download_command(NEEDED, tmp_path, "3.12", "manylinux2014_x86_64")
-    assert {f"{name}=={metadata.version(name)}" for name in NEEDED} < set(command)
+    packages = (*NEEDED, *OF_SERVICE)
+    command = download_command(packages, tmp_path, "3.12", PLATFORMS)
+    assert {f"{name}=={metadata.version(name)}" for name in packages} < set(command)
     assert {"--no-deps", "--only-binary=:all:", "--python-version=3.12"} < set(command)
+    assert {"--platform=manylinux2014_x86_64", "--platform=manylinux_2_28_x86_64"} < set(command)
 
 
 def test_what_travels_is_the_checkout_and_fresh_wheels(checkout: Path) -> None:

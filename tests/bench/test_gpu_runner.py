@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.report import GOALS, goal_table, goals, shares, table
-from bench.gpu.runner import Limits, Outcome, run_items
+from bench.gpu.runner import Limits, Outcome, rehearse, run_items
 
 CHILD = """
 import json, os, sys, threading
@@ -57,6 +57,58 @@ def test_what_hangs_is_ended(tmp_path: Path) -> None:
 def test_what_there_is_no_time_for_is_told(tmp_path: Path) -> None:
     (only,) = run(["a"], tmp_path, total_s=0.0)
     assert "not run" in only.failure
+
+
+def test_each_is_told_when_it_is_done_and_not_at_the_end(tmp_path: Path) -> None:
+    """So that a call that is cut off loses the item that ran, and no other."""
+    child = tmp_path / "child.py"
+    child.write_text(CHILD)
+    seen: list[str] = []
+
+    def cut_off(outcome: Outcome) -> None:
+        seen.append(outcome.name)
+        if outcome.name == "b":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_items(["a", "b", "hang"], [sys.executable, str(child)], {}, Limits(60.0, 60.0), cut_off)
+    assert seen == ["a", "b"]
+
+
+def test_an_item_may_have_a_limit_of_its_own() -> None:
+    limits = Limits(90.0, 500.0, {"long": 400.0})
+    assert (limits.item_limit_s("long"), limits.item_limit_s("other")) == (400.0, 90.0)
+
+
+def test_a_rehearsal_goes_on_with_all_groups_and_says_what_did_not_run(tmp_path: Path) -> None:
+    child = tmp_path / "child.py"
+    child.write_text(CHILD)
+    groups = [["a", "fail", "b"], ["c"]]
+    outcome = rehearse(groups, [sys.executable, str(child)], {}, Limits(60.0, 60.0))
+    assert (outcome.result["num_items"], outcome.result["processes"]) == (3, 2)
+    assert "fail: " in outcome.result["not_run"]
+    assert "a reason" in outcome.result["not_run"]
+    assert not outcome.failure
+
+
+def test_stages_come_in_the_order_in_which_a_call_should_be_cut_off() -> None:
+    pytest.importorskip("triton")
+    from bench.gpu.items import ITEMS, LIMITS_S, STAGES, rehearsal_groups
+
+    assert list(STAGES) == [
+        *("checks", "roofs", "engine", "peers", "kv", "service", "kernels", "tiles")
+    ]
+    assert sum(map(len, STAGES.values())) == len(ITEMS)
+    checks = {name for name in ITEMS if name.startswith("check ")}
+    assert checks < set(STAGES["checks"])
+    assert set(LIMITS_S) == set(STAGES["service"])
+    rehearsed = [name for group in rehearsal_groups(list(STAGES), 16) for name in group]
+    assert len(rehearsed) == len(set(rehearsed))
+    # Others' kernels, other processes and the roofs, which are torch's.
+    left_out = {*STAGES["peers"], *STAGES["service"], *STAGES["roofs"], "check memory accesses"}
+    left_out |= {"mixed load, two processes", "cuda_ipc 8K tokens, beside decoding"}
+    assert set(rehearsed) == set(ITEMS) - left_out
+    assert rehearsal_groups(["peers"], 16) == []
 
 
 def test_shares_are_of_the_roofs_of_the_same_run() -> None:

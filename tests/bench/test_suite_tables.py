@@ -171,7 +171,8 @@ def test_the_gateway_has_a_line_for_each_flow_and_for_each_goal() -> None:
         "bare_cpu_us": 30,
     }
     paced = {**one, "flow": {**flow, "step_ms": 20.0}, "tokens_per_core_s": 9_000.0}
-    single = {**paced, "flow": {**flow, "step_ms": 20.0, "step_tokens": 1}, "chunk_cpu_us": 60.0}
+    by_one = {**flow, "step_ms": 20.0, "step_tokens": 1}
+    single = {**paced, "flow": by_one, "chunk_tokens": 1.0, "chunk_cpu_us": 60.0}
     flows = [{**one, "flow": flow}, paced, single]
     ttft = {"gateway_ms": 1.5, "source_ms": 0.5, "bare_ms": 0.25, "cpu_ms": 0.9}
     text = gateway_table(

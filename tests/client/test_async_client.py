@@ -254,6 +254,18 @@ async def test_a_stream_goes_on_behind_what_came(
     assert [entry.num_chars for entry in requests[-1].resume_from] == [3, 2]
 
 
+async def test_best_of_as_many_as_are_returned_goes_on_as_any_other(
+    async_client: AsyncClient, fake: FakeInference
+) -> None:
+    """None of them is held back, so that the gateway sends them as they come."""
+    fake.failures_after_first.append(WorkerLost("gone", retry_after_s=0))
+    async with AsyncClient(async_client.address, max_retries=1) as client:
+        done = await client.generate("abc", n=2, best_of=2)
+    assert [choice.text for choice in done.choices] == ["abc", "abc"]
+    assert len({request.sampling.seed for request in fake.requests}) == 1
+    assert [len(request.resume_from) for request in fake.requests] == [0, 1]
+
+
 async def test_a_stream_that_gets_nowhere_fails(
     async_client: AsyncClient, fake: FakeInference
 ) -> None:

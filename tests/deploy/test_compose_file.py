@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +201,22 @@ def test_workers_share_a_directory_for_sockets_that_only_their_user_enters() -> 
                 mount = compose["volumes"]["kv-sockets"]["driver_opts"]["o"].split(",")
                 assert f"uid={uid}" in mount
                 assert "mode=0700" in mount
+
+
+def test_workers_on_gpus_keep_compiled_kernels_in_one_volume_where_their_image_has_them() -> None:
+    """Its owner and first content are the image's folder's. The image itself names no cache: where
+    nothing is mounted, its file system may be read-only."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert "ENV TRITON_CACHE_DIR" not in dockerfile
+    for told in baton_services_of("gpu").values():
+        if told["command"][0] != "gateway":
+            (mount,) = (each for each in told["volumes"] if each.startswith("gpu-kernels:"))
+            folder, uid = told["environment"]["TRITON_CACHE_DIR"], told["user"].split(":")[0]
+            assert Path(folder).is_relative_to(mount.removeprefix("gpu-kernels:"))
+            assert re.search(
+                rf"^RUN install .*--owner={uid} .* {folder}$", dockerfile, re.MULTILINE
+            )
+    assert "gpu-kernels" in load_compose()["volumes"]
 
 
 def test_each_tier_has_a_gpu_of_its_own_and_maps_memory_of_the_others() -> None:

@@ -32,6 +32,7 @@ import grpc.aio
 from baton.client import AsyncClient
 from baton.config import ServeOptions
 from baton.rpc.channel import aio_channel
+from baton.rpc.status import BROKEN_AT_ITS_BEGINNING
 from baton.v1 import sequence_pb2, sequence_service_pb2
 from bench.fault_proxy import ProxiedCluster
 from bench.machine import BUNDLED_MODEL
@@ -129,11 +130,16 @@ def grpc_call(channel: grpc.aio.Channel, seeds: Sequence[tuple[str, bytes]]) -> 
             await stream.read()
         except grpc.aio.AioRpcError as error:
             # Neither end's keepalive is answered in time where the machine does too much else.
-            if "ping_timeout" in str(error.details()):
+            details = str(error.details())
+            if "ping_timeout" in details or details == BROKEN_AT_ITS_BEGINNING:
                 return "cut by keepalive"
             if error.code() in _BAD_CODES:
                 return f"!{error.code().name} ({error.details()})"
             return error.code().name
+        except grpc.aio.InternalError:
+            # What grpc raises where a call ended while its end was being written: it does not say
+            # how.
+            return "ended while it was written"
         finally:
             stream.cancel()
         return "answered"

@@ -108,6 +108,7 @@ def kv_frames() -> Target:
         decode_header,
         decode_preamble,
     )
+    from kv_transfer.handshake import ReceiverConfig
     from kv_transfer.receiver import Receiver
     from kv_transfer.ticket_table import TicketTable
 
@@ -122,7 +123,7 @@ def kv_frames() -> Target:
         )
         tickets.offer(SequenceSpec("r", (1, 2, 3, 4), Sampling()), (0, 1), 0, 8)
         pool = ArrayKvPool(layout, 4)
-        session = Receiver(owner, layout, pool, tickets, 4, 1024).session(lambda _: None)
+        session = Receiver(ReceiverConfig(owner, pool, 4, 1024), tickets).session(lambda _: None)
         at, version = 0, HANDSHAKE_VERSION
         try:
             while len(data) >= at + PREAMBLE_BYTES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
@@ -84,6 +85,67 @@ def test_while_two_accounts_wait_they_get_alike(items: list[Item]) -> None:
             given_places[item.account] += item.width
         if min(left.values()) > 0:
             assert abs(given_places[b"a"] - given_places[b"b"]) <= 4
+
+
+@given(items=ITEMS, weight=st.sampled_from([0.25, 1.0, 3.0, 7.5]))
+def test_while_two_accounts_wait_they_get_by_their_weights(
+    items: list[Item], weight: float
+) -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(100, {b"a": weight, b"b": 1.0})
+    fresh = [replace(item, is_return=False) for item in items]
+    for item in fresh:
+        queue.add(item)
+    left = {account: sum(i.account == account for i in fresh) for account in (b"a", b"b")}
+    given_places = {b"a": 0, b"b": 0}
+    for item in served(queue):
+        if item.account in left:
+            left[item.account] -= 1
+            given_places[item.account] += item.width
+        if min(left.values()) > 0:
+            # Items are of at most 4 places.
+            assert abs(given_places[b"a"] / weight - given_places[b"b"]) <= 4 * max(1, 1 / weight)
+
+
+@given(
+    heavy=st.integers(1, 60), own=st.integers(0, 5), weight=st.sampled_from([0.25, 1.0, 3.0, 10.0])
+)
+def test_what_is_served_before_one_is_known_by_weights(heavy: int, own: int, weight: float) -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(100, {b"heavy": weight})
+    for number in range(heavy):
+        queue.add(Item(number, b"heavy"))
+    for number in range(own):
+        queue.add(Item(1000 + number, b"light"))
+    expected = queue.width_before(b"light", 1)
+    queue.add(last := Item(2000, b"light"))
+    assert abs(served(queue).index(last) - expected) <= 1 + weight
+
+
+def test_two_backlogged_keys_get_tokens_by_their_weights_and_another_waits_for_no_backlog() -> None:
+    tokens: Counter[bytes] = Counter()
+
+    async def main() -> None:
+        weights = {b"heavy": 3.0}
+        async with gateway_world(num_prefills=0, max_num_seqs=4, weights=weights) as world:
+
+            async def ask(account: bytes, number: int) -> None:
+                spec = make_spec(f"{account!r}-{number}", arrival_ns=number, max_tokens=8)
+                done = await world.generate(spec, account=account)
+                tokens[account] += len(done.token_ids)
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(100):
+                    group.create_task(ask(b"heavy", number))
+                    group.create_task(ask(b"light", 1000 + number))
+                while tokens.total() < 8 * 80:
+                    await asyncio.sleep(0.01)
+                share = tokens[b"heavy"] / tokens[b"light"]
+                # Comes last, behind over a hundred: it gets one of the places that are free next.
+                first_tokens = tokens.copy()
+                await ask(b"other", 5000)
+                assert (tokens - first_tokens).total() <= 8 * 4 * 4
+        assert 2.5 <= share <= 3.5
+
+    run_virtual(main(), max_time_s=1e5)
 
 
 def test_one_with_five_hundred_requests_makes_another_wait_for_one() -> None:

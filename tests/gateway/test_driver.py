@@ -109,6 +109,34 @@ def test_an_output_can_end_before_the_first_token_is_told() -> None:
     in_world(test)
 
 
+class DirectClient(Client):
+    """Takes each chunk at once, in the callback that brought it; fails at the chunk `fails_at`."""
+
+    fails_at = -1
+
+    def write(self, chunk: Chunk) -> None:  # type: ignore[override]
+        if len(self.chunks) == self.fails_at:
+            raise LookupError("a fault in the form of the answer")
+        self.chunks.append(chunk)
+
+
+def test_a_piece_that_cannot_be_written_ends_its_request_alone() -> None:
+    async def test(world: World) -> None:
+        broken = DirectClient()
+        broken.fails_at = 3
+        others = [
+            asyncio.create_task(world.generate(make_spec(f"o{i}"), DirectClient()))
+            for i in range(3)
+        ]
+        with pytest.raises(LookupError, match="form of the answer"):
+            await world.generate(make_spec("broken", max_tokens=60), broken)
+        for number, other in enumerate(others):
+            assert (await other).token_ids == expected_output(make_spec(f"o{number}"))
+        assert len(broken.chunks) == 3
+
+    in_world(test)
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.004, 0.008, 0.012, 0.03, 0.05, 0.07, 0.2])
 @pytest.mark.parametrize("queued_behind", [0, 9])
 def test_a_cancel_in_any_state_frees_everything(after_s: float, queued_behind: int) -> None:

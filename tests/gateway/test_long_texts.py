@@ -25,13 +25,17 @@ from baton.config import GatewayOptions
 from baton.errors import InvalidRequest
 from baton.rpc.channel import aio_channel
 from baton.rpc.status import from_rpc_error
+from baton.service import ReadyReport
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from gateway.intake.child_process import ChildProcess
+from gateway.intake.tokenizer import let_others_run
 from gateway.server import serve_gateway
 from tests.support.fake_workers import make_info
 from tests.support.grpc_workers import GrpcWorker, serving
-from tests.support.live_tiers import serving as service_of
+from tests.support.http_connection import Connection
+from tests.support.live_tiers import reporting
+from tests.support.virtual_loop import run_virtual
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +82,7 @@ class Asked:
 
 
 @pytest.fixture
-async def stub(tmp_path: Path) -> AsyncIterator[Any]:
+async def report(tmp_path: Path) -> AsyncIterator[ReadyReport]:
     """Of a gateway whose model takes a megabyte, a byte a token, with one worker of each tier."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (not c.isascii(), c))
     tokenizer = HfTokenizer(models.BPE({c: i for i, c in enumerate(alphabet[:97])}, []))
@@ -88,17 +92,23 @@ async def stub(tmp_path: Path) -> AsyncIterator[Any]:
     async with (
         serving(GrpcWorker(make_info("d", Tier.DECODE, **LARGE))) as decode,
         serving(GrpcWorker(make_info("p", Tier.PREFILL, **LARGE))) as prefill,
-        service_of(
+        reporting(
             serve_gateway,
             GatewayOptions(
                 model=str(tmp_path),
                 port=0,
+                http_port=0,
                 prefill_workers=(prefill.address,),
                 decode_workers=(decode.address,),
             ),
-        ) as address,
-        aio_channel(address) as channel,
+        ) as report,
     ):
+        yield report
+
+
+@pytest.fixture
+async def stub(report: ReadyReport) -> AsyncIterator[Any]:
+    async with aio_channel(report.address) as channel:
         yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 
@@ -146,3 +156,49 @@ async def test_ten_megabytes_are_refused_and_nobody_reads_them(
     assert [violation.field for violation in refusal.violations] == ["prompt.text"]
     assert asked.is_empty
     assert await short_stream(stub) == 8
+
+
+def test_others_get_many_turns_between_two_pieces_of_long_work() -> None:
+    async def turns_of_others(size: int) -> int:
+        num_turns = 0
+
+        async def other() -> None:
+            nonlocal num_turns
+            for _ in range(100):
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        await let_others_run(size)
+        num_meanwhile = num_turns
+        await task
+        return num_meanwhile
+
+    assert run_virtual(turns_of_others(MEGABYTE)) == 100
+    assert run_virtual(turns_of_others(1_000)) == 0
+
+
+async def test_a_long_text_gives_way_between_its_pieces(
+    stub: Any, report: ReadyReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    async def watched(size: int) -> None:
+        sizes.append(size)
+        await let_others_run(size)
+
+    for module in ("gateway.http.app", "gateway.intake.tokenizer", "gateway.serving"):
+        monkeypatch.setattr(f"{module}.let_others_run", watched)
+    request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(text="x" * 100_000))
+    request.sampling.max_tokens = 1
+    async for _ in stub.Generate(request):
+        pass
+    # Its text before it is written for the helper; its tokens before they are looked at.
+    assert sizes == [100_000, 100_000]
+    sizes.clear()
+    body = json.dumps({"prompt": "x" * 100_000, "max_tokens": 1}).encode()
+    connection = Connection(report.http_address)
+    assert (await connection.post("/v1/completions", body)).status == 200
+    connection.close()
+    # Its body, too, before and after it is parsed.
+    assert sizes == [len(body), len(body), 100_000, 100_000]

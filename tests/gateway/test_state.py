@@ -368,7 +368,7 @@ class Rig:
             decode = prefill  # which runs it to its end
         placement = Placement(self.fleet, len(self.placements), prefill, decode, 5, 2, num)
         self.placements.append(placement)
-        self.perform(self.state.on_placed(assignment, placement, self.now_s))
+        self.perform(self.state.on_place(assignment, placement, self.now_s))
 
     def migrate(self, choice: Choice) -> None:
         worker = self.fleet.workers[self.rng.choice("de")]

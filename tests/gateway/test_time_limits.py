@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 from hypothesis import given
@@ -30,10 +31,26 @@ PIECE = Piece(1, (), "x", FinishReason.NONE)
 async def take_at_once(_: inference_pb2.GenerateResponse) -> None: ...
 
 
-def delivery(write: Write = take_at_once) -> Delivery:
+@asynccontextmanager
+async def delivering(write: Write = take_at_once) -> AsyncIterator[Delivery]:
+    """The body is cancelled, and ClientStalled raised, when the delivery says so."""
     request = ValidatedRequest(SequenceSpec("r", (1,), Sampling()), TextOptions())
     clock = asyncio.get_running_loop().time
-    return Delivery(request, write, Timeline(0.0), clock, TIMEOUT_S)
+    stalls: list[ClientStalled] = []
+    scope = asyncio.timeout(None)
+
+    def on_stall(error: ClientStalled) -> None:
+        stalls.append(error)
+        scope.reschedule(clock())
+
+    delivered = Delivery(request, write, Timeline(0.0), clock, TIMEOUT_S, on_stall)
+    try:
+        async with scope:
+            yield delivered
+    except TimeoutError:
+        raise stalls.pop() from None
+    finally:
+        delivered.close()
 
 
 @given(PIECES)
@@ -43,8 +60,7 @@ def test_the_first_piece_that_takes_too_long_ends_the_body(pieces: list[tuple[in
             # Not a whole number of seconds, so that no piece ends at the very moment of the limit.
             await asyncio.sleep(piece_s + 0.5)
 
-        delivered = delivery(take)
-        async with delivered.watching():
+        async with delivering(take) as delivered:
             for silence_s, piece_s in pieces:  # noqa: B007, read by `take`
                 await asyncio.sleep(silence_s)
                 taken = delivered.send(0, PIECE, None)
@@ -67,21 +83,18 @@ def test_the_first_piece_that_takes_too_long_ends_the_body(pieces: list[tuple[in
     run_virtual(test())
 
 
-def test_a_timeout_of_the_body_s_own_passes() -> None:
-    async def test() -> None:
-        with pytest.raises(TimeoutError, match="of the body"):
-            async with delivery().watching():
-                raise TimeoutError("of the body")
-
-    run_virtual(test())
-
-
 def test_nothing_is_left_of_it() -> None:
     async def test() -> None:
-        async with delivery().watching():
-            pass
+        async def take(_: inference_pb2.GenerateResponse) -> None:
+            await asyncio.sleep(60 * TIMEOUT_S)
+
+        before = asyncio.all_tasks()
+        async with delivering(take) as delivered:
+            delivered.send(0, PIECE, None)
+            await asyncio.sleep(TIMEOUT_S / 2)
         before_s = asyncio.get_running_loop().time()
         await asyncio.sleep(10 * TIMEOUT_S)
         assert asyncio.get_running_loop().time() == before_s + 10 * TIMEOUT_S
+        assert asyncio.all_tasks() == before
 
     run_virtual(test())

@@ -36,9 +36,7 @@ def window_start(num_tokens: int, block_size: int) -> int:
 
 def crossing(num_tokens: int, num_held: int, num_windowed: int) -> int:
     """Tokens of layers that a prompt takes, of which the receiver holds num_held."""
-    start = window_start(num_tokens, SENDER_BLOCK)
-    if num_windowed == NUM_LAYERS:  # the receiver has no block of what lies before its own
-        start = max(start, window_start(num_tokens, RECEIVER_BLOCK))
+    start = max(window_start(num_tokens, size) for size in (SENDER_BLOCK, RECEIVER_BLOCK))
     full = (NUM_LAYERS - num_windowed) * (num_tokens - num_held)
     return full + num_windowed * (num_tokens - max(start, num_held))
 

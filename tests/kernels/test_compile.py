@@ -19,9 +19,11 @@ pytestmark = pytest.mark.slow
 MAX_STACK_BYTES = 64
 
 
-#: On the others, more of the same: softcap and slopes take more registers than no rule or a window
-#: does, head_dim 64 and 256 bound the tiles of 80, and float16 is multiplied as bfloat16 is.
+#: The others are long: minutes of compiling what is seldom changed for one of them alone.
 REFERENCE_ARCH = 90
+#: Not on the others, where they are more of the same: softcap and slopes take more registers than
+#: no rule or a window does, head_dim 64 and 256 bound the tiles of 80, and float16 is multiplied as
+#: bfloat16 is.
 ONLY_THERE = {
     "attention bf16",
     "attention bf16 window",
@@ -29,7 +31,12 @@ ONLY_THERE = {
     "attention fp16",
 }
 COMPILED = [
-    pytest.param(case, arch, id=f"{case.name}-{arch}")
+    pytest.param(
+        case,
+        arch,
+        id=f"{case.name}-{arch}",
+        marks=() if arch == REFERENCE_ARCH else pytest.mark.long,
+    )
     for case in all_cases()
     for arch in ARCHS
     if arch >= case.min_arch and (arch == REFERENCE_ARCH or case.name not in ONLY_THERE)

@@ -28,6 +28,8 @@ ATTENTION_AND_KV = frozenset(
 )
 
 
+# Minutes of computing: on a busy machine more than others may take.
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "names",
     [

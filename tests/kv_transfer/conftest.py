@@ -25,6 +25,7 @@ from baton.types import (
     WorkerIdentity,
 )
 from kv_transfer.device_memory import device_memory_of
+from kv_transfer.handshake import SenderConfig
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import RunningReceiver, open_receiver
 from kv_transfer.send_connection import Finish, Send
@@ -105,6 +106,8 @@ def make_rig() -> Iterator[MakeRig]:
         *,
         source_layout: KvLayout | None = None,
         target_layout: KvLayout | None = None,
+        make_source: type[ArrayKvPool] | None = None,
+        make_target: type[ArrayKvPool] | None = None,
         sender_chunk_bytes: int = 400,
         receiver_chunk_bytes: int = 512,
         num_credits: int = 2,
@@ -123,8 +126,8 @@ def make_rig() -> Iterator[MakeRig]:
         tap: Callable[[Connector], Connector] = lambda connect: connect,
     ) -> Rig:
         make_pool = DeviceArrayPool if kv_transport(transport).needs_device else ArrayKvPool
-        source = make_pool(source_layout or layout_of(4), 16)
-        target = make_pool(target_layout or layout_of(3), 16)
+        source = (make_source or make_pool)(source_layout or layout_of(4), 16)
+        target = (make_target or make_pool)(target_layout or layout_of(3), 16)
         rng = np.random.default_rng(0)
         most = 1 << (50 if source.layout.dtype == "int64" else 15)
         source.data[...] = rng.integers(1, most, source.data.shape)
@@ -145,22 +148,20 @@ def make_rig() -> Iterator[MakeRig]:
             rule=target_rule,
             tls=target_tls,
         )
-        sender = Sender(
+        config = SenderConfig(
             WorkerIdentity("p0", 3),
-            source.layout,
             source,
             tap(make_connector(transport, hub, tls=source_tls, memory=device_memory_of(source))),
-            dones.put,
             clock,
             connect_timeout_s,
             ack_timeout_s,
             idle_timeout_s,
             sender_chunk_bytes,
-            num_connections=num_connections,
-            is_inline=transport == "loopback",
-            secret=source_secret,
-            rule=source_rule,
+            source_secret,
+            source_rule,
         )
+        is_inline = transport == "loopback"
+        sender = Sender(config, dones.put, num_connections=num_connections, is_inline=is_inline)
         rig = Rig(source, target, running, sender, events, dones, hub)
         rigs.append(rig)
         return rig

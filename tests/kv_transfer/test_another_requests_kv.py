@@ -35,6 +35,7 @@ from baton.v1 import kv_pb2
 from kv_transfer import receiver
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.frame import place_checksum
+from kv_transfer.handshake import SenderConfig
 from kv_transfer.receiver import open_receiver
 from kv_transfer.send_connection import Cancel, Finish, Send, SendDone
 from kv_transfer.sender import Sender
@@ -139,18 +140,9 @@ class Workers:
         memory = device_memory_of(pool)
         connect = tapped(make_connector(self.transport, memory=memory), on_chunk)
         identity = WorkerIdentity(name, generation)
-        sender = Sender(
-            identity,
-            pool.layout,
-            pool,
-            connect,
-            done,
-            lambda: self.now[0],
-            ENDLESS,
-            ENDLESS,
-            ENDLESS,
-            400,
-        )
+        times = (ENDLESS, ENDLESS, ENDLESS)
+        config = SenderConfig(identity, pool, connect, lambda: self.now[0], *times, 400)
+        sender = Sender(config, done)
         self.senders.append(sender)
         worker = PrefillWorker(sender, pool, dones)
         return worker
@@ -397,6 +389,7 @@ from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.send_connection import Finish, Send
+from kv_transfer.handshake import SenderConfig
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
 
@@ -415,11 +408,11 @@ name, ticket = sys.argv[1], bytes.fromhex(sys.argv[2])
 connect = make_connector(name)
 pool = ArrayKvPool(KvLayout("m", 3, 2, 4, "int64", 4), 16)
 pool.data[...] = np.random.default_rng(1).integers(1, 1 << 50, pool.data.shape)
-sender = Sender(
-    WorkerIdentity("p9", 1), pool.layout, pool, lambda *where: Tapped(connect(*where)),
-    lambda done: print(done.error and done.error.reason, flush=True), time.monotonic,
+config = SenderConfig(
+    WorkerIdentity("p9", 1), pool, lambda *where: Tapped(connect(*where)), time.monotonic,
     1e6, 1e6, 1e6, 1 << 20,
 )
+sender = Sender(config, lambda done: print(done.error and done.error.reason, flush=True))
 sender.begin("k", ticket)
 sys.stdin.readline()
 sender.submit(Send("k", (1, 2), KvRange(0, 6, 0, 3)))

@@ -31,6 +31,7 @@ from kv_transfer.frame import (
     encode,
     place_checksum,
 )
+from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.receiver import Receiver, ReceiverSession
 from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
 from kv_transfer.ticket_table import TicketTable
@@ -100,7 +101,7 @@ class Wire:
             owner, LAYOUT, (), 10.0, self.events.append, lambda: 0.0, b"s" * 32, self._draw
         )
         self.receiver = Receiver(
-            owner, LAYOUT, pool, self.table, 4, MAX_PAYLOAD_BYTES, self.wire_dtype
+            ReceiverConfig(owner, pool, 4, MAX_PAYLOAD_BYTES, self.wire_dtype), self.table
         )
         self.session = self._greeted()
         self.earlier: list[Parcel] = []

@@ -14,6 +14,7 @@ from baton.errors import HandoffFailed
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.frame import Frame
+from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Begin, Cancel, Finish, Send, SendConnection
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import Endpoint, KvTicket, TicketAborted
@@ -75,17 +76,15 @@ class Desk:
         self.now = 100.0
         self.peer = DeafConnection()
         self.dones: list[SendDone] = []
-        self.sender = Sender(
+        config = SenderConfig(
             WorkerIdentity("p0", 1),
-            LAYOUT,
             ArrayKvPool(LAYOUT, 4),
             lambda *_: self.peer,
-            self.dones.append,
             lambda: self.now,
             connect_timeout_s=5.0,
             ack_timeout_s=8.0,
-            is_inline=True,
         )
+        self.sender = Sender(config, self.dones.append, is_inline=True)
 
     def begin(self, key: str, ticket_id: int) -> None:
         ticket = ticket_of(WorkerIdentity("d0", 7), LAYOUT, 16, ticket_id=ticket_id)

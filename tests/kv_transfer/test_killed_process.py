@@ -17,15 +17,17 @@ import sys, time
 from baton.types import KvRange
 from baton.types import KvLayout, WorkerIdentity
 from kv_transfer.send_connection import Cancel, Send
+from kv_transfer.handshake import SenderConfig
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
 from tests.support.device_double import DeviceArrayPool
 
 layout = KvLayout("m", 3, 2, 4, "int64", 4)
 pool = DeviceArrayPool(layout, 4)
+connect = make_connector(sys.argv[1], memory=pool.memory)
 sender = Sender(
-    WorkerIdentity("p9", 1), layout, pool, make_connector(sys.argv[1], memory=pool.memory),
-    lambda done: print("done", flush=True), time.monotonic,
+    SenderConfig(WorkerIdentity("p9", 1), pool, connect, time.monotonic),
+    lambda done: print("done", flush=True),
 )
 sender.begin("unknown", bytes.fromhex(sys.argv[3]))
 sender.submit(Cancel("unknown", "CANCELLED", ""))

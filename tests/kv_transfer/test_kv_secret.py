@@ -27,6 +27,7 @@ from kv_transfer.frame import (
     commit_checksum,
     place_checksum,
 )
+from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.kv_secret import KvSecret, new_nonce, read_kv_secret
 from kv_transfer.receiver import Receiver, ReceiverSession
 from kv_transfer.ticket import Endpoint, TicketAborted, TicketCommitted, TicketEvent
@@ -245,7 +246,10 @@ def test_a_payload_that_is_changed_behind_its_header_is_never_committed(
     assert isinstance(rig.event(), TicketAborted)
 
 
-@pytest.mark.parametrize(("known", "best", "agreed"), [(2, 2, 2), (0, 2, 0), (2, 0, 0), (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("known", "best", "agreed"),
+    [(2, 2, 2), (0, 2, 0), (2, 0, 0), (1, 1, 1), (0, 1, 1), (2, 1, 0)],
+)
 def test_a_kind_of_checksum_is_chosen_if_the_sender_knows_it_and_the_way_has_it(
     known: int, best: int, agreed: int
 ) -> None:
@@ -278,7 +282,9 @@ class Door:
         self.table = TicketTable(
             OWNER, LAYOUT, (), 10.0, self.events.append, lambda: 0.0, b"s" * 32, lambda: 1
         )
-        self.receiver = Receiver(OWNER, LAYOUT, self.pool, self.table, 1, 1 << 12, secret=SECRET)
+        self.receiver = Receiver(
+            ReceiverConfig(OWNER, self.pool, 1, 1 << 12, secret=SECRET), self.table
+        )
 
     def knock(self, hello: kv_pb2.KvHello) -> tuple[ReceiverSession, kv_pb2.KvAccept]:
         session = self.receiver.session(self.replies.append)

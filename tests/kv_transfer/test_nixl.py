@@ -23,6 +23,7 @@ from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.frame import PREAMBLE_BYTES, decode_header, decode_preamble, encode
+from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketAborted
@@ -81,7 +82,7 @@ def test_a_receiver_that_dies_or_freezes_ends_the_handoff(end):
     pool = ArrayKvPool(LAYOUT, 4)
     connect = make_connector("nixl", send_timeout_s=0.3)
     identity = WorkerIdentity("p0", 1)
-    sender = Sender(identity, LAYOUT, pool, connect, dones.put, time.monotonic)
+    sender = Sender(SenderConfig(identity, pool, connect, time.monotonic), dones.put)
     with other_process() as (process, (whole, cut)):
         sender.begin("whole", whole)
         sender.submit(Send("whole", (0, 1), KvRange(0, 6, 0, 3)))

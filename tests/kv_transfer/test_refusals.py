@@ -15,6 +15,7 @@ from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2, sampling_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.frame import Frame, FrameError, chunk_checksum, commit_checksum, place_checksum
+from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.receiver import Receiver, ReceiverSession
 from kv_transfer.ticket import (
     OfferedTicket,
@@ -44,7 +45,7 @@ class Desk:
         self.table = TicketTable(
             OWNER, LAYOUT, (), 10.0, self.events.append, lambda: 0.0, b"s" * 32, self.draw
         )
-        self.receiver = Receiver(OWNER, LAYOUT, self.pool, self.table, 1, 1 << 12)
+        self.receiver = Receiver(ReceiverConfig(OWNER, self.pool, 1, 1 << 12), self.table)
 
     def draw(self) -> int:
         self.next_id += 1
@@ -428,7 +429,7 @@ def test_a_sender_whose_blocks_have_no_tokens_is_refused():
 @pytest.mark.parametrize("num_credits", range(1, 20))
 def test_credits_come_back_in_batches_and_never_all_stay_away(num_credits: int):
     desk = Desk()
-    desk.receiver = Receiver(OWNER, LAYOUT, desk.pool, desk.table, num_credits, 1 << 12)
+    desk.receiver = Receiver(ReceiverConfig(OWNER, desk.pool, num_credits, 1 << 12), desk.table)
     session, free = desk.session(), set(range(num_credits))
     for number in range(100):
         assert free, f"no room for chunk {number}"

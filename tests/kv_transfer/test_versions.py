@@ -36,7 +36,7 @@ from baton.types import (
 )
 from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, FrameError, decode_header, decode_preamble, encode
-from kv_transfer.handshake import agreed_version
+from kv_transfer.handshake import SenderConfig, agreed_version
 from kv_transfer.receiver import RunningReceiver, open_receiver
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
@@ -321,7 +321,8 @@ def sender() -> Iterator[tuple[Sender, ArrayKvPool, queue.SimpleQueue[SendDone]]
     pool.data[...] = np.random.default_rng(1).standard_normal(pool.data.shape)
     dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()
     identity = WorkerIdentity("p0", 3)
-    sender = Sender(identity, LAYOUT, pool, make_connector("tcp"), dones.put, time.monotonic)
+    config = SenderConfig(identity, pool, make_connector("tcp"), time.monotonic)
+    sender = Sender(config, dones.put)
     yield sender, pool, dones
     sender.close()
 

@@ -17,8 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from baton.errors import ConfigError, UnsupportedModel
 from baton.model.config import ModelConfig, parse_config, read_config
-from baton.model.memory_plan import num_parameters, plan_memory
+from baton.model.memory_plan import MemoryPlan, num_parameters
 from baton.model.rope import make_rope
+from tests.support.memory_plan import plan_memory
 
 MakeModel = Callable[..., Path]
 
@@ -163,6 +164,22 @@ def test_a_size_that_is_none_is_refused_by_its_name(name: str, value: int) -> No
 CONFIG: ModelConfig = parse_config(raw())
 
 
+def memory(
+    dtype: str, kv_dtype: str, block_size: int, available_bytes: int, budget: int | None = None
+) -> MemoryPlan:
+    return plan_memory(
+        CONFIG,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        available_bytes=available_bytes,
+        kv_cache_memory_bytes=budget,
+    )
+
+
 @settings(deadline=None)
 @given(
     budget=st.integers(1, 1 << 22),
@@ -173,18 +190,8 @@ CONFIG: ModelConfig = parse_config(raw())
 def test_a_budget_is_filled_and_not_exceeded(
     budget: int, block_size: int, dtype: str, kv_dtype: str | None
 ) -> None:
-    def plan() -> Any:
-        return plan_memory(
-            CONFIG,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            block_size=block_size,
-            max_model_len=128,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            available_bytes=1 << 30,
-            kv_cache_memory_bytes=budget,
-        )
+    def plan() -> MemoryPlan:
+        return memory(dtype, kv_dtype or dtype, block_size, 1 << 30, budget)
 
     row_bytes = {"float32": 64, "bfloat16": 32, "float16": 32, "int8": 20}[kv_dtype or dtype]
     block_bytes = 2 * 2 * 4 * row_bytes * block_size
@@ -202,12 +209,4 @@ def test_a_budget_is_filled_and_not_exceeded(
 
 def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="the weights need"):
-        plan_memory(
-            CONFIG,
-            dtype="float32",
-            block_size=16,
-            max_model_len=128,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            available_bytes=1000,
-        )
+        memory("float32", "float32", 16, available_bytes=1000)

@@ -215,7 +215,7 @@ def drawn(engine: TorchEngine, part: SequenceSlice) -> list[int]:
 WIDE = {"intermediate_size": 96, "moe_intermediate_size": 64}
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", params_of(name for name in CASES if name != "gpt-oss"))
 def test_quantised_tokens_are_those_of_what_the_levels_mean(
     tiny_model: MakeModel, tmp_path: Path, name: str, scheme: Scheme

@@ -17,9 +17,10 @@ from baton.engine.step_graphs import MAX_PARTIAL_BYTES, plan_graphs
 from baton.engine.step_shapes import StepShape
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig, parse_config
-from baton.model.memory_plan import MemoryPlan, plan_memory
+from baton.model.memory_plan import MemoryPlan
 from baton_kernels.gpu.attention_plan import SPLIT_TOKENS
 from baton_kernels.gpu.padded_plan import partial_bytes
+from tests.support.memory_plan import plan_memory
 
 LLAMA_8B = parse_config(
     {

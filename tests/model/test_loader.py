@@ -21,6 +21,7 @@ from baton.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
+from baton.model import weights
 from baton.model.checkpoint import find_shards
 from baton.model.memory_plan import MemoryPlan
 from baton.model.weights import ShardProgress, _read_shards, digest_checkpoint
@@ -287,3 +288,17 @@ def test_a_tensor_that_nobody_wants_is_not_read(checkpoint: Path) -> None:
 
     _read_shards(checkpoint, taker_of, None)
     assert [name for name, _ in read] == [Q_PROJ]
+
+
+def test_progress_each_second_says_how_fast_weights_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all shards together: two of 4 MiB, the second half read after two seconds."""
+    phases: list[str] = []
+    now = 10.0
+    monkeypatch.setattr(weights, "report_phase", phases.append)
+    report = weights._reporter(lambda: now)
+    report(ShardProgress("a", 0, 2, 4 << 20, 4 << 20))
+    now = 10.5
+    report(ShardProgress("b", 1, 2, 1 << 20, 4 << 20))
+    now = 12.0
+    report(ShardProgress("b", 1, 2, 2 << 20, 4 << 20))
+    assert phases == ["loading weights (2 MiB of 4 MiB, file 2 of 2, 3 MiB/s)"]

@@ -200,6 +200,17 @@ def test_details_that_cannot_be_read_are_ignored(raw: bytes) -> None:
     assert "gone" in error.message
 
 
+@pytest.mark.parametrize(
+    ("details", "is_lost"), [("Internal error from Core", True), ("another fault", False)]
+)
+def test_an_internal_error_that_grpc_itself_makes_of_a_broken_connection_is_a_loss(
+    details: str, *, is_lost: bool
+) -> None:
+    code, nothing = grpc.StatusCode.INTERNAL, grpc.aio.Metadata()
+    error = from_rpc_error(grpc.aio.AioRpcError(code, nothing, nothing, details))
+    assert (type(error) is WorkerLost) == is_lost
+
+
 def test_an_entry_named_like_a_parameter_is_only_an_entry() -> None:
     error = Overloaded("full")
     error.metadata = {"message": "a", "retry_after_s": "b", "self": "c"}

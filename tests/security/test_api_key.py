@@ -136,9 +136,44 @@ def test_keys_come_from_flag_environment_and_file(
     file.write_text("from-file\n")
     monkeypatch.setenv("BATON_API_KEY", "a,b")
     flags = {"model": "m", "api_key_file": str(file)}
-    assert read_api_keys(load_options(GatewayOptions, flags)) == ("a", "b", "from-file")
+    assert [*read_api_keys(load_options(GatewayOptions, flags))] == ["a", "b", "from-file"]
     flagged = load_options(GatewayOptions, {**flags, "api_key": ["c", "d"]})
-    assert read_api_keys(flagged) == ("c", "d", "from-file")
+    assert [*read_api_keys(flagged)] == ["c", "d", "from-file"]
+
+
+def test_a_weight_stands_beside_its_key_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("light\n heavy   weight=3 \nthird weight=0.5\n")
+    options = GatewayOptions(model="m", api_key=(KEY,), api_key_file=str(file))
+    assert read_api_keys(options) == {KEY: 1.0, "light": 1.0, "heavy": 3.0, "third": 0.5}
+
+
+@pytest.mark.parametrize(
+    "rest", ["weight=0", "weight=-1", "weight=nan", "weight=inf", "weight=1e9", "weight=much"]
+)
+def test_a_bad_weight_stops_the_gateway_by_name(tmp_path: Path, rest: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"good weight=2\nsecret-471 {rest}\n")
+    with pytest.raises(ConfigError, match=f"api_key_file.*line 2: {rest}: .*from 0.001") as caught:
+        read_api_keys(GatewayOptions(model="m", api_key_file=str(file)))
+    assert "secret-471" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rest", ["weight", "weight=", "share=3", "weight=2 more", "words"])
+def test_what_else_follows_a_key_stops_the_gateway(tmp_path: Path, rest: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"secret-471 {rest}\n")
+    with pytest.raises(ConfigError, match=r"line 1: .*after a space weight=N") as caught:
+        read_api_keys(GatewayOptions(model="m", api_key_file=str(file)))
+    assert "secret-471" not in str(caught.value)
+
+
+def test_a_key_that_is_there_twice_stops_the_gateway(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("secret-471 weight=2\nsecret-471\n")
+    with pytest.raises(ConfigError, match="line 2: a key is there twice") as caught:
+        read_api_keys(GatewayOptions(model="m", api_key_file=str(file)))
+    assert "secret-471" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["", "\n \n", "two words\n", "a,b\n", "schlüssel\n"])

@@ -61,6 +61,21 @@ async def start(
     return Started(process, reader)
 
 
+async def test_a_connection_is_closed_where_standard_streams_were_closed() -> None:
+    """It would get the number of one, which libuv does not close."""
+    closed = 'exec 0<&- && exec "$@"'
+    process = await asyncio.create_subprocess_exec(
+        *("sh", "-c", closed, "sh", sys.executable, FAKE, "connect"), stderr=PIPE
+    )
+    assert process.stderr is not None
+    async for line in process.stderr:
+        if b"127.0.0.1:5" in line:
+            break
+    process.terminate()
+    await process.communicate()
+    assert process.returncode == 0
+
+
 async def test_ready_is_reported_once_and_a_signal_ends_it(
     writers: list[asyncio.StreamWriter],
 ) -> None:

@@ -67,6 +67,10 @@ def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
     async def main() -> None:
         rng = random.Random(chaos_seed)
         window = rng.choice([NO_WINDOW, OracleWindow(7), OracleWindow(7, has_full_layers=False)])
+        # Of some layers, it may lie apart, whatever the other tier does.
+        has_slots = (
+            [rng.random() < 0.5 for _ in range(2)] if window == OracleWindow(7) else [False] * 2
+        )
         system = System(
             chaos_seed,
             num_prefill=rng.randint(1, 3),
@@ -76,9 +80,14 @@ def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
                 swap_bytes=20_000,
                 max_num_launches=rng.choice([1, 2, 2]),
                 window=window,
+                has_window_slots=has_slots[0],
             ),
             prefill_shape=SimShape(
-                block_size=8, num_blocks=200, min_fetched_tokens=1, window=window
+                block_size=8,
+                num_blocks=200,
+                min_fetched_tokens=1,
+                window=window,
+                has_window_slots=has_slots[1],
             ),
             hub=FaultyHub(rng, rate=rng.choice([0.0, 0.01, 0.05])),
         )

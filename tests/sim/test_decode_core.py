@@ -54,7 +54,11 @@ def test_a_new_sequence_waits_while_the_running_ones_need_the_blocks_that_are_le
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        (replace(spec_of("wide", 3), num_choices=5), "5 choices"),
+        (
+            replace(spec_of("wide", 3), num_choices=5),
+            "sampling: 5 choices or beams are more than this worker runs at once; ask for at most "
+            "4",
+        ),
         (
             SequenceSpec("beams", (1, 2, 3), Sampling(max_tokens=50, beam=BeamParams(width=4))),
             "lower max_tokens or the width",

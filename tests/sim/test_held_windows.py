@@ -1,5 +1,6 @@
 """Workers of a model whose layers are all windowed hold the blocks of the window, and of what a
-step computes: never those of the whole sequence. What is drawn is as ever: see test_mix.py."""
+step computes: never those of the whole sequence. Of a model with full layers, too, they hold so
+many slots for windowed layers. What is drawn is as ever: see test_mix.py."""
 
 from __future__ import annotations
 
@@ -16,29 +17,45 @@ from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_client import SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 
-BLOCK, CHUNK, WINDOW = 4, 8, OracleWindow(10, has_full_layers=False)
+BLOCK, CHUNK, WINDOW = 4, 8, 10
 REQUEST = SequenceSpec("r", tuple(range(1, 201)), Sampling(max_tokens=100))
 #: What a sequence that decodes has: the window, and what rounds it to blocks at both ends.
-MOST_DECODING = -(-WINDOW.num_tokens // BLOCK) + 2
+MOST_DECODING = -(-WINDOW // BLOCK) + 2
 #: One that comes back to a worker begins at the window of the prefix that is cached there.
-MOST_COMING_BACK = MOST_DECODING + -(-WINDOW.num_tokens // BLOCK)
+MOST_COMING_BACK = MOST_DECODING + -(-WINDOW // BLOCK)
 #: Two chunks may be in flight.
 MOST_PREFILLING = MOST_DECODING + 2 * -(-CHUNK // BLOCK)
 
 
 class WatchedClient(SimClient):
-    """most: blocks that each worker has had leased, by name."""
+    """most: blocks that each worker has had leased, by name, or slots where it has such;
+    most_blocks: of any of them."""
 
     most: Counter[str]
+    most_blocks: int = 0
 
     def check_integrity(self) -> None:
         super().check_integrity()
         for worker in (*self.prefills, *self.decodes):
-            self.most[worker.name] = max(self.most[worker.name], worker.pool.counts().leased)
+            blocks = worker.pool.counts().leased
+            held = worker.slots.num_held if worker.slots else blocks
+            self.most[worker.name] = max(self.most[worker.name], held)
+            self.most_blocks = max(self.most_blocks, blocks)
+
+
+@pytest.fixture(params=[False, True], ids=["all", "some"])
+def window(request: pytest.FixtureRequest) -> OracleWindow:
+    """Of all layers, or of some, whose KV lies in slots."""
+    return OracleWindow(WINDOW, has_full_layers=request.param)
 
 
 def make_client(
-    move_rate: float = 0.0, *, num_decodes: int = 1, drafts: bool = False, num_local: int = 0
+    window: OracleWindow,
+    move_rate: float = 0.0,
+    *,
+    num_decodes: int = 1,
+    drafts: bool = False,
+    num_local: int = 0,
 ) -> WatchedClient:
     client, hub = WatchedClient(random.Random(1), [], [], move_rate), LoopbackHub()
     client.most = Counter()
@@ -47,42 +64,47 @@ def make_client(
         block_size=BLOCK,
         max_num_batched_tokens=CHUNK,
         max_local_prefill_tokens=num_local,
-        window=WINDOW,
+        window=window,
+        has_window_slots=window.has_full_layers,
     )
     client.prefills.append(SimPrefill(hub, lambda: client.now, shape, "p0"))
     for index in range(num_decodes):
-        speculation = RandomSpeculation(7, window=WINDOW) if drafts else None
+        speculation = RandomSpeculation(7, window=window) if drafts else None
         worker = SimDecode(hub, lambda: client.now, shape, f"d{index}", speculation=speculation)
         client.decodes.append(worker)
     return client
 
 
-def serve(client: WatchedClient, most_decoding: int) -> None:
-    """The request gets its tokens, and the workers' blocks stay within what their part takes."""
+def serve(client: WatchedClient, window: OracleWindow, most_decoding: int) -> None:
+    """The request gets its tokens, and the workers' blocks, or slots, stay within what their part
+    takes."""
     client.waiting.append(REQUEST)
     client.run()
     client.quiet()
-    (expected,) = expected_outputs(REQUEST, WINDOW)
+    (expected,) = expected_outputs(REQUEST, window)
     assert client.output_of(expected.choice) == expected.token_ids
     for worker in client.prefills:
         assert client.most[worker.name] <= MOST_PREFILLING
     for worker in client.decodes:
         assert 0 < client.most[worker.name] <= most_decoding
+    if window.has_full_layers:  # whose KV is held as a whole
+        num_tokens = len(REQUEST.prompt_token_ids) + len(expected.token_ids)
+        assert client.most_blocks >= (num_tokens - 1) // BLOCK
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_long_sequence_that_is_handed_over(drafts: bool) -> None:
-    client = make_client(drafts=drafts)
-    serve(client, MOST_DECODING)
+def test_a_long_sequence_that_is_handed_over(window: OracleWindow, drafts: bool) -> None:
+    client = make_client(window, drafts=drafts)
+    serve(client, window, MOST_DECODING)
     assert client.most["p0"] > 0
 
 
-def test_a_long_sequence_that_moves() -> None:
-    client = make_client(move_rate=0.1, num_decodes=2)
-    serve(client, MOST_COMING_BACK)
+def test_a_long_sequence_that_moves(window: OracleWindow) -> None:
+    client = make_client(window, move_rate=0.1, num_decodes=2)
+    serve(client, window, MOST_COMING_BACK)
 
 
-def test_a_long_prompt_that_is_computed_where_it_decodes() -> None:
-    client = make_client(num_local=len(REQUEST.prompt_token_ids))
-    serve(client, MOST_PREFILLING)
+def test_a_long_prompt_that_is_computed_where_it_decodes(window: OracleWindow) -> None:
+    client = make_client(window, num_local=len(REQUEST.prompt_token_ids))
+    serve(client, window, MOST_PREFILLING)
     assert client.most["p0"] == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -26,12 +27,15 @@ from worker_core.speculation.interface import Speculation
 NUM_REQUESTS = 8
 
 
-def draw_shape(rng: random.Random, window: OracleWindow) -> SimShape:
+def draw_shape(
+    rng: random.Random, window: OracleWindow, *, has_window_slots: bool = False
+) -> SimShape:
     return SimShape(
         window=window,
+        has_window_slots=has_window_slots,
         num_blocks=rng.choice([48, 80, 200]),
         block_size=rng.choice([3, 4, 8]),
-        max_num_seqs=rng.choice([5, 16]),
+        max_num_seqs=rng.choice([3, 5, 16]),
         max_num_batched_tokens=rng.choice([8, 32]),
         max_local_prefill_tokens=rng.choice([0, 0, 12]),
         enable_prefix_caching=rng.random() < 0.8,
@@ -45,19 +49,18 @@ def draw_speculation(rng: random.Random, window: OracleWindow) -> Speculation | 
     return RandomSpeculation(rng.getrandbits(32), window=window) if rng.random() < 0.5 else None
 
 
-def make(rng: random.Random, window: OracleWindow) -> SimClient:
+def make(rng: random.Random, window: OracleWindow, *, has_window_slots: bool) -> SimClient:
     hub = LoopbackHub()
     client = SimClient(rng, [], [], move_rate=rng.choice([0.0, 0.1]))
+    shape = partial(draw_shape, rng, window, has_window_slots=has_window_slots)
     for index in range(rng.randint(1, 2)):
-        client.prefills.append(
-            SimPrefill(hub, lambda: client.now, draw_shape(rng, window), f"p{index}")
-        )
+        client.prefills.append(SimPrefill(hub, lambda: client.now, shape(), f"p{index}"))
     for index in range(rng.randint(1, 3)):
         client.decodes.append(
             SimDecode(
                 hub,
                 lambda: client.now,
-                draw_shape(rng, window),
+                shape(),
                 f"d{index}",
                 seed=index,
                 speculation=draw_speculation(rng, window),
@@ -87,13 +90,16 @@ def begin_alike(rng: random.Random, spec: SequenceSpec) -> SequenceSpec:
     return replace(spec, prompt_token_ids=(*common, *spec.prompt_token_ids[:4]))
 
 
-def run_seed(seed: int, window: OracleWindow = NO_WINDOW) -> SimClient:
+def run_seed(
+    seed: int, window: OracleWindow = NO_WINDOW, *, has_window_slots: bool = False
+) -> SimClient:
     rng = random.Random(seed)
-    client = make(rng, window)
+    client = make(rng, window, has_window_slots=has_window_slots)
     plain_share = rng.choice([0.0, 0.95])
     specs = [draw_request(rng, index, plain_share) for index in range(NUM_REQUESTS)]
     if window.num_tokens:
         specs = [begin_alike(rng, spec) for spec in specs]
+    specs = [spec for spec in specs if client.wide_enough(spec)]
     client.waiting += specs
     client.run(num_cancels=rng.choice([0, 0, 4]))
     client.quiet()
@@ -109,6 +115,11 @@ def test_every_stream_equals_its_request_alone(mix_seed: int) -> None:
 
 def test_so_does_every_stream_of_a_model_with_windowed_layers(mix_seed: int) -> None:
     run_seed(mix_seed, OracleWindow(random.Random(mix_seed).choice([1, 5, 16])))
+
+
+def test_so_does_every_stream_of_a_model_with_windowed_layers_apart(mix_seed: int) -> None:
+    window = OracleWindow(random.Random(mix_seed).choice([1, 5, 16]))
+    run_seed(mix_seed, window, has_window_slots=True)
 
 
 def test_so_does_every_stream_of_a_model_that_holds_its_window_alone(mix_seed: int) -> None:

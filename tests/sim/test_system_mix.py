@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.engine.oracle import oracle_beams, oracle_prompt_logprobs, oracle_tokens
+from baton.errors import InvalidRequest
 from baton.types import BeamParams, Sampling, SequenceSpec, Tier
 from tests.support.sim_system import DecodeNode, History, System
 from tests.support.sim_tiers import SimShape
@@ -123,6 +124,33 @@ def test_every_stream_is_that_of_an_undisturbed_request(
         for wish, history in zip(wishes, histories, strict=True):
             assert history.error is None
             check(wish, history)
+        await system.close()
+
+    run_virtual(main())
+
+
+def test_what_no_decode_worker_runs_at_once_is_refused_and_all_else_served() -> None:
+    async def main() -> None:
+        shape = SimShape(num_blocks=40, max_num_seqs=3)
+        system = System(2, num_prefill=1, num_decode=2, decode_shape=shape)
+        wishes = [draw_wish(system.rng, index) for index in range(24)]
+        histories = [History() for _ in wishes]
+        await asyncio.gather(
+            *(
+                system.request(wish.spec, history, num_returned=wish.num_returned)
+                for wish, history in zip(wishes, histories, strict=True)
+            )
+        )
+        assert {wish.spec.width > 3 for wish in wishes} == {False, True}
+        for wish, history in zip(wishes, histories, strict=True):
+            if wish.spec.width <= 3:
+                assert history.error is None
+                check(wish, history)
+                continue
+            assert not history.chunks
+            assert isinstance(history.error, InvalidRequest)
+            assert "4 choices or beams" in str(history.error)
+            assert "ask for at most 3" in str(history.error)
         await system.close()
 
     run_virtual(main())

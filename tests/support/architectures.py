@@ -40,6 +40,15 @@ _EXPERTS: Mapping[str, Any] = {
     "moe_intermediate_size": 32,
 }
 _WINDOW: Mapping[str, Any] = {"sliding_window": 8}
+#: The last two of four layers read the KV of the first two.
+_SHARED: Mapping[str, Any] = {
+    **_WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
 #: One layer in four, or in two, sees all.
 _MIXED: Mapping[str, Any] = {**_WINDOW, "num_hidden_layers": 4}
 
@@ -84,6 +93,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gemma": _WIDE,
     "gemma2": {**_WIDE, **_WINDOW, "query_pre_attn_scalar": 32},
     "gemma3_text": {**_WIDE, **_WINDOW, "num_hidden_layers": 6, "query_pre_attn_scalar": 32},
+    "gemma3n_text": {**_WIDE, **_SHARED, "laurel_rank": 8, "altup_num_inputs": 2},
+    "gemma4_text": {**_WIDE, **_SHARED, "global_head_dim": 32},
     "glm": {**_GROUPED, "head_dim": 16},
     "glm4": {**_GROUPED, "head_dim": 16},
     "glm4_moe": {**_EXPERTS, "head_dim": 16, "first_k_dense_replace": 1},
@@ -157,7 +168,6 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "deepseek_v3": ({**_EXPERTS, "kv_lora_rank": 16}, "latent attention"),
     "diffllama": (_GROUPED, "more than once"),
     "doge": (_GROUPED, "mask of its own"),
-    "gemma3n_text": ({**_GROUPED, "num_kv_shared_layers": 1}, "another layer's KV"),
     "jamba": (_GROUPED, "linear_attention"),
     "lfm2": ({**_GROUPED, "layer_types": ["conv", "full_attention"]}, "conv"),
     "llama4_text": (_GROUPED, "chunked_attention"),

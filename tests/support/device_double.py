@@ -27,6 +27,7 @@ class DoubleArea:
         self._memory = memory
         self._fd = fd
         self._map: mmap.mmap | None = mmap.mmap(fd, num_bytes)
+        self.address: int = np.frombuffer(self._map, np.uint8).ctypes.data
 
     def part(self, start: int, num_bytes: int) -> torch.Tensor:
         assert self._map is not None, "memory that is freed or unmapped"
@@ -44,6 +45,8 @@ class DoubleArea:
 class DoubleMemory:
     """See kv_transfer.device_memory.DeviceMemory. A handle names a file of the process that
     allocated it."""
+
+    device_number = 3
 
     def __init__(self) -> None:
         self.allocated: list[DoubleArea] = []

@@ -127,6 +127,7 @@ class World:
         num_returned: int | None = None,
         echo_text: str | None = None,
         resume_from: Mapping[int, ChoiceSoFar] | None = None,
+        account: bytes = b"",
     ) -> Client:
         """num_returned: outputs sent, all of them if not given."""
         client = client or Client()
@@ -137,6 +138,7 @@ class World:
             num_returned=num_returned or spec.num_choices,
             echo_text=echo_text,
             resume_from=resume_from or {},
+            account=account,
         )
         await RequestDriver(self.deps, request, client.write, now_s + timeout_s).run()
         return client
@@ -204,15 +206,16 @@ async def gateway_world(
     numerics_policy: NumericsPolicy = "mixed",
     prefill_numerics: Sequence[NumericsClass] = (UNKNOWN_NUMERICS,),
     decode_numerics: Sequence[NumericsClass] = (UNKNOWN_NUMERICS,),
+    weights: Mapping[bytes, float] | None = None,
     **decode_options: Any,
 ) -> AsyncIterator[World]:
     """A gateway over fresh fake workers. At its end no task of the gateway is left.
 
-    prefill_numerics, decode_numerics: of the workers, over and over."""
+    prefill_numerics, decode_numerics: of the workers, over and over. weights: of accounts."""
     prefill_addresses = [f"p{i}:1" for i in range(num_prefills)]
     decode_addresses = [f"d{i}:1" for i in range(num_decodes)]
     fleet = Fleet(prefill_addresses, decode_addresses, numerics_policy=numerics_policy)
-    dispatcher = Dispatcher(fleet, max_queue_size=max_queue_size, key=b"k" * 16)
+    dispatcher = Dispatcher(fleet, max_queue_size=max_queue_size, key=b"k" * 16, weights=weights)
     decodes = [
         FakeDecode(
             fleet, address, make_info(address, Tier.DECODE, numerics=numerics, **decode_options)

@@ -334,7 +334,7 @@ class Request:
     def place(self) -> None:
         assignment = self.waiting.pop(0)
         if not self.num_places:
-            self.perform(self.state.on_not_placed(assignment, NoWorkers("no place")))
+            self.perform(self.state.on_place(assignment, NoWorkers("no place"), self.world.now))
             return
         self.num_places -= 1
         fleet = self.world.fleet
@@ -343,7 +343,7 @@ class Request:
         prefill = workers["p0"] if assignment.spec.num_tokens <= PROMPT_TOKENS else None
         placement = Placement(fleet, self.num_places, prefill, workers["d0"], 5, 2, 1)
         self.placements.append(placement)
-        self.perform(self.state.on_placed(assignment, placement, self.world.now))
+        self.perform(self.state.on_place(assignment, placement, self.world.now))
 
     def cancel(self) -> None:
         self.is_cancelled = True

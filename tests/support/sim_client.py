@@ -79,13 +79,18 @@ class SimClient:
         source: KvSource = KvSource.PREFILL,
         moves_from: int | None = None,
     ) -> None:
-        worker = worker or self.rng.choice(self.decodes)
+        worker = worker or self.rng.choice(self.wide_enough(spec))
         first = self.next_handle + 1
         self.next_handle += spec.num_choices
         for offset in range(spec.num_choices):
             stay = Stay(spec.choice_alone(offset), worker, first, spec, moves_from=moves_from)
             self.live[first + offset] = stay
         worker.open(0, first, spec, source)
+
+    def wide_enough(self, spec: SequenceSpec) -> list[SimDecode]:
+        """The decode workers that run so many choices or beams at once; of none, the gateway
+        refuses the request."""
+        return [w for w in self.decodes if w.shape.max_num_seqs >= spec.width]
 
     def cancel(self) -> None:
         """Give up one choice, or a whole beam search."""
@@ -166,7 +171,8 @@ class SimClient:
             case Prefilled():
                 self.check_prefilled(spec, event)
             case Failed():
-                del self.live[handle]
+                for member in self.together_with(handle):
+                    del self.live[member]
                 if stay.moves_from is None:
                     self.failed[spec.request_id] = event
                 else:
@@ -186,14 +192,19 @@ class SimClient:
             del self.live[handle]
             self.resume(stay.moves_from)
             return
-        others = [handle]
-        if not stay.has_parted:
-            others = [h for h, s in self.live.items() if s.first == stay.first]
-        stays = [self.live.pop(h) for h in others]
+        stays = [self.live.pop(member) for member in self.together_with(handle)]
         if len(stays) == stay.group.num_choices and not any(self.outputs[s.choice] for s in stays):
             self.waiting.append(stay.group)
         else:
             self.waiting += [self.resumed(s) for s in stays]
+
+    def together_with(self, handle: int) -> list[int]:
+        """The handles of all choices that are one sequence with this one; itself alone, once they
+        have parted."""
+        stay = self.live[handle]
+        if stay.has_parted:
+            return [handle]
+        return [other for other, s in self.live.items() if s.first == stay.first]
 
     def end(self, handle: int, finish: FinishReason) -> None:
         self.finished[self.live[handle].choice] = finish
@@ -239,7 +250,7 @@ class SimClient:
 
     def resumed(self, stay: Stay) -> SequenceSpec:
         known = self.output_of(stay.choice)
-        return stay.spec.extended(tuple(known[len(stay.spec.output_token_ids) :]))
+        return stay.spec.choice_alone(0, tuple(known[len(stay.spec.output_token_ids) :]))
 
     def output_of(self, choice: Choice) -> list[int]:
         output = self.outputs[choice]

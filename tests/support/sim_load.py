@@ -39,6 +39,7 @@ from gateway.request.driver import RequestDeps, RequestDriver
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.migrator import Migrator
+from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.ticket import TicketCommitted
@@ -180,16 +181,14 @@ class LoadNode:
             bytes(32),
             lambda: ids.getrandbits(64),
         )
-        listener.serve(Receiver(identity, _LAYOUT, engine.kv, tickets, 4, 1 << 20))
-        self._sender = Sender(
+        listener.serve(Receiver(ReceiverConfig(identity, engine.kv, 4, 1 << 20), tickets))
+        config = SenderConfig(
             identity,
-            _LAYOUT,
             engine.kv,
             lambda endpoints, _: cluster.hub.connect(endpoints[0].address),
-            self.submit,
             self.clock,
-            is_inline=True,
         )
+        self._sender = Sender(config, self.submit, is_inline=True)
         deps = CoreDeps(
             engine=engine,
             pool=BlockPool(num_blocks, _BLOCK_SIZE, secret=bytes(32)),

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from baton.cache.pool import BlockPool
+from baton.cache.window_slots import WindowSlots
 from baton.engine.interface import Engine
 from baton.engine.loop import Step
 from baton.engine.oracle import NO_WINDOW, OracleEngine, OracleOptions, OracleWindow
 from baton.errors import BatonError
 from baton.grammar import Matchers
-from baton.types import KvSource, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, KvSource, SequenceSpec, WorkerIdentity
+from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import KvSender, SendDone, Sender
 from kv_transfer.ticket import TicketEvent
@@ -58,6 +60,21 @@ class SimShape:
     """Blocks that sequences may have, if fewer than the engine's."""
     window: OracleWindow = NO_WINDOW
     """Of all workers alike."""
+    has_window_slots: bool = False
+    """Whether windowed layers' KV lies apart, with as few slots as a worker would have; where the
+    window is of some layers."""
+
+    @property
+    def num_window_slots(self) -> int:
+        if not self.has_window_slots:
+            return 0
+        layout = KvLayout(
+            *("", 2, 1, 1, "int64", self.block_size),
+            window=self.window.num_tokens,
+            windowed_layers=(1,),
+        )
+        most = layout.max_window_slots(self.max_num_seqs, self.max_num_batched_tokens)
+        return min(most, self.num_blocks)
 
 
 def _engine(shape: SimShape) -> OracleEngine:
@@ -68,18 +85,26 @@ def _engine(shape: SimShape) -> OracleEngine:
             poison_token_id=shape.poison_token_id,
             adapters=("red", "blue"),
             window=shape.window,
+            num_window_slots=shape.num_window_slots,
         )
     )
 
 
-def _pool(shape: SimShape) -> BlockPool:
+def _slots(engine: Engine) -> WindowSlots | None:
+    table = engine.kv.slots
+    return WindowSlots(table.num_slots, table.of_block) if table else None
+
+
+def _pool(shape: SimShape, engine: Engine, slots: WindowSlots | None) -> BlockPool:
+    layout = engine.spec.layout
     return BlockPool(
         shape.num_pool_blocks or shape.num_blocks,
         shape.block_size,
         secret=bytes(32),
         enable_prefix_caching=shape.enable_prefix_caching,
-        window=shape.window.num_tokens,
-        has_full_layers=shape.window.has_full_layers,
+        window=layout.window,
+        has_full_layers=layout.has_full_layers,
+        window_slots=slots,
     )
 
 
@@ -90,16 +115,14 @@ def _sender(
     on_done: Callable[[SendDone], None],
     clock: Clock,
 ) -> Sender:
-    return Sender(
+    config = SenderConfig(
         identity,
-        engine.spec.layout,
         engine.kv,
         lambda endpoints, _: hub.connect(endpoints[0].address),
-        on_done,
         clock,
         max_chunk_bytes=256,
-        is_inline=True,
     )
+    return Sender(config, on_done, is_inline=True)
 
 
 def _open_tickets(
@@ -124,7 +147,7 @@ def _open_tickets(
         bytes(32),
         lambda: ids.getrandbits(64),
     )
-    listener.serve(Receiver(identity, layout, engine.kv, tickets, 4, 1 << 16))
+    listener.serve(Receiver(ReceiverConfig(identity, engine.kv, 4, 1 << 16), tickets))
     return listener, tickets
 
 
@@ -160,7 +183,8 @@ class SimWorker:
     def __post_init__(self) -> None:
         identity = WorkerIdentity(self.name, self.boot)
         self.engine = self.given_engine or _engine(self.shape)
-        self.pool = _pool(self.shape)
+        self.slots = _slots(self.engine)
+        self.pool = _pool(self.shape, self.engine, self.slots)
         self.listener, self.tickets = _open_tickets(
             self.hub, identity, self.engine, self.submit, self.clock, self.lease_s, self.seed
         )

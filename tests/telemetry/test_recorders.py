@@ -35,8 +35,10 @@ class Exports:
         tracers = TracerProvider(shutdown_on_exit=False)
         tracers.add_span_processor(SimpleSpanProcessor(self._spans))
         meters = MeterProvider([self._metrics], shutdown_on_exit=False)
-        self.telemetry = Telemetry(
-            tracers.get_tracer("test"), meters.get_meter("test"), True, True, lambda: None
+        # Each process has one recorder, and a meter of its own.
+        self.prefill, self.decode = (
+            Telemetry(tracers.get_tracer("test"), meters.get_meter(name), True, True, lambda: None)
+            for name in ("prefill", "decode")
         )
 
     def span_names(self) -> Counter[str]:
@@ -70,8 +72,8 @@ class Tiers:
 
     def __post_init__(self) -> None:
         hub = LoopbackHub()
-        self.p_recorder = WorkerRecorder(self.exports.telemetry, self.clock)
-        self.d_recorder = WorkerRecorder(self.exports.telemetry, self.clock)
+        self.p_recorder = WorkerRecorder(self.exports.prefill, self.clock)
+        self.d_recorder = WorkerRecorder(self.exports.decode, self.clock)
         shape = SimShape(num_blocks=24)
         self.prefill = SimPrefill(hub, self.clock, SimShape(num_blocks=48))
         self.decode = SimDecode(hub, self.clock, shape)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig, read_config
-from baton.model.memory_plan import MemoryPlan, plan_memory
+from baton.model.memory_plan import MemoryPlan
 from baton.model.parameters import Target, empty_parameters
 from baton.model.shard import WHOLE, Shard, check_size
+from tests.support.memory_plan import plan_memory
 
 BOX = read_config(Path(__file__).parents[2] / "models" / "baton-py-6m")
 

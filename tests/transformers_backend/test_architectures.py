@@ -18,9 +18,9 @@ from tests.transformers_backend.conftest import NUM_TOKENS, PROMPT_LENGTHS, Case
 CaseOf = Callable[[str], Case]
 
 GREEDY = Sampling()
-#: Attention with ALiBi, with a soft cap, with windows by turns and with sinks; the others take
-#: their turn with the slow ones.
-FEW = ("bloom", "gemma2", "gpt_neo", "gpt_oss")
+#: Attention with ALiBi, with windows by turns and with sinks; the others take their turn with the
+#: slow ones.
+FEW = ("bloom", "gpt_oss")
 NAMES = [
     name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES
 ]
@@ -96,6 +96,20 @@ def test_logits_are_the_same_to_the_bit_in_any_batch(name: str, case_of: CaseOf)
     whole = logits(engine, prompt, (), ())
     for cuts, beside in (((1,), ()), ((7, 20), other), (range(1, len(prompt)), other)):
         assert torch.equal(logits(engine, prompt, tuple(cuts), beside), whole)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3n_text", pytest.param("gemma4_text", marks=pytest.mark.slow)]
+)
+def test_layers_that_read_anothers_kv_have_none(name: str, case_of: CaseOf) -> None:
+    """Two of four compute KV, each of which is done once in a step."""
+    engine = case_of(name).engine
+    layout = engine.spec.layout
+    assert (layout.num_layers, layout.window, layout.windowed_layers) == (2, 8, (0,))
+    done: list[tuple[int, int]] = []
+    part = SequenceSlice((1, 2, 3), 0, range(8, 12), (SampleRow(2, GREEDY, (), 0),))
+    engine.forward(Batch((part,)), lambda *layers: done.append(layers))
+    assert [layer for first, num in done for layer in range(first, first + num)] == [0, 1]
 
 
 def step(

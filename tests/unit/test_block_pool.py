@@ -3,6 +3,7 @@ were computed."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.cache.pool import BlockLease, BlockPool, LeaseError
+from baton.cache.window_slots import WindowSlots
 
 SECRET = bytes(range(32))
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
@@ -445,3 +447,134 @@ def test_full_is_a_value(tokens: list[int], num_tokens: int) -> None:
     pool = make_pool()
     assert pool.lease(b"", tokens, num_tokens) is None
     assert pool.counts().free == 12
+
+
+class SlottedPoolMachine(RuleBasedStateMachine):
+    """Of a model with layers of both kinds, whose windowed layers keep their KV apart: sequences
+    grow, fork, and are found again; the model remembers which prefix each block's full layers and
+    each slot have KV of."""
+
+    WINDOW = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = WindowSlots(9, array("q", [-1]) * 20)
+        self.pool = make_pool(num_blocks=20, window=self.WINDOW, window_slots=self.slots)
+        self.in_block: dict[int, tuple[int, ...]] = {}
+        self.in_slot: dict[int, tuple[int, ...]] = {}
+        self.live: list[tuple[BlockLease, list[int]]] = []
+
+    @rule(tokens=TOKENS, extra=st.integers(0, 12), comes_from_elsewhere=st.booleans())
+    def take_in(self, tokens: list[int], extra: int, comes_from_elsewhere: bool) -> None:
+        tokens = tokens + [1] * extra
+        lease = self.pool.lease(b"", tokens, len(tokens))
+        if lease is None:
+            return
+        cached = lease.num_cached_tokens
+        self.is_readable(lease, tokens, cached)
+        start = max(0, len(tokens) // 4 * 4 - self.WINDOW + 1) // 4 * 4
+        first_token = max(cached, start) if comes_from_elsewhere else cached
+        if comes_from_elsewhere:
+            has_room = lease.reserve(start, len(tokens))
+        else:
+            has_room = lease.prepare_write(cached, len(tokens)) is not None
+        if not has_room:
+            lease.release()
+            return
+        if comes_from_elsewhere:
+            lease.received(first_token)
+        self.compute(lease, tokens, cached, first_token)
+        lease.index(tokens, len(tokens))
+        lease.slide(tokens, len(tokens))
+        self.live.append((lease, tokens))
+
+    def compute(
+        self, lease: BlockLease, tokens: list[int], start: int, first_windowed: int
+    ) -> None:
+        for index in range(start // 4, -(-len(tokens) // 4)):
+            prefix, block_id = tuple(tokens[: index * 4 + 4]), lease.block_ids[index]
+            self.in_block[block_id] = prefix
+            if index >= first_windowed // 4:
+                self.in_slot[self.slots.of_block[block_id]] = prefix
+        assert -1 not in self.in_slot
+        self.is_readable(lease, tokens, len(tokens))
+
+    def is_readable(self, lease: BlockLease, tokens: list[int], num_tokens: int) -> None:
+        """What the next token attends to is there."""
+        reach = max(0, num_tokens - self.WINDOW + 1)
+        assert lease.window_start <= reach
+        for index in range(-(-num_tokens // 4)):
+            expected, block_id = tuple(tokens[: index * 4 + 4])[:num_tokens], lease.block_ids[index]
+            assert self.in_block[block_id][:num_tokens] == expected
+            if index >= reach // 4:
+                assert self.in_slot[self.slots.of_block[block_id]][:num_tokens] == expected
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_new=st.integers(1, 9))
+    def grow(self, data: st.DataObject, num_new: int) -> None:
+        lease, tokens = data.draw(st.sampled_from(self.live))
+        start = len(tokens)
+        before = self.slots.num_held
+        copies = lease.prepare_write(start, start + num_new)
+        if copies is None:
+            assert self.slots.num_held == before
+            return
+        for copy in copies:
+            self.in_block[copy.target] = self.in_block[copy.source]
+            if (slot := self.slots.of_block[copy.source]) >= 0:
+                self.in_slot[self.slots.of_block[copy.target]] = self.in_slot[slot]
+        tokens.extend(data.draw(st.integers(0, 1)) for _ in range(num_new))
+        self.compute(lease, tokens, start, start)
+        lease.slide(tokens, len(tokens))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        lease, tokens = data.draw(st.sampled_from(self.live))
+        fork = lease.fork(len(tokens))
+        self.is_readable(fork, tokens, len(tokens))
+        self.live.append((fork, list(tokens)))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        lease.release()
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.pool.check_integrity()
+
+    def teardown(self) -> None:
+        for lease, _ in self.live:
+            lease.release()
+        assert self.pool.counts().leased == self.slots.num_held == 0
+        self.pool.check_integrity()
+
+
+TestSlottedPoolMachine = SlottedPoolMachine.TestCase
+
+
+def test_a_prefix_whose_windows_slots_went_to_others_is_computed_again() -> None:
+    slots = WindowSlots(4, array("q", [-1]) * 20)
+    pool = make_pool(num_blocks=20, window=6, window_slots=slots)
+
+    def serve(turn: list[int]) -> None:
+        lease = pool.lease(b"", turn, len(turn))
+        assert lease is not None
+        for end in range(lease.num_cached_tokens + 4, len(turn) + 1, 4):
+            assert lease.prepare_write(end - 4, end) == ()
+            lease.slide(turn, end)
+            assert slots.num_held <= 3
+        lease.index(turn, len(turn))
+        lease.release()
+        pool.check_integrity()
+
+    first, second = [*range(20)], [*range(100, 120)]
+    serve(first)
+    assert pool.num_cached_tokens(b"", [*first, 1]) == 20
+    serve(second)
+    assert pool.num_cached_tokens(b"", [*second, 1]) == 20
+    assert pool.num_cached_tokens(b"", [*first, 1]) == 0, "the blocks are there, the window is not"
+    serve(first)
+    assert pool.num_cached_tokens(b"", [*first, 1]) == 20

@@ -59,13 +59,13 @@ def test_prompts_that_come_late_from_the_prefill_tier_are_computed_here_from_the
     now_s = 0.0
     engine = StubEngine(num_blocks=200)
     pool = BlockPool(200, BLOCK_SIZE, secret=bytes(32), enable_prefix_caching=False)
-    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0))
+    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0), lambda: now_s)
     costs = Costs(LocalPrefillPolicy(0, 2048, is_pinned=False, max_itl_factor=2.0), 128)
     for num_tokens in range(1, 10):
         costs.observe_step(0, num_tokens, 1e-3 * num_tokens)
     limits = CoreLimits(max_num_seqs=16, max_num_batched_tokens=2048, max_num_launches=1)
-    handoffs = Handoffs(state, RecordingSender(), lambda: now_s)
-    admission = Admission(state, Tickets(), limits, costs, sim_matchers(), handoffs, lambda: now_s)
+    handoffs = Handoffs(state, RecordingSender())
+    admission = Admission(state, Tickets(), limits, costs, sim_matchers(), handoffs)
     policy = decode_policy(costs.policy)
 
     def open_next(handle: int) -> object:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton.cache.pool import BlockPool
 from baton.types import Sampling, SequenceSpec
 from bench.stub_engine import BLOCK_SIZE, StubEngine
-from worker_core.sequence import Stage, WorkerSequence, width
+from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SwapSpace
 
 #: (handle, choices of the sequence that comes; 0: whoever has the handle leaves).
@@ -25,7 +25,7 @@ RANKED = st.lists(
 def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
     engine = StubEngine(num_blocks=64)
     pool = BlockPool(64, BLOCK_SIZE, secret=bytes(32))
-    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0))
+    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0), lambda: 0.0)
     for handle, num_choices in events:
         before = state.groups.get((0, handle))
         if num_choices:
@@ -35,14 +35,14 @@ def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
             state.put(WorkerSequence(0, handle, spec, lease, Stage.RUNNING, 0))
         elif before is not None:
             state.forget(before)
-        assert state.num_places == sum(width(member.spec) for member in state.groups.values())
+        assert state.num_places == sum(member.spec.width for member in state.groups.values())
 
 
 @given(RANKED)
 def test_members_are_told_by_rank(events: list[tuple[int, int, int | None]]) -> None:
     engine = StubEngine(num_blocks=64)
     pool = BlockPool(64, BLOCK_SIZE, secret=bytes(32))
-    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0))
+    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0), lambda: 0.0)
     here: dict[tuple[int, int], WorkerSequence] = {}
     for stream, handle, arrival_ns in events:
         if arrival_ns is not None:

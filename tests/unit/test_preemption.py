@@ -40,9 +40,9 @@ class Worker:
         self.engine = OracleEngine(OracleOptions(num_blocks=self.num_blocks, block_size=BLOCK_SIZE))
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, secret=bytes(32))
         self.swap = SwapSpace(self.engine.kv, 1 << 20)
-        self.state = CoreState(self.engine.spec, self.pool, self.swap)
-        handoffs = Handoffs(self.state, RecordingSender(), lambda: 0.0)
-        self.preemption = Preemption(self.state, self.costs, handoffs, self.clock())
+        self.state = CoreState(self.engine.spec, self.pool, self.swap, self.clock())
+        handoffs = Handoffs(self.state, RecordingSender())
+        self.preemption = Preemption(self.state, self.costs, handoffs)
         self.costs.handoff.observe(NUM_TOKENS, 2.0)
 
     def clock(self) -> Callable[[], float]:

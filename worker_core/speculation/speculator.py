@@ -80,7 +80,7 @@ def _draft_model(
             "num_threads": None,
         }
     )
-    engine = build_decode_engine(draft_options)
+    engine = build_decode_engine(draft_options, frees_windows=False)
     check_specs(target.spec, engine.spec)
     if options.engine == "torch":
         check_tokenizers(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from baton.engine.interface import HostOrdered
 from baton.engine.packed_pool import PackedPart, PackedPool
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.model.shard import Shard
@@ -40,7 +41,7 @@ def rank_pool(memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Sh
     return TorchKvPool(shard_layout(layout, shard), num_blocks, _CPU, own)
 
 
-class ShardedKvPool(PackedPool):
+class ShardedKvPool(HostOrdered, PackedPool):
     """See baton.engine.interface.KvPool: the blocks of all ranks, as rank 0 sees them. What goes
     out and comes in has all heads.
 

@@ -113,8 +113,10 @@ class StepHolder:
 class LayerAttention:
     """Attention of one layer over the paged pool. See Attention."""
 
-    def __init__(self, holder: StepHolder, layer: int, key: PlanKey) -> None:
+    def __init__(self, holder: StepHolder, layer: int, key: PlanKey, *, is_reader: bool) -> None:
+        """layer: of the pool. is_reader: the step's KV is written there by another layer before."""
         self._holder, self._layer, self._key = holder, layer, key
+        self._is_reader = is_reader
 
     def __call__(
         self,
@@ -137,9 +139,10 @@ class LayerAttention:
         queries, keys, values = (
             x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value)
         )
-        kv_write(step.pool, self._layer, step.rows, keys, values, step.scales)
-        if step.layer_done is not None:
-            step.layer_done(self._layer)
+        if not self._is_reader:
+            kv_write(step.pool, self._layer, step.rows, keys, values, step.scales)
+            if step.layer_done is not None:
+                step.layer_done(self._layer)
         plan = step.plans[self._key]
         out = paged_attention(
             queries, keys, values, step.pool, self._layer, plan, step.scales, terms

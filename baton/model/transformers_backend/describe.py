@@ -47,10 +47,13 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """How a layer calls attention. module: its name within the model."""
+    """How a layer calls attention. module: its name within the model. kv_layer: which layer of the
+    KV it reads, and computes itself unless it is_reader: then an earlier layer has."""
 
     module: str
     key: PlanKey
+    kv_layer: int
+    is_reader: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,15 @@ class Description:
     kv_digest: str
 
     @property
-    def num_layers(self) -> int:
-        return len(self.layers)
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer of the KV, the last tokens of it that are ever read; None for all."""
+        widest: dict[int, int | None] = {}
+        for layer in self.layers:
+            window, known = layer.key.window, widest.get(layer.kv_layer, 0)
+            widest[layer.kv_layer] = (
+                None if None in (window, known) else max(window or 0, known or 0)
+            )
+        return tuple(window for _, window in sorted(widest.items()))
 
     @property
     def plan_keys(self) -> frozenset[PlanKey]:
@@ -86,12 +96,12 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of attention."""
+    """One call of attention, by tensors without data."""
 
     module: nn.Module
-    query: torch.Size
-    key: torch.Size
-    value: torch.Size
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
     has_mask: bool
     settings: Mapping[str, Any]
 
@@ -111,9 +121,7 @@ class _Watch:
         mask: torch.Tensor | None,
         settings: Mapping[str, Any],
     ) -> torch.Tensor:
-        self.calls.append(
-            _Call(module, query.shape, key.shape, value.shape, mask is not None, settings)
-        )
+        self.calls.append(_Call(module, query, key, value, mask is not None, settings))
         return query.new_empty(*query.shape[:1], query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -144,12 +152,6 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise _refused(kind, "more than text; save its text model alone")
     if getattr(config, "quantization_config", None) is not None:
         raise _refused(kind, "quantised weights, which only Baton's own families read")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise _refused(
-            kind,
-            f"num_kv_shared_layers={config.num_kv_shared_layers}: layers that "
-            "read another layer's KV",
-        )
     if getattr(config, "kv_lora_rank", None):
         raise _refused(
             kind,
@@ -187,8 +189,7 @@ def describe_config(config: PreTrainedConfig) -> Description:
         watch, body, num_logits = _run(model, kind)
     names = {module: name for name, module in model.named_modules()}
     first = _check_calls(kind, config, watch.calls)
-    layers = tuple(_layer(kind, config, i, c, names) for i, c in enumerate(watch.calls))
-    count = len(layers)
+    layers = tuple(_layers(kind, config, watch.calls, names))
     weights = dict(model.named_parameters())
     # Only layers are counted: embeddings make rows, not products.
     width = sum(_width(weight, config) for name, weight in weights.items() if _in_layer(name))
@@ -197,15 +198,15 @@ def describe_config(config: PreTrainedConfig) -> Description:
         body=body,
         dtype=_dtype(config),
         vocab_size=num_logits,
-        num_heads=first.query[1],
-        num_kv_heads=first.key[1],
-        head_dim=first.key[3],
+        num_heads=first.query.shape[1],
+        num_kv_heads=first.key.shape[1],
+        head_dim=first.key.shape[3],
         hidden_size=config.hidden_size,
         layers=layers,
         max_len=_max_len(kind, config),
         num_weights=sum(weight.numel() for weight in weights.values()),
         head_weights=num_logits * config.hidden_size,
-        layer_width=-(-width // count) + 8 * config.hidden_size,
+        layer_width=-(-width // len(layers)) + 8 * config.hidden_size,
         kv_digest=_digest(config),
     )
 
@@ -311,11 +312,10 @@ def _check_calls(kind: str, config: PreTrainedConfig, calls: list[_Call]) -> _Ca
         for name, value in settings.items():
             if name not in _SETTINGS | _IDLE_SETTINGS and value is not None:
                 raise _refused(kind, f"attention with {name}, which is not known here")
-        if call.key[3] != call.value[3] or call.query[3] != call.key[3]:
-            raise _refused(
-                kind, f"keys of {call.key[3]} and values of {call.value[3]} elements a head"
-            )
-    shapes = {(call.query, call.key) for call in calls}
+        of_query, of_key, of_value = (x.shape[3] for x in (call.query, call.key, call.value))
+        if not of_query == of_key == of_value:
+            raise _refused(kind, f"keys of {of_key} and values of {of_value} elements a head")
+    shapes = {(call.query.shape, call.key.shape) for call in calls}
     if len(shapes) > 1:
         raise _refused(kind, "layers with KV of different shapes")
     query, key = next(iter(shapes))
@@ -324,18 +324,24 @@ def _check_calls(kind: str, config: PreTrainedConfig, calls: list[_Call]) -> _Ca
     return calls[0]
 
 
-def _layer(
-    kind: str, config: PreTrainedConfig, index: int, call: _Call, names: Mapping[nn.Module, str]
-) -> LayerCall:
-    settings = call.settings
-    scale, window = settings.get("scaling"), settings.get("sliding_window")
+def _layers(
+    kind: str, config: PreTrainedConfig, calls: list[_Call], names: Mapping[nn.Module, str]
+) -> Iterator[LayerCall]:
+    """Which layer of the KV each call reads: its own, or that of the call with the same tensors."""
     types = _layer_types(config)
-    if types and types[index] == "sliding_attention" and window is None:
-        raise _refused(kind, "a sliding window that its attention is not given")
-    return LayerCall(
-        module=names[call.module],
-        key=PlanKey(float(scale if scale is not None else call.key[3] ** -0.5), window),
-    )
+    written: list[_Call] = []
+    for index, call in enumerate(calls):
+        settings = call.settings
+        scale, window = settings.get("scaling"), settings.get("sliding_window")
+        if types and types[index] == "sliding_attention" and window is None:
+            raise _refused(kind, "a sliding window that its attention is not given")
+        key = PlanKey(float(scale if scale is not None else call.key.shape[3] ** -0.5), window)
+        same = (i for i, c in enumerate(written) if c.key is call.key and c.value is call.value)
+        kv_layer = next(same, len(written))
+        is_reader = kv_layer < len(written)
+        if not is_reader:
+            written.append(call)
+        yield LayerCall(names[call.module], key, kv_layer, is_reader)
 
 
 def _max_len(kind: str, config: PreTrainedConfig) -> int:

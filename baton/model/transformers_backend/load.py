@@ -107,6 +107,7 @@ class _States(MoeModelOutputWithPast):
     """With all fields that models ask for."""
 
     cross_attentions: Any = None
+    shared_kv_states: Any = None
 
 
 class TransformersDecoder:
@@ -119,9 +120,11 @@ class TransformersDecoder:
         """model: see load_model; dtype: that of its weights."""
         self._model, self._description, self.dtype = model, description, dtype
         self._holder = StepHolder()
-        for index, layer in enumerate(description.layers):
-            module = model.get_submodule(layer.module)
-            set_attention(module, LayerAttention(self._holder, index, layer.key))
+        for layer in description.layers:
+            attention = LayerAttention(
+                self._holder, layer.kv_layer, layer.key, is_reader=layer.is_reader
+            )
+            set_attention(model.get_submodule(layer.module), attention)
         self._body = cast(Any, model.get_submodule(description.body))
         self._takes_positions = takes_positions(self._body)
         self._forward_body: Callable[..., Any] = self._body.forward
@@ -211,7 +214,7 @@ class TransformersDecoder:
     def _checked_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """The same by our attention: in two steps, each beside another sequence."""
         found, block_size = self._description, _CHECKED_TOKENS + 1
-        shape = (2, found.num_layers, 2, found.num_kv_heads, block_size, found.head_dim)
+        shape = (2, len(found.windows), 2, found.num_kv_heads, block_size, found.head_dim)
         pool = torch.zeros(shape, dtype=self.dtype, device=ids.device)
         states = []
         for start, end in ((0, _FIRST_TOKENS), (_FIRST_TOKENS, _CHECKED_TOKENS)):

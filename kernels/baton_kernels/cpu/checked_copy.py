@@ -18,8 +18,6 @@ from baton_kernels.cpu.library import library
 
 #: The kernel copies vectors of so many bytes.
 _STRIPE_BYTES = 64
-#: Shorter payloads are hashed in another way.
-_MIN_BYTES = 241
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
@@ -65,10 +63,8 @@ class CheckedCopy:
         has_rows_only = self._head_bytes == block_size * row_bytes
         #: Whether a part of a block's rows can be copied, too.
         self.copies_rows = has_rows_only and not row_bytes % _STRIPE_BYTES
-
-    def fits(self, num_bytes: int) -> bool:
-        """Whether a payload of so much can be copied here."""
-        return num_bytes >= _MIN_BYTES
+        #: Shorter payloads are hashed in another way, and copied by others.
+        self.min_bytes = 241
 
     def gather(
         self,

@@ -3,7 +3,8 @@
     x [rows / repeat, num_in]; chosen: rows experts in all; y [rows, num_out]
 
 Experts in float8 are multiplied as quantized_linear does: x is rounded to float8, too, a run of
-inputs that share scales at a time, and each step's sum is scaled.
+inputs that share scales at a time, and each step's sum is scaled. So are integers of 4 and 8 bits:
+a level less its zero is multiplied as it is, and the sum of each run is scaled.
 
 Rows are sorted by expert, and each expert's are cut into tiles of ROWS, which programs find by the
 tiles' numbers: how many rows an expert has is known on the device alone, so that nothing waits for
@@ -22,6 +23,42 @@ from baton_kernels.experts import grouped_linear as grouped_op
 from baton_kernels.gpu.quantize_rows import quantize_rows
 
 COLUMNS, DEPTH = 64, 64
+#: Of integers, whose levels of a whole run are in registers at once.
+INT_COLUMNS = 32
+
+
+@triton.jit
+def _expert_of(tile, tile_end_ptr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr):
+    """A tile's expert, EXPERTS if there is no such tile, and the number of that expert's first
+    tile."""
+    experts = tl.arange(0, EXPERTS_BLOCK)
+    ends = tl.load(tile_end_ptr + experts, mask=experts < EXPERTS, other=2147483647)
+    return tl.sum((ends <= tile).to(tl.int32), 0), tl.max(tl.where(ends <= tile, ends, 0), 0)
+
+
+@triton.jit
+def _rows_of(tile, order_ptr, first_ptr, ROWS: tl.constexpr):
+    """Which rows the tile has, and which of its places have one. tile: its expert, and its number
+    among that expert's."""
+    expert, number = tile
+    sorted_rows = tl.load(first_ptr + expert) + number * ROWS + tl.arange(0, ROWS)
+    is_row = sorted_rows < tl.load(first_ptr + expert + 1)
+    return tl.load(order_ptr + sorted_rows, mask=is_row, other=0), is_row
+
+
+@triton.jit
+def _store(
+    sums, rows, is_row, columns, expert, biases_ptr, y_ptr, num_out, HAS_BIASES: tl.constexpr
+):
+    """y = sums and the expert's bias."""
+    is_column = columns < num_out
+    if HAS_BIASES:
+        bias = tl.load(biases_ptr + expert * num_out + columns, mask=is_column, other=0.0)
+        sums += bias.to(tl.float32)[None, :]
+    y_at = rows[:, None] * num_out + columns[None, :]
+    tl.store(
+        y_ptr + y_at, sums.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :]
+    )
 
 
 @triton.jit
@@ -33,17 +70,10 @@ def _grouped_linear(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    experts = tl.arange(0, EXPERTS_BLOCK)
-    inside = experts < EXPERTS
-    ends = tl.load(tile_end_ptr + experts, mask=inside, other=2147483647)
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    expert, before = _expert_of(tile, tile_end_ptr, EXPERTS, EXPERTS_BLOCK)
     if expert >= EXPERTS:
         return
-    before = tl.max(tl.where(ends <= tile, ends, 0), 0)
-    first = tl.load(first_ptr + expert) + (tile - before) * ROWS
-    sorted_rows = first + tl.arange(0, ROWS)
-    is_row = sorted_rows < tl.load(first_ptr + expert + 1)
-    rows = tl.load(order_ptr + sorted_rows, mask=is_row, other=0)
+    rows, is_row = _rows_of((expert, tile - before), order_ptr, first_ptr, ROWS)
     dtype = x_ptr.dtype.element_ty
     weight_ptr = tl.load(addresses_ptr + expert).to(tl.pointer_type(dtype))
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -67,30 +97,70 @@ def _grouped_linear(
             sums += tl.dot(x, w) * x_scale[:, None] * scale[None, :]
         else:
             sums = tl.dot(x, w, sums, input_precision="ieee")
-    if HAS_BIASES:
-        bias = tl.load(biases_ptr + expert * num_out + columns, mask=is_column, other=0.0)
-        sums += bias.to(tl.float32)[None, :]
-    y_at = rows[:, None] * num_out + columns[None, :]
-    tl.store(
-        y_ptr + y_at, sums.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :]
-    )
+    _store(sums, rows, is_row, columns, expert, biases_ptr, y_ptr, num_out, HAS_BIASES)
+
+
+@triton.jit
+def _grouped_int_linear(
+    x_ptr, addresses_ptr, biases_ptr, scales_ptr, zeros_ptr, order_ptr, first_ptr, tile_end_ptr,
+    y_ptr, num_in, num_out, num_groups,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, REPEAT: tl.constexpr,
+    HAS_BIASES: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BITS: tl.constexpr, RUN: tl.constexpr, RUN_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A step takes one run; of 4 bits, its first half in the low ones, the second in the high.
+    RUN_BLOCK: bytes of levels in a run, padded to a power of two."""
+    tile = tl.program_id(0)
+    expert, before = _expert_of(tile, tile_end_ptr, EXPERTS, EXPERTS_BLOCK)
+    if expert >= EXPERTS:
+        return
+    rows, is_row = _rows_of((expert, tile - before), order_ptr, first_ptr, ROWS)
+    levels_ptr = tl.load(addresses_ptr + expert).to(tl.pointer_type(tl.uint8))
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < num_out
+    RUN_BYTES: tl.constexpr = RUN * BITS // 8
+    depth = tl.arange(0, RUN_BLOCK)
+    x_inside = is_row[:, None] & (depth < RUN_BYTES)[None, :]
+    levels_inside = is_column[:, None] & (depth < RUN_BYTES)[None, :]
+    x_at = x_ptr + (rows // REPEAT)[:, None] * num_in + depth[None, :]
+    levels_at = levels_ptr + columns[:, None].to(tl.int64) * (num_in * BITS // 8) + depth[None, :]
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    group_size = num_in // num_groups
+    for step in range(num_in // RUN):
+        of_group = (expert * num_groups + step * RUN // group_size) * num_out + columns
+        scale = tl.load(scales_ptr + of_group, mask=is_column, other=0.0)
+        if HAS_ZEROS:
+            zero = tl.load(zeros_ptr + of_group, mask=is_column, other=0).to(tl.int32)[:, None]
+        else:
+            zero = 1 << (BITS - 1)
+        x = tl.load(x_at + step * RUN, mask=x_inside, other=0.0)
+        levels = tl.load(levels_at + step * RUN_BYTES, mask=levels_inside, other=0)
+        if BITS == 8:
+            whole = (levels.to(tl.int32) - zero).to(x.dtype)
+            part = tl.dot(x, tl.trans(whole), input_precision="ieee")
+        else:
+            x_high = tl.load(x_at + step * RUN + RUN_BYTES, mask=x_inside, other=0.0)
+            low = ((levels & 15).to(tl.int32) - zero).to(x.dtype)
+            high = ((levels >> 4).to(tl.int32) - zero).to(x.dtype)
+            part = tl.dot(x, tl.trans(low), input_precision="ieee")
+            part = tl.dot(x_high, tl.trans(high), part, input_precision="ieee")
+        sums += part * scale[None, :]
+    _store(sums, rows, is_row, columns, expert, biases_ptr, y_ptr, num_out, HAS_BIASES)
 
 
 def grouped_linear(
     x: torch.Tensor, chosen: torch.Tensor, experts: GroupedLinear, repeat: int
 ) -> torch.Tensor:
-    """See the twin. Experts of integers are run by it."""
+    """See the twin, which runs experts that are not all of one kind."""
     if experts.addresses is None:
         return grouped_op.twin(x, chosen, experts, repeat)
     x, num_experts, num_rows = x.contiguous(), len(experts.linears), chosen.numel()
     y = x.new_empty(num_rows, experts.num_out)
     if not num_rows:
         return y
-    x_scales, scales, num_groups = None, experts.scales, 1
-    if scales is not None:
-        num_groups = scales.shape[1]
-        x, x_scales = quantize_rows(x.view(len(x), num_groups, -1), torch.float8_e4m3fn)
-    depth = min(DEPTH, experts.num_in // num_groups) if num_groups > 1 else DEPTH
+    scales, integers = experts.scales, experts.integers
+    num_groups = 1 if scales is None else scales.shape[1]
     of_row = chosen.flatten().long()
     order = torch.argsort(of_row, stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
@@ -99,11 +169,30 @@ def grouped_linear(
     tile_rows = 16 if num_rows <= 16 * num_experts else 64
     tile_ends = (-(-counts // tile_rows)).cumsum(0).int()
     most_tiles = triton.cdiv(num_rows, tile_rows) + min(num_experts, num_rows)
-    _grouped_linear[(most_tiles, triton.cdiv(experts.num_out, COLUMNS))](
+    columns = COLUMNS if integers is None else INT_COLUMNS
+    grid = (most_tiles, triton.cdiv(experts.num_out, columns))
+    experts_block = triton.next_power_of_2(num_experts)
+    if integers is not None:
+        run = integers.run
+        _grouped_int_linear[grid](
+            x, experts.addresses, experts.biases, scales, experts.zeros, order, first, tile_ends, y,
+            experts.num_in, experts.num_out, num_groups,
+            EXPERTS=num_experts, EXPERTS_BLOCK=experts_block, REPEAT=repeat,
+            HAS_BIASES=experts.biases is not None, HAS_ZEROS=experts.zeros is not None,
+            BITS=integers.bits, RUN=run,
+            RUN_BLOCK=max(16, triton.next_power_of_2(run * integers.bits // 8)),
+            ROWS=tile_rows, COLUMNS=columns, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+        return y
+    x_scales = None
+    if scales is not None:
+        x, x_scales = quantize_rows(x.view(len(x), num_groups, -1), torch.float8_e4m3fn)
+    depth = min(DEPTH, experts.num_in // num_groups) if num_groups > 1 else DEPTH
+    _grouped_linear[grid](
         x, experts.addresses, experts.biases, x_scales, scales, order, first, tile_ends, y,
         experts.num_in, experts.num_out, num_groups,
-        EXPERTS=num_experts, EXPERTS_BLOCK=triton.next_power_of_2(num_experts), REPEAT=repeat,
+        EXPERTS=num_experts, EXPERTS_BLOCK=experts_block, REPEAT=repeat,
         HAS_BIASES=experts.biases is not None, HAS_SCALES=scales is not None,
-        ROWS=tile_rows, COLUMNS=COLUMNS, DEPTH=depth, num_warps=4, enable_fp_fusion=False,
+        ROWS=tile_rows, COLUMNS=columns, DEPTH=depth, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return y

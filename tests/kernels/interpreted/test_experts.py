@@ -9,7 +9,7 @@ from baton_kernels.experts import GroupedLinear
 from baton_kernels.experts import grouped_linear as op
 from baton_kernels.gpu.experts import grouped_linear
 from baton_kernels.linear import PlainLinear
-from baton_kernels.quantized_linear import Float8Linear
+from baton_kernels.quantized_linear import Float8Linear, IntLinear, pack_int_weight
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -60,3 +60,56 @@ def test_experts_in_float8(num_groups: int, group_size: int, num_tokens: int) ->
     x.view(num_tokens, num_groups, -1)[..., 0] = 448.0
     got = grouped_linear(x, chosen, experts, 3)
     torch.testing.assert_close(got, op.twin(x, chosen, experts, 3), atol=1e-1, rtol=1e-5)
+
+
+def integers(
+    generator: torch.Generator, num_groups: int, group_size: int, bits: int, *, has_zeros: bool
+) -> IntLinear:
+    shape = (70, num_groups * group_size)
+    levels = torch.randint(1 << bits, shape, generator=generator, dtype=torch.uint8)
+    scales = torch.rand(70, num_groups, generator=generator)
+    zeros = torch.randint(1 << bits, scales.shape, generator=generator) if has_zeros else None
+    bias = torch.randn(70, generator=generator)
+    return IntLinear(pack_int_weight(levels, scales, zeros, bits), bias)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("num_groups", "group_size"), [(1, 96), (3, 32), (2, 256)])
+def test_experts_of_integers(
+    num_groups: int, group_size: int, bits: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some have zero points, some have not. Nothing asks the device which experts were chosen."""
+    generator = torch.Generator().manual_seed(0)
+    experts = GroupedLinear(
+        [integers(generator, num_groups, group_size, bits, has_zeros=bool(i % 2)) for i in range(5)]
+    )
+    chosen = torch.randint(5, (num_tokens, 3), generator=generator, dtype=torch.int32)
+    x = torch.randn(num_tokens, num_groups * group_size, generator=generator)
+    wanted = op.twin(x, chosen, experts, 3)
+    monkeypatch.setattr(op, "twin", None)
+    got = grouped_linear(x, chosen, experts, 3)
+    torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-4)
+
+
+def test_experts_of_integers_whose_levels_are_in_the_middle() -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = GroupedLinear([integers(generator, 2, 32, 4, has_zeros=False) for _ in range(3)])
+    assert experts.zeros is None
+    chosen = torch.randint(3, (9, 2), generator=generator, dtype=torch.int32)
+    x = torch.randn(18, 64, generator=generator)
+    got = grouped_linear(x, chosen, experts, 1)
+    torch.testing.assert_close(got, op.twin(x, chosen, experts, 1), atol=1e-2, rtol=1e-4)
+
+
+def test_experts_of_several_kinds_are_run_one_by_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = GroupedLinear(
+        [integers(generator, 1, 32, bits, has_zeros=False) for bits in (4, 8, 4)]
+    )
+    assert experts.addresses is None
+    chosen = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
+    x = torch.randn(2, 32, generator=generator)
+    torch.testing.assert_close(
+        grouped_linear(x, chosen, experts, 2), op.twin(x, chosen, experts, 2)
+    )

@@ -1,0 +1,150 @@
+"""A pool whose windowed layers have slots holds what one pool holds, of blocks that have one, and
+takes less memory: as many sequences of a long context as fit, several times over."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.cache.window_slots import WindowSlots
+from baton.engine.grouped_kv_pool import GroupedKvPool
+from baton.engine.torch_kv_pool import TorchKvPool
+from baton.model.memory_plan import MemoryPlan, plan_blocks
+from baton.types import KvLayout, KvRange
+
+CPU, NUM_BLOCKS, NUM_LAYERS, BLOCK = torch.device("cpu"), 6, 5, 4
+#: As Gemma 3 has them: five of six layers.
+GEMMA = KvLayout(
+    *("", 30, 4, 256, "bfloat16", 16),
+    window=1024,
+    windowed_layers=tuple(layer for layer in range(30) if layer % 6 != 5),
+)
+GIB = 2**30
+
+
+def layout_of(windowed: tuple[int, ...], dtype: str) -> KvLayout:
+    return KvLayout(
+        *("f", NUM_LAYERS, 2, 4, dtype, BLOCK), window=BLOCK + 1, windowed_layers=windowed
+    )
+
+
+def read(kv: TorchKvPool | GroupedKvPool, table: list[int], piece: KvRange) -> bytes:
+    data = bytearray(piece.num_bytes(kv.layout.token_layer_bytes))
+    kv.pack(table, piece, memoryview(data))
+    return bytes(data)
+
+
+@settings(deadline=None)
+@given(
+    windowed=st.sets(st.integers(0, NUM_LAYERS - 1), min_size=1, max_size=NUM_LAYERS - 1),
+    dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
+    table=st.permutations(range(NUM_BLOCKS)),
+    data=st.data(),
+)
+def test_it_holds_what_one_pool_holds(
+    windowed: set[int], dtype: str, table: list[int], data: st.DataObject
+) -> None:
+    layout = layout_of(tuple(sorted(windowed)), dtype)
+    whole, grouped = (
+        TorchKvPool(layout, NUM_BLOCKS, CPU),
+        GroupedKvPool(layout, NUM_BLOCKS, 4, CPU),
+    )
+    slots, own = WindowSlots(4, grouped.slots.of_block), table[:3]
+    for block_id in data.draw(st.permutations(own)):
+        slots.take(block_id)
+    first, layer = data.draw(st.integers(0, 11)), data.draw(st.integers(0, NUM_LAYERS - 1))
+    piece = KvRange(
+        *(first, data.draw(st.integers(1, 12 - first))),
+        *(layer, data.draw(st.integers(1, NUM_LAYERS - layer))),
+    )
+    size = piece.num_bytes(layout.token_layer_bytes)
+    sent = data.draw(st.binary(min_size=size, max_size=size))
+    for pool in (whole, grouped):
+        pool.unpack(own, piece, memoryview(sent))
+        assert read(pool, own, piece) == sent
+    everything = KvRange(0, 12, 0, NUM_LAYERS)
+    assert read(grouped, own, everything) == read(whole, own, everything)
+    # A copy has the KV of all layers; where the source has no slot, of the full ones.
+    source, target = own[0], table[3]
+    slots.take(target)
+    for pool in (whole, grouped):
+        pool.copy_blocks([source], [target])
+    block = KvRange(0, BLOCK, 0, NUM_LAYERS)
+    assert read(grouped, [target], block) == read(whole, [target], block)
+    for number, is_windowed in enumerate(layer in windowed for layer in range(NUM_LAYERS)):
+        one = replace(block, first_layer=number, num_layers=1)
+        if is_windowed:
+            with pytest.raises(ValueError, match="no slot"):
+                read(grouped, [table[4]], one)
+        else:
+            assert read(grouped, [table[4]], one) == read(whole, [table[4]], one)
+
+
+def test_a_window_table_names_the_slots_of_what_new_tokens_attend_to() -> None:
+    kv = GroupedKvPool(layout_of((0, 2), "float32"), NUM_BLOCKS, 4, CPU)
+    slots = WindowSlots(4, kv.slots.of_block)
+    for block_id in (5, 1):
+        slots.take(block_id)
+    # Tokens 10 and 11 attend to tokens from 6 on: blocks at places 1 and 2.
+    table = array("q", [3, 5, 1, 0])
+    assert list(kv.window_table(table, 10, 12))[1:] == [0, 1]
+    assert min(kv.window_table(table, 10, 13)) < 0, "the block of token 12 has no slot"
+
+
+def plan(max_window_slots: int, kv_bytes: int | None = None, num_seqs: int = 64) -> MemoryPlan:
+    return plan_blocks(
+        GEMMA,
+        dtype="bfloat16",
+        weights=GIB,
+        activations=GIB,
+        graphs=0,
+        max_model_len=32768,
+        max_num_seqs=num_seqs,
+        available_bytes=2000 * GIB,
+        num_ranks=1,
+        kv_cache_memory_bytes=kv_bytes,
+        num_blocks=None,
+        max_window_slots=max_window_slots,
+    )
+
+
+def test_the_same_memory_holds_several_times_as_many_long_sequences() -> None:
+    slots, budget = GEMMA.max_window_slots(64, 2048), 32 * GIB
+    assert slots == 64 * (64 + 2) + 256
+    whole, apart = plan(0, budget), plan(slots, budget)
+    assert (whole.num_window_slots, apart.num_window_slots) == (0, slots)
+    assert whole.num_longest_seqs == 8
+    assert apart.num_longest_seqs == 40
+    assert whole.kv_bytes <= budget
+    assert budget - apart.block_bytes < apart.kv_bytes <= budget
+    # Bytes of one sequence of 32768 tokens: 30 layers of all tokens, or 5 of all and 25 of a window
+    # of 64 blocks and the two that it may begin and end in.
+    token_layer = GEMMA.token_layer_bytes
+    assert whole.block_bytes * 2048 == 32768 * 30 * token_layer
+    assert apart.block_bytes * 2048 == 32768 * 5 * token_layer
+    assert apart.slot_bytes * 66 == 66 * 16 * 25 * token_layer
+    ((_, row),) = [found for found in apart.rows() if found[0] == "KV cache"]
+    assert f"windows: {slots} blocks" in row
+
+
+def test_enough_for_all_sequences_is_all_that_is_taken() -> None:
+    slots = GEMMA.max_window_slots(64, 2048)
+    whole, apart = plan(0), plan(slots)
+    assert whole.num_blocks == apart.num_blocks == 64 * 2048
+    assert apart.kv_bytes < whole.kv_bytes / 4
+
+
+@pytest.mark.parametrize("kv_bytes", [GIB // 64, GIB, 3 * GIB, 8 * GIB])
+def test_there_are_never_fewer_blocks_than_in_one_pool(kv_bytes: int) -> None:
+    slots = GEMMA.max_window_slots(64, 2048)
+    whole, apart = plan(0, kv_bytes), plan(slots, kv_bytes)
+    assert apart.num_blocks >= whole.num_blocks
+    if apart.num_window_slots:
+        assert apart.num_blocks > slots, "a block more than can be in windows"
+    else:
+        assert apart == whole
