@@ -383,7 +383,7 @@ def test_blocks_that_a_writer_is_still_in(
 # A process that dies or freezes when a payload is packed and its header has not gone yet.
 
 _SENDER = """
-import os, sys, time
+import signal, sys, threading, time
 import numpy as np
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
@@ -401,7 +401,9 @@ class Tapped:
     def send(self, frame, staged=None, *, more=False):
         if isinstance(frame, kv_pb2.KvChunk) and self.is_due:
             self.is_due = False
-            os.kill(os.getpid(), int(sys.argv[3]))
+            # To this thread: a signal to the process may be another thread's to take, and this
+            # one sends its header before that stops it.
+            signal.pthread_kill(threading.get_ident(), int(sys.argv[3]))
         self.inner.send(frame, staged, more=more)
 
 name, ticket = sys.argv[1], bytes.fromhex(sys.argv[2])
