@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton_kernels.cpu.library import level
 from bench.machine import describe_commit, write_json
 from bench.suite.markdown import NOT_MEASURED, replaced
 from bench.suite.sections import SECTIONS, Section, tables
@@ -43,8 +44,18 @@ class Places:
     results: Path
     page: Path
 
-    def result(self, section: str) -> Path:
-        return self.results / f"{section}.json"
+    def result(self, section: Section) -> Path:
+        """Of this machine."""
+        name = f"{section.name}-{level()}" if section.is_per_level else section.name
+        return self.results / f"{name}.json"
+
+    def read(self, section: Section) -> dict[str, Any] | None:
+        """What its tables are rendered from; None if nothing was measured."""
+        if section.is_per_level:
+            paths = sorted(self.results.glob(f"{section.name}-*.json"), reverse=True)
+            return {"machines": [json.loads(path.read_text()) for path in paths]} if paths else None
+        path = self.result(section)
+        return json.loads(path.read_text()) if path.exists() else None
 
 
 def rendered(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -58,8 +69,8 @@ def rendered(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def read_results(places: Places) -> dict[str, dict[str, Any]]:
     """By section; those that there are."""
-    paths = {section.name: places.result(section.name) for section in SECTIONS}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    results = {section.name: places.read(section) for section in SECTIONS}
+    return {name: result for name, result in results.items() if result is not None}
 
 
 def write_page(places: Places) -> None:
@@ -71,7 +82,7 @@ def write_page(places: Places) -> None:
 def measure(section: Section, places: Places, trace: str | None, is_quick: bool) -> bool:
     """Run one section; whether it left a new result, which it does last. The result gets how busy
     the machine was before."""
-    path = places.result(section.name)
+    path = places.result(section)
     load_before = list(os.getloadavg())
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     command = [sys.executable, *section.command(str(shown), trace, is_quick)]
@@ -147,7 +158,7 @@ def main() -> int:
         section
         for section in SECTIONS
         if any(is_chosen(section.name, only) for only in given.only)
-        and not (given.resume and is_of_commit(places.result(section.name), commit))
+        and not (given.resume and is_of_commit(places.result(section), commit))
     ]
     trace = str(Path(given.trace).resolve()) if given.trace else None
     failed = run(chosen, places, trace, given.quick)

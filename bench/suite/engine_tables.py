@@ -195,6 +195,11 @@ def _losses(figures: Sequence[Figure], engine: Mapping[Any, Figure]) -> Iterator
     )
 
 
+def levels_tables(document: Mapping[str, Any]) -> str:
+    """A table for each machine."""
+    return "\n\n".join(levels_table(machine) for machine in document["machines"])
+
+
 def levels_table(document: Mapping[str, Any]) -> str:
     """Figures of bench.levels: a column for each level."""
     by_level = {one["level"]: _Level(one) for one in document["levels"]}

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.suite.engine_tables import (
     engine_table,
-    levels_table,
+    levels_tables,
     peers_table,
 )
 from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
@@ -25,6 +25,8 @@ class Section:
     tables: what renders each generated part of the page. quick: arguments that try it in seconds;
     its figures mean nothing.
     trace: arguments before a trace's path, if it can use one.
+    is_per_level: whether machines whose best CPU levels differ each keep a result of their own,
+    bench/results/NAME-LEVEL.json; its tables get all of them, as `machines`.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Section:
     quick: tuple[str, ...]
     tables: Mapping[str, Render]
     trace: tuple[str, ...] = ()
+    is_per_level: bool = False
 
     def command(self, result: str, trace: str | None, is_quick: bool) -> tuple[str, ...]:
         """After the interpreter. result: where the JSON goes."""
@@ -84,7 +87,8 @@ SECTIONS = (
             *("--model", "tiny", "--dtype", "bfloat16", "--rounds", "1", "--threads", "1"),
             *("--contender", "baton"),
         ),
-        tables={"engine-levels": levels_table},
+        tables={"engine-levels": levels_tables},
+        is_per_level=True,
     ),
     Section(
         name="peers",

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.suite import __main__ as suite
 from bench.suite.__main__ import (
     PAGE,
     QUICK,
@@ -104,18 +106,31 @@ def places(tmp_path: Path) -> Places:
 
 
 def test_a_section_that_fails_keeps_its_last_result_and_stops_no_other(places: Places) -> None:
-    places.result("first").write_text('{"told": "before"}')
+    places.result(fake("first")).write_text('{"told": "before"}')
     sections = [fake("first", "--fail"), fake("second", "--tell", "new")]
     assert run(sections, places, None, is_quick=False) == ["first"]
-    assert json.loads(places.result("first").read_text()) == {"told": "before"}
-    second = json.loads(places.result("second").read_text())
+    assert json.loads(places.result(fake("first")).read_text()) == {"told": "before"}
+    second = json.loads(places.result(fake("second")).read_text())
     assert second["told"] == "new"
     assert len(second["load_average_before"]) == 3
 
 
+def test_machines_of_other_cpu_levels_keep_their_results(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = replace(fake("levels", "--tell", "new"), is_per_level=True)
+    for level, tells in (("avx512", "older"), ("avx2", "old")):
+        (places.results / f"levels-{level}.json").write_text(json.dumps({"told": tells}))
+    monkeypatch.setattr(suite, "level", lambda: "avx2")
+    assert run([section], places, None, is_quick=False) == []
+    read = places.read(section)
+    assert read is not None
+    assert [machine["told"] for machine in read["machines"]] == ["older", "new"]
+
+
 def test_a_quick_run_takes_the_quick_arguments(places: Places) -> None:
     assert measure(fake("one", "--fail"), places, None, is_quick=True)
-    assert json.loads(places.result("one").read_text())["told"] == "quick"
+    assert json.loads(places.result(fake("one")).read_text())["told"] == "quick"
 
 
 def test_what_is_not_measured_says_so(places: Places) -> None:
