@@ -138,10 +138,15 @@ def pack_linear(
         return FusedLinear(weight, bias)
     if can_pack(weight):
         return NativeLinear(weight, bias, allocate)
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.dtype == torch.bfloat16 and has_onednn:
+    if weight.dtype == torch.bfloat16 and onednn_has_bfloat16():
         return OneDnnLinear(weight, bias)
     return PlainLinear(weight, bias)
+
+
+def onednn_has_bfloat16() -> bool:
+    """Whether OneDnnLinear can be built: its weights need AVX-512 or AVX-NE-CONVERT."""
+    is_built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return is_built and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def keeps_levels(device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> bool:

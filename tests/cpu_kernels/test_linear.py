@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_kernels.cpu.linear import NativeLinear, can_pack
-from baton_kernels.linear import OneDnnLinear, PlainLinear, pack_linear
+from baton_kernels.linear import (
+    OneDnnLinear,
+    PlainLinear,
+    onednn_has_bfloat16,
+    pack_linear,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -65,7 +70,14 @@ def test_a_row_is_the_same_to_the_bit_in_every_batch(dtype: torch.dtype) -> None
         assert torch.equal(linear(x[-num_rows:]), alone[-num_rows:])
 
 
-@pytest.mark.parametrize("form", [PlainLinear, OneDnnLinear, NativeLinear])
+NEEDS_ONEDNN = pytest.mark.skipif(
+    not onednn_has_bfloat16(), reason="oneDNN has no bfloat16 on this CPU"
+)
+
+
+@pytest.mark.parametrize(
+    "form", [PlainLinear, pytest.param(OneDnnLinear, marks=NEEDS_ONEDNN), NativeLinear]
+)
 def test_all_forms_agree(form: type[PlainLinear | OneDnnLinear | NativeLinear]) -> None:
     weight, bias = randn(1, torch.bfloat16, 70, 32), randn(2, torch.bfloat16, 70)
     x, residual = randn(3, torch.bfloat16, 3, 32), randn(4, torch.bfloat16, 3, 70)
@@ -85,4 +97,14 @@ def test_what_is_chosen() -> None:
     assert isinstance(pack_linear(randn(1, torch.bfloat16, 8, 8), None), NativeLinear)
     assert isinstance(pack_linear(randn(1, torch.float16, 8, 8), None), NativeLinear)
     assert not can_pack(randn(1, torch.bfloat16, 8, 7))
-    assert isinstance(pack_linear(randn(1, torch.bfloat16, 8, 7), None), OneDnnLinear)
+
+
+def test_what_is_chosen_for_a_shape_that_the_kernels_do_not_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On this CPU, and on one on which oneDNN takes no bfloat16, as below AVX-512."""
+    weight = randn(1, torch.bfloat16, 8, 7)
+    wanted = OneDnnLinear if onednn_has_bfloat16() else PlainLinear
+    assert isinstance(pack_linear(weight, None), wanted)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert isinstance(pack_linear(weight, None), PlainLinear)
