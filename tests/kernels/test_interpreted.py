@@ -16,15 +16,9 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).with_name("interpreted")
 FILES = frozenset(path.name for path in FOLDER.glob("test_*.py"))
 ENGINES = frozenset({"test_engine.py", "test_step_graphs.py", "test_batch_invariant_engine.py"})
-# About a half of the other files' work, and what all engines on a GPU stand on.
-ATTENTION_AND_KV = frozenset(
-    {
-        "test_kv_convert.py",
-        "test_kv_pack.py",
-        "test_kv_pack_summed.py",
-        "test_padded_plan.py",
-        "test_paged_attention.py",
-    }
+ATTENTION = frozenset({"test_paged_attention.py"})
+KV = frozenset(
+    {"test_kv_convert.py", "test_kv_pack.py", "test_kv_pack_summed.py", "test_padded_plan.py"}
 )
 
 
@@ -34,10 +28,9 @@ ATTENTION_AND_KV = frozenset(
     "names",
     [
         pytest.param(ENGINES, marks=pytest.mark.long, id="engines"),
-        pytest.param(ATTENTION_AND_KV, id="attention and KV"),
-        pytest.param(
-            FILES - ENGINES - ATTENTION_AND_KV, marks=pytest.mark.long, id="other kernels"
-        ),
+        pytest.param(ATTENTION, marks=pytest.mark.long, id="attention"),
+        pytest.param(KV, id="KV"),
+        pytest.param(FILES - ENGINES - ATTENTION - KV, marks=pytest.mark.long, id="other kernels"),
     ],
 )
 def test_interpreted(names: frozenset[str]) -> None:
