@@ -137,7 +137,8 @@ async def test_each_phase_of_the_start_is_told(stage: Stage) -> None:
 async def test_a_child_that_cannot_start_is_named_with_its_cause_and_the_rest_is_stopped(
     stage: Stage, name: str, how: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.supervisor.child._EXIT_S", 0.1)
+    if how == "refuse and stay":
+        monkeypatch.setattr("baton.supervisor.child._EXIT_S", 0.1)
     stage.misbehave(name, how)
     with pytest.raises(ChildFailed) as caught:
         async with stage.cluster():
