@@ -59,9 +59,8 @@ class FaultVerdict:
     """What became of promises 1 to 3 of the README.
 
     differences: streams with a token that one process does not give; disorders: with one lost,
-    doubled, or after the end; errors: those that ended by an error, but for answers that are
-    sent all at their end (beams, best_of) and that broke off in the middle of that, which no
-    other gateway goes on with (docs/adr/0020). Each with the fault that they lived through.
+    doubled, or after the end; errors: those that ended by an error. Each with the fault that they
+    lived through.
     num_leaked_blocks: held 10 s after the last stream. results: by fault; by_prompt: all that
     lived through one, by their prompts' lengths.
     """
@@ -132,18 +131,11 @@ def _verdict(
         len(records),
         all_of(lambda record: record.difference),
         all_of(lambda record: record.disorder),
-        all_of(lambda record: "" if _is_cut_at_its_end(record) else record.error),
+        all_of(lambda record: record.error),
         num_leaked,
         tuple(results_by_fault(faults, num_rounds, records)),
         tuple(_by_prompt([record for record in records if record.fault])),
     )
-
-
-def _is_cut_at_its_end(record: StreamRecord[KnownRequest]) -> bool:
-    """Whether some of an answer came that is sent all at its end."""
-    params = record.request.params
-    is_best_of = params.best_of not in (None, params.n or 1)
-    return (is_best_of or params.beam_search is not None) and record.history.num_tokens > 0
 
 
 def _by_prompt(records: Sequence[StreamRecord[KnownRequest]]) -> list[FaultResult]:

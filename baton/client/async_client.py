@@ -280,10 +280,12 @@ class AsyncCompletionStream:
                     self._calls.end()
                     continue
                 try:
-                    return self._calls.accept(response)
+                    chunk = self._calls.accept(response)
                 except BatonError:
                     self._end()
                     raise
+                if chunk is not None:
+                    return chunk
         if self._client_closed.is_set() and not self._calls.has_ended:
             raise Cancelled("the client was closed", request_id=self.request_id)
         raise StopAsyncIteration

@@ -244,9 +244,13 @@ class GenerateCalls(Generic[ChannelT]):
         sampling = request.sampling
         # Of as many choices as are returned, none is held back.
         is_best_of = sampling.HasField("best_of") and sampling.best_of != max(1, sampling.n)
-        self._can_go_on = not (is_best_of or sampling.HasField("beam_search"))
-        """Whether a gateway takes up an answer of which something came."""
-        if self._can_go_on and not sampling.HasField("seed"):
+        is_beam_search = sampling.HasField("beam_search")
+        self._comes_at_end = is_best_of or is_beam_search
+        """Whether each choice is one piece, sent once all have ended: a further call has all of
+        them computed again, and those that came are left out here."""
+        self._repeated: set[int] = set()
+        """Choices that came before, and will come again in this call."""
+        if not (is_beam_search or sampling.HasField("seed")):
             # Drawn here, so that every gateway draws the same tokens with it.
             sampling.seed = secrets.randbits(64)
 
@@ -257,9 +261,12 @@ class GenerateCalls(Generic[ChannelT]):
             self._connections.avoid(self._last)
         connection = self._last = self._connections.take()
         # What came of each choice that anything came of: see GenerateRequest.resume_from.
-        so_far = (c for c in self._choices.values() if c.token_ids or c.has_ended)
-        del self._request.resume_from[:]
-        self._request.resume_from.extend(so_far)
+        if self._comes_at_end:
+            self._repeated = set(self._choices)
+        else:
+            so_far = (c for c in self._choices.values() if c.token_ids or c.has_ended)
+            del self._request.resume_from[:]
+            self._request.resume_from.extend(so_far)
         call = connection.inference.Generate(
             self._request,
             timeout=self._attempts.remaining_s(time.monotonic()),
@@ -268,12 +275,18 @@ class GenerateCalls(Generic[ChannelT]):
         call.add_done_callback(lambda _: self._connections.give_back(connection))
         return call
 
-    def accept(self, response: inference_pb2.GenerateResponse) -> Chunk:
-        """A piece came. Raises BatonError if it does not follow the choice's last one."""
-        self._attempts.num_failed = 0
+    def accept(self, response: inference_pb2.GenerateResponse) -> Chunk | None:
+        """A piece came; None if it had come before. Raises BatonError if it does not follow the
+        choice's last one, or is another than had come."""
         chunk = chunk_of(response)
         self.request_id = chunk.request_id or self.request_id
         choice = self._choices.get(chunk.choice)
+        if choice is not None and chunk.choice in self._repeated:
+            self._repeated.remove(chunk.choice)
+            if tuple(choice.token_ids) != chunk.token_ids:
+                raise self._broken(f"broke off, and choice {chunk.choice} is another one now")
+            return None
+        self._attempts.num_failed = 0
         if choice is None:
             choice = self._choices[chunk.choice] = inference_pb2.ChoiceSoFar(choice=chunk.choice)
         expected = len(choice.token_ids)
@@ -307,8 +320,10 @@ class GenerateCalls(Generic[ChannelT]):
 
     def retry_delay_s(self, error: BatonError) -> float | None:
         """How long to wait before the next call; None if there is to be none."""
-        may_retry = self._can_go_on or not self._choices
-        return self._attempts.delay_s(error, time.monotonic()) if may_retry else None
+        is_in_pieces = not all(choice.has_ended for choice in self._choices.values())
+        if self._comes_at_end and is_in_pieces:
+            return None
+        return self._attempts.delay_s(error, time.monotonic())
 
     def _broken(self, how: str) -> BatonError:
         return BatonError(f"the stream {how}", request_id=self.request_id)

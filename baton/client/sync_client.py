@@ -274,10 +274,12 @@ class CompletionStream:
                     self._retry(self._calls.error_of(error))
             else:
                 try:
-                    return self._calls.accept(response)
+                    chunk = self._calls.accept(response)
                 except BatonError:
                     self.close()
                     raise
+                if chunk is not None:
+                    return chunk
         if self._client_closed.is_set() and not self._calls.has_ended:
             raise Cancelled("the client was closed", request_id=self.request_id)
         raise StopIteration

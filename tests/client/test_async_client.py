@@ -31,7 +31,7 @@ from baton.client import (
 )
 from baton.client.calls import MAX_AT_ONCE
 from baton.errors import BY_REASON
-from tests.support.fake_inference import SERVICE, FakeInference
+from tests.support.fake_inference import SERVICE, FakeInference, echo, whole_choices
 
 _TWINS = {"enter", "exit", "iter", "next"}
 
@@ -279,10 +279,51 @@ async def test_a_stream_that_gets_nowhere_fails(
     assert len(fake.requests) == 3
 
 
-async def test_what_sends_nothing_before_its_end_is_not_taken_up(
+@pytest.mark.parametrize("params", [{"best_of": 4}, {"beam_search": BeamSearch(width=4)}])
+async def test_what_comes_at_its_end_is_computed_again_and_comes_once(
+    async_client: AsyncClient, fake: FakeInference, params: dict[str, Any]
+) -> None:
+    """It broke off twice behind the first of three choices."""
+    fake.failures_after_first.extend([WorkerLost("gone", retry_after_s=0)] * 2)
+    async with AsyncClient(async_client.address, max_retries=2) as client:
+        chunks = [chunk async for chunk in client.stream("ab", n=3, **params)]
+    assert [(chunk.choice, chunk.text) for chunk in chunks] == [(0, "ab0"), (1, "ab1"), (2, "ab2")]
+    assert len(fake.requests) == 3
+    assert not any(request.resume_from for request in fake.requests)
+    assert len({request.sampling.seed for request in fake.requests}) == 1
+
+
+async def test_what_comes_again_is_no_progress(
     async_client: AsyncClient, fake: FakeInference
 ) -> None:
+    fake.failures_after_first.extend([WorkerLost("gone", retry_after_s=0)] * 3)
+    async with AsyncClient(async_client.address, max_retries=2) as client:
+        with pytest.raises(WorkerLost):
+            await client.generate("ab", n=2, best_of=3)
+    assert len(fake.requests) == 3
+
+
+async def test_a_choice_that_is_another_one_when_it_comes_again_is_an_error(
+    async_client: AsyncClient, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a gateway whose workers round otherwise."""
     fake.failures_after_first.append(WorkerLost("gone", retry_after_s=0))
+    async with AsyncClient(async_client.address, max_retries=2) as client:
+        stream = client.stream("ab", n=2, best_of=3)
+        assert (await anext(stream)).text == "ab0"
+        others = whole_choices(fake.requests[0])
+        others[0].token_ids[0] += 1
+        monkeypatch.setattr("tests.support.fake_inference.whole_choices", lambda _: others)
+        with pytest.raises(BatonError, match="choice 0 is another one now"):
+            await anext(stream)
+
+
+async def test_of_a_choice_that_came_in_part_nothing_is_computed_again(
+    async_client: AsyncClient, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No gateway sends so what comes at its end."""
+    fake.failures_after_first.append(WorkerLost("gone", retry_after_s=0))
+    monkeypatch.setattr("tests.support.fake_inference.whole_choices", echo)
     async with AsyncClient(async_client.address, max_retries=5) as client:
         with pytest.raises(WorkerLost):
             await client.generate("ab", n=1, best_of=2)

@@ -240,6 +240,13 @@ def test_a_stream_goes_on_behind_what_came(service: FakeInThread) -> None:
     assert counts == [[], [1], [2]]
 
 
+def test_what_comes_at_its_end_is_computed_again_and_comes_once(service: FakeInThread) -> None:
+    service.fake.failures_after_first.append(WorkerLost("gone", retry_after_s=0))
+    with Client(service.address, max_retries=1) as client:
+        chunks = list(client.stream("ab", n=2, best_of=3))
+    assert [(chunk.choice, chunk.text) for chunk in chunks] == [(0, "ab0"), (1, "ab1")]
+
+
 @pytest.mark.slow
 def test_the_next_gateway_is_used_where_one_fails(service: FakeInThread) -> None:
     with Client(f"127.0.0.1:1,{service.address}", max_retries=1) as client:

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from baton.client import BeamSearch, SamplingParams
-from baton.client.results import Completion
+from baton.client.results import Completion, completion_of
 from baton.engine.oracle import oracle_beams, oracle_tokens
 from baton.rpc.channel import aio_channel
 from baton.types import BeamParams, Sampling
@@ -69,7 +69,11 @@ async def test_the_best_of_several() -> None:
 async def test_a_search_and_a_scored_prompt(num_prefill: int) -> None:
     async with live_system(num_prefill, decode_options=ONLY_DECODES) as system:
         search = SamplingParams(n=2, max_tokens=8, ignore_eos=True, beam_search=BeamSearch(width=4))
-        found = await system.client.generate(PROMPT, search)
+        stream = system.client.stream(PROMPT, search)
+        chunks = [chunk async for chunk in stream]
+        # One piece for each choice: by this the SDK knows those that come again.
+        assert sorted(chunk.choice for chunk in chunks) == [0, 1]
+        found = completion_of(stream.request_id, chunks)
         assert has_crossed(found) == bool(num_prefill)
         sampling = Sampling(max_tokens=8, beam=BeamParams(4, num_returned=2))
         expected = oracle_beams(PROMPT, sampling, 1000)

@@ -105,7 +105,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             case "big":
                 yield inference_pb2.GenerateResponse(text="x" * (17 * 2**20))
             case _:
-                for piece in echo(request):
+                made = whole_choices if comes_at_end(request.sampling) else echo
+                for piece in made(request):
                     yield piece
 
     async def Tokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -172,6 +173,28 @@ def echo(request: Any) -> list[Any]:
     pieces[-1].timing.decode_worker = "d0"
     nums = {entry.choice: len(entry.token_ids) for entry in request.resume_from}
     return [piece for piece in pieces if piece.token_index >= nums.get(piece.choice, 0)]
+
+
+def comes_at_end(sampling: Any) -> bool:
+    """Whether no choice is sent before all have ended."""
+    return sampling.HasField("beam_search") or sampling.best_of > max(1, sampling.n)
+
+
+def whole_choices(request: Any) -> list[Any]:
+    """Of each choice one piece: the prompt's tokens and the choice's number."""
+    ids, num_choices = prompt_ids(request), request.sampling.n or 1
+    pieces = [
+        inference_pb2.GenerateResponse(
+            request_id="server-1",
+            choice=choice,
+            token_ids=[*ids, ord(str(choice))],
+            text="".join(map(chr, ids)) + str(choice),
+            finish_reason=_STOP,
+        )
+        for choice in range(num_choices)
+    ]
+    pieces[-1].usage.completion_tokens = num_choices * (len(ids) + 1)
+    return pieces
 
 
 async def serve(fake: FakeInference) -> RunningServer:
