@@ -21,25 +21,32 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
 from pathlib import Path
+from typing import Protocol
 
-import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError
 
 from baton.client import AsyncClient
 from baton.config import ServeOptions
-from baton.rpc.channel import aio_channel
-from baton.rpc.status import BROKEN_AT_ITS_BEGINNING
+from baton.supervisor import Cluster
+from baton.supervisor.log_lines import forward_to_stderr
+from baton.supervisor.plan import ChildSpec
 from baton.v1 import sequence_pb2, sequence_service_pb2
-from bench.fault_proxy import ProxiedCluster
 from bench.machine import BUNDLED_MODEL
 from bench.oracle_requests import draw_request
+from tests.fuzz.raw_clients import NO_STATUS, GrpcConnection, HttpConnection, grpc_frame
+from tests.support.metrics_page import free_ports
 
 CORPUS = Path(__file__).parent / "corpus"
 CONCURRENCY = 8
+
+#: Calls at once of each connection, and messages of a call that takes many.
+AT_ONCE, MESSAGES_AT_ONCE = 8, 64
 CALL_S = 10.0
 DOORS = (
     "gateway, gRPC",
@@ -51,9 +58,11 @@ DOORS = (
 #: How much more memory a process may take than early in the run, in MiB.
 MAX_GROWTH_MIB = 64.0
 
-_BAD_CODES = frozenset(
-    {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE}
-)
+_BAD_CODES = frozenset({"INTERNAL", "UNKNOWN", "UNAVAILABLE", NO_STATUS})
+_SERVE = "/baton.v1.SequenceService/Serve"
+
+#: What a mutation makes of the number of choices, each of which has a handle, is below this.
+_HANDLE_BITS = 32
 #: By the corpus's letter.
 _HTTP_PATHS = {
     b"c": "/v1/chat/completions",
@@ -65,21 +74,33 @@ _HTTP_PATHS = {
 #: Python's own, and those that baton.rpc.interceptor logs, which leave messages out.
 _TRACEBACK = re.compile(r'Traceback|File \\?"')
 
-Call = Callable[[random.Random], Awaitable[str]]
+
+class Knocker(Protocol):
+    """Makes malformed calls at one door. Owns its connection."""
+
+    async def knock(self, rng: random.Random) -> Mapping[str, int]:
+        """How many ended how, "!" before it if none may end so."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class Door:
-    """One of them. call: makes a malformed call; how it ended, "!" before it if it may not end so.
-    ends: how often it ended how."""
+    """One of them. make: a knocker. ends: how many calls ended how."""
 
     name: str
-    call: Call
+    make: Callable[[], Knocker]
     ends: Counter[str] = field(default_factory=Counter)
 
-    async def knock(self, rng: random.Random, until_s: float) -> None:
-        while time.monotonic() < until_s:
-            self.ends[await self.call(rng)] += 1
+    async def knock(self, rng: random.Random, until_s: float, most: float) -> None:
+        """Until a time, or until there were `most` calls."""
+        knocker = self.make()
+        try:
+            while time.monotonic() < until_s and self.ends.total() < most:
+                self.ends.update(await knocker.knock(rng))
+        finally:
+            knocker.close()
 
     @property
     def is_sound(self) -> bool:
@@ -116,86 +137,132 @@ def seeds_of(name: str) -> list[bytes]:
     return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
 
 
-def grpc_call(channel: grpc.aio.Channel, seeds: Sequence[tuple[str, bytes]]) -> Call:
-    """seeds: a method's path and a message."""
+class GrpcKnocker:
+    """Calls at once on a connection of its own, of one message each; and, in between, calls of many
+    messages that are read to their end, if it has any."""
 
-    async def call(rng: random.Random) -> str:
-        path, seed = rng.choice(seeds)
-        method = channel.stream_stream(path, request_serializer=bytes, response_deserializer=bytes)
-        stream = method(timeout=CALL_S)
+    def __init__(
+        self, port: int, seeds: Sequence[tuple[str, bytes]], openings: Sequence[bytes] = ()
+    ) -> None:
+        """seeds: a method's path and a message. openings: commands to a worker."""
+        self._port = port
+        self._seeds = seeds
+        self._openings = openings
+        self._connection: GrpcConnection | None = None
+
+    async def knock(self, rng: random.Random) -> Counter[str]:
+        knocks = [self._one(*rng.choice(self._seeds), rng) for _ in range(AT_ONCE)]
+        if self._openings:
+            knocks.append(self._many(rng))
+        ends: Counter[str] = Counter()
+        for each in await asyncio.gather(*knocks):
+            ends.update(each)
+        return ends
+
+    async def _one(self, path: str, seed: bytes, rng: random.Random) -> Counter[str]:
+        # The first piece of an answer is enough: it may have become right, and go on for long.
+        message = grpc_frame(mutated(rng, seed))
+        return Counter([await self._call(path, message, is_whole=False)])
+
+    async def _many(self, rng: random.Random) -> Counter[str]:
+        """Those that are a message, with numbers of their own: a stream ends with what is none, or
+        has an earlier one's number, and what follows is not read."""
+        messages = []
+        for number in range(MESSAGES_AT_ONCE):
+            message = sequence_service_pb2.ServeRequest()
+            with suppress(DecodeError):
+                message.ParseFromString(mutated(rng, rng.choice(self._openings)))
+            if message.HasField("open"):
+                message.open.handle = number << _HANDLE_BITS
+                messages.append(grpc_frame(message.SerializeToString()))
+        end = await self._call(_SERVE, b"".join(messages), is_whole=True)
+        return Counter({end: len(messages) if end == "OK" else 1})
+
+    async def _call(self, path: str, messages: bytes, *, is_whole: bool) -> str:
+        """How it ended, "!" before it if it may not end so."""
+        if self._connection is None or not self._connection.is_open:
+            _, self._connection = await asyncio.get_running_loop().create_connection(
+                GrpcConnection, "127.0.0.1", self._port
+            )
         try:
-            await stream.write(mutated(rng, seed))
-            await stream.done_writing()
-            # The first of what follows: it may have become right, and go on for long.
-            await stream.read()
-        except grpc.aio.AioRpcError as error:
-            # Neither end's keepalive is answered in time where the machine does too much else.
-            details = str(error.details())
-            if "ping_timeout" in details or details == BROKEN_AT_ITS_BEGINNING:
-                return "cut by keepalive"
-            if error.code() in _BAD_CODES:
-                return f"!{error.code().name} ({error.details()})"
-            return error.code().name
-        except grpc.aio.InternalError:
-            # What grpc raises where a call ended while its end was being written: it does not say
-            # how.
-            return "ended while it was written"
-        finally:
-            stream.cancel()
-        return "answered"
-
-    return call
-
-
-def http_call(address: str, seeds: Sequence[bytes]) -> Call:
-    host, _, port = address.rpartition(":")
-
-    async def call(rng: random.Random) -> str:
-        seed = rng.choice(seeds)
-        body = mutated(rng, seed[1:])
-        path = _HTTP_PATHS[seed[:1]]
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n".encode()
-        request = head + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body
-        if rng.random() < 0.1:
-            request = mutated(rng, request)
-        reader, writer = await asyncio.open_connection(host, int(port))
-        try:
-            writer.write(request)
-            writer.write_eof()
-            line = await asyncio.wait_for(reader.readline(), CALL_S)
-        except OSError:
-            return "hung up"
+            async with asyncio.timeout(CALL_S):
+                end = await self._connection.call(path, messages, is_whole=is_whole)
         except TimeoutError:
             return "!silent"
-        finally:
-            writer.transport.abort()
-        status = line.split(b" ")[1].decode() if line.startswith(b"HTTP/") else "hung up"
-        return f"{'!' * status.startswith('5')}{status}"
+        except OSError:
+            return "cut off"
+        return f"!{end}" if end in _BAD_CODES else end
 
-    return call
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
 
-def kv_call(port: int, seeds: Sequence[bytes]) -> Call:
-    async def call(rng: random.Random) -> str:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+class HttpKnocker:
+    """Requests one after the other on a connection of its own; some with their heads malformed,
+    each of which is its connection's last."""
+
+    def __init__(self, address: str, seeds: Sequence[bytes]) -> None:
+        host, _, port = address.rpartition(":")
+        self._host = host
+        self._seeds = seeds
+        self._connection = HttpConnection(host, int(port))
+
+    async def knock(self, rng: random.Random) -> Counter[str]:
+        seed = rng.choice(self._seeds)
+        body = mutated(rng, seed[1:])
+        head = (
+            f"POST {_HTTP_PATHS[seed[:1]]} HTTP/1.1\r\nHost: {self._host}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        request = head.encode() + body
+        if is_last := rng.random() < 0.1:
+            request = mutated(rng, request)
         try:
-            writer.write(mutated(rng, rng.choice(seeds)))
+            async with asyncio.timeout(CALL_S):
+                line = await self._connection.send(request, is_last=is_last)
+        except TimeoutError:
+            end = "!silent"
+        except (OSError, asyncio.IncompleteReadError):
+            end = "hung up"
+        else:
+            is_answer = line.startswith(b"HTTP/")
+            status = line.split(b" ")[1].decode() if is_answer else "hung up"
+            end = f"{'!' * status.startswith('5')}{status}"
+        if is_last or not end.startswith(("2", "4")):
+            self._connection.close()
+        return Counter([end])
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class KvKnocker:
+    """A connection for each: the receiver hangs up at the first frame that is wrong."""
+
+    def __init__(self, port: int, seeds: Sequence[bytes]) -> None:
+        self._port = port
+        self._seeds = seeds
+
+    async def knock(self, rng: random.Random) -> Counter[str]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            writer.write(mutated(rng, rng.choice(self._seeds)))
             with suppress(OSError):
                 writer.write_eof()
                 await asyncio.wait_for(reader.read(), CALL_S)
         except TimeoutError:
-            return "!silent"
+            return Counter(["!silent"])
         finally:
             writer.transport.abort()
-        return "hung up"
+        return Counter(["hung up"])
 
-    return call
+    def close(self) -> None:
+        """Nothing is left open."""
 
 
-def doors_of(cluster: ProxiedCluster, channels: Sequence[grpc.aio.Channel]) -> list[Door]:
-    """channels: the gateway's, then the workers'. Drain and SetRole are left out: what parses does
-    what it says."""
-    gateway, *workers = channels
+def doors_of(cluster: DoorCluster) -> list[Door]:
+    """Drain and SetRole are left out: what parses does what it says."""
     own = "/baton.v1.InferenceService"
     methods = {b"t": "Tokenize", b"d": "Detokenize"}
     requests = [
@@ -214,21 +281,46 @@ def doors_of(cluster: ProxiedCluster, channels: Sequence[grpc.aio.Channel]) -> l
         for sequence in sequences
         for source in (1, 2)
     ]
-    inner = [("/baton.v1.SequenceService/Serve", message) for message in opens]
+    inner = [(_SERVE, message) for message in opens]
     inner += [
         (f"/baton.v1.WorkerService/{name}", b"\x08\x01")
         for name in ("GetWorkerInfo", "WatchLoad", "ListBlocks")
     ]
-    calls = [
-        grpc_call(gateway, requests),
-        http_call(cluster.http_address, seeds_of("http_bodies")),
-        *(grpc_call(channel, inner) for channel in workers),
-        kv_call(cluster.links["kv decode-0"].port, seeds_of("kv_frames")),
+    ports = {name: int(cluster.address_of(name).rpartition(":")[2]) for name in cluster.names}
+    makers: list[Callable[[], Knocker]] = [
+        partial(GrpcKnocker, ports["gateway"], requests),
+        partial(HttpKnocker, cluster.http_address, seeds_of("http_bodies")),
+        partial(GrpcKnocker, ports["prefill-0"], inner, opens),
+        partial(GrpcKnocker, ports["decode-0"], inner, opens),
+        partial(KvKnocker, cluster.kv_port, seeds_of("kv_frames")),
     ]
-    return [Door(name, call) for name, call in zip(DOORS, calls, strict=True)]
+    return [Door(name, make) for name, make in zip(DOORS, makers, strict=True)]
 
 
-def memory_mib(cluster: ProxiedCluster) -> dict[str, float]:
+class DoorCluster(Cluster):
+    """Its log lines are kept, and the decode worker's KV port is known."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        super().__init__(options, on_line=self._take_line)
+        self.log_lines: list[str] = []
+        (self.kv_port,) = free_ports(1)
+
+    def _take_line(self, name: str, line: str) -> None:
+        self.log_lines.append(line)
+        forward_to_stderr(name, line)
+
+    async def _start_all(
+        self, workers: tuple[ChildSpec, ...], gateways: tuple[ChildSpec, ...]
+    ) -> None:
+        kv_port = f"--kv-port={self.kv_port}"
+        known = [
+            replace(spec, arguments=(kv_port, *spec.arguments)) if spec.name == "decode-0" else spec
+            for spec in workers
+        ]
+        await super()._start_all(tuple(known), gateways)
+
+
+def memory_mib(cluster: DoorCluster) -> dict[str, float]:
     """Resident, of each process."""
     sizes = {}
     for name in cluster.names:
@@ -261,8 +353,10 @@ class Report:
         ]
 
 
-async def knock_at(names: Sequence[str], seconds: float, seed: int) -> Report:
-    """names: of `DOORS`, all at once."""
+async def knock_at(
+    names: Sequence[str], seconds: float, seed: int, num_calls: float = inf
+) -> Report:
+    """names: of `DOORS`, all at once. num_calls: of each, at most."""
     options = ServeOptions(
         model=BUNDLED_MODEL,
         engine="oracle",
@@ -272,30 +366,23 @@ async def knock_at(names: Sequence[str], seconds: float, seed: int) -> Report:
         port=0,
         log_level="warning",
     )
-    async with (
-        ProxiedCluster(options) as cluster,
-        aio_channel(cluster.address) as gateway,
-        aio_channel(cluster.address_of("prefill-0")) as prefill,
-        aio_channel(cluster.address_of("decode-0")) as decode,
-        AsyncClient(cluster.address) as client,
-    ):
+    async with DoorCluster(options) as cluster, AsyncClient(cluster.address) as client:
         pids = {name: cluster.pid_of(name) for name in cluster.names}
-        all_doors = doors_of(cluster, (gateway, prefill, decode))
-        doors = [door for door in all_doors if door.name in names]
+        doors = [door for door in doors_of(cluster) if door.name in names]
         rng = random.Random(seed)
         start_s = time.monotonic()
 
-        async def knock(until_s: float) -> dict[str, float]:
+        async def knock(until_s: float, most: float) -> dict[str, float]:
             knocks = (
-                door.knock(random.Random(rng.random()), until_s)
+                door.knock(random.Random(rng.random()), until_s, most)
                 for door in doors
                 for _ in range(CONCURRENCY)
             )
             await asyncio.gather(*knocks)
             return memory_mib(cluster)
 
-        early = await knock(start_s + seconds / 10)
-        late = await knock(start_s + seconds)
+        early = await knock(start_s + seconds / 10, num_calls / 10)
+        late = await knock(start_s + seconds, num_calls)
         wrong = [f"{name} died" for name, pid in pids.items() if cluster.pid_of(name) != pid]
         wrong += [
             f"{name} grew from {early[name]:.0f} to {late[name]:.0f} MiB"
@@ -321,10 +408,15 @@ async def knock_at(names: Sequence[str], seconds: float, seed: int) -> Report:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--calls", type=int, default=1_000_000, help="at each door, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--door", action="append", choices=DOORS, help="all if none is given")
     arguments = parser.parse_args()
-    report = asyncio.run(knock_at(arguments.door or DOORS, arguments.seconds, arguments.seed))
+    report = asyncio.run(
+        knock_at(
+            arguments.door or DOORS, arguments.seconds, arguments.seed, num_calls=arguments.calls
+        )
+    )
     print(*report.rows(), *report.wrong, sep="\n")
     return 1 if report.wrong else 0
 

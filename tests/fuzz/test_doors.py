@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
+from math import inf
 
 import pytest
 
@@ -34,13 +36,17 @@ def test_most_of_what_is_sent_is_no_longer_the_seed() -> None:
 def test_one_bad_end_is_enough(end: str, is_sound: bool) -> None:
     ends = iter([*["INVALID_ARGUMENT"] * 5, end])
 
-    async def call(_: random.Random) -> str:
-        return next(ends)
+    class Knocker:
+        async def knock(self, _: random.Random) -> Counter[str]:
+            return Counter([next(ends)])
+
+        def close(self) -> None:
+            """Nothing is open."""
 
     async def knock() -> Door:
-        door = Door("a door", call)
+        door = Door("a door", Knocker)
         with pytest.raises(RuntimeError):  # no further ends
-            await door.knock(random.Random(1), float("inf"))
+            await door.knock(random.Random(1), inf, inf)
         return door
 
     door = asyncio.run(knock())

@@ -13,47 +13,33 @@ from baton.client import AsyncClient
 from baton.errors import BatonError, WorkerLost
 from baton.rpc.channel import MAX_CONCURRENT_STREAMS
 from tests.support.fake_inference import SERVICE, FakeInference, serve
+from tests.support.http2 import (
+    ACK,
+    CANCEL,
+    END_HEADERS,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    frame,
+    header_block,
+)
 
 #: Streams that the attacker opens and resets, and calls of others that run meanwhile.
 NUM_RESETS, NUM_OTHERS = 5_000, 40
-
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_HEADERS, _RST_STREAM, _SETTINGS, _PING = 1, 3, 4, 6
-_END_HEADERS, _CANCEL = 4, 8
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """RFC 9113, 4.1."""
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-
-def header_block(**extra: str) -> bytes:
-    """RFC 7541, 6.2.2: literal fields that are not indexed, nothing compressed."""
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": f"/{SERVICE}/Generate",
-        ":authority": "x",
-        "content-type": "application/grpc",
-        "te": "trailers",
-        **extra,
-    }
-    return b"".join(
-        b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
-        for name, value in fields.items()
-    )
 
 
 async def reset_rapidly(port: int) -> None:
     """Returns when the server has taken it all, or closed the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     reading = asyncio.create_task(reader.read())
-    writer.write(_PREFACE + frame(_SETTINGS, 0, 0, b""))
-    headers, reset = header_block(), struct.pack(">I", _CANCEL)
+    writer.write(PREFACE + frame(SETTINGS, 0, 0, b""))
+    headers, reset = header_block(f"/{SERVICE}/Generate"), struct.pack(">I", CANCEL)
     try:
         for stream in range(1, 2 * NUM_RESETS, 2):
-            writer.write(frame(_HEADERS, _END_HEADERS, stream, headers))
-            writer.write(frame(_RST_STREAM, 0, stream, reset))
+            writer.write(frame(HEADERS, END_HEADERS, stream, headers))
+            writer.write(frame(RST_STREAM, 0, stream, reset))
             await writer.drain()
     except ConnectionError:
         pass
@@ -110,17 +96,17 @@ async def test_a_cancel_that_nobody_asked_for_may_be_tried_again() -> None:
     async def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A server that resets every call, until its client leaves."""
         with suppress(asyncio.IncompleteReadError, ConnectionError), closing(writer):
-            await reader.readexactly(len(_PREFACE))
-            writer.write(frame(_SETTINGS, 0, 0, b""))
+            await reader.readexactly(len(PREFACE))
+            writer.write(frame(SETTINGS, 0, 0, b""))
             while True:
                 head = await reader.readexactly(9)
                 kind, is_answer = head[3], head[4]
                 payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
-                if kind in (_SETTINGS, _PING) and not is_answer:
-                    writer.write(frame(kind, 1, 0, payload if kind == _PING else b""))
-                elif kind == _HEADERS:
+                if kind in (SETTINGS, PING) and not is_answer:
+                    writer.write(frame(kind, ACK, 0, payload if kind == PING else b""))
+                elif kind == HEADERS:
                     stream = int.from_bytes(head[5:], "big")
-                    writer.write(frame(_RST_STREAM, 0, stream, struct.pack(">I", _CANCEL)))
+                    writer.write(frame(RST_STREAM, 0, stream, struct.pack(">I", CANCEL)))
 
     server = await asyncio.start_server(drop, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
