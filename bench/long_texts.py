@@ -1,17 +1,19 @@
-"""How long others are silent while the gateway is given a text of a megabyte, or of ten.
+"""How long others are silent while the gateway is given a text of a megabyte, or of ten, or as many
+token ids as its model takes.
 
     python -m bench.long_texts [--num-streams 8]
 
 A gateway before a token source, which emits a token of each stream every 5 ms; the model takes a
-million tokens. Each text is sent by a process of its own, by gRPC and by HTTP, as words and as one
-word without end, and the longest silence of any of the streams until it was answered, and for half
-a second more, is printed, beside that of as many seconds without such a text.
+million tokens. Each prompt is sent by a process of its own, by gRPC and by HTTP: words, one word
+without end, and ids. The longest silence of any of the streams until it was answered, and for half
+a second more, is printed, beside that of some seconds without such a prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import shutil
 import sys
@@ -33,8 +35,30 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from bench.host_gateway import SOURCE
 from bench.machine import BUNDLED_MODEL
 
-SIZES = (1_000_000, 10_000_000)
 TEXTS = {"words": "a word and another one, ", "one word": "x"}
+
+
+@dataclass(frozen=True, slots=True)
+class Long:
+    """A prompt. text: of `TEXTS`, repeated to so many characters; "" for so many token ids."""
+
+    text: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.size / 1e6:g} MB, {self.text}" if self.text else f"{self.size:,} token ids"
+
+    def made(self) -> str | list[int]:
+        if not self.text:
+            return [i % 1000 for i in range(self.size)]
+        unit = TEXTS[self.text]
+        return unit * (self.size // len(unit))
+
+
+PROMPTS = (
+    *(Long(text, size) for size in (1_000_000, 10_000_000) for text in TEXTS),
+    *(Long("", size) for size in (100_000, 1_000_000)),
+)
 STEP_MS = 5.0
 #: Tokens that the model takes, and of each stream: none ends within a measurement.
 _MODEL_LEN = 1 << 20
@@ -65,11 +89,14 @@ class Silences:
         return longest_s * 1e3
 
 
-def send(door: str, address: str, text: str) -> str:
+def send(door: str, address: str, prompt: str | list[int]) -> str:
     """What became of a prompt of which one token is asked for."""
     if door == "gRPC":
         request = inference_pb2.GenerateRequest()
-        request.prompt.text = text
+        if isinstance(prompt, str):
+            request.prompt.text = prompt
+        else:
+            request.prompt.token_ids.ids.extend(prompt)
         request.sampling.max_tokens = 1
         with sync_channel(address) as channel:
             try:
@@ -84,7 +111,7 @@ def send(door: str, address: str, text: str) -> str:
     connection.request(
         "POST",
         "/v1/completions",
-        json.dumps({"prompt": text, "max_tokens": 1}),
+        json.dumps({"prompt": prompt, "max_tokens": 1}),
         {"content-type": "application/json"},
     )
     answer = connection.getresponse()
@@ -95,10 +122,11 @@ def send(door: str, address: str, text: str) -> str:
     return f"{answer.status}: {body['error']['message']}"
 
 
-async def send_elsewhere(door: str, address: str, text: str, size: int) -> tuple[str, float]:
+async def send_elsewhere(door: str, address: str, prompt: Long) -> tuple[str, float]:
     """As `send`, by another process; and how many seconds it took."""
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.long_texts", "--send", door, address, text, str(size)),
+        *(sys.executable, "-m", "bench.long_texts", "--send", door, address),
+        *(prompt.text, str(prompt.size)),
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await child.communicate()
@@ -128,28 +156,25 @@ async def gateway_of_a_long_model(folder: Path) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-async def measure(cluster: Cluster, num_streams: int, sizes: Sequence[int]) -> None:
-    """Prints a row for each text."""
+async def measure(cluster: Cluster, num_streams: int, prompts: Sequence[Long]) -> None:
+    """Prints a row for each prompt and door."""
     silences = Silences()
     async with aio_channel(cluster.address) as channel, asyncio.TaskGroup() as group:
         listeners = [group.create_task(silences.listen(channel)) for _ in range(num_streams)]
         await asyncio.sleep(1.0)
         silences.take_ms()
         await asyncio.sleep(_ALONE_S)
-        print("| Text | Door | Longest silence, ms | Seconds | What became of it |")
+        print("| Prompt | Door | Longest silence, ms | Seconds | What became of it |")
         print(f"|---|---|---|---|---|\n| none | | {silences.take_ms():.0f} | {_ALONE_S:.1f} | |")
         doors = {"gRPC": cluster.address, "HTTP": cluster.http_address}
-        for size in sizes:
-            for name, text in TEXTS.items():
-                for door, address in doors.items():
-                    silences.take_ms()
-                    outcome, seconds = await send_elsewhere(door, address, text, size)
-                    await asyncio.sleep(_AFTER_S)
-                    print(
-                        f"| {size / 1e6:g} MB, {name} | {door} | {silences.take_ms():.0f} "
-                        f"| {seconds:.1f} | {outcome} |",
-                        flush=True,
-                    )
+        for prompt, (door, address) in itertools.product(prompts, doors.items()):
+            silences.take_ms()
+            outcome, seconds = await send_elsewhere(door, address, prompt)
+            await asyncio.sleep(_AFTER_S)
+            print(
+                f"| {prompt} | {door} | {silences.take_ms():.0f} | {seconds:.1f} | {outcome} |",
+                flush=True,
+            )
         for listener in listeners:
             listener.cancel()
 
@@ -157,7 +182,7 @@ async def measure(cluster: Cluster, num_streams: int, sizes: Sequence[int]) -> N
 async def _run(num_streams: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with gateway_of_a_long_model(Path(folder)) as cluster:
-            await measure(cluster, num_streams, SIZES)
+            await measure(cluster, num_streams, PROMPTS)
 
 
 def main() -> None:
@@ -167,9 +192,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.send:
         door, address, text, size = arguments.send
-        whole = text * (int(size) // len(text))
+        prompt = Long(text, int(size)).made()
         begin_s = time.perf_counter()
-        outcome = send(door, address, whole)
+        outcome = send(door, address, prompt)
         print(json.dumps([outcome, time.perf_counter() - begin_s]))
         return
     asyncio.run(_run(arguments.num_streams))

@@ -25,7 +25,7 @@ from gateway.intake.chat import ChatRenderer, more_of
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.request import ValidatedRequest
 from gateway.intake.token_bytes import ends_with
-from gateway.intake.tokenizer import Tokenizer, TooManyTokens, let_others_run
+from gateway.intake.tokenizer import Tokenizer, TooManyTokens, as_tuple, let_others_run
 from gateway.intake.validator import (
     Ids,
     Tokenized,
@@ -193,7 +193,10 @@ class Serving:
         record: RequestRecord,
     ) -> ValidatedRequest:
         facts, params = self.facts, request.sampling
+        num_given = len(request.prompt.token_ids.ids)
+        await let_others_run(num_given)
         check_request(request, facts)
+        await let_others_run(num_given)
         started_s = self._clock()
         prompt_token_ids = await self._tokenize(request.prompt, facts)
         await let_others_run(len(prompt_token_ids))
@@ -215,7 +218,9 @@ class Serving:
         )
         echo_text = await self._echo_text(request, prompt_token_ids) if params.echo else None
         tokenized = Tokenized(prompt_token_ids, bad_words, grammar, echo_text)
-        return resolve(request, tokenized, facts, ids)
+        validated = resolve(request, tokenized, facts, ids)
+        await let_others_run(len(prompt_token_ids))
+        return validated
 
     def _with_free_text_of(
         self, output: sampling_pb2.StructuredOutput, prompt_token_ids: Sequence[int]
@@ -254,7 +259,7 @@ class Serving:
                 messages = [(message.role, message.content) for message in prompt.chat.messages]
                 text = await self._chat.render(messages, more_of(prompt.chat))
             case _:
-                return tuple(prompt.token_ids.ids)
+                return await as_tuple(prompt.token_ids.ids)
         # A template has written the special tokens already.
         is_bare = kind == "text" and not prompt.omit_special_tokens
         most = facts.max_prompt_tokens

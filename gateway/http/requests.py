@@ -12,6 +12,7 @@ import contextlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from pydantic import (
@@ -381,12 +382,12 @@ def check_token_ids(field: str, token_ids: Sequence[Any]) -> None:
         array("I", token_ids)  # far sooner than a look at each: a prompt may have a million
         if bool not in set(map(type, token_ids)):
             return
-    wrong = [(i, t) for i, t in enumerate(token_ids) if type(t) is not int or not 0 <= t < 2**32]
-    if wrong:
+    wrong = (i for i, t in enumerate(token_ids) if type(t) is not int or not 0 <= t < 2**32)
+    if shown := tuple(islice(wrong, MAX_SHOWN)):
         raise InvalidRequest.of(
             *(
-                FieldViolation(f"{field}[{i}]", f"{shown_value(t)}: must be a token id")
-                for i, t in wrong[:MAX_SHOWN]
+                FieldViolation(f"{field}[{i}]", f"{shown_value(token_ids[i])}: must be a token id")
+                for i in shown
             )
         )
 

@@ -68,6 +68,15 @@ async def let_others_run(size: int) -> None:
         await asyncio.sleep(_PAUSE_S)
 
 
+async def as_tuple(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The same ids. Of many, others run between the pieces."""
+    made: list[int] = []
+    for begin in range(0, len(token_ids), _LONG_PIECE):
+        await let_others_run(begin)
+        made += token_ids[begin : begin + _LONG_PIECE]
+    return tuple(made)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
     """What the files say besides the tokenizer. max_model_len: of config.json; None if it does not
@@ -217,7 +226,7 @@ class Tokenizer:
             raise _refusal(text, "take too much memory") from None
         if answer["num_tokens"] > max_tokens:
             raise TooManyTokens(answer["num_tokens"])
-        return tuple(memoryview(bytes.fromhex(answer["text"])).cast("I"))
+        return await as_tuple(memoryview(bytes.fromhex(answer["text"])).cast("I"))
 
 
 def _refusal(text: str, why: str) -> BatonError:

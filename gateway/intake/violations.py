@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -86,8 +87,8 @@ def id_violations(
     """Token ids outside the vocabulary. is_map: they are the keys of a map."""
     if not token_ids or max(token_ids) < vocab_size:
         return
-    wrong = [(i, t) for i, t in enumerate(token_ids) if t >= vocab_size]
-    for index, token_id in wrong[:MAX_SHOWN]:
+    wrong = ((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
+    for index, token_id in islice(wrong, MAX_SHOWN):
         yield FieldViolation(
             f"{field}[{token_id if is_map else index}]",
             f"token id {token_id}: must be below the vocabulary's size, {vocab_size}",

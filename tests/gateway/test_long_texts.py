@@ -41,6 +41,7 @@ pytestmark = pytest.mark.slow
 
 MEGABYTE = 1_000_000
 MAX_MODEL_LEN = MEGABYTE + 2
+PIECE = 65_536
 LARGE = {"max_model_len": MAX_MODEL_LEN, "num_blocks": MAX_MODEL_LEN}
 
 
@@ -184,7 +185,8 @@ async def test_a_long_text_gives_way_between_its_pieces(
     sizes: list[int] = []
 
     async def watched(size: int) -> None:
-        sizes.append(size)
+        if size >= PIECE:  # of less, no others run
+            sizes.append(size)
         await let_others_run(size)
 
     for module in ("gateway.http.app", "gateway.intake.tokenizer", "gateway.serving"):
@@ -193,12 +195,20 @@ async def test_a_long_text_gives_way_between_its_pieces(
     request.sampling.max_tokens = 1
     async for _ in stub.Generate(request):
         pass
-    # Its text before it is written for the helper; its tokens before they are looked at.
-    assert sizes == [100_000, 100_000]
+    # Its text before it is written for the helper; its tokens in two pieces, before they are looked
+    # at, and before they go to a worker.
+    tokenized = [100_000, PIECE, 100_000, 100_000]
+    assert sizes == tokenized
     sizes.clear()
     body = json.dumps({"prompt": "x" * 100_000, "max_tokens": 1}).encode()
     connection = Connection(report.http_address)
     assert (await connection.post("/v1/completions", body)).status == 200
     connection.close()
     # Its body, too, before and after it is parsed.
-    assert sizes == [len(body), len(body), 100_000, 100_000]
+    assert sizes == [len(body), len(body), *tokenized]
+    sizes.clear()
+    request.prompt.token_ids.ids.extend([1] * 100_000)
+    async for _ in stub.Generate(request):
+        pass
+    # Token ids before and after they are looked at.
+    assert sizes == [100_000, *tokenized]
