@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import MappingProxyType
@@ -220,6 +221,15 @@ def windows_of(windows: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
     return max((window for window in windows if window), default=0), windowed
 
 
+class KvGroup(enum.IntEnum):
+    """Layers whose KV may lie apart from that of others, in memory of its own."""
+
+    ALL = 0
+    FULL = 1
+    """Those that attend to all tokens."""
+    WINDOWED = 2
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Shape, numerics and identity of a worker's KV pool.
@@ -306,34 +316,77 @@ class KvLayout:
         own = -(-(self.window - 1) // self.block_size) + 2
         return max_num_seqs * own + self.num_blocks_for(2 * max_num_batched_tokens)
 
-    def layers_of_kind(self, *, windowed: bool) -> KvLayout:
-        """Of the KV of the windowed layers alone, or of the others."""
+    def layers_of(self, group: KvGroup) -> Sequence[int]:
+        """A group's layers, ascending: a KvRange of the group numbers them from 0 on."""
+        if group is KvGroup.ALL:
+            return range(self.num_layers)
+        windowed = self.windowed_layers
+        if group is KvGroup.WINDOWED:
+            return windowed
+        return sorted({*range(self.num_layers)}.difference(windowed))
+
+    def num_layers_of(self, group: KvGroup) -> int:
+        """How many layers a group has."""
         num_windowed = len(self.windowed_layers)
-        num_layers = num_windowed if windowed else self.num_layers - num_windowed
+        match group:
+            case KvGroup.ALL:
+                return self.num_layers
+            case KvGroup.FULL:
+                return self.num_layers - num_windowed
+            case KvGroup.WINDOWED:
+                return num_windowed
+
+    def of_group(self, group: KvGroup) -> KvLayout:
+        """Of the KV of a group's layers alone."""
+        num_layers = self.num_layers_of(group)
         return replace(self, num_layers=num_layers, window=0, windowed_layers=())
 
-    def runs_of_kind(self, piece: KvRange) -> Iterator[tuple[bool, int, KvRange]]:
-        """A piece as runs of layers of one kind, in order: whether they are windowed, the number of
-        the first of them among those of its kind, and what they are of the piece."""
-        windowed = frozenset(self.windowed_layers)
-        layers = range(piece.first_layer, piece.end_layer)
-        for is_windowed, group in groupby(layers, windowed.__contains__):
-            own = list(group)
-            num_before = sum(layer < own[0] for layer in windowed)
-            number = num_before if is_windowed else own[0] - num_before
-            yield is_windowed, number, replace(piece, first_layer=own[0], num_layers=len(own))
-
-    def from_window(self, piece: KvRange, window_start: int) -> Iterator[KvRange]:
-        """`piece` without the tokens before window_start of windowed layers, in order of
-        layers."""
-        if not self.window or window_start <= piece.first_token:
+    def by_group(self, piece: KvRange) -> Iterator[KvRange]:
+        """A piece as one of each group that it has layers of; as it is if it is of one group, or no
+        layer has a window."""
+        windowed = self.windowed_layers
+        if piece.group is not KvGroup.ALL or not windowed:
             yield piece
             return
-        for is_windowed, _, run in self.runs_of_kind(piece):
-            first_token = window_start if is_windowed else piece.first_token
-            if first_token < piece.end_token:
-                num_tokens = piece.end_token - first_token
-                yield replace(run, first_token=first_token, num_tokens=num_tokens)
+        first, end = (bisect_left(windowed, at) for at in (piece.first_layer, piece.end_layer))
+        full, full_end = piece.first_layer - first, piece.end_layer - end
+        if full < full_end:
+            yield replace(piece, first_layer=full, num_layers=full_end - full, group=KvGroup.FULL)
+        if first < end:
+            yield replace(piece, first_layer=first, num_layers=end - first, group=KvGroup.WINDOWED)
+
+    def runs_of_group(self, piece: KvRange) -> Iterator[tuple[KvRange, KvRange]]:
+        """A piece as runs of neighbouring layers of one group, in order: each as a range of all
+        layers, and as one of its group."""
+        windowed = self.windowed_layers
+        layers = self.layers_of(piece.group)[piece.first_layer : piece.end_layer]
+        runs = groupby(enumerate(layers), lambda at: (at[1] in windowed, at[1] - at[0]))
+        for (is_windowed, _), found in runs:
+            own = [layer for _, layer in found]
+            num_before = bisect_left(windowed, own[0])
+            number = num_before if is_windowed else own[0] - num_before
+            run = replace(piece, num_layers=len(own), first_layer=own[0], group=KvGroup.ALL)
+            group = KvGroup.WINDOWED if is_windowed else KvGroup.FULL
+            yield run, replace(run, first_layer=number, group=group)
+
+    def from_window(
+        self, piece: KvRange, window_start: int, *, by_group: bool = False
+    ) -> Iterator[KvRange]:
+        """`piece`, of all layers, without the tokens before window_start of windowed ones.
+        by_group: cut by groups, rather than, where it must be, into runs of layers in order."""
+        parts: Iterable[tuple[KvRange, KvGroup]]
+        if by_group:
+            parts = ((part, part.group) for part in self.by_group(piece))
+        elif not self.window or window_start <= piece.first_token:
+            parts = ((piece, KvGroup.ALL),)
+        else:
+            parts = ((run, own.group) for run, own in self.runs_of_group(piece))
+        for part, group in parts:
+            start = piece.first_token
+            if group is KvGroup.WINDOWED:
+                start = max(start, window_start)
+            if start < piece.end_token:
+                yield replace(part, first_token=start, num_tokens=piece.end_token - start)
 
     def difference(self, other: KvLayout) -> tuple[str, str, str] | None:
         """(field, own value, other's value) of the first field that forbids sending KV between the
@@ -355,12 +408,13 @@ class KvLayout:
 @dataclass(frozen=True, slots=True)
 class KvRange:
     """A part of a sequence's KV, which pools copy and the KV channel moves: tokens [first_token,
-    end_token) of layers [first_layer, end_layer)."""
+    end_token) of layers [first_layer, end_layer) of a group."""
 
     first_token: int
     num_tokens: int
     first_layer: int
     num_layers: int
+    group: KvGroup = KvGroup.ALL
 
     @property
     def end_token(self) -> int:

@@ -8,14 +8,14 @@ device converts it, or the host turns each run while that is in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import xxhash
 
 from baton.engine.interface import KvPool
-from baton.types import KvRange
+from baton.types import KvGroup, KvRange
 from kv_transfer.transcoder import Transcoder
 from kv_transfer.wire_format import WireFormat, runs
 
@@ -82,6 +82,21 @@ class CheckedCopy(Protocol):
 
 
 @runtime_checkable
+class GroupedPool(Protocol):
+    """A pool whose groups of layers lie in pools of their own: see KvGroup."""
+
+    @property
+    def pools(self) -> Mapping[KvGroup, CheckingPool]:
+        """By the groups that have one, of their layers alone."""
+        ...
+
+    def ids_in(self, group: KvGroup, block_ids: Sequence[int]) -> Sequence[int]:
+        """What these blocks are in the pool of a group. Raises ValueError where a block has nothing
+        there."""
+        ...
+
+
+@runtime_checkable
 class StagingPool(Protocol):
     """A pool whose blocks may be in a device's memory, which packs a whole payload for the host."""
 
@@ -126,14 +141,20 @@ class ChunkCodec:
         self._token_layer_bytes = layout.token_layer_bytes
         self._scratch = memoryview(b"")
         is_straight = self._transcoder is None and wire.block_size == layout.block_size
-        self._viewable = (
-            pool
-            if is_straight and isinstance(pool, ViewablePool) and pool.has_block_views
-            else None
-        )
-        self._checked_copy = (
-            pool.checked_copy if self._viewable and isinstance(pool, CheckingPool) else None
-        )
+        self._grouped = pool if isinstance(pool, GroupedPool) else None
+        pools = self._grouped.pools if self._grouped else {KvGroup.ALL: pool}
+        # By group, the pool that its pieces lie together in. Pieces of other groups are taken
+        # apart by the pool.
+        self._viewable: dict[KvGroup, ViewablePool] = {
+            group: own
+            for group, own in pools.items()
+            if is_straight and isinstance(own, ViewablePool) and own.has_block_views
+        }
+        self._checked_copies = {
+            group: own.checked_copy
+            for group, own in self._viewable.items()
+            if isinstance(own, CheckingPool)
+        }
 
     @property
     def is_plain(self) -> bool:
@@ -171,7 +192,7 @@ class ChunkCodec:
         """Whether the payload is whole blocks of the pool as they lie there, in pieces long enough
         to be worth it."""
         return bool(
-            self._viewable
+            piece.group in self._viewable
             and _is_whole(piece, self._block_size)
             and self._block_size * piece.num_layers * self._token_layer_bytes >= MIN_VIEW_BYTES
         )
@@ -179,12 +200,11 @@ class ChunkCodec:
     def views(self, block_ids: Sequence[int], piece: KvRange) -> tuple[memoryview, ...]:
         """The blocks themselves as the pieces of a payload; nothing unless can_view. Raises
         ValueError as pack does."""
-        if self._viewable is None or not self.can_view(piece):
+        if not self.can_view(piece):
             return ()
-        blocks = self._blocks(block_ids, piece)
+        pool, blocks = self._viewable[piece.group], self._blocks(block_ids, piece)
         return tuple(
-            self._viewable.block_view(block_id, piece.first_layer, piece.num_layers)
-            for block_id in blocks
+            pool.block_view(block_id, piece.first_layer, piece.num_layers) for block_id in blocks
         )
 
     def pack_checked(
@@ -221,7 +241,7 @@ class ChunkCodec:
     ) -> tuple[CheckedCopy, _Place] | None:
         """What can copy this piece, if anything can, and where it is. Raises ValueError if it is
         not in the blocks."""
-        copy, size = self._checked_copy, self._block_size
+        copy, size = self._checked_copies.get(piece.group), self._block_size
         if not copy or payload.nbytes < copy.min_bytes:
             return None
         if not copy.copies_rows and not _is_whole(piece, size):
@@ -231,17 +251,18 @@ class ChunkCodec:
         return copy, (self._blocks(block_ids, piece), tokens, layers)
 
     def _blocks(self, block_ids: Sequence[int], piece: KvRange) -> Sequence[int]:
-        """The blocks that a piece is in. Raises ValueError if there are none such."""
-        size = self._block_size
+        """The blocks that a piece is in, as the pool of its group has them. Raises ValueError if
+        there are none such."""
+        size, pool = self._block_size, self._pool
         blocks = block_ids[piece.first_token // size : -(-piece.end_token // size)]
         if (
             min(piece.first_token, piece.first_layer, piece.num_layers) < 0
             or piece.end_token > len(block_ids) * size
-            or piece.end_layer > self._pool.layout.num_layers
-            or not 0 <= min(blocks) <= max(blocks) < self._pool.num_blocks
+            or piece.end_layer > pool.layout.num_layers_of(piece.group)
+            or not 0 <= min(blocks) <= max(blocks) < pool.num_blocks
         ):
             raise ValueError(f"{piece} in {len(block_ids)} blocks of {size}")
-        return blocks
+        return self._grouped.ids_in(piece.group, blocks) if self._grouped else blocks
 
     def _room(self, piece: KvRange) -> memoryview:
         """Memory for a run of the pool's elements; the same each time."""

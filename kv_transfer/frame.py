@@ -44,6 +44,8 @@ from kv_transfer.kv_secret import SEAL_BYTES, FrameSeal
 CHECKSUM_MASK = (1 << 64) - 1
 #: ticket_id, epoch, first_token, num_tokens, first_layer, num_layers.
 _CHUNK = struct.Struct("<QIIIII")
+#: Behind it of a chunk that is not of all layers: what 0.1.0 knows is the same to the byte.
+_GROUP = struct.Struct("<I")
 #: ticket_id, epoch, num_tokens, exposed_us; the ids of the first tokens follow.
 _COMMIT = struct.Struct("<QIIQ")
 
@@ -216,7 +218,10 @@ class FrameBuffer:
 def place_checksum(chunk: kv_pb2.KvChunk) -> int:
     """Of what a header says about its chunk's place: KvChunk.place_checksum."""
     place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
-    return xxhash.xxh3_64_intdigest(_CHUNK.pack(chunk.ticket_id, chunk.epoch, *place))
+    data = _CHUNK.pack(chunk.ticket_id, chunk.epoch, *place)
+    if chunk.group:
+        data += _GROUP.pack(chunk.group)
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def chunk_checksum(chunk: kv_pb2.KvChunk, payload: Sequence[memoryview], key: bytes = b"") -> int:

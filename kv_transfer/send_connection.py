@@ -360,7 +360,10 @@ class SendConnection:
                 token_bytes, most = session.token_layer_bytes, session.max_chunk_bytes
                 # The receiver's blocks may be smaller, and its windowed layers' begin later.
                 start = max(window_start, ticket.layout.window_start(ticket.num_tokens))
-                parts = self._config.pool.layout.from_window(missing, start)
+                pool = self._config.pool
+                # Each chunk is of one piece of memory.
+                by_group = pool.slots is not None
+                parts = pool.layout.from_window(missing, start, by_group=by_group)
                 rest = chain.from_iterable(
                     chunks(part, token_bytes, most, block_size) for part in parts
                 )
@@ -398,6 +401,7 @@ class SendConnection:
             num_tokens=piece.num_tokens,
             first_layer=piece.first_layer,
             num_layers=piece.num_layers,
+            group=kv_pb2.KvGroup.ValueType(piece.group),
             payload_bytes=num_bytes,
             slot=staged.slot,
         )

@@ -36,7 +36,7 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.kv_transports import KV_TRANSPORTS
-from baton.types import DTYPE_BYTES, KvLayout, KvRange, Sample, WorkerIdentity
+from baton.types import DTYPE_BYTES, KvGroup, KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto
 from kv_transfer.frame import CHECKSUM_MASK
@@ -355,7 +355,8 @@ class Ticket:
             and max(self.num_cached_tokens, self.held_start) <= piece.first_token
             and piece.end_token <= self.num_tokens
             and piece.first_layer >= 0
-            and piece.end_layer <= self.layout.num_layers
+            and piece.end_layer <= self.layout.num_layers_of(piece.group)
+            and self._has_place(piece)
         ):
             return f"a chunk outside of the reservation: {piece}"
         if not self.coverage.add(piece):
@@ -366,6 +367,14 @@ class Ticket:
         self.num_pins += 1
         self.renew(now_s)
         return ""
+
+    def _has_place(self, piece: KvRange) -> bool:
+        """Whether no layer of a piece begins before what is held of it: of windowed ones, the
+        window."""
+        layout, first = self.layout, piece.first_token
+        if not layout.window or first >= layout.window_start(self.num_tokens):
+            return True
+        return all(part.group is KvGroup.FULL for part in layout.by_group(piece))
 
     def unpin(self, checksum: int, num_bytes: int) -> TicketAborted | None:
         """The writer of one pin is done. What is to be reported now: an abort that has waited for
@@ -382,7 +391,7 @@ class Ticket:
                 f"a commit of {commit.num_tokens} tokens for {self.min_tokens} to {self.num_tokens}"
             )
         first, end = self.num_cached_tokens, commit.num_tokens
-        window_start = self.coverage.window_start(first, end, self.layout)
+        window_start = self.coverage.window_start(first, end)
         if self.num_pins or window_start is None:
             return "a commit of KV that has not all arrived"
         if self.checksum != commit.checksum:
@@ -411,65 +420,76 @@ _OPEN = frozenset({TicketState.OFFERED, TicketState.RESERVED, TicketState.RECEIV
 
 
 class Coverage:
-    """Per group of layers, the disjoint, sorted, maximal token intervals that have arrived.
+    """Per run of layers, the disjoint, sorted, maximal token intervals that have arrived.
 
-    A group is split where a piece needs it: most pieces are of all layers, and cost no more than
-    one layer would.
+    Layers are counted within their group, so that those of one that came alike are one run whatever
+    lies between them. A run is split where a piece needs it: most pieces are of all layers, and
+    cost no more than one layer would.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self._groups = [_Group(0, num_layers, [], [])]
+    def __init__(self, layout: KvLayout) -> None:
+        self._layout = layout
+        num_windowed = len(layout.windowed_layers)
+        self._full = _one_run(layout.num_layers - num_windowed)
+        self._windowed = _one_run(num_windowed)
 
     def add(self, piece: KvRange) -> bool:
         """Count `piece` as arrived; False, with no interval changed, if any of it had arrived
         before."""
         start, end = piece.first_token, piece.end_token
-        self._split(piece.first_layer)
-        self._split(piece.end_layer)
-        groups = [
-            group
-            for group in self._groups
-            if piece.first_layer <= group.first_layer and group.end_layer <= piece.end_layer
-        ]
-        if any(group.overlaps(start, end) for group in groups):
+        runs = [run for part in self._layout.by_group(piece) for run in self._runs_of(part)]
+        if any(run.overlaps(start, end) for run in runs):
             return False
-        for group in groups:
-            group.insert(start, end)
+        for run in runs:
+            run.insert(start, end)
         return True
 
-    def window_start(self, first_token: int, end_token: int, layout: KvLayout) -> int | None:
+    def window_start(self, first_token: int, end_token: int) -> int | None:
         """The first token that has arrived in every layer, if tokens [first_token, end_token) of
         every layer have, of windowed layers from within the window on, and no other; else
         None."""
         latest = first_token
-        for group in self._groups:
-            start = group.starts[0] if group.starts else end_token
-            expected = ([], []) if start == end_token else ([start], [end_token])
-            if (group.starts, group.ends) != expected:
-                return None
-            if start == first_token:
-                continue
-            own = range(group.first_layer, group.end_layer)
-            is_enough = first_token < start <= end_token - layout.window + 1
-            if not is_enough or not set(own).issubset(layout.windowed_layers):
-                return None
-            latest = max(latest, start)
+        in_window = max(first_token, end_token - self._layout.window + 1)
+        for runs, last in ((self._full, first_token), (self._windowed, in_window)):
+            for run in runs:
+                start = run.starts[0] if run.starts else end_token
+                expected = ([], []) if start == end_token else ([start], [end_token])
+                if (run.starts, run.ends) != expected or not first_token <= start <= last:
+                    return None
+                latest = max(latest, start)
         return latest
 
-    def _split(self, layer: int) -> None:
-        """Let a group begin at `layer`, unless all end there."""
-        for index, group in enumerate(self._groups):
-            if group.first_layer < layer < group.end_layer:
-                rest = _Group(layer, group.end_layer, group.starts.copy(), group.ends.copy())
-                group.end_layer = layer
-                self._groups.insert(index + 1, rest)
-                return
+    def _runs_of(self, part: KvRange) -> list[_LayerRun]:
+        """Those that a group's range is made of."""
+        runs = self._windowed if part.group is KvGroup.WINDOWED else self._full
+        for layer in (part.first_layer, part.end_layer):
+            _split(runs, layer)
+        return [
+            run
+            for run in runs
+            if part.first_layer <= run.first_layer and run.end_layer <= part.end_layer
+        ]
+
+
+def _one_run(num_layers: int) -> list[_LayerRun]:
+    """Of so many layers, of which nothing has arrived; none if there are no layers."""
+    return [_LayerRun(0, num_layers, [], [])] if num_layers else []
+
+
+def _split(runs: list[_LayerRun], layer: int) -> None:
+    """Let a run begin at `layer`, unless all end there."""
+    for index, run in enumerate(runs):
+        if run.first_layer < layer < run.end_layer:
+            rest = _LayerRun(layer, run.end_layer, run.starts.copy(), run.ends.copy())
+            run.end_layer = layer
+            runs.insert(index + 1, rest)
+            return
 
 
 @dataclass(slots=True)
-class _Group:
-    """Layers [first_layer, end_layer), of which the same tokens have arrived: starts[i] <= token <
-    ends[i], and ends[i] < starts[i + 1]."""
+class _LayerRun:
+    """Layers [first_layer, end_layer) of a group, of which the same tokens have arrived: starts[i]
+    <= token < ends[i], and ends[i] < starts[i + 1]."""
 
     first_layer: int
     end_layer: int

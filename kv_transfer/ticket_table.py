@@ -146,7 +146,7 @@ class TicketTable:
                 min_tokens=min(spec.num_tokens, num_tokens),
                 num_cached_tokens=num_cached_tokens,
                 num_tokens=num_tokens,
-                coverage=Coverage(self._layout.num_layers),
+                coverage=Coverage(self._layout),
                 lease_s=lease_s,
                 deadline=deadline,
                 mark=self._mark(),

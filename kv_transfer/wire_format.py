@@ -117,9 +117,9 @@ def chunks(
 
     A chunk is as many whole blocks of `block_size` tokens as fit, over all layers of `piece`; where
     not even one fits, one block over as many layers as fit; where not even that does, as many
-    tokens of one layer as fit. A pool keeps all layers of a block side by side, so the fewer layers
-    a chunk has, the shorter the pieces that packing copies. Raises ValueError if one token of one
-    layer does not fit.
+    tokens of one layer as fit. All are of the group of `piece`. A pool keeps all layers of a block,
+    or of a group of it, side by side, so the fewer layers a chunk has, the shorter the pieces that
+    packing copies. Raises ValueError if one token of one layer does not fit.
     """
     if max_chunk_bytes < token_layer_bytes:
         raise ValueError(
@@ -133,7 +133,8 @@ def chunks(
         num_layers = num_fitting // num_tokens
     for first_token, count in runs(piece.first_token, piece.num_tokens, num_tokens, block_size):
         for layer in range(piece.first_layer, piece.end_layer, num_layers):
-            yield KvRange(first_token, count, layer, min(num_layers, piece.end_layer - layer))
+            last = min(num_layers, piece.end_layer - layer)
+            yield KvRange(first_token, count, layer, last, piece.group)
 
 
 def runs(

@@ -49,7 +49,7 @@ class SwapSpace:
     def num_bytes_of(self, num_tokens: int) -> int:
         """Bytes that the KV of a sequence of `num_tokens` tokens takes here."""
         layout = self._kv.layout
-        pieces = layout.from_window(self._whole(num_tokens), layout.window_start(num_tokens))
+        pieces = self._pieces(num_tokens)
         return sum(piece.num_bytes(layout.token_layer_bytes) for piece in pieces)
 
     def has_room_for(self, num_tokens: int) -> bool:
@@ -61,7 +61,7 @@ class SwapSpace:
         layout = self._kv.layout
         self._kv.follow(self._kv.mark())
         pieces = []
-        for whole in layout.from_window(self._whole(num_tokens), layout.window_start(num_tokens)):
+        for whole in self._pieces(num_tokens):
             for piece in self._by_block(whole):
                 data = bytearray(piece.num_bytes(layout.token_layer_bytes))
                 self._kv.pack(*self._in_block(block_ids, piece), memoryview(data))
@@ -83,8 +83,12 @@ class SwapSpace:
         """Forget what is here of a sequence."""
         self.num_bytes -= self._swapped.pop(key).num_bytes
 
-    def _whole(self, num_tokens: int) -> KvRange:
-        return KvRange(0, num_tokens, 0, self._kv.layout.num_layers)
+    def _pieces(self, num_tokens: int) -> Iterator[KvRange]:
+        """What is kept of a sequence, each piece of one piece of memory."""
+        layout = self._kv.layout
+        whole = KvRange(0, num_tokens, 0, layout.num_layers)
+        by_group = self._kv.slots is not None
+        return layout.from_window(whole, layout.window_start(num_tokens), by_group=by_group)
 
     def _by_block(self, whole: KvRange) -> Iterator[KvRange]:
         """`whole`, which begins with a block, block by block."""

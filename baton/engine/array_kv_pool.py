@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.engine.interface import HostOrdered, SlotTable
-from baton.types import KvLayout, KvRange
+from baton.types import KvGroup, KvLayout, KvRange
 
 #: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are
 #: kept as they are.
@@ -75,10 +75,10 @@ class ArrayKvPool(HostOrdered):
             self.data[list(targets)] = self.data[list(sources)]
             return
         whole = KvRange(0, self._layout.block_size, 0, self._layout.num_layers)
-        for is_windowed, _, run in self._layout.runs_of_kind(whole):
+        for run, own in self._layout.runs_of_group(whole):
             layers, slots = slice(run.first_layer, run.end_layer), self.slots.of_block
             for source, target in zip(sources, targets, strict=True):
-                if not is_windowed:
+                if own.group is KvGroup.FULL:
                     self.data[target, layers] = self.data[source, layers]
                 elif slots[source] >= 0:
                     self.data[slots[target], layers] = self.data[slots[source], layers]
@@ -125,9 +125,10 @@ class ArrayKvPool(HostOrdered):
     ) -> Iterator[tuple[int, slice, slice, tuple[slice, slice]]]:
         """Per block of a piece, and run of layers that lie together: where it is in `data`, the
         layers, the positions inside it, and both's places in the piece."""
-        self._layers(piece.first_layer, piece.num_layers)
-        slots = self.slots
-        runs = [(False, 0, piece)] if slots is None else list(self._layout.runs_of_kind(piece))
+        slots, layout = self.slots, self._layout
+        if piece.first_layer < 0 or piece.end_layer > layout.num_layers_of(piece.group):
+            raise ValueError(f"{piece} in {layout.num_layers} layers")
+        runs = list(layout.runs_of_group(piece))
         size, first_token, end = self._layout.block_size, piece.first_token, piece.end_token
         if first_token < 0 or end > len(block_ids) * size:
             raise ValueError(f"tokens [{first_token}, {end}) in {len(block_ids)} blocks of {size}")
@@ -138,10 +139,12 @@ class ArrayKvPool(HostOrdered):
             start, stop = max(first_token, index * size), min(end, (index + 1) * size)
             inside = slice(start - index * size, stop - index * size)
             tokens = slice(start - first_token, stop - first_token)
-            for is_windowed, _, run in runs:
+            end_layer = 0
+            for run, own in runs:
+                is_windowed = own.group is KvGroup.WINDOWED
                 place = slots.of_block[block_id] if slots and is_windowed else block_id
                 if place < 0:
                     raise ValueError(f"block {block_id} has no slot for windowed layers")
-                first = run.first_layer - piece.first_layer
-                own = slice(first, first + run.num_layers), tokens
-                yield place, slice(run.first_layer, run.end_layer), inside, own
+                first_layer, end_layer = end_layer, end_layer + run.num_layers
+                places = slice(first_layer, end_layer), tokens
+                yield place, slice(run.first_layer, run.end_layer), inside, places

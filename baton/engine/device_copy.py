@@ -11,7 +11,7 @@ import torch
 from baton.engine.copy_order import CopyOrder
 from baton.engine.packed_pool import check_range
 from baton.engine.pinned_staging import PinnedStagingBuffer
-from baton.types import SCALED_DTYPES, KvLayout, KvRange
+from baton.types import SCALED_DTYPES, KvGroup, KvLayout, KvRange
 from baton_kernels.host_copy import HostCopy
 from baton_kernels.kv_convert import DTYPES, Conversion, kv_decode, kv_encode
 from baton_kernels.kv_pack import Runs, kv_pack_summed, kv_unpack_summed
@@ -89,7 +89,7 @@ class DeviceCopy:
 
     def fits(self, piece: KvRange, wire: PayloadFormat) -> bool:
         """Whether a payload of that range can be packed and unpacked here."""
-        if wire.num_bytes(piece) % WORD_BYTES:
+        if wire.num_bytes(piece) % WORD_BYTES or piece.group is not KvGroup.ALL:
             return False
         if not wire.is_that_of(self._layout.dtype):
             return self._converts(wire)

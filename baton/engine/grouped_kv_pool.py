@@ -4,7 +4,9 @@ KV of full layers, and a slot that of windowed ones, of a block in somebody's wi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ import torch
 from baton.engine.interface import HostOrdered, SlotTable
 from baton.engine.packed_pool import PackedPart, PackedPool
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import KvLayout, KvRange
+from baton.types import KvGroup, KvLayout, KvRange
 
 
 class GroupedKvPool(HostOrdered, PackedPool):
@@ -31,8 +33,12 @@ class GroupedKvPool(HostOrdered, PackedPool):
         self.slots, self._slot_of = table, table.of_block
         # The same memory.
         self._slots = np.frombuffer(table.of_block, dtype=np.int64)
-        self.full = TorchKvPool(layout.layers_of_kind(windowed=False), num_blocks, device)
-        self.windowed = TorchKvPool(layout.layers_of_kind(windowed=True), num_window_slots, device)
+        self.full = TorchKvPool(layout.of_group(KvGroup.FULL), num_blocks, device)
+        self.windowed = TorchKvPool(layout.of_group(KvGroup.WINDOWED), num_window_slots, device)
+        self.pools: Mapping[KvGroup, TorchKvPool] = MappingProxyType(
+            {KvGroup.FULL: self.full, KvGroup.WINDOWED: self.windowed}
+        )
+        """See kv_transfer.codec.GroupedPool."""
         self.tensor, self.scales = self.full.tensor, self.full.scales
 
     def window_table(self, block_table: Sequence[int], start: int, end: int) -> array[int]:
@@ -46,19 +52,29 @@ class GroupedKvPool(HostOrdered, PackedPool):
         table.frombytes(self._slots[blocks].tobytes())
         return table
 
+    def check(self, block_ids: Sequence[int], piece: KvRange) -> None:
+        """See PackedPool. Raises ValueError also where a block has no slot."""
+        super().check(block_ids, piece)
+        for part in self.layout.by_group(piece):
+            self._within(block_ids, part)
+
+    def pieces_of(self, piece: KvRange) -> Iterable[KvRange]:
+        """See PackedPool."""
+        if piece.group is not KvGroup.ALL:
+            return (piece,)
+        return (own for _, own in self.layout.runs_of_group(piece))
+
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """See PackedPool. Raises ValueError where a block has no slot."""
-        for pool, ids, run, own in self._runs(block_ids, piece):
-            pool.pack_parts(ids, run, [part[own] for part in parts])
+        """See PackedPool."""
+        self.pools[piece.group].pack_parts(*self._within(block_ids, piece), parts)
 
     def unpack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """See PackedPool. Raises ValueError where a block has no slot."""
-        for pool, ids, run, own in list(self._runs(block_ids, piece)):
-            pool.unpack_parts(ids, run, [part[own] for part in parts])
+        """See PackedPool."""
+        self.pools[piece.group].unpack_parts(*self._within(block_ids, piece), parts)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""
@@ -72,24 +88,21 @@ class GroupedKvPool(HostOrdered, PackedPool):
         if pairs:
             self.windowed.copy_blocks(*zip(*pairs, strict=True))
 
-    def _runs(
-        self, block_ids: Sequence[int], piece: KvRange
-    ) -> Iterator[tuple[TorchKvPool, Sequence[int], KvRange, slice]]:
-        """A piece's layers by where they lie: the pool, the blocks or slots that the tokens are in,
-        the piece within these, and which layers of the piece it has."""
-        size, num_tokens = self.layout.block_size, piece.num_tokens
-        first = piece.first_token // size
-        blocks = block_ids[first : -(-piece.end_token // size)]
-        for is_windowed, number, run in self.layout.runs_of_kind(piece):
-            pool, ids = (
-                (self.windowed, self._slots_of(blocks)) if is_windowed else (self.full, blocks)
-            )
-            within = KvRange(piece.first_token - first * size, num_tokens, number, run.num_layers)
-            at = run.first_layer - piece.first_layer
-            yield pool, ids, within, slice(at, at + run.num_layers)
-
-    def _slots_of(self, block_ids: Sequence[int]) -> list[int]:
+    def ids_in(self, group: KvGroup, block_ids: Sequence[int]) -> Sequence[int]:
+        """See kv_transfer.codec.GroupedPool: of windowed layers the blocks' slots. Raises
+        ValueError where a block has none."""
+        if group is not KvGroup.WINDOWED:
+            return block_ids
         slots = [self._slot_of[block_id] for block_id in block_ids]
         if min(slots, default=0) < 0:
             raise ValueError("a block has no slot for the KV of windowed layers")
         return slots
+
+    def _within(self, block_ids: Sequence[int], piece: KvRange) -> tuple[Sequence[int], KvRange]:
+        """A group's range as its pool has it: the blocks or slots that its tokens are in, and the
+        range within these."""
+        size = self.layout.block_size
+        first = piece.first_token // size
+        blocks = block_ids[first : -(-piece.end_token // size)]
+        within = replace(piece, first_token=piece.first_token - first * size, group=KvGroup.ALL)
+        return self.ids_in(piece.group, blocks), within

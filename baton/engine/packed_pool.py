@@ -4,7 +4,7 @@ copies."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.engine.interface import SlotTable
-from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout, KvRange
+from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvGroup, KvLayout, KvRange
 
 PackedPart = NDArray[np.signedinteger]
 
@@ -37,19 +37,21 @@ class PackedPool(ABC):
         """See KvPool. Raises ValueError also if `out` is read-only."""
         if out.readonly:
             raise ValueError("cannot pack into a read-only buffer")
-        self.pack_parts(block_ids, piece, self._parts(block_ids, piece, out))
+        for part, bits in self._parts(block_ids, piece, out):
+            self.pack_parts(block_ids, part, bits)
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         """See KvPool."""
-        self.unpack_parts(block_ids, piece, self._parts(block_ids, piece, data))
+        for part, bits in self._parts(block_ids, piece, data):
+            self.unpack_parts(block_ids, part, bits)
 
     @abstractmethod
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """Copy a range, which is within the pool, into its elements [num_layers, parts, kv_heads,
-        num_tokens, head_dim], and its scales [num_layers, parts, kv_heads, num_tokens, 1] if the
-        layout has any."""
+        """Copy a range, which is within the pool and one of those that `pieces_of` gives, into its
+        elements [num_layers, parts, kv_heads, num_tokens, head_dim], and its scales [num_layers,
+        parts, kv_heads, num_tokens, 1] if the layout has any."""
 
     @abstractmethod
     def unpack_parts(
@@ -57,15 +59,29 @@ class PackedPool(ABC):
     ) -> None:
         """The inverse."""
 
+    def check(self, block_ids: Sequence[int], piece: KvRange) -> None:
+        """Raises ValueError if a range is not within these blocks."""
+        check_range(self.layout, self.num_blocks, block_ids, piece)
+
+    def pieces_of(self, piece: KvRange) -> Iterable[KvRange]:
+        """A range cut, in the order of its bytes, into those whose layers lie side by side here."""
+        if piece.group is KvGroup.ALL:
+            return (piece,)
+        return (run for run, _ in self.layout.runs_of_group(piece))
+
     def _parts(
         self, block_ids: Sequence[int], piece: KvRange, data: memoryview
-    ) -> list[PackedPart]:
-        """`data` as pack_parts has it, without a copy. Raises ValueError as KvPool.pack does."""
+    ) -> Iterator[tuple[KvRange, list[PackedPart]]]:
+        """`data` as pack_parts has it, range by range, without a copy. Raises ValueError as
+        KvPool.pack does."""
         layout = self.layout
-        check_range(layout, self.num_blocks, block_ids, piece)
+        self.check(block_ids, piece)
         if data.nbytes != piece.num_bytes(layout.token_layer_bytes):
             raise ValueError(f"{data.nbytes} bytes do not hold {piece}")
-        return _split(layout, piece, data)
+        bits, end = _split(layout, piece, data), 0
+        for part in self.pieces_of(piece):
+            start, end = end, end + part.num_layers
+            yield part, [array[start:end] for array in bits]
 
 
 def check_range(
@@ -74,8 +90,8 @@ def check_range(
     """Raises ValueError if a range is not within these blocks of a pool of num_blocks."""
     if min(piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) < 0:
         raise ValueError(f"{piece} is negative")
-    if piece.end_layer > layout.num_layers:
-        raise ValueError(f"layers end at {piece.end_layer} of {layout.num_layers}")
+    if piece.end_layer > (num_layers := layout.num_layers_of(piece.group)):
+        raise ValueError(f"layers end at {piece.end_layer} of {num_layers}")
     if piece.end_token > len(block_ids) * layout.block_size:
         raise ValueError(f"tokens end at {piece.end_token}, past {len(block_ids)} blocks")
     if any(not 0 <= block < num_blocks for block in block_ids):

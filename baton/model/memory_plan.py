@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
 from baton.model.layers import describe_layers, describe_norm
-from baton.types import DTYPE_BYTES, KvLayout
+from baton.types import DTYPE_BYTES, KvGroup, KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def plan_blocks(
     block_bytes = own.block_bytes
     # What a block costs, with what a draft head keeps of its tokens.
     whole_bytes = block_bytes + head.block_bytes
-    full_bytes = own.layers_of_kind(windowed=False).block_bytes
+    full_bytes = own.of_group(KvGroup.FULL).block_bytes
     slot_bytes = block_bytes - full_bytes
     available_bytes //= num_ranks
     if weights + head.weight_bytes > available_bytes:

@@ -93,6 +93,29 @@ KV_PAYLOAD_CHECKSUM_XXH3: KvPayloadChecksum.ValueType  # 2
 user reach (SHM). Between workers with a KV secret the seal of the chunk's header covers it.
 """
 
+class _KvGroup:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvGroupEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvGroup.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
+    KV_GROUP_UNSPECIFIED: _KvGroup.ValueType  # 0
+    """Not set: all layers."""
+    KV_GROUP_FULL: _KvGroup.ValueType  # 1
+    """Those that attend to all tokens: KvLayout.windowed_layers are not among them."""
+    KV_GROUP_WINDOWED: _KvGroup.ValueType  # 2
+    """KvLayout.windowed_layers."""
+
+class KvGroup(_KvGroup, metaclass=_KvGroupEnumTypeWrapper):
+    """Layers whose KV may lie apart from that of others, in memory of its own."""
+
+KV_GROUP_UNSPECIFIED: KvGroup.ValueType  # 0
+"""Not set: all layers."""
+KV_GROUP_FULL: KvGroup.ValueType  # 1
+"""Those that attend to all tokens: KvLayout.windowed_layers are not among them."""
+KV_GROUP_WINDOWED: KvGroup.ValueType  # 2
+"""KvLayout.windowed_layers."""
+
 @typing.final
 class KvLayout(message.Message):
     """Shape, numerics and identity of a worker's KV. Peers must agree on all but block_size, and dtype where both are of numbers."""
@@ -541,6 +564,7 @@ class KvChunk(message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
     SLOT_FIELD_NUMBER: builtins.int
     PLACE_CHECKSUM_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
     ticket_id: builtins.int
     """As in KvTicket."""
     epoch: builtins.int
@@ -550,7 +574,7 @@ class KvChunk(message.Message):
     num_tokens: builtins.int
     """Tokens of the piece, at least 1."""
     first_layer: builtins.int
-    """First layer of the piece."""
+    """First layer of the piece, as `group` counts them."""
     num_layers: builtins.int
     """Layers of the piece, at least 1."""
     checksum: builtins.int
@@ -567,8 +591,12 @@ class KvChunk(message.Message):
     slot: builtins.int
     """Staging slot that holds the payload (SHM, NIXL, CUDA_IPC); 0 where it follows the header."""
     place_checksum: builtins.int
-    """xxh3_64 of ticket_id (8 bytes), epoch, first_token, num_tokens, first_layer and num_layers (4 bytes each,
-    little endian). It is checked before the payload is written anywhere.
+    """xxh3_64 of ticket_id (8 bytes), epoch, first_token, num_tokens, first_layer, num_layers, and group unless it is KV_GROUP_UNSPECIFIED (4
+    bytes each, little endian). It is checked before the payload is written anywhere.
+    """
+    group: KvGroup.ValueType
+    """The layers that are counted, in the model's order, from 0 on: a sender whose pool keeps groups apart sends chunks of one group
+    each, and a receiver takes those of any. A receiver of 0.1.0 is sent no group, since it knows no windowed layers.
     """
     def __init__(
         self,
@@ -583,10 +611,11 @@ class KvChunk(message.Message):
         payload_bytes: builtins.int = ...,
         slot: builtins.int = ...,
         place_checksum: builtins.int = ...,
+        group: KvGroup.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_layer", b"first_layer", "first_token", b"first_token", "num_layers", b"num_layers", "num_tokens", b"num_tokens", "payload_bytes", b"payload_bytes", "place_checksum", b"place_checksum", "slot", b"slot", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_layer", b"first_layer", "first_token", b"first_token", "group", b"group", "num_layers", b"num_layers", "num_tokens", b"num_tokens", "payload_bytes", b"payload_bytes", "place_checksum", b"place_checksum", "slot", b"slot", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,7 @@ LAYOUT = KvLayout("m", NUM_LAYERS, 1, 1, "float32", 2)
 
 def presented() -> Ticket:
     ticket = Ticket(
-        7, (0,), LAYOUT, MIN_TOKENS, NUM_CACHED, NUM_TOKENS, Coverage(NUM_LAYERS), LEASE_S, 5.0
+        7, (0,), LAYOUT, MIN_TOKENS, NUM_CACHED, NUM_TOKENS, Coverage(LAYOUT), LEASE_S, 5.0
     )
     assert ticket.present(1, None, 2.0) is None
     return ticket

@@ -57,17 +57,29 @@ def test_a_chunk_that_cannot_hold_a_token_is_refused():
 
 
 @quick
-@given(st.lists(PIECES, max_size=25), st.integers(0, 9), st.integers(0, 20))
-def test_coverage_agrees_with_a_set_of_cells(pieces, start, length):
-    coverage, seen = Coverage(5), set()
-    for piece in pieces:
+@given(
+    st.lists(st.tuples(PIECES, st.booleans()), max_size=25),
+    st.integers(0, 9),
+    st.integers(0, 20),
+    st.sets(st.integers(0, 4)),
+)
+def test_coverage_agrees_with_a_set_of_cells(pieces, start, length, windowed):
+    """Whether a piece comes as it is, or cut by groups."""
+    layout = replace(
+        LAYOUT, num_layers=5, window=100 * bool(windowed), windowed_layers=tuple(sorted(windowed))
+    )
+    coverage, seen = Coverage(layout), set()
+    for piece, by_group in pieces:
         is_new = not (cells(piece) & seen)
-        assert coverage.add(piece) is is_new
+        if by_group and is_new:
+            assert all(coverage.add(part) for part in layout.by_group(piece))
+        else:
+            assert coverage.add(piece) is is_new
         if is_new:
             seen |= cells(piece)
-    end, layout = start + length, replace(LAYOUT, num_layers=5)
+    end = start + length
     whole = set(itertools.product(range(start, end), range(5)))
-    assert coverage.window_start(start, end, layout) == (start if seen == whole else None)
+    assert coverage.window_start(start, end) == (start if seen == whole else None)
 
 
 @quick
@@ -76,7 +88,7 @@ def test_windowed_layers_may_lack_what_is_behind_the_window(order, data):
     first, end, window = data.draw(st.integers(0, 5)), 20, data.draw(st.integers(1, 25))
     windowed = tuple(sorted(data.draw(st.sets(st.integers(0, 3), min_size=1))))
     layout = replace(LAYOUT, num_layers=4, window=window, windowed_layers=windowed)
-    coverage, starts = Coverage(4), []
+    coverage, starts = Coverage(layout), []
     for layer in order:
         start = data.draw(st.integers(first, end)) if data.draw(st.booleans()) else first
         starts.append((layer, start))
@@ -87,14 +99,17 @@ def test_windowed_layers_may_lack_what_is_behind_the_window(order, data):
         for layer, start in starts
     )
     latest = max(start for _, start in starts)
-    assert coverage.window_start(first, end, layout) == (latest if is_enough else None)
+    assert coverage.window_start(first, end) == (latest if is_enough else None)
 
 
 @quick
 @given(PIECES, st.integers(0, 40), st.sets(st.integers(0, 5)))
 def test_of_windowed_layers_goes_what_is_in_the_window(piece, window_start, windowed):
-    layout = replace(LAYOUT, window=bool(windowed), windowed_layers=tuple(sorted(windowed)))
+    layout = replace(
+        LAYOUT, num_layers=6, window=bool(windowed), windowed_layers=tuple(sorted(windowed))
+    )
     found = list(layout.from_window(piece, window_start))
+    by_group = list(layout.from_window(piece, window_start, by_group=True))
     wanted = {
         (token, layer)
         for token, layer in cells(piece)
@@ -102,6 +117,13 @@ def test_of_windowed_layers_goes_what_is_in_the_window(piece, window_start, wind
     }
     assert sum(len(cells(part)) for part in found) == len(wanted)
     assert set().union(*map(cells, found)) == wanted
+    assert sum(len(cells(part)) for part in by_group) == len(wanted)
+    assert {
+        (token, layout.layers_of(part.group)[layer])
+        for part in by_group
+        for token, layer in cells(part)
+    } == wanted
+    assert len(by_group) <= 2, "one range of each group"
     if window_start <= piece.first_token:
         assert found == [piece]
 
@@ -111,8 +133,8 @@ def test_of_windowed_layers_goes_what_is_in_the_window(piece, window_start, wind
 def test_a_range_that_came_in_any_order_is_whole(data):
     piece = KvRange(2, data.draw(st.integers(1, 20)), 0, 3)
     found = list(chunks(piece, 1, data.draw(st.integers(1, 30))))
-    coverage = Coverage(3)
+    coverage = Coverage(LAYOUT)
     for chunk in data.draw(st.permutations(found)):
-        assert coverage.window_start(piece.first_token, piece.end_token, LAYOUT) is None
+        assert coverage.window_start(piece.first_token, piece.end_token) is None
         assert coverage.add(chunk)
-    assert coverage.window_start(piece.first_token, piece.end_token, LAYOUT) == piece.first_token
+    assert coverage.window_start(piece.first_token, piece.end_token) == piece.first_token
