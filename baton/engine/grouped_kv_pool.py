@@ -24,6 +24,8 @@ class GroupedKvPool(HostOrdered, PackedPool):
     tensor, scales: see TorchKvPool, of full layers.
     """
 
+    slots: SlotTable
+
     def __init__(
         self, layout: KvLayout, num_blocks: int, num_window_slots: int, device: torch.device
     ) -> None:
