@@ -54,7 +54,7 @@ _NO_PAYLOAD = memoryview(b"")
 
 
 def _api() -> Any:
-    """The library, loaded when first needed: that takes a second. Raises ConfigError."""
+    """The library, loaded by the first call: that takes a second. Raises ConfigError."""
     spec = kv_transport("nixl")
     if not spec.is_installed:
         fix = f"the nixl library is not installed: {spec.install}"
@@ -336,6 +336,8 @@ def _dialer(config: TransportConfig) -> Dial:
     quarantine = Quarantine()
 
     def dial(address: str, timeout_s: float) -> NixlConnection:
+        # Not once the receiver has accepted: it waits a second for our answer.
+        _api()
         # No other agent that a receiver may ever know has this name.
         name = f"sender/{secrets.token_hex(16)}"
         return NixlConnection(

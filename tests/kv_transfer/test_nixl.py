@@ -97,6 +97,25 @@ def test_a_receiver_that_dies_or_freezes_ends_the_handoff(end):
 
 
 @needs_nixl
+def test_the_library_is_loaded_before_a_receiver_waits_for_us():
+    """It takes a second or more, and a receiver waits a second for a greeting: of a port that takes
+    no connections it is loaded all the same."""
+    code = """
+import sys
+from baton.errors import HandoffFailed
+from kv_transfer.ticket import Endpoint
+from kv_transfer.transport.connector import make_connector
+try:
+    make_connector("nixl")([Endpoint("nixl", "127.0.0.1:1")], 1.0)
+except HandoffFailed as error:
+    print(error, "nixl._api" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "refused" in done.stdout
+    assert done.stdout.split()[-1] == "True"
+
+
+@needs_nixl
 def test_a_chunk_that_has_not_landed_is_not_read(make_rig):
     rig = make_rig("nixl", source_layout=LAYOUT, target_layout=LAYOUT)
     ticket = rig.offer((0, 1), 0, 6)
