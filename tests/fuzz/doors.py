@@ -47,7 +47,9 @@ CONCURRENCY = 8
 
 #: Calls at once of each connection, and messages of a call that takes many.
 AT_ONCE, MESSAGES_AT_ONCE = 8, 64
-CALL_S = 10.0
+
+#: A call's deadline; and after how long without an answer its server is taken to be silent.
+CALL_S, SILENT_S = 10, 60.0
 DOORS = (
     "gateway, gRPC",
     "gateway, HTTP",
@@ -185,8 +187,10 @@ class GrpcKnocker:
                 GrpcConnection, "127.0.0.1", self._port
             )
         try:
-            async with asyncio.timeout(CALL_S):
-                end = await self._connection.call(path, messages, is_whole=is_whole)
+            async with asyncio.timeout(SILENT_S):
+                end = await self._connection.call(
+                    path, messages, is_whole=is_whole, timeout_s=CALL_S
+                )
         except TimeoutError:
             return "!silent"
         except OSError:
@@ -219,7 +223,7 @@ class HttpKnocker:
         if is_last := rng.random() < 0.1:
             request = mutated(rng, request)
         try:
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(SILENT_S):
                 line = await self._connection.send(request, is_last=is_last)
         except TimeoutError:
             end = "!silent"
@@ -250,7 +254,7 @@ class KvKnocker:
             writer.write(mutated(rng, rng.choice(self._seeds)))
             with suppress(OSError):
                 writer.write_eof()
-                await asyncio.wait_for(reader.read(), CALL_S)
+                await asyncio.wait_for(reader.read(), SILENT_S)
         except TimeoutError:
             return Counter(["!silent"])
         finally:
@@ -395,7 +399,7 @@ async def knock_at(
         right = request.right_output()
         if [choice.token_ids for choice in done.choices] != [tuple(each) for each in right]:
             wrong.append("a right request is not answered rightly")
-        deadline_s = time.monotonic() + CALL_S
+        deadline_s = time.monotonic() + SILENT_S
         while num_held := sum(w.num_leased_blocks for w in (await client.model()).workers):
             if time.monotonic() > deadline_s:
                 wrong.append(f"{num_held} blocks are held")

@@ -57,12 +57,12 @@ class GrpcConnection(asyncio.Protocol):
         self._has_window = asyncio.Event()
         self.is_open = True
 
-    async def call(self, path: str, messages: bytes, *, is_whole: bool) -> str:
+    async def call(self, path: str, messages: bytes, *, is_whole: bool, timeout_s: int) -> str:
         """The name of the status that a call with these messages ended with, each behind its
         length.
 
-        is_whole: read until the end, and not only the first piece of an answer. Raises
-        ConnectionError if the connection broke.
+        is_whole: read until the end, and not only the first piece of an answer. timeout_s: which
+        the server is to keep. Raises ConnectionError if the connection broke.
         """
         while len(messages) > self._window and self.is_open:
             self._has_window.clear()
@@ -76,7 +76,12 @@ class GrpcConnection(asyncio.Protocol):
         if is_whole:
             self._whole.add(stream)
         self._transport.write(
-            frame(HEADERS, END_HEADERS, stream, header_block(path))
+            frame(
+                HEADERS,
+                END_HEADERS,
+                stream,
+                header_block(path, **{"grpc-timeout": f"{timeout_s}S"}),
+            )
             + frame(DATA, END_STREAM, stream, messages)
         )
         return await ended
