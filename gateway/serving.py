@@ -25,7 +25,7 @@ from gateway.intake.chat import ChatRenderer, more_of
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.request import ValidatedRequest
 from gateway.intake.token_bytes import ends_with
-from gateway.intake.tokenizer import Tokenizer, TooManyTokens, as_tuple, let_others_run
+from gateway.intake.tokenizer import Tokenizer, TooManyTokens
 from gateway.intake.validator import (
     Ids,
     Tokenized,
@@ -36,6 +36,7 @@ from gateway.intake.validator import (
     too_long,
 )
 from gateway.intake.violations import ModelFacts, given
+from gateway.long_work import as_tuple, let_others_run
 from gateway.output.delivery import Write
 from gateway.request.driver import RequestDeps, RequestDriver
 from gateway.routing.fleet import Fleet, Worker

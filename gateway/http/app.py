@@ -32,7 +32,7 @@ from gateway.http.requests import BodyT, ModelBody, check_token_ids, field_namer
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from gateway.http.tokens import DetokenizeBody, TokenizeBody, tokenized_prompt
 from gateway.intake.token_bytes import text_of
-from gateway.intake.tokenizer import let_others_run
+from gateway.long_work import let_others_run
 from gateway.models import Models
 from gateway.serving import Serving, unique_request_id
 from gateway.telemetry.recorder import GatewayRecorder

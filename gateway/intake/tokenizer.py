@@ -17,6 +17,7 @@ from gateway.intake.child_process import ChildDied, ChildProcess, ChildSpec
 from gateway.intake.decoding import Decoding, decoding_of
 from gateway.intake.text_tokenizer import read_tokenizer
 from gateway.intake.token_bytes import TokenBytes
+from gateway.long_work import as_tuple, let_others_run
 
 _FILES = (
     "tokenizer.json",
@@ -36,14 +37,6 @@ MAX_WAITING = 64
 #: Characters of text from which on tokenizing would hold up the event loop, and goes to a process.
 _LONG_TEXT_CHARS = 8_192
 
-#: Bytes, characters or tokens from which on a piece of work on the event loop may take
-#: milliseconds.
-_LONG_PIECE = 65_536
-
-#: What others get between two pieces, in seconds: about as long as a piece takes, and enough for a
-#: worker's message to become text on its way to a client, which takes several turns of the loop.
-_PAUSE_S = 0.005
-
 #: Tokens from which on their text is made in a thread.
 _LONG_TEXT_TOKENS = 4_096
 
@@ -59,22 +52,6 @@ _SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
-
-
-async def let_others_run(size: int) -> None:
-    """Between two pieces of work on so many bytes, characters or tokens; nothing if they are
-    few."""
-    if size >= _LONG_PIECE:
-        await asyncio.sleep(_PAUSE_S)
-
-
-async def as_tuple(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """The same ids. Of many, others run between the pieces."""
-    made: list[int] = []
-    for begin in range(0, len(token_ids), _LONG_PIECE):
-        await let_others_run(begin)
-        made += token_ids[begin : begin + _LONG_PIECE]
-    return tuple(made)
 
 
 @dataclass(frozen=True, slots=True)

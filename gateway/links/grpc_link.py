@@ -15,6 +15,7 @@ from baton.types import KvSource, SequenceSpec
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
 from baton.wire import step_from_proto, write_sequence
 from gateway.links.worker_link import Sink
+from gateway.long_work import let_others_run
 
 #: How often a worker is given the list of its sequences that are known here, in seconds.
 AUDIT_S = 5.0
@@ -34,8 +35,9 @@ class GrpcWorkerLink:
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = sequence_service_pb2_grpc.SequenceServiceStub(channel)
         self._address = address
-        self._commands: list[sequence_service_pb2.ServeRequest] = []
-        """To be written. Unbounded, because what is placed on a worker is bounded."""
+        self._commands: list[tuple[sequence_service_pb2.ServeRequest, tuple[int, ...]]] = []
+        """To be written; an opening with its prompt, which it has not yet. Unbounded, because what
+        is placed on a worker is bounded."""
         self._has_commands = asyncio.Event()
         self._sinks: dict[int, Sink] = {}
         self._num_handles = 0
@@ -60,7 +62,7 @@ class GrpcWorkerLink:
         write_sequence(spec, opening.sequence)
         opening.source = sequence_service_pb2.KvSource.ValueType(source)
         opening.send_to = send_to
-        self._put(request)
+        self._put(request, spec.prompt_token_ids)
         return first
 
     def abort(self, handle: int) -> None:
@@ -126,9 +128,11 @@ class GrpcWorkerLink:
             known = sequence_service_pb2.KnownSequences(handles=self._sinks)
             self._put(sequence_service_pb2.ServeRequest(known=known))
 
-    def _put(self, command: sequence_service_pb2.ServeRequest) -> None:
+    def _put(
+        self, command: sequence_service_pb2.ServeRequest, prompt: tuple[int, ...] = ()
+    ) -> None:
         if self._lost is None:
-            self._commands.append(command)
+            self._commands.append((command, prompt))
             self._has_commands.set()
 
     async def _write(self, call: Any) -> None:
@@ -138,7 +142,10 @@ class GrpcWorkerLink:
                 await self._has_commands.wait()
                 self._has_commands.clear()
                 commands, self._commands = self._commands, []
-                for command in commands:
+                for command, prompt in commands:
+                    if prompt:
+                        await let_others_run(len(prompt))
+                        command.open.sequence.prompt_token_ids.extend(prompt)
                     await call.write(command)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return

@@ -29,7 +29,7 @@ from baton.service import ReadyReport
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from gateway.intake.child_process import ChildProcess
-from gateway.intake.tokenizer import let_others_run
+from gateway.long_work import let_others_run
 from gateway.server import serve_gateway
 from tests.support.fake_workers import make_info
 from tests.support.grpc_workers import GrpcWorker, serving
@@ -42,6 +42,13 @@ pytestmark = pytest.mark.slow
 MEGABYTE = 1_000_000
 MAX_MODEL_LEN = MEGABYTE + 2
 PIECE = 65_536
+MODULES = (
+    "gateway.http.app",
+    "gateway.links.grpc_link",
+    "gateway.long_work",
+    "gateway.serving",
+    "gateway.intake.tokenizer",
+)
 LARGE = {"max_model_len": MAX_MODEL_LEN, "num_blocks": MAX_MODEL_LEN}
 
 
@@ -189,15 +196,15 @@ async def test_a_long_text_gives_way_between_its_pieces(
             sizes.append(size)
         await let_others_run(size)
 
-    for module in ("gateway.http.app", "gateway.intake.tokenizer", "gateway.serving"):
+    for module in MODULES:
         monkeypatch.setattr(f"{module}.let_others_run", watched)
     request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(text="x" * 100_000))
     request.sampling.max_tokens = 1
     async for _ in stub.Generate(request):
         pass
     # Its text before it is written for the helper; its tokens in two pieces, before they are looked
-    # at, and before they go to a worker.
-    tokenized = [100_000, PIECE, 100_000, 100_000]
+    # at, before they are placed, and before they are written to a worker.
+    tokenized = [100_000, PIECE, *[100_000] * 3]
     assert sizes == tokenized
     sizes.clear()
     body = json.dumps({"prompt": "x" * 100_000, "max_tokens": 1}).encode()
