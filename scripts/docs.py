@@ -158,7 +158,8 @@ and no `[DONE]`.
 | 408 | the request's time was over (`--request-timeout-s`), or it was too slow to arrive |
 | 413, 431 | a body of more than 16 MiB; more than 100 headers, or 32 KiB of them |
 | 429 | full now; `retry-after` says when to try again |
-| 499 | the client went away; in logs and metrics only |
+| 499 | the client went away, or did not read its stream; in logs and metrics only, for then its \
+connection is closed, or its answer has begun with 200 |
 | 503 | no worker takes work, one was lost, or none yet said what adapters it has; `retry-after` |
 
 Calls of tools are found in the model's own format: `--tool-call-parser`, `auto` by the chat

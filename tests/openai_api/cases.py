@@ -72,7 +72,7 @@ Check = Callable[[Any, World], None]
 @dataclass(frozen=True)
 class Case:
     """call: of the client, e.g. "chat.completions.create". error: that the package must raise; the
-    check is then of it."""
+    check is then of it. parser: the gateway's --tool-call-parser."""
 
     section: str
     name: str
@@ -82,6 +82,7 @@ class Case:
     error: type[openai.APIError] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the client."""
+    parser: str = "auto"
 
 
 _CASES: list[Case] = []
@@ -93,12 +94,13 @@ def case(
     call: str,
     error: type[openai.APIError] | None = None,
     options: Mapping[str, Any] | None = None,
+    parser: str = "auto",
     **kwargs: Any,
 ) -> Callable[[Check], Check]:
     """Adds the case that the function checks."""
 
     def add(check: Check) -> Check:
-        _CASES.append(Case(section, name, call, kwargs, check, error, options or {}))
+        _CASES.append(Case(section, name, call, kwargs, check, error, options or {}, parser))
         return check
 
     return add
@@ -695,7 +697,7 @@ def _writing(text: str) -> dict[str, Any]:
 
 
 def tools(name: str, text: str = "", **kwargs: Any) -> Callable[[Check], Check]:
-    """text: what the model is made to write, in Hermes' format."""
+    """text: what the model is made to write; in Hermes' format unless a `parser` is given."""
     return chat(
         "Tools",
         name,
@@ -781,6 +783,52 @@ def _(result: Any, world: World) -> None:
 @tools("what only looks like a call is text", "<tool_call>no</tool_call>")
 def _(result: Any, world: World) -> None:
     assert result.choices[0].message.content == "<tool_call>no</tool_call>"
+
+
+REMIND = {
+    "type": "function",
+    "function": {
+        "name": "remind",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "minutes": {"type": "integer"}},
+        },
+    },
+}
+#: What says of an argument without quotes whether it is text or a number: the tool's schema.
+_REMINDER = {"text": "5", "minutes": 5}
+_GLM_CALL = (
+    "<tool_call>remind\n<arg_key>text</arg_key>\n<arg_value>5</arg_value>\n"
+    "<arg_key>minutes</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
+)
+_CODER_CALL = (
+    "<tool_call>\n<function=remind>\n<parameter=text>\n5\n</parameter>\n"
+    "<parameter=minutes>\n5\n</parameter>\n</function>\n</tool_call>"
+)
+
+
+def _call_of_format(writer: str, parser: str, text: str) -> None:
+    """A call in the format of a parser that the gateway was told to use, whole and streamed."""
+    given: dict[str, Any] = {"parser": parser, "tools": [REMIND]}
+
+    @tools(f"a call as {writer} writes it: `--tool-call-parser {parser}`", f"Ok.{text}", **given)
+    def _(result: Any, world: World) -> None:
+        message = result.choices[0].message
+        (call,) = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("remind", _REMINDER)
+        assert message.content.strip() == "Ok."
+        assert result.choices[0].finish_reason == "tool_calls"
+
+    @tools(f"two of {writer}'s, streamed", f"Ok.{text}\n{text}", **given, stream=True)
+    def _(chunks: Any, world: World) -> None:
+        calls = [(name, json.loads(arguments)) for name, arguments in calls_of(chunks)]
+        assert calls == [("remind", _REMINDER)] * 2
+        assert said(chunks).strip() == "Ok."
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+_call_of_format("GLM", "glm45", _GLM_CALL)
+_call_of_format("Qwen3-Coder", "qwen3_coder", _CODER_CALL)
 
 
 _ONLY_WEATHER = {"tools": [WEATHER], "max_tokens": 800}
