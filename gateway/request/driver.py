@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from baton.errors import BatonError, DeadlineExceeded
+from baton.events import SequenceEvent
 from baton.types import KvSource, Rank, SequenceSpec
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import ValidatedRequest
@@ -54,8 +55,9 @@ OnAdmitted = Callable[[str], Awaitable[None]]
 #: The worker's link, and the first of the handles there.
 _Opened = tuple[WorkerLink, int]
 
-#: A method of the reducer that takes an event, and when it came.
-_Reduce = Callable[..., Sequence[Action]]
+#: A method of the reducer that takes events of sequences: an assignment's, a choice's number in it,
+#: what happened, and when.
+_Reduce = Callable[[Assignment, int, SequenceEvent, float], Sequence[Action]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ class RequestDriver:
         deadline = self._loop.call_at(self._deadline_s, self._on_deadline)
         try:
             self._deps.migrator.add(running)
-            self._report(self.state.on_start)
+            self._perform(self.state.on_start(self._clock()))
             if on_admitted is not None and self._error is None:
                 # A task of its own: what was just put into the workers' streams goes out first, and
                 # they are at it meanwhile.
@@ -228,13 +230,18 @@ class RequestDriver:
 
     # Events
 
-    def _report(self, reduce: _Reduce, *event: object) -> None:
-        """reduce: the reducer's method that takes this event, and when it came."""
-        self._perform(reduce(*event, self._clock()))
+    def _on_event(
+        self, reduce: _Reduce, assignment: Assignment, number: int, event: SequenceEvent
+    ) -> None:
+        """reduce: the reducer's method for events of the home, or of the source."""
+        self._perform(reduce(assignment, number, event, self._clock()))
+
+    def _on_place(self, assignment: Assignment, place: Placement | BatonError) -> None:
+        self._perform(self.state.on_place(assignment, place, self._clock()))
 
     def _on_timer(self, assignment: Assignment) -> None:
         self._timers.pop(assignment, None)
-        self._report(self.state.on_timer, assignment)
+        self._perform(self.state.on_timer(assignment, self._clock()))
 
     # Actions
 
@@ -262,7 +269,7 @@ class RequestDriver:
                 waiting = self._deps.dispatcher.place(
                     assignment.spec,
                     need,
-                    partial(self._report, self.state.on_place, assignment),
+                    partial(self._on_place, assignment),
                     is_return=is_return,
                     account=self._request.account,
                     deadline_s=self._deadline_s,
@@ -319,7 +326,7 @@ class RequestDriver:
         ticket: bytes = b"",
     ) -> _Opened:
         numbers = range(len(assignment.choices))
-        sinks = [partial(self._report, reduce, assignment, n) for n in numbers]
+        sinks = [partial(self._on_event, reduce, assignment, n) for n in numbers]
         return link, link.open(assignment.spec, source, sinks, ticket)
 
     @staticmethod
@@ -339,7 +346,7 @@ class RequestDriver:
 
     def migrate(self, choice: Choice, placement: Placement, on_end: Callable[[], None]) -> None:
         self._migrations[choice] = on_end
-        self._report(self.state.on_migration, choice, placement)
+        self._perform(self.state.on_migration(choice, placement, self._clock()))
 
 
 def _with_logprobs(spec: SequenceSpec) -> SequenceSpec:
