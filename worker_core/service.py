@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -78,25 +78,19 @@ def in_messages(events: Iterable[AddressedEvent]) -> Iterator[list[AddressedEven
     What a sequence becomes after tokens of an earlier step, a pause above all, needs a message
     after theirs.
     """
-    changes: list[AddressedEvent] = []
-    runs: dict[int, list[Tokens]] = {}
+    parts: list[tuple[list[AddressedEvent], dict[int, list[Tokens]]]] = [([], {})]
     for handle, event in events:
+        changes, runs = parts[-1]
         if isinstance(event, Tokens):
             runs.setdefault(handle, []).append(event)
-            continue
-        if handle in runs:
-            yield _message(changes, runs)
-            changes, runs = [], {}
-        changes.append((handle, event))
-    if changes or runs:
-        yield _message(changes, runs)
-
-
-def _message(
-    changes: list[AddressedEvent], runs: Mapping[int, list[Tokens]]
-) -> list[AddressedEvent]:
-    tokens = ((handle, entry) for handle, run in runs.items() for entry in joined(run))
-    return [*changes, *tokens]
+        elif handle in runs:
+            parts.append(([(handle, event)], {}))
+        else:
+            changes.append((handle, event))
+    for changes, runs in parts:
+        tokens = ((handle, entry) for handle, run in runs.items() for entry in joined(run))
+        if message := [*changes, *tokens]:
+            yield message
 
 
 #: Presents a ticket to its owner, under a sequence's key; returns how many leading tokens' KV the

@@ -396,7 +396,7 @@ class BlockLease:
         num_missing = max(0, pool.num_blocks_for(end) - len(block_ids))
         if num_missing + len(shared_indices) > pool.num_available:
             return None
-        unslotted = self._places_without_slot(start, end)
+        unslotted = self._places_without_slot(start, end) if pool._slots else ()
         if pool._slots and len(unslotted) + len(shared_indices) > pool._slots.num_available:
             return None
         copies = []
@@ -408,7 +408,8 @@ class BlockLease:
             if index in self._places:
                 pool._own_slot(shared, block_ids[index])
         block_ids.extend(pool._take() for _ in range(num_missing))
-        self._take_slots(unslotted)
+        if unslotted:
+            self._take_slots(unslotted)
         self._own_start, self._own_end = start, pool.num_blocks_for(end) * pool.block_size
         return tuple(copies)
 
@@ -438,11 +439,12 @@ class BlockLease:
         those that are held.
         """
         pool, block_ids = self._pool, self.block_ids
-        if not pool._gives_blocks_back:
+        if pool._slots:
             unslotted = self._places_without_slot(first_token, end_token)
-            if pool._slots and len(unslotted) > pool._slots.num_available:
+            if len(unslotted) > pool._slots.num_available:
                 return False
             self._take_slots(unslotted)
+        if not pool._gives_blocks_back:
             return True
         first = first_token // pool.block_size
         self._give_back_before(first)
@@ -476,9 +478,7 @@ class BlockLease:
         self.window_start = max(self.window_start, self.held_start)
 
     def _places_without_slot(self, start: int, end: int) -> list[int]:
-        """Those of tokens [start, end) whose slots are not held; none where there are no slots."""
-        if self._pool._slots is None:
-            return []
+        """Those of tokens [start, end) whose slots are not held, where there are slots."""
         wanted = range(start // self._pool.block_size, self._pool.num_blocks_for(end))
         return [place for place in wanted if place not in self._places]
 
@@ -529,7 +529,8 @@ class BlockLease:
         """Give the blocks back: tails first, so that eviction takes the end of a prefix before its
         beginning. Raises LeaseError the second time."""
         pool = self._pool
-        self._give_slots_back(sorted(self._places, reverse=True))
+        if self._places:
+            self._give_slots_back(sorted(self._places, reverse=True))
         for block_id in reversed(self.held_block_ids):
             pool._give_back(block_id)
         del pool._leases[id(self)]

@@ -111,14 +111,22 @@ class Settings:
         return Attempts(self.max_retries, time.monotonic() + timeout_s)
 
     def call_metadata(self, request_id: str) -> Metadata:
-        """What a call sends: the client's metadata, the request id, and the caller's trace unless
-        the metadata name one.
+        """What a call sends: the client's metadata, the request id, and the caller's trace, so that
+        it goes on in the servers, unless the metadata name one: W3C trace context of the current
+        OpenTelemetry span; nothing outside of one.
 
         Raises InvalidRequest for a request id that no header can carry.
         """
-        has_trace = any(key == "traceparent" for key, _ in self.metadata)
-        trace = () if has_trace else _current_trace()
-        return checked_metadata((*self.metadata, *trace, (REQUEST_ID_KEY, request_id)))
+        trace: dict[str, str] = {}
+        # A span exists only where the program has imported OpenTelemetry, which this package does
+        # without.
+        if "opentelemetry.trace" in sys.modules and "traceparent" not in dict(self.metadata):
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            TraceContextTextMapPropagator().inject(trace)
+            if len(trace.get("tracestate", "")) > MAX_TRACESTATE_CHARS:
+                del trace["tracestate"]
+        return checked_metadata((*self.metadata, *trace.items(), (REQUEST_ID_KEY, request_id)))
 
     def error_of(self, error: grpc.RpcError, request_id: str) -> BatonError:
         """The typed error of a failed call."""
@@ -348,24 +356,6 @@ def checked_metadata(metadata: MetadataLike) -> Metadata:
             f"at most {MAX_METADATA_BYTES} are sent: send fewer or shorter entries",
         )
     return entries
-
-
-def _current_trace() -> tuple[tuple[str, str], ...]:
-    """The caller's trace, so that it goes on in the servers: W3C trace context of the current
-    OpenTelemetry span; nothing outside of one."""
-    if "opentelemetry.trace" not in sys.modules:
-        # A span exists only where the program has imported OpenTelemetry, which this package does
-        # without.
-        return ()
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier)
-    return tuple(
-        (key, value)
-        for key, value in carrier.items()
-        if key != "tracestate" or len(value) <= MAX_TRACESTATE_CHARS
-    )
 
 
 def _authorization(api_key: str | None) -> Metadata:

@@ -26,14 +26,12 @@ from baton.engine.interface import (
     EngineSpec,
     Launched,
     LayersDone,
-    SampleRow,
 )
 from baton.engine.step_runner import (
     NO_STATES,
     EagerStep,
     EagerSteps,
     Followers,
-    LayerDone,
     NoFollowers,
     Step,
     StepRunner,
@@ -123,9 +121,15 @@ class TorchEngine(Engine):
             step = self._run(batch, layers_done, before)
             if self._on_states is not None and isinstance(step, EagerStep):
                 self._on_states(batch, step.watched)
+            # Rows that draw, of which there are as many as sequences, at once; those that score a
+            # prompt, of which there are as many as tokens, some at a time.
+            drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None]
+            scored = [i for i, row in enumerate(rows) if row.scored_token_id is not None]
+            firsts = range(0, len(scored), NUM_SCORED_ROWS)
             groups = tuple(
                 (tuple(group), draw(step.logits(group), [rows[i] for i in group]))
-                for group in _row_groups(rows)
+                for group in (drawn, *(scored[first : first + NUM_SCORED_ROWS] for first in firsts))
+                if group
             )
             if self._spec.max_num_launches > 1:
                 # Nothing follows several groups, some of which score a prompt.
@@ -147,10 +151,16 @@ class TorchEngine(Engine):
         self, batch: Batch, layers_done: LayersDone | None, drawn: torch.Tensor | None
     ) -> Step:
         """Write the new tokens' KV. drawn: see StepRunner."""
-        num_layers = self._spec.layout.num_layers
+        num_layers, size = self._spec.layout.num_layers, self._layer_group_size
         check_batch(batch, self._spec, 0 if drawn is None else len(drawn))
-        done = layers_done and _in_groups(layers_done, num_layers, self._layer_group_size)
-        return self._steps.run(batch, done, drawn)
+
+        def layer_done(layer: int) -> None:
+            end = layer + 1
+            if layers_done and (end % size == 0 or end == num_layers):
+                first = layer // size * size
+                layers_done(first, end - first)
+
+        return self._steps.run(batch, layers_done and layer_done, drawn)
 
 
 @contextmanager
@@ -199,27 +209,3 @@ class _TorchLaunch:
         for index, owner in enumerate(self.owners):
             split[owner].append(samples[index])
         return tuple(map(tuple, split))
-
-
-def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
-    """Indices of rows whose logits are held at once: those that draw, of which there are as many as
-    sequences, all together; those that score a prompt, of which there are as many as tokens, some
-    at a time."""
-    drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None]
-    scored = [i for i, row in enumerate(rows) if row.scored_token_id is not None]
-    if drawn:
-        yield drawn
-    for first in range(0, len(scored), NUM_SCORED_ROWS):
-        yield scored[first : first + NUM_SCORED_ROWS]
-
-
-def _in_groups(layers_done: LayersDone, num_layers: int, size: int) -> LayerDone:
-    """Report to `layers_done` groups of `size` consecutive layers instead of each."""
-
-    def done(layer: int) -> None:
-        end = layer + 1
-        if end % size == 0 or end == num_layers:
-            first = layer // size * size
-            layers_done(first, end - first)
-
-    return done

@@ -102,14 +102,22 @@ def _placed_in(
 ) -> tuple[torch.Tensor, list[AttentionSlice]]:
     """PackedTokens.first_rows, on the device, and slices, in a pool that the block tables are
     of."""
-    sizes = pool.shape[4], block_rows(pool)
-    rows = _tensor(chain.from_iterable(_first_rows(part, *sizes) for part in parts))
+    block_size, rows_of_block = pool.shape[4], block_rows(pool)
+    rows = array("q")
+    for part in parts:
+        position, end = part.start, part.start + len(part.token_ids)
+        while position < end:
+            index, offset = divmod(position, block_size)
+            count = min(block_size - offset, end - position)
+            first = part.block_table[index] * rows_of_block + offset
+            rows.extend(range(first, first + count))
+            position += count
     begins = accumulate((len(part.token_ids) for part in parts), initial=0)
     slices = [
         AttentionSlice(begin, len(part.token_ids), part.start, part.block_table)
         for part, begin in zip(parts, begins, strict=False)
     ]
-    return to_device(rows, pool.device), slices
+    return to_device(_tensor(rows), pool.device), slices
 
 
 def _in_windows(batch: Batch, kv: GroupedKvPool) -> list[SequenceSlice]:
@@ -223,17 +231,6 @@ def sample_rows(batch: Batch) -> tuple[list[SampleRow], list[int], list[int]]:
 def _tensor(numbers: Iterable[int]) -> torch.Tensor:
     """int64; far quicker than torch's own way through a list."""
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
-
-
-def _first_rows(part: SequenceSlice, block_size: int, rows_of_block: int) -> Iterator[int]:
-    """Each new token's row of the first head: see PackedBatch."""
-    position, end = part.start, part.start + len(part.token_ids)
-    while position < end:
-        index, offset = divmod(position, block_size)
-        count = min(block_size - offset, end - position)
-        first = part.block_table[index] * rows_of_block + offset
-        yield from range(first, first + count)
-        position += count
 
 
 def _rope_lengths(batch: Batch) -> torch.Tensor:

@@ -33,7 +33,15 @@ def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:
 def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Logits [rows, vocab] float32 after all edits, -inf for tokens that may not be chosen: a copy
     where any row has one."""
-    if not any(map(_may_be_edited, rows)):
+    # None of most steps' rows may, and then nothing is made for them.
+    if not any(
+        row.allowed is not None
+        or row.sampling.logit_bias
+        or row.sampling.bad_words
+        or row.num_output_tokens < row.sampling.min_tokens
+        or row.sampling.has_penalties
+        for row in rows
+    ):
         return logits
     penalized = [i for i, row in enumerate(rows) if row.sampling.has_penalties]
     biased = [
@@ -57,17 +65,6 @@ def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     if masked:
         _forbid(edited, rows, masked)
     return edited
-
-
-def _may_be_edited(row: SampleRow) -> bool:
-    """False of most rows, and then nothing is made for them."""
-    sampling = row.sampling
-    return (
-        row.allowed is not None
-        or bool(sampling.logit_bias or sampling.bad_words)
-        or row.num_output_tokens < sampling.min_tokens
-        or sampling.has_penalties
-    )
 
 
 def _add(logits: torch.Tensor, entries: Sequence[tuple[int, int, float]]) -> None:

@@ -118,16 +118,6 @@ class PrefillView:
         speed = max(self.prefill_tokens_per_s, others_tokens_per_s)
         return (self.outstanding_tokens + num_missing) / speed
 
-    def has_credit(self) -> bool:
-        """One sequence is always taken, however long; further ones while the queue is short.
-
-        What its cache saves makes the queue shorter: else a busy tier gives every sequence to
-        whichever worker has credit first, finds nothing in caches, and is busy with that alone.
-        """
-        if self.is_awaiting_report:
-            return False
-        return self.outstanding_tokens < self.max_outstanding_tokens + self.worth_of_cache()
-
     def worth_of_cache(self) -> float:
         """Tokens of queue that its cached prefix outweighs."""
         lead = max(0.0, self.ahead_tokens - self.batch_tokens)
@@ -288,7 +278,15 @@ def _sooner_decode(
 
 
 def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:
-    views = [view for view in views if view.has_credit()]
+    # One sequence is always taken, however long; further ones while the queue is short. What its
+    # cache saves makes the queue shorter: else a busy tier gives every sequence to whichever worker
+    # has room first, finds nothing in caches, and is busy with that alone.
+    views = [
+        view
+        for view in views
+        if not view.is_awaiting_report
+        and view.outstanding_tokens < view.max_outstanding_tokens + view.worth_of_cache()
+    ]
     views = [view for view in views if view.address not in need.avoid] or views
 
     def rank(view: PrefillView) -> tuple[float, float, bytes]:

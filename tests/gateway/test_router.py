@@ -89,7 +89,9 @@ def test_a_plan_names_workers_that_have_room(
         assert plan.decode or not need.needs_decode
         for prefill in prefills:
             if prefill.address == plan.prefill:
-                assert prefill.has_credit()
+                most_tokens = prefill.max_outstanding_tokens + prefill.worth_of_cache()
+                assert prefill.outstanding_tokens < most_tokens
+                assert not prefill.is_awaiting_report
                 assert prefill.max_model_len >= need.max_num_tokens
         for decode in decodes:
             if decode.address == plan.decode:

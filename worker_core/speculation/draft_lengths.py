@@ -64,7 +64,18 @@ class StepPrices:
 
 def choose_lengths(candidates: Sequence[Candidate], prices: StepPrices) -> list[int]:
     """Drafts of each candidate that make the step's tokens per second highest."""
-    drafts = _by_chance(candidates)[: prices.max_num_drafts]
+    # (less its chance, place in its proposal from 1, candidate) of each draft, the likeliest first,
+    # none before those that it builds on.
+    drafts: list[tuple[float, int, int]] = []
+    for index, candidate in enumerate(candidates):
+        chance = candidate.first
+        for place in range(1, candidate.max_num_drafts + 1):
+            if chance < MIN_CHANCE:
+                break
+            drafts.append((-chance, place, index))
+            chance *= candidate.later
+    drafts.sort()
+    del drafts[prices.max_num_drafts :]
     num_tokens, num_drafting, longest = float(prices.num_rows), 0, 0
     best_rate = num_tokens / prices.step_s(0)
     best_count = 0
@@ -82,21 +93,6 @@ def choose_lengths(candidates: Sequence[Candidate], prices: StepPrices) -> list[
     for _, _, index in drafts[:best_count]:
         lengths[index] += 1
     return lengths
-
-
-def _by_chance(candidates: Sequence[Candidate]) -> list[tuple[float, int, int]]:
-    """(less its chance, place in its proposal from 1, candidate) of all drafts, the likeliest
-    first, none before those that it builds on."""
-    drafts = []
-    for index, candidate in enumerate(candidates):
-        chance = candidate.first
-        for place in range(1, candidate.max_num_drafts + 1):
-            if chance < MIN_CHANCE:
-                break
-            drafts.append((-chance, place, index))
-            chance *= candidate.later
-    drafts.sort()
-    return drafts
 
 
 #: Category of drafts after the first of a proposal; confidences are not negative.

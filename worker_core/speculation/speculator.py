@@ -195,7 +195,15 @@ class Speculator:
         before = self._last_drafted_step, self._probe_interval
         lengths = self._lengths(tracks, estimates, num_rows, max_num_drafts, curve)
         start_s = self._clock()
-        chosen = self._propose(requests, estimates, lengths)
+        chosen = [e.drafts[:length] for e, length in zip(estimates, lengths, strict=True)]
+        # Those that are not known already are asked for.
+        asked = [i for i, length in enumerate(lengths) if length and not chosen[i]]
+        if asked:
+            made = self._proposer.propose(
+                [replace(requests[i], max_num_drafts=lengths[i]) for i in asked]
+            )
+            for index, drafts in zip(asked, made, strict=True):
+                chosen[index] = drafts
         self._start_s += self._clock() - start_s
         if not any(chosen):
             # A proposer that was asked had to make ready first: it is asked again.
@@ -268,23 +276,6 @@ class Speculator:
                     else _probe(candidates, min(max_num_drafts, -(-num_rows // PROBE_SHARE)))
                 )
         return lengths
-
-    def _propose(
-        self,
-        requests: Sequence[DraftRequest],
-        estimates: Sequence[Estimate],
-        lengths: Sequence[int],
-    ) -> list[tuple[int, ...]]:
-        """The drafts that are known already; the others are asked for."""
-        chosen = [f.drafts[:length] for f, length in zip(estimates, lengths, strict=True)]
-        asked = [i for i, length in enumerate(lengths) if length and not chosen[i]]
-        if asked:
-            made = self._proposer.propose(
-                [replace(requests[i], max_num_drafts=lengths[i]) for i in asked]
-            )
-            for index, drafts in zip(asked, made, strict=True):
-                chosen[index] = drafts
-        return chosen
 
 
 def _probe(candidates: Sequence[Candidate], num_drafts: int) -> list[int]:

@@ -166,7 +166,14 @@ class NativeLayers:
         )
         max_rows = max(max_rows, hidden.shape[0])
         if max_rows > self._max_rows:
-            self._make_room(max_rows)
+            # Memory for what the stages need within, each part at a multiple of 64 bytes.
+            sizes = {name: -(-max_rows * size // 64) * 64 for name, size in self._row_bytes.items()}
+            self._workspace = torch.empty(sum(sizes.values()), dtype=torch.uint8)
+            at = self._workspace.data_ptr()
+            for name, size in sizes.items():
+                setattr(self._call, name, at)
+                at += size
+            self._max_rows = max_rows
         call = _Stages.from_buffer_copy(self._call)
         call.plans = ctypes.addressof(plans)
         call.write = call_over(step.pool, scales, step.cos, step.sin, step.first_rows, 1)
@@ -188,40 +195,28 @@ class NativeLayers:
             self._windows.index(attention.shape.window),
         )
 
-    def _make_room(self, max_rows: int) -> None:
-        """Point the call at memory for what its stages need within, each part at a multiple of 64
-        bytes."""
-        sizes = {name: -(-max_rows * size // 64) * 64 for name, size in self._row_bytes.items()}
-        self._workspace = torch.empty(sum(sizes.values()), dtype=torch.uint8)
-        at = self._workspace.data_ptr()
-        for name, size in sizes.items():
-            setattr(self._call, name, at)
-            at += size
-        self._max_rows = max_rows
 
-
+@dataclass(slots=True)
 class RunningLayers:
-    """A step under way."""
+    """A step under way. kept, tensors: own what the call points at."""
 
-    def __init__(self, call: _Stages, kept: object, dtype: int | None) -> None:
-        """kept: owns what the call points at."""
-        self._call = call
-        self._kept = kept
-        self._dtype = dtype
-        self._tensors: tuple[torch.Tensor, ...] = ()
+    call: _Stages
+    kept: object
+    dtype: int | None
+    tensors: tuple[torch.Tensor, ...] = ()
 
     def goes_on_with(self, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
         """These rows alone from now on, of the step's tokens and with repeats: at most as many as
         it began for."""
-        self._tensors = hidden, mixed
-        self._call.tokens = hidden.shape[0]
-        self._call.hidden, self._call.mixed = hidden.data_ptr(), mixed.data_ptr()
+        self.tensors = hidden, mixed
+        self.call.tokens = hidden.shape[0]
+        self.call.hidden, self.call.mixed = hidden.data_ptr(), mixed.data_ptr()
 
     def run(self, first: int, end: int) -> None:
         """Stages [first, end), counted over all layers, and past them one more: the norm of what
         they give, in its place."""
         loaded().baton_layers(
-            ctypes.addressof(self._call), first, end, self._dtype, torch.get_num_threads()
+            ctypes.addressof(self.call), first, end, self.dtype, torch.get_num_threads()
         )
 
 

@@ -69,7 +69,15 @@ def plan_attention(
     if dtype not in NATIVE_DTYPES or stored is None or head_dim > MAX_HEAD_DIM:
         return plan_op.twin(slices, pool, num_heads, scale, window, dtype)
     _, num_layers, num_parts, num_kv_heads, block_size, _ = pool.shape
-    numbers = _numbers(slices, num_heads // num_kv_heads, num_kv_heads)
+    # first_row, num_tokens, start, table_at, task_at and tables, one after the other.
+    first_rows, counts, starts, block_tables = zip(*slices, strict=True)
+    group = num_heads // num_kv_heads
+    tasks = (-(-count * group // _TASK_ROWS) * num_kv_heads for count in counts)
+    numbers = array("q", (*first_rows, *counts, *starts))
+    numbers.extend(accumulate(map(len, block_tables[:-1]), initial=0))
+    numbers.extend(accumulate(tasks, initial=0))
+    for table in block_tables:
+        numbers.extend(table)
     address, row = numbers.buffer_info()[0], numbers.itemsize * len(slices)
     first_row, num_tokens, start, table_at, task_at = range(address, address + 5 * row, row)
     tables = task_at + row + numbers.itemsize
@@ -83,19 +91,6 @@ def plan_attention(
         ),
         numbers,
     )
-
-
-def _numbers(slices: Sequence[AttentionSlice], group: int, num_kv_heads: int) -> array[int]:
-    """first_row, num_tokens, start, table_at, task_at and tables, one after the other. group: query
-    heads of a KV head."""
-    first_rows, counts, starts, tables = zip(*slices, strict=True)
-    tasks = (-(-count * group // _TASK_ROWS) * num_kv_heads for count in counts)
-    numbers = array("q", (*first_rows, *counts, *starts))
-    numbers.extend(accumulate(map(len, tables[:-1]), initial=0))
-    numbers.extend(accumulate(tasks, initial=0))
-    for table in tables:
-        numbers.extend(table)
-    return numbers
 
 
 def paged_attention(
