@@ -6,7 +6,9 @@ token ids as its model takes.
 A gateway before a token source, which emits a token of each stream every 5 ms; the model takes a
 million tokens. Each prompt is sent by a process of its own, by gRPC and by HTTP: words, one word
 without end, and ids. The longest silence of any of the streams until it was answered, and for half
-a second more, is printed, beside that of some seconds without such a prompt.
+a second more, is printed, beside that of some seconds without such a prompt; and the longest that
+the gateway's event loop computed in one go meanwhile, which others' load on the machine hardly
+changes.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ import grpc.aio
 from baton.config import ServeOptions
 from baton.rpc.channel import aio_channel, sync_channel
 from baton.supervisor import Cluster
+from baton.supervisor.log_lines import forward_to_stderr
 from baton.supervisor.plan import PROGRAMS, Programs
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from bench.host_gateway import SOURCE
 from bench.machine import BUNDLED_MODEL
+from bench.timed_gateway import PREFIX
 
 TEXTS = {"words": "a word and another one, ", "one word": "x"}
 
@@ -60,10 +64,29 @@ PROMPTS = (
     *(Long("", size) for size in (100_000, 1_000_000)),
 )
 STEP_MS = 5.0
+_GATEWAY = (sys.executable, "-m", "bench.timed_gateway")
 #: Tokens that the model takes, and of each stream: none ends within a measurement.
 _MODEL_LEN = 1 << 20
 _AFTER_S, _ALONE_S = 0.5, 5.0
 _TIMEOUT_S = 300.0
+
+
+@dataclass
+class Turns:
+    """The gateway's longest turn of its event loop, in CPU time; see bench.timed_gateway."""
+
+    longest_ms: float = 0.0
+
+    def on_line(self, name: str, line: str) -> None:
+        if line.startswith(PREFIX):
+            self.longest_ms = max(self.longest_ms, float(line.removeprefix(PREFIX)))
+        else:
+            forward_to_stderr(name, line)
+
+    def take_ms(self) -> float:
+        """The longest until now; another begins."""
+        longest_ms, self.longest_ms = self.longest_ms, 0.0
+        return longest_ms
 
 
 @dataclass
@@ -135,7 +158,7 @@ async def send_elsewhere(door: str, address: str, prompt: Long) -> tuple[str, fl
 
 
 @asynccontextmanager
-async def gateway_of_a_long_model(folder: Path) -> AsyncIterator[Cluster]:
+async def gateway_of_a_long_model(folder: Path, turns: Turns) -> AsyncIterator[Cluster]:
     """folder: for the model's files."""
     shutil.copy(Path(BUNDLED_MODEL) / "tokenizer.json", folder)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": _MODEL_LEN}))
@@ -151,28 +174,34 @@ async def gateway_of_a_long_model(folder: Path) -> AsyncIterator[Cluster]:
             "log_level": "error",
         }
     )
-    programs = Programs(PROGRAMS.prefill, SOURCE, PROGRAMS.gateway)
-    async with Cluster(options, programs=programs) as cluster:
+    programs = Programs(PROGRAMS.prefill, SOURCE, _GATEWAY)
+    async with Cluster(options, programs=programs, on_line=turns.on_line) as cluster:
         yield cluster
 
 
-async def measure(cluster: Cluster, num_streams: int, prompts: Sequence[Long]) -> None:
-    """Prints a row for each prompt and door."""
+async def measure(
+    cluster: Cluster, num_streams: int, prompts: Sequence[Long], turns: Turns
+) -> None:
+    """Prints a row for each prompt and door. turns: of the cluster's gateway."""
     silences = Silences()
     async with aio_channel(cluster.address) as channel, asyncio.TaskGroup() as group:
         listeners = [group.create_task(silences.listen(channel)) for _ in range(num_streams)]
         await asyncio.sleep(1.0)
         silences.take_ms()
+        turns.take_ms()
         await asyncio.sleep(_ALONE_S)
-        print("| Prompt | Door | Longest silence, ms | Seconds | What became of it |")
-        print(f"|---|---|---|---|---|\n| none | | {silences.take_ms():.0f} | {_ALONE_S:.1f} | |")
+        print("| Prompt | Door | Longest silence, ms | Longest turn, ms | Seconds | Outcome |")
+        alone = f"{silences.take_ms():.0f} | {turns.take_ms():.0f} | {_ALONE_S:.1f}"
+        print(f"|---|---|---|---|---|---|\n| none | | {alone} | |")
         doors = {"gRPC": cluster.address, "HTTP": cluster.http_address}
         for prompt, (door, address) in itertools.product(prompts, doors.items()):
             silences.take_ms()
+            turns.take_ms()
             outcome, seconds = await send_elsewhere(door, address, prompt)
             await asyncio.sleep(_AFTER_S)
             print(
-                f"| {prompt} | {door} | {silences.take_ms():.0f} | {seconds:.1f} | {outcome} |",
+                f"| {prompt} | {door} | {silences.take_ms():.0f} | {turns.take_ms():.0f} "
+                f"| {seconds:.1f} | {outcome} |",
                 flush=True,
             )
         for listener in listeners:
@@ -181,8 +210,9 @@ async def measure(cluster: Cluster, num_streams: int, prompts: Sequence[Long]) -
 
 async def _run(num_streams: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        async with gateway_of_a_long_model(Path(folder)) as cluster:
-            await measure(cluster, num_streams, PROMPTS)
+        turns = Turns()
+        async with gateway_of_a_long_model(Path(folder), turns) as cluster:
+            await measure(cluster, num_streams, PROMPTS, turns)
 
 
 def main() -> None:

@@ -165,22 +165,30 @@ class NixlConnection(SlottedConnection):
         self._quarantine = quarantine
         self._send_timeout_s = send_timeout_s
         self._area: _Area | None = None
+        """Made for the first payload: the receiver waits a second for our answer to its acceptance,
+        and an agent may take longer."""
+        self._accept: kv_pb2.KvAccept | None = None
         self._remote = kv_pb2.KvRemoteMemory()
         self._peer: Any = None
 
     def staged(self, slot: int, num_bytes: int) -> Staged:
-        if self._area is None:
+        if self._accept is None:
             raise TransportError("there is no memory to write to")
-        room = self._area.slot(slot, num_bytes)
+        area = self._area or self._open_area(self._accept)
+        room = area.slot(slot, num_bytes)
         return Staged(slot, room) if isinstance(room, memoryview) else Staged(slot, device=room)
 
     def open_staging(self, accept: kv_pb2.KvAccept) -> None:
-        if self._area or not accept.remote_memory.agent:
+        if self._accept or not accept.remote_memory.agent:
             raise FrameError("the receiver's acceptance came without memory to write to, or twice")
-        self._remote.CopyFrom(accept.remote_memory)
+        self._accept = accept
+        self._remote = accept.remote_memory
+        self.open_slots(accept.num_credits)
+
+    def _open_area(self, accept: kv_pb2.KvAccept) -> _Area:
         is_on_device = accept.payload_checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
         try:
-            self._area = _Area(
+            self._area = area = _Area(
                 self._name,
                 accept.num_credits,
                 accept.max_chunk_bytes,
@@ -189,10 +197,10 @@ class NixlConnection(SlottedConnection):
         except OSError as error:
             raise TransportError(f"no device memory to stage in: {error}") from error
         try:
-            self._peer = self._area.agent.add_remote_agent(self._remote.agent)
-        except self._area.errors as error:
+            self._peer = area.agent.add_remote_agent(self._remote.agent)
+        except area.errors as error:
             raise TransportError(f"the receiver's memory cannot be used: {error}") from error
-        self.open_slots(accept.num_credits)
+        return area
 
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
         if staged is None or self._area is None:
@@ -239,6 +247,7 @@ class NixlConnection(SlottedConnection):
 
     def close(self) -> None:
         super().close()
+        self._accept = None
         area, self._area = self._area, None
         if area:
             self._quarantine.keep(area.retire())

@@ -27,9 +27,9 @@ from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketAborted
-from kv_transfer.transport.base import TransportConfig
+from kv_transfer.transport.base import TransportConfig, TransportError
 from kv_transfer.transport.connector import make_connector
-from kv_transfer.transport.nixl import QUARANTINE_S, TRANSPORT, Quarantine
+from kv_transfer.transport.nixl import QUARANTINE_S, TRANSPORT, NixlConnection, Quarantine
 
 pytestmark = pytest.mark.slow
 
@@ -113,6 +113,20 @@ except HandoffFailed as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "refused" in done.stdout
     assert done.stdout.split()[-1] == "True"
+
+
+@needs_nixl
+def test_an_acceptance_is_taken_before_an_agent_is_made():
+    """So that it is answered in time."""
+    ours, theirs = socket.socketpair()
+    connection = NixlConnection(ours, "sender/test", 1.0, Quarantine())
+    accept = kv_pb2.KvAccept(num_credits=1, max_chunk_bytes=4096)
+    accept.remote_memory.agent = b"unlike any agent's"
+    connection.open_staging(accept)
+    with pytest.raises(TransportError, match="the receiver's memory cannot be used"):
+        connection.stage(8)
+    connection.close()
+    theirs.close()
 
 
 @needs_nixl
