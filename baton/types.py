@@ -228,6 +228,9 @@ class KvGroup(enum.IntEnum):
     FULL = 1
     """Those that attend to all tokens."""
     WINDOWED = 2
+    STATE = 3
+    """Those with a state, counted apart; a range of them is of one token, which the states are
+    after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,10 @@ class KvLayout:
     windowed_layers, ascending, attend to the last `window` tokens alone, the new one among them:
     KV that lies further back is neither read nor sent there. Their window is the longest of theirs;
     0 if there are none.
+
+    Layers with a state are counted apart, in the model's order: a sequence has one state of
+    state_layer_bytes for each, as it is after the last token computed, whatever their number.
+    States are float32 and never converted.
     """
 
     fingerprint: str
@@ -255,6 +262,8 @@ class KvLayout:
     parts: tuple[str, ...] = KEY_VALUE
     window: int = 0
     windowed_layers: tuple[int, ...] = ()
+    num_state_layers: int = 0
+    state_layer_bytes: int = 0
 
     @property
     def num_parts(self) -> int:
@@ -275,6 +284,26 @@ class KvLayout:
     @property
     def block_bytes(self) -> int:
         return self.token_bytes * self.block_size
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a sequence goes on from a state, so that its KV alone, or that of a prefix, is of
+        no use."""
+        return self.num_state_layers > 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence, over all layers."""
+        return self.num_state_layers * self.state_layer_bytes
+
+    def state_after(self, num_tokens: int) -> KvRange:
+        """All states of a sequence of which num_tokens tokens, one at least, are computed."""
+        return KvRange(num_tokens - 1, 1, 0, self.num_state_layers, KvGroup.STATE)
+
+    def num_bytes(self, piece: KvRange) -> int:
+        """Bytes of a piece in a pool."""
+        is_state = piece.group is KvGroup.STATE
+        return piece.num_bytes(self.state_layer_bytes if is_state else self.token_layer_bytes)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -323,6 +352,8 @@ class KvLayout:
         windowed = self.windowed_layers
         if group is KvGroup.WINDOWED:
             return windowed
+        if group is KvGroup.STATE:
+            return range(self.num_state_layers)
         return sorted({*range(self.num_layers)}.difference(windowed))
 
     def num_layers_of(self, group: KvGroup) -> int:
@@ -335,6 +366,8 @@ class KvLayout:
                 return self.num_layers - num_windowed
             case KvGroup.WINDOWED:
                 return num_windowed
+            case KvGroup.STATE:
+                return self.num_state_layers
 
     def of_group(self, group: KvGroup) -> KvLayout:
         """Of the KV of a group's layers alone."""
@@ -372,12 +405,12 @@ class KvLayout:
     def from_window(
         self, piece: KvRange, window_start: int, *, by_group: bool = False
     ) -> Iterator[KvRange]:
-        """`piece`, of all layers, without the tokens before window_start of windowed ones.
-        by_group: cut by groups, rather than, where it must be, into runs of layers in order."""
+        """`piece`, of all layers or of states, without the tokens before window_start of windowed
+        ones. by_group: cut by groups, rather than, where it must be, into runs of layers in order."""
         parts: Iterable[tuple[KvRange, KvGroup]]
         if by_group:
             parts = ((part, part.group) for part in self.by_group(piece))
-        elif not self.window or window_start <= piece.first_token:
+        elif not self.window or piece.group is KvGroup.STATE or window_start <= piece.first_token:
             parts = ((piece, KvGroup.ALL),)
         else:
             parts = ((run, own.group) for run, own in self.runs_of_group(piece))
@@ -395,7 +428,7 @@ class KvLayout:
             return None
         for name in (
             *("fingerprint", "num_layers", "parts", "num_kv_heads", "head_dim"),
-            *("window", "windowed_layers"),
+            *("window", "windowed_layers", "num_state_layers", "state_layer_bytes"),
         ):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:

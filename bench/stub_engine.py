@@ -19,7 +19,7 @@ _SAMPLE = Sample(7)
 class NoKv(HostOrdered):
     """Implements baton.engine.interface.KvPool without memory: nothing may be moved."""
 
-    slots = None
+    slots = state_slots = None
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout = layout

@@ -164,6 +164,9 @@ class ChunkCodec:
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Fill `out` with a payload from the blocks. Raises what KvPool.pack does; ValueError for
         another size."""
+        if piece.group is KvGroup.STATE:
+            self._pool.pack(block_ids, piece, out)
+            return
         if staged := self._staged_copy_for(piece):
             staged.pack_to_host(block_ids, piece, self.wire, out)
             return
@@ -178,6 +181,9 @@ class ChunkCodec:
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         """Write a payload into the blocks. Raises what KvPool.unpack does; ValueError for another
         size."""
+        if piece.group is KvGroup.STATE:
+            self._pool.unpack(block_ids, piece, data)
+            return
         if staged := self._staged_copy_for(piece):
             staged.unpack_from_host(block_ids, piece, self.wire, data)
             return

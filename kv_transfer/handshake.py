@@ -120,8 +120,9 @@ def sender_terms(
         raise PeerMismatch.of(
             peer.worker_id, "wire_dtype", pool.layout.dtype, accept.wire_dtype
         ) from None
-    if accept.max_chunk_bytes < wire.token_layer_bytes:
-        least, offered = f"at least {wire.token_layer_bytes}", str(accept.max_chunk_bytes)
+    least_bytes = max(wire.token_layer_bytes, wire.state_layer_bytes)
+    if accept.max_chunk_bytes < least_bytes:
+        least, offered = f"at least {least_bytes}", str(accept.max_chunk_bytes)
         raise PeerMismatch.of(peer.worker_id, "max_chunk_bytes", least, offered)
     codec = ChunkCodec(pool, wire)
     device = _device_codec(codec, pool, accept.payload_checksum)
@@ -170,8 +171,8 @@ class SenderSession:
     receiver may be silent. Over as soon as any method raises HandoffFailed: then only `close` of
     the connection may follow.
 
-    terms, token_layer_bytes, max_chunk_bytes: since the receiver's KvAccept; before it terms is
-    None, and nothing may be sent.
+    terms, max_chunk_bytes: since the receiver's KvAccept; before it terms is None, and nothing may
+    be sent.
     deadline: when the receiver must have sent something; None: it need not.
     """
 
@@ -185,7 +186,7 @@ class SenderSession:
         self.deadline: float | None = config.clock() + config.connect_timeout_s
         self.connection = config.connect(endpoints, config.connect_timeout_s)
         self.terms: Terms | None = None
-        self.token_layer_bytes = self.max_chunk_bytes = 0
+        self.max_chunk_bytes = 0
         self._hello = kv_pb2.KvHello(
             min_version=MIN_VERSION,
             max_version=MAX_VERSION,
@@ -226,8 +227,8 @@ class SenderSession:
             self.connection.seal(key)
             terms = terms.with_key(key)
         self.terms, self.deadline = terms, None
-        self.token_layer_bytes = terms.codec.wire.token_layer_bytes
-        most = max(config.max_chunk_bytes, self.token_layer_bytes)
+        wire = terms.codec.wire
+        most = max(config.max_chunk_bytes, wire.token_layer_bytes, wire.state_layer_bytes)
         self.max_chunk_bytes = min(most, accept.max_chunk_bytes)
         if not terms.codec.is_plain:
             peer, dtype = self._peer.worker_id, config.pool.layout.dtype

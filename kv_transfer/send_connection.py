@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
-from baton.types import KvRange, Sample, WorkerIdentity
+from baton.types import KvGroup, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import sample_to_proto
 from kv_transfer.frame import (
@@ -159,7 +159,6 @@ class SendConnection:
         """heartbeat: when the engine loop last showed life, by config.clock."""
         self._peer = peer
         self._config = config
-        self._token_layer_bytes = config.pool.layout.token_layer_bytes
         self._heartbeat = heartbeat
         self._on_done = on_done
         self._handoffs: dict[Hashable, Handoff] = {}
@@ -303,7 +302,7 @@ class SendConnection:
                 task = None if self._sending else self._next_of(handoff)
                 is_small = (
                     isinstance(task, Send)
-                    and task.piece.num_bytes(self._token_layer_bytes) <= _SMALL_BYTES
+                    and self._config.pool.layout.num_bytes(task.piece) <= _SMALL_BYTES
                 )
                 session.connection.send(kv_pb2.KvBegin(ticket=handoff.data), more=is_small)
                 handoff.is_begun = True
@@ -356,8 +355,9 @@ class SendConnection:
                 first_token = min(max(piece.first_token, ticket.num_cached_tokens), piece.end_token)
                 num_missing = piece.end_token - first_token
                 missing = replace(piece, first_token=first_token, num_tokens=num_missing)
-                block_size = terms.codec.wire.block_size
-                token_bytes, most = session.token_layer_bytes, session.max_chunk_bytes
+                wire, most = terms.codec.wire, session.max_chunk_bytes
+                block_size = 1 if missing.group is KvGroup.STATE else wire.block_size
+                token_bytes = wire.piece_layer_bytes(missing)
                 # The receiver's blocks may be smaller, and its windowed layers' begin later.
                 start = max(window_start, ticket.layout.window_start(ticket.num_tokens))
                 pool = self._config.pool

@@ -132,6 +132,7 @@ def parse_ticket(data: bytes) -> KvTicket:
         and min(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size) > 0
         and bool(layout.window) == bool(layout.windowed_layers)
         and all(layer < layout.num_layers for layer in layout.windowed_layers)
+        and bool(layout.num_state_layers) == bool(layout.state_layer_bytes)
     ):
         raise InvalidRequest("the KV ticket lacks fields, or they contradict each other")
     return KvTicket(
@@ -432,6 +433,7 @@ class Coverage:
         num_windowed = len(layout.windowed_layers)
         self._full = _one_run(layout.num_layers - num_windowed)
         self._windowed = _one_run(num_windowed)
+        self._states = _one_run(layout.num_state_layers)
 
     def add(self, piece: KvRange) -> bool:
         """Count `piece` as arrived; False, with no interval changed, if any of it had arrived
@@ -445,9 +447,9 @@ class Coverage:
         return True
 
     def window_start(self, first_token: int, end_token: int) -> int | None:
-        """The first token that has arrived in every layer, if tokens [first_token, end_token) of
-        every layer have, of windowed layers from within the window on, and no other; else
-        None."""
+        """The first token that has arrived in every layer with KV, if tokens [first_token,
+        end_token) of every one have, of windowed layers from within the window on, the states after
+        the last of them, if there are any, and nothing else; else None."""
         latest = first_token
         in_window = max(first_token, end_token - self._layout.window + 1)
         for runs, last in ((self._full, first_token), (self._windowed, in_window)):
@@ -457,11 +459,14 @@ class Coverage:
                 if (run.starts, run.ends) != expected or not first_token <= start <= last:
                     return None
                 latest = max(latest, start)
+        if any((r.starts, r.ends) != ([end_token - 1], [end_token]) for r in self._states):
+            return None
         return latest
 
     def _runs_of(self, part: KvRange) -> list[_LayerRun]:
         """Those that a group's range is made of."""
-        runs = self._windowed if part.group is KvGroup.WINDOWED else self._full
+        apart = {KvGroup.WINDOWED: self._windowed, KvGroup.STATE: self._states}
+        runs = apart.get(part.group, self._full)
         for layer in (part.first_layer, part.end_layer):
             _split(runs, layer)
         return [

@@ -11,6 +11,7 @@ from baton.types import (
     DTYPE_BYTES,
     SCALE_BYTES,
     SCALED_DTYPES,
+    KvGroup,
     KvLayout,
     KvRange,
 )
@@ -32,7 +33,8 @@ class WireFormat:
     * where it has the same (has_row_scales), float32 scales [tokens] come behind the elements
       [tokens, head_dim] of each layer, part and head, as they lie in the pool.
 
-    block_size: the sender's; num_parts: see KvLayout.parts.
+    block_size: the sender's; num_parts: see KvLayout.parts. States are no runs, but bytes as they
+    lie in the pool, state_layer_bytes of each layer.
     """
 
     dtype: str
@@ -41,6 +43,7 @@ class WireFormat:
     block_size: int
     has_row_scales: bool = False
     num_parts: int = 2
+    state_layer_bytes: int = 0
 
     @property
     def token_layer_bytes(self) -> int:
@@ -49,12 +52,19 @@ class WireFormat:
         row_bytes = self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
         return self.num_parts * self.num_kv_heads * row_bytes
 
+    def piece_layer_bytes(self, piece: KvRange) -> int:
+        """Most bytes that a token of a piece takes in one of its layers."""
+        is_state = piece.group is KvGroup.STATE
+        return self.state_layer_bytes if is_state else self.token_layer_bytes
+
     def is_that_of(self, dtype: str) -> bool:
         """Whether runs lie in a pool of `dtype` as they do in a payload."""
         return self.dtype == dtype and (dtype in SCALED_DTYPES) == self.has_row_scales
 
     def num_bytes(self, piece: KvRange) -> int:
         """Bytes of the payload of a piece."""
+        if piece.group is KvGroup.STATE:
+            return piece.num_bytes(self.state_layer_bytes)
         head_bytes = piece.num_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
         if self.dtype in SCALED_DTYPES and piece.num_tokens:
             num_runs = -(-piece.end_token // self.block_size) - piece.first_token // self.block_size
@@ -75,6 +85,7 @@ def wire_format(dtype: str, sender: KvLayout) -> WireFormat:
         sender.block_size,
         has_row_scales,
         sender.num_parts,
+        sender.state_layer_bytes,
     )
 
 
@@ -103,11 +114,11 @@ def agreed_dtype(sender: str, receiver: str, wanted: str) -> str:
 
 
 def most_token_layer_bytes(layout: KvLayout) -> int:
-    """Bytes that a token of a layer takes at most, whatever type a receiver with that layout agrees
-    on."""
-    return max(
-        replace(layout, dtype=dtype).token_layer_bytes for dtype in (layout.dtype, "float32")
-    )
+    """Bytes that a token of a layer, or the state of one, takes at most, whatever type a receiver
+    with that layout agrees on."""
+    dtypes = (layout.dtype, "float32")
+    most = max(replace(layout, dtype=dtype).token_layer_bytes for dtype in dtypes)
+    return max(most, layout.state_layer_bytes)
 
 
 def chunks(

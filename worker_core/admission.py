@@ -177,7 +177,8 @@ class Admission:
         if spec.sampling.beam is None:
             return None
         longest = min(spec.sampling.max_tokens, state.spec.max_model_len - spec.num_tokens)
-        num_own = state.pool.num_blocks_for(longest) + 1
+        # Of each beam: what it writes, and copies of the blocks that it shares when it forks.
+        num_own = state.pool.num_blocks_for(longest) + 1 + state.spec.layout.has_states
         num_blocks = spec.num_tokens // state.pool.block_size + num_wide * num_own
         if num_blocks <= state.pool.num_blocks:
             return None

@@ -2,7 +2,8 @@
 
     born with a destination   the KV is sent while it is computed, chunk by chunk, and layer
                               group by layer group within the last chunk, each as soon as its
-                              computation is launched; the commit carries the first tokens
+                              computation is launched; then the states after the last token, if
+                              the model has any; the commit carries the first tokens
     hand_off                  a paused sequence's KV is sent as a whole: drain, balance, late
                               handoff
     serve_prefix              a copy of what a sequence holds is sent to a worker that computes the
@@ -99,6 +100,8 @@ class Handoffs:
         """The prompt is computed, and `firsts` follow it: it is handed off with them."""
         sequence.stage = Stage.HANDING_OFF
         num_tokens = sequence.spec.num_tokens
+        for send in self._states(sequence.key, sequence.lease, num_tokens):
+            self._sender.submit(send)
         self._sender.submit(Finish(sequence.key, num_tokens, firsts, self._state.clock()))
 
     # Of sequences that run
@@ -163,7 +166,16 @@ class Handoffs:
         InvalidRequest if the ticket is none."""
         whole = KvRange(0, num_tokens, 0, self._layout.num_layers)
         send = self._send(key, lease, whole, num_tokens)
-        self._sender.begin(key, ticket, send, Finish(key, num_tokens, (), self._state.clock()))
+        states = self._states(key, lease, num_tokens)
+        finish = Finish(key, num_tokens, (), self._state.clock())
+        self._sender.begin(key, ticket, send, *states, finish)
+
+    def _states(self, key: Hashable, lease: BlockLease, num_tokens: int) -> tuple[Send, ...]:
+        """What sends the states after num_tokens tokens, which are all that is computed; nothing if
+        the model has none."""
+        if not self._layout.has_states:
+            return ()
+        return (Send(key, tuple(lease.block_ids), self._layout.state_after(num_tokens)),)
 
     def _send(
         self,

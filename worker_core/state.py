@@ -14,7 +14,7 @@ from baton.cache.pool import BlockLease, BlockPool
 from baton.engine.interface import EngineSpec, KvPool
 from baton.errors import BatonError
 from baton.events import Failed, SequenceEvent
-from baton.types import KvRange
+from baton.types import KvGroup, KvRange
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import Known, StreamEvent
 from worker_core.sequence import Stage, WorkerSequence
@@ -22,7 +22,7 @@ from worker_core.sequence import Stage, WorkerSequence
 
 @dataclass(frozen=True, slots=True)
 class _Swapped:
-    """pieces: what was packed, a block's tokens at most each, and its bytes."""
+    """pieces: what was packed, a block's tokens at most each, or all states, and its bytes."""
 
     pieces: tuple[tuple[KvRange, bytearray], ...]
 
@@ -49,8 +49,7 @@ class SwapSpace:
     def num_bytes_of(self, num_tokens: int) -> int:
         """Bytes that the KV of a sequence of `num_tokens` tokens takes here."""
         layout = self._kv.layout
-        pieces = self._pieces(num_tokens)
-        return sum(piece.num_bytes(layout.token_layer_bytes) for piece in pieces)
+        return sum(map(layout.num_bytes, self._pieces(num_tokens))) + layout.state_bytes
 
     def has_room_for(self, num_tokens: int) -> bool:
         return self.num_bytes + self.num_bytes_of(num_tokens) <= self._max_num_bytes
@@ -63,9 +62,13 @@ class SwapSpace:
         pieces = []
         for whole in self._pieces(num_tokens):
             for piece in self._by_block(whole):
-                data = bytearray(piece.num_bytes(layout.token_layer_bytes))
+                data = bytearray(layout.num_bytes(piece))
                 self._kv.pack(*self._in_block(block_ids, piece), memoryview(data))
                 pieces.append((piece, data))
+        if layout.has_states:
+            states, data = layout.state_after(num_tokens), bytearray(layout.state_bytes)
+            self._kv.pack(block_ids, states, memoryview(data))
+            pieces.append((states, data))
         self._swapped[key] = swapped = _Swapped(tuple(pieces))
         self.num_bytes += swapped.num_bytes
         self.num_swaps += 1
@@ -97,7 +100,9 @@ class SwapSpace:
             yield replace(whole, first_token=first, num_tokens=min(size, whole.end_token - first))
 
     def _in_block(self, block_ids: Sequence[int], piece: KvRange) -> tuple[Sequence[int], KvRange]:
-        """The block that a piece begins with, and the piece within it."""
+        """The block that a piece begins with, and the piece within it; of states the first one."""
+        if piece.group is KvGroup.STATE:
+            return block_ids, piece
         index = piece.first_token // self._kv.layout.block_size
         return block_ids[index : index + 1], replace(piece, first_token=0)
 

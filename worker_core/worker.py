@@ -64,12 +64,14 @@ def max_num_launches(is_asked: bool | None, spec: EngineSpec, *, has_drafts: boo
     """Steps that are under way at once. is_asked: --async-scheduling. Raises ConfigError if more
     are asked for than the engine can have."""
     if is_asked and spec.max_num_launches == 1:
-        raise ConfigError.of(
-            "async_scheduling",
-            True,
-            "processes that share a model get all tokens; leave it out, or give "
-            "--tensor-parallel-size 1",
+        why = (
+            f"{spec.model} has layers with a state, of which that before one step is kept; leave "
+            "it out"
+            if spec.layout.has_states
+            else "processes that share a model get all tokens; leave it out, or give "
+            "--tensor-parallel-size 1"
         )
+        raise ConfigError.of("async_scheduling", True, why)
     is_useful = spec.computes_aside and not has_drafts
     is_wanted = is_useful if is_asked is None else is_asked
     return spec.max_num_launches if is_wanted else 1

@@ -30,6 +30,9 @@ stay cached, and a prefix is found by the blocks of its window alone.
 Of a model with layers of both kinds, the KV of windowed layers may lie apart, in slots
 (`window_slots.py`): then a lease holds all its blocks, and slots from some place on. A block whose
 slot went to another one is indexed, but not as whole.
+
+Of a model that has layers with a state, a sequence's states lie in the slot of its first block
+(`state_slots.py`), which every step writes. No prefix is found: it could not be gone on from.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from blake3 import blake3
 
+from baton.cache.state_slots import StateSlots
 from baton.cache.window_slots import WindowSlots
 from baton.types import BlockCounts
 
@@ -49,7 +53,7 @@ from baton.types import BlockCounts
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Block `target` is to hold what block `source` holds; of windowed layers whose KV lies apart,
-    if the source has a slot."""
+    and of states, if the source has a slot."""
 
     source: int
     target: int
@@ -72,9 +76,14 @@ class BlockPool:
         window: int = 0,
         has_full_layers: bool = True,
         window_slots: WindowSlots | None = None,
+        state_slots: StateSlots | None = None,
     ) -> None:
-        """window, has_full_layers: see KvLayout. window_slots: those of the engine's pool, of which
-        this one has all; None where blocks have the KV of all layers."""
+        """window, has_full_layers: see KvLayout. window_slots, state_slots: those of the engine's
+        pool, of which this one has all; None where blocks have the KV of all layers, and where no
+        layer has a state. Raises ValueError if prefixes would be found of a model with states, or
+        its sequences give their first blocks back."""
+        if state_slots and (enable_prefix_caching or not has_full_layers):
+            raise ValueError("sequences with a state share no prefix, and keep their first blocks")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = deque(range(num_blocks))
@@ -83,6 +92,7 @@ class BlockPool:
         self._window = window if window_slots or not has_full_layers else 0
         """Tokens whose KV in windowed layers a sequence goes on from; 0 if it holds that of all."""
         self._slots = window_slots
+        self._states = state_slots
         self._gives_blocks_back = self._window > 0 and window_slots is None
         """Whether blocks behind the window go back; else they stay, and slots go back if there are
         any."""
@@ -154,10 +164,14 @@ class BlockPool:
         num_revived = sum(1 for block_id in held if self._references[block_id] == 0)
         if num_fresh + num_revived > self.num_available:
             return None
+        if self._states and not self._states.num_available:
+            return None
         for block_id in held:
             self._cached.pop(block_id, None)
             self._references[block_id] += 1
         block_ids.extend(self._take() for _ in range(num_fresh))
+        if self._states:
+            self._states.take(block_ids[0])
         places = range(first_whole, num_shared) if self._slots else range(0)
         if self._slots:
             for place in places:
@@ -211,6 +225,8 @@ class BlockPool:
             ]
             whole = {block.block_id for block in self._index.by_block.values() if block.is_whole}
             self._slots.check_integrity(held, whole)
+        if self._states:
+            self._states.check_integrity(lease._block_ids[0] for lease in self._leases.values())
 
     def _take(self) -> int:
         if self._free:
@@ -247,6 +263,8 @@ class BlockPool:
         self._references[block_id] -= 1
         if self._references[block_id]:
             return
+        if self._states:
+            self._states.give_back(block_id)
         if block_id in self._index.by_block:
             self._cached[block_id] = None
         else:
@@ -399,12 +417,16 @@ class BlockLease:
         unslotted = self._places_without_slot(start, end) if pool._slots else ()
         if pool._slots and len(unslotted) + len(shared_indices) > pool._slots.num_available:
             return None
+        if pool._states and 0 in shared_indices and not pool._states.num_available:
+            return None
         copies = []
         for index in shared_indices:
             shared = block_ids[index]
             pool._references[shared] -= 1
             block_ids.replace(index, pool._take())
             copies.append(BlockCopy(shared, block_ids[index]))
+            if pool._states and index == 0:
+                pool._states.take(block_ids[0])
             if index in self._places:
                 pool._own_slot(shared, block_ids[index])
         block_ids.extend(pool._take() for _ in range(num_missing))
@@ -499,10 +521,13 @@ class BlockLease:
             self.window_start = max(self.window_start, window_start)
 
     def _shared_indices(self, start: int, end: int) -> list[int]:
-        """Places in the block table, among those of tokens [start, end), of blocks that others hold
-        too."""
+        """Places in the block table, among those that writing tokens [start, end) writes to, of
+        blocks that others hold too."""
         size, references = self._pool.block_size, self._pool._references
-        indices = range(start // size, min(self._pool.num_blocks_for(end), len(self._block_ids)))
+        first, end_place = start // size, self._pool.num_blocks_for(end)
+        indices = list(range(first, min(end_place, len(self._block_ids))))
+        if self._pool._states and first:
+            indices.insert(0, 0)
         return [index for index in indices if references[self._block_ids[index]] > 1]
 
     def index(self, token_ids: Sequence[int], num_computed: int) -> None:

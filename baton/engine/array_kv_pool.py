@@ -31,8 +31,10 @@ class ArrayKvPool(HostOrdered):
     `data` is the pool itself, [num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim].
     Its owner reads and writes it in place: that of block i at data[i], or, of windowed layers that
     have slots of their own, at that of its slot. Copies in and out hold no GIL while they move more
-    than a few elements.
+    than a few elements. No layer has a state.
     """
+
+    state_slots = None
 
     def __init__(self, layout: KvLayout, num_blocks: int, num_window_slots: int = 0) -> None:
         """num_window_slots: 0 if blocks have the KV of all layers. Raises ValueError if there are

@@ -134,6 +134,8 @@ class EngineSpec:
     def shares_prefixes(self, num_prompt_tokens: int) -> bool:
         """Whether KV of such a prompt may be found by, and taken from, other prompts that begin
         alike."""
+        if self.layout.has_states:
+            return False
         return self.shared_prompt_limit is None or num_prompt_tokens <= self.shared_prompt_limit
 
 
@@ -145,7 +147,8 @@ class DeviceLost(Exception):
 @dataclass(frozen=True, slots=True)
 class SlotTable:
     """By block id, the block's slot in [0, num_slots), or -1. It is the block pool's to change, see
-    baton.cache.window_slots, in the engine's thread; of a length that never changes."""
+    baton.cache.window_slots and state_slots, in the engine's thread; of a length that never
+    changes."""
 
     num_slots: int
     of_block: array[int]
@@ -173,13 +176,21 @@ class KvPool(Protocol):
         raises ValueError."""
         ...
 
+    @property
+    def state_slots(self) -> SlotTable | None:
+        """Where the states of the sequence that begins with each block are, see
+        baton.cache.state_slots; None if the layout has no states. A piece of states that the slot
+        of the first of block_ids has not, or that is of no slot, raises ValueError."""
+        ...
+
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Copy this part of the sequence whose block table is `block_ids` into `out`.
 
         out: [piece.num_layers, parts, num_kv_heads, piece.num_tokens, head_dim] of the layout's
         dtype, exactly that many bytes; for SCALED_DTYPES each head's scales, [piece.num_tokens]
-        float32, follow its codes. Raises ValueError if the piece is not within the blocks or the
-        layers, or `out` has another size.
+        float32, follow its codes. Of states, see KvLayout: [piece.num_layers, state_layer_bytes],
+        and block_ids are all of the sequence's, or the first ones. Raises ValueError if the piece
+        is not within the blocks or the layers, or `out` has another size.
         """
         ...
 
@@ -190,7 +201,7 @@ class KvPool(Protocol):
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks, sources[i] to targets[i]; no target is among the sources. Windowed
-        layers' KV that lies apart is copied where the source has a slot."""
+        layers' KV that lies apart, and states, are copied where the source has a slot."""
         ...
 
     def mark(self) -> object:

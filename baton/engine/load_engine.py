@@ -19,7 +19,8 @@ from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.engine.interface import EngineSpec
 from baton.engine.model_source import EnginePlan, Graphs, ModelSource, model_source
 from baton.engine.numerics import numerics_of
-from baton.engine.step_runner import TensorPool
+from baton.engine.stateful_kv_pool import STATES_PER_SLOT, StatefulKvPool
+from baton.engine.step_runner import Followers, TensorPool
 from baton.engine.torch_engine import TorchEngine
 from baton.engine.warm_up import warm_up
 from baton.errors import ConfigError
@@ -127,6 +128,7 @@ def load_engine(
         dtype=chosen.name,
         weights=source.weight_bytes(chosen.name, where, size)
         + sum(adapter.num_bytes for adapter in adapters.values()),
+        states=max_num_seqs * STATES_PER_SLOT * sizes.state_bytes,
         activations=source.activation_bytes(
             chosen.name, max_num_batched_tokens, max_num_seqs, longest
         )
@@ -167,8 +169,9 @@ def load_engine(
         vocab_size=source.vocab_size,
         max_model_len=memory.longest_context,
         shared_prompt_limit=loaded.shared_prompt_limit,
-        # Other ranks know of a step what they are told, and what was drawn stays with this one.
-        max_num_launches=1 if size > 1 else 2,
+        # Other ranks know of a step what they are told, and what was drawn stays with this one. Of
+        # states there are those before one step: two that are thrown away could not be run again.
+        max_num_launches=1 if size > 1 or layout.has_states else 2,
         computes_aside=where.type == "cuda",
         numerics=numerics_of(where, chosen.name, ".".join(filter(None, whose))),
         dtype_reason=chosen.reason,
@@ -177,16 +180,22 @@ def load_engine(
     if spec.numerics.is_fallback:
         _log.warning("%s (%s)", FALLBACK_NOTICE, why_none())
     followers = loaded.followers
-    pool: TensorPool = (
-        GroupedKvPool(layout, memory.num_blocks, memory.num_window_slots, where)
-        if memory.num_window_slots
-        else followers.make_pool(layout, memory.num_blocks, where)
-    )
+    pool = _make_pool(layout, memory, where, followers)
     steps = loaded.steps(pool, graphs)
     engine = TorchEngine(spec, pool, steps, layer_group_size, followers, waiting_for(where))
     if where.type == "cuda":
         warm_up(engine, max_num_batched_tokens, max_num_seqs, _report_warm_up)
     return engine
+
+
+def _make_pool(
+    layout: KvLayout, memory: MemoryPlan, device: torch.device, followers: Followers
+) -> TensorPool:
+    if layout.has_states:
+        return StatefulKvPool(layout, memory.num_blocks, memory.max_num_seqs)
+    if memory.num_window_slots:
+        return GroupedKvPool(layout, memory.num_blocks, memory.num_window_slots, device)
+    return followers.make_pool(layout, memory.num_blocks, device)
 
 
 def kv_layout(source: ModelSource, dtype: str, block_size: int) -> KvLayout:
@@ -202,6 +211,8 @@ def kv_layout(source: ModelSource, dtype: str, block_size: int) -> KvLayout:
         parts=source.kv_parts,
         window=window,
         windowed_layers=windowed_layers,
+        num_state_layers=source.num_state_layers,
+        state_layer_bytes=source.state_layer_bytes,
     )
 
 

@@ -71,6 +71,7 @@ class ModelSource(Protocol):
     name: of the family or architecture, for people; dtype: the checkpoint's; max_len: of a
     sequence, in tokens; num_kv_heads, head_dim, kv_parts: see KvLayout; windows: tokens that each
     layer attends to, None for all; takes_grouped_kv: whether layers run over a GroupedKvPool;
+    num_state_layers, state_layer_bytes: see KvLayout;
     kv_digest: of every setting on which the meaning of KV depends, but the weights; kernels: whose
     results a token depends on, besides Baton's.
     """
@@ -98,6 +99,12 @@ class ModelSource(Protocol):
 
     @property
     def windows(self) -> tuple[int | None, ...]: ...
+
+    @property
+    def num_state_layers(self) -> int: ...
+
+    @property
+    def state_layer_bytes(self) -> int: ...
 
     @property
     def takes_grouped_kv(self) -> bool: ...
@@ -192,6 +199,7 @@ class NativeModel:
 
     kernels = ""
     takes_grouped_kv = True
+    num_state_layers = state_layer_bytes = 0
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._folder, self._config = folder, config

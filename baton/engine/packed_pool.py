@@ -27,7 +27,8 @@ class PackedPool(ABC):
     copies them."""
 
     slots: SlotTable | None = None
-    """See KvPool."""
+    state_slots: SlotTable | None = None
+    """See KvPool, both."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout = layout

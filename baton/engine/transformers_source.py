@@ -10,7 +10,7 @@ or on a number of threads that is no power of two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +19,14 @@ import transformers
 
 from baton.engine.interface import Batch
 from baton.engine.model_source import EnginePlan, Graphs, LoadedModel
+from baton.engine.stateful_kv_pool import ELEMENT_BYTES, StatefulKvPool
 from baton.engine.step_runner import NO_STATES, Followers, LayerDone, NoFollowers, TensorPool
-from baton.engine.torch_step import pack_tokens, take_drawn
+from baton.engine.torch_step import fault, pack_tokens, take_drawn
 from baton.errors import AdapterError, ConfigError
 from baton.model.adapters import Adapter
 from baton.model.checkpoint import HeadFiles
 from baton.model.memory_plan import HeadMemory
+from baton.model.sequence_states import SequenceStates
 from baton.model.transformers_backend.describe import describe
 from baton.model.transformers_backend.load import TransformersDecoder, load_model
 from baton.model.weights import ProgressHook, digest_checkpoint, terminal_progress
@@ -33,8 +35,8 @@ from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 
 
 class TransformersModel:
-    """A ModelSource of any decoder that transformers knows, and whose KV is that of softmax
-    attention."""
+    """A ModelSource of any decoder that transformers knows, whose layers have KV of softmax
+    attention, or a state of a kind that is known here."""
 
     kernels = f"transformers{transformers.__version__}"
 
@@ -48,12 +50,21 @@ class TransformersModel:
         self.dtype, self.vocab_size = found.dtype, found.vocab_size
         self.windows, self.num_kv_heads = found.windows, found.num_kv_heads
         self.num_layers = len(found.windows)
+        self.num_state_layers = len(found.state_layers)
+        self.state_layer_bytes = found.state_elements * ELEMENT_BYTES
         self.head_dim, self.kv_parts = found.head_dim, KEY_VALUE
         self.max_len = found.max_len
         self.kv_digest = found.kv_digest
 
-    def check_ranks(self, size: int, device: torch.device) -> None:  # noqa: ARG002
+    def check_ranks(self, size: int, device: torch.device) -> None:
         """See ModelSource."""
+        if self.num_state_layers and device.type != "cpu":
+            raise ConfigError.of(
+                "device",
+                device.type,
+                f"{self._description.architecture} has layers with a state, which run on a CPU "
+                "alone yet; use cpu",
+            )
         if size > 1:
             raise ConfigError.of(
                 "tensor_parallel_size",
@@ -163,8 +174,27 @@ class TransformersSteps:
         tokens = pack_tokens(batch, pool.tensor)
         if drawn is not None:
             take_drawn(tokens.token_ids, batch, drawn)
-        states = self._decoder.forward(tokens, pool.tensor, layer_done, pool.scales)
-        return TransformersStep(states, self._decoder)
+        if not isinstance(pool, StatefulKvPool):
+            hidden = self._decoder.forward(tokens, pool.tensor, layer_done, pool.scales)
+            return TransformersStep(hidden, self._decoder)
+        of_sequences = tuple(_begin_states(pool, batch))
+        hidden = self._decoder.forward(tokens, pool.tensor, layer_done, pool.scales, of_sequences)
+        for part in batch.slices:
+            pool.end_step(part.block_table, part.start, part.start + len(part.token_ids))
+        return TransformersStep(hidden, self._decoder)
+
+
+def _begin_states(pool: StatefulKvPool, batch: Batch) -> Iterator[SequenceStates]:
+    """Of each slice. Raises EngineFault of one whose states before it are not there."""
+    first_token = 0
+    for index, part in enumerate(batch.slices):
+        num_tokens = len(part.token_ids)
+        try:
+            before, after = pool.begin_step(part.block_table, part.start)
+        except ValueError as error:
+            raise fault(str(error), [index]) from error
+        yield SequenceStates(first_token, num_tokens, before, after)
+        first_token += num_tokens
 
 
 @dataclass(frozen=True, slots=True)

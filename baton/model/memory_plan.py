@@ -43,6 +43,8 @@ class MemoryPlan:
     head: HeadMemory = NO_HEAD
     num_window_slots: int = 0
     slot_bytes: int = 0
+    state_bytes: int = 0
+    """Of the states of max_num_seqs sequences."""
 
     @property
     def head_bytes(self) -> int:
@@ -78,6 +80,7 @@ class MemoryPlan:
             if self.num_window_slots
             else ""
         )
+        states = f"{format_bytes(self.state_bytes)}, of {self.max_num_seqs} sequences"
         graphs = (("CUDA graphs", f"about {format_bytes(self.graph_bytes)}"),)
         return (
             *ranks,
@@ -85,6 +88,7 @@ class MemoryPlan:
             ("activations", f"up to {format_bytes(self.activation_bytes)}"),
             *(graphs if self.graph_bytes else ()),
             *(transfers if self.transfer_bytes else ()),
+            *((("states", states),) if self.state_bytes else ()),
             *((("draft head", format_bytes(self.head_bytes)),) if self.head_bytes else ()),
             (
                 "KV cache",
@@ -205,16 +209,18 @@ def plan_blocks(
     transfers: int = 0,
     head: HeadMemory = NO_HEAD,
     max_window_slots: int = 0,
+    states: int = 0,
 ) -> MemoryPlan:
     """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for
-    max_num_seqs sequences of max_model_len tokens within what weights, activations, graphs and
-    transfers leave of `available_bytes`.
+    max_num_seqs sequences of max_model_len tokens within what weights, activations, graphs, states
+    and transfers leave of `available_bytes`.
 
     max_window_slots: what running sequences need at most, see KvLayout, if windowed layers' KV can
     lie apart; else 0. It does if there are more blocks then than that: so slots are never what a
     sequence lacks, and blocks alone are counted when one is admitted, scheduled or routed.
 
-    layout: of the whole model's KV; weights, activations, graphs, transfers: bytes of one rank;
+    layout: of the whole model's KV; weights, activations, graphs, states, transfers: bytes of one
+    rank;
     head: has KV of each block's tokens, too, within the same budget;
     other bytes are of all `num_ranks` ranks of tensor parallelism together, which share them alike.
     Raises ConfigError if that is not even one block, or the weights do not fit.
@@ -235,9 +241,16 @@ def plan_blocks(
             f"{format_bytes(available_bytes)} is free; use a smaller dtype, a smaller model or "
             "another machine",
         )
+    if states and weights + head.weight_bytes + states > available_bytes:
+        raise ConfigError.of(
+            "max_num_seqs",
+            max_num_seqs,
+            f"the states of so many sequences need {format_bytes(states)} beside the weights' "
+            f"{format_bytes(weights)}, and {format_bytes(available_bytes)} is free; lower it",
+        )
     num_apart = num_blocks or 0
     if num_blocks is None:
-        others = weights + activations + graphs + transfers + head.weight_bytes
+        others = weights + activations + graphs + states + transfers + head.weight_bytes
         budget, most = (
             max(0, available_bytes - others),
             max_num_seqs * -(-max_model_len // block_size),
@@ -274,4 +287,5 @@ def plan_blocks(
         head=head,
         num_window_slots=max_window_slots if is_apart else 0,
         slot_bytes=slot_bytes if is_apart else 0,
+        state_bytes=states,
     )

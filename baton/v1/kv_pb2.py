@@ -26,7 +26,7 @@ from baton.v1 import numerics_pb2 as baton_dot_v1_dot_numerics__pb2
 from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/numerics.proto\x1a\x17\x62\x61ton/v1/sampling.proto\"\xb6\x01\n\x08KvLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\r\n\x05parts\x18\x07 \x03(\t\x12\x0e\n\x06window\x18\x08 \x01(\r\x12\x17\n\x0fwindowed_layers\x18\t \x03(\r\"X\n\nKvEndpoint\x12(\n\ttransport\x18\x01 \x01(\x0e\x32\x15.baton.v1.KvTransport\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"\xa7\x02\n\x08KvTicket\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tticket_id\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\"\n\x06layout\x18\t \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\'\n\tendpoints\x18\n \x03(\x0b\x32\x14.baton.v1.KvEndpoint\x12\x10\n\x08lease_ms\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x0b\n\x03mac\x18\r \x01(\x0c\"\xf0\x01\n\x07KvHello\x12\x13\n\x0bmin_version\x18\x01 \x01(\r\x12\x13\n\x0bmax_version\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\r\n\x05nonce\x18\x06 \x01(\x0c\x12)\n\x08numerics\x18\x07 \x01(\x0b\x32\x17.baton.v1.NumericsClass\x12\x36\n\x11payload_checksums\x18\x08 \x03(\x0e\x32\x1b.baton.v1.KvPayloadChecksum\"\xe6\x02\n\x08KvAccept\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x13\n\x0bnum_credits\x18\x04 \x01(\r\x12\x17\n\x0fmax_chunk_bytes\x18\x05 \x01(\r\x12\x12\n\nwire_dtype\x18\x06 \x01(\t\x12/\n\rremote_memory\x18\x07 \x01(\x0b\x32\x18.baton.v1.KvRemoteMemory\x12\r\n\x05nonce\x18\x08 \x01(\x0c\x12\r\n\x05proof\x18\t \x01(\x0c\x12\x35\n\x10payload_checksum\x18\n \x01(\x0e\x32\x1b.baton.v1.KvPayloadChecksum\x12/\n\rdevice_memory\x18\x0b \x01(\x0b\x32\x18.baton.v1.KvDeviceMemory\x12)\n\x08numerics\x18\x0c \x01(\x0b\x32\x17.baton.v1.NumericsClass\"\x18\n\x07KvProof\x12\r\n\x05proof\x18\x01 \x01(\x0c\"P\n\x0eKvRemoteMemory\x12\r\n\x05\x61gent\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x06\x12\x0e\n\x06stride\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\r\"0\n\x0eKvDeviceMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06stride\x18\x02 \x01(\r\"\x18\n\x08KvLanded\x12\x0c\n\x04slot\x18\x01 \x01(\r\";\n\x08KvRefuse\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tual\x18\x03 \x01(\t\"\x19\n\x07KvBegin\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xee\x01\n\x07KvChunk\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x08 \x01(\r\x12\x0c\n\x04slot\x18\t \x01(\r\x12\x16\n\x0eplace_checksum\x18\n \x01(\x06\x12 \n\x05group\x18\x0b \x01(\x0e\x32\x11.baton.v1.KvGroup\"\x94\x01\n\x08KvCommit\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12,\n\x0c\x66irst_tokens\x18\x04 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x04\x12\x12\n\nexposed_us\x18\x06 \x01(\x04\"\x1d\n\x07KvRenew\x12\x12\n\nticket_ids\x18\x01 \x03(\x04\"E\n\rKvFetchPrefix\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\ndeliver_to\x18\x03 \x01(\x0c\"L\n\x07KvAbort\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"/\n\x0bKvCommitted\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x19\n\x08KvCredit\x12\r\n\x05slots\x18\x01 \x03(\r*\xa4\x01\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_TRANSPORT_LOOPBACK\x10\x01\x12\x14\n\x10KV_TRANSPORT_SHM\x10\x02\x12\x14\n\x10KV_TRANSPORT_TCP\x10\x03\x12\x15\n\x11KV_TRANSPORT_NIXL\x10\x04\x12\x19\n\x15KV_TRANSPORT_CUDA_IPC\x10\x05*x\n\x11KvPayloadChecksum\x12#\n\x1fKV_PAYLOAD_CHECKSUM_UNSPECIFIED\x10\x00\x12 \n\x1cKV_PAYLOAD_CHECKSUM_WORD_SUM\x10\x01\x12\x1c\n\x18KV_PAYLOAD_CHECKSUM_XXH3\x10\x02*M\n\x07KvGroup\x12\x18\n\x14KV_GROUP_UNSPECIFIED\x10\x00\x12\x11\n\rKV_GROUP_FULL\x10\x01\x12\x15\n\x11KV_GROUP_WINDOWED\x10\x02\x42\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/numerics.proto\x1a\x17\x62\x61ton/v1/sampling.proto\"\xeb\x01\n\x08KvLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\r\n\x05parts\x18\x07 \x03(\t\x12\x0e\n\x06window\x18\x08 \x01(\r\x12\x17\n\x0fwindowed_layers\x18\t \x03(\r\x12\x18\n\x10num_state_layers\x18\n \x01(\r\x12\x19\n\x11state_layer_bytes\x18\x0b \x01(\r\"X\n\nKvEndpoint\x12(\n\ttransport\x18\x01 \x01(\x0e\x32\x15.baton.v1.KvTransport\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"\xa7\x02\n\x08KvTicket\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tticket_id\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\"\n\x06layout\x18\t \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\'\n\tendpoints\x18\n \x03(\x0b\x32\x14.baton.v1.KvEndpoint\x12\x10\n\x08lease_ms\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x0b\n\x03mac\x18\r \x01(\x0c\"\xf0\x01\n\x07KvHello\x12\x13\n\x0bmin_version\x18\x01 \x01(\r\x12\x13\n\x0bmax_version\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\r\n\x05nonce\x18\x06 \x01(\x0c\x12)\n\x08numerics\x18\x07 \x01(\x0b\x32\x17.baton.v1.NumericsClass\x12\x36\n\x11payload_checksums\x18\x08 \x03(\x0e\x32\x1b.baton.v1.KvPayloadChecksum\"\xe6\x02\n\x08KvAccept\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x13\n\x0bnum_credits\x18\x04 \x01(\r\x12\x17\n\x0fmax_chunk_bytes\x18\x05 \x01(\r\x12\x12\n\nwire_dtype\x18\x06 \x01(\t\x12/\n\rremote_memory\x18\x07 \x01(\x0b\x32\x18.baton.v1.KvRemoteMemory\x12\r\n\x05nonce\x18\x08 \x01(\x0c\x12\r\n\x05proof\x18\t \x01(\x0c\x12\x35\n\x10payload_checksum\x18\n \x01(\x0e\x32\x1b.baton.v1.KvPayloadChecksum\x12/\n\rdevice_memory\x18\x0b \x01(\x0b\x32\x18.baton.v1.KvDeviceMemory\x12)\n\x08numerics\x18\x0c \x01(\x0b\x32\x17.baton.v1.NumericsClass\"\x18\n\x07KvProof\x12\r\n\x05proof\x18\x01 \x01(\x0c\"P\n\x0eKvRemoteMemory\x12\r\n\x05\x61gent\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x06\x12\x0e\n\x06stride\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\r\"0\n\x0eKvDeviceMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06stride\x18\x02 \x01(\r\"\x18\n\x08KvLanded\x12\x0c\n\x04slot\x18\x01 \x01(\r\";\n\x08KvRefuse\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tual\x18\x03 \x01(\t\"\x19\n\x07KvBegin\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xee\x01\n\x07KvChunk\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x08 \x01(\r\x12\x0c\n\x04slot\x18\t \x01(\r\x12\x16\n\x0eplace_checksum\x18\n \x01(\x06\x12 \n\x05group\x18\x0b \x01(\x0e\x32\x11.baton.v1.KvGroup\"\x94\x01\n\x08KvCommit\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12,\n\x0c\x66irst_tokens\x18\x04 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x04\x12\x12\n\nexposed_us\x18\x06 \x01(\x04\"\x1d\n\x07KvRenew\x12\x12\n\nticket_ids\x18\x01 \x03(\x04\"E\n\rKvFetchPrefix\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\ndeliver_to\x18\x03 \x01(\x0c\"L\n\x07KvAbort\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"/\n\x0bKvCommitted\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x19\n\x08KvCredit\x12\r\n\x05slots\x18\x01 \x03(\r*\xa4\x01\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_TRANSPORT_LOOPBACK\x10\x01\x12\x14\n\x10KV_TRANSPORT_SHM\x10\x02\x12\x14\n\x10KV_TRANSPORT_TCP\x10\x03\x12\x15\n\x11KV_TRANSPORT_NIXL\x10\x04\x12\x19\n\x15KV_TRANSPORT_CUDA_IPC\x10\x05*x\n\x11KvPayloadChecksum\x12#\n\x1fKV_PAYLOAD_CHECKSUM_UNSPECIFIED\x10\x00\x12 \n\x1cKV_PAYLOAD_CHECKSUM_WORD_SUM\x10\x01\x12\x1c\n\x18KV_PAYLOAD_CHECKSUM_XXH3\x10\x02*a\n\x07KvGroup\x12\x18\n\x14KV_GROUP_UNSPECIFIED\x10\x00\x12\x11\n\rKV_GROUP_FULL\x10\x01\x12\x15\n\x11KV_GROUP_WINDOWED\x10\x02\x12\x12\n\x0eKV_GROUP_STATE\x10\x03\x42\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,46 +34,46 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\020baton/v1;batonv1'
-  _globals['_KVTRANSPORT']._serialized_start=2179
-  _globals['_KVTRANSPORT']._serialized_end=2343
-  _globals['_KVPAYLOADCHECKSUM']._serialized_start=2345
-  _globals['_KVPAYLOADCHECKSUM']._serialized_end=2465
-  _globals['_KVGROUP']._serialized_start=2467
-  _globals['_KVGROUP']._serialized_end=2544
+  _globals['_KVTRANSPORT']._serialized_start=2232
+  _globals['_KVTRANSPORT']._serialized_end=2396
+  _globals['_KVPAYLOADCHECKSUM']._serialized_start=2398
+  _globals['_KVPAYLOADCHECKSUM']._serialized_end=2518
+  _globals['_KVGROUP']._serialized_start=2520
+  _globals['_KVGROUP']._serialized_end=2617
   _globals['_KVLAYOUT']._serialized_start=82
-  _globals['_KVLAYOUT']._serialized_end=264
-  _globals['_KVENDPOINT']._serialized_start=266
-  _globals['_KVENDPOINT']._serialized_end=354
-  _globals['_KVTICKET']._serialized_start=357
-  _globals['_KVTICKET']._serialized_end=652
-  _globals['_KVHELLO']._serialized_start=655
-  _globals['_KVHELLO']._serialized_end=895
-  _globals['_KVACCEPT']._serialized_start=898
-  _globals['_KVACCEPT']._serialized_end=1256
-  _globals['_KVPROOF']._serialized_start=1258
-  _globals['_KVPROOF']._serialized_end=1282
-  _globals['_KVREMOTEMEMORY']._serialized_start=1284
-  _globals['_KVREMOTEMEMORY']._serialized_end=1364
-  _globals['_KVDEVICEMEMORY']._serialized_start=1366
-  _globals['_KVDEVICEMEMORY']._serialized_end=1414
-  _globals['_KVLANDED']._serialized_start=1416
-  _globals['_KVLANDED']._serialized_end=1440
-  _globals['_KVREFUSE']._serialized_start=1442
-  _globals['_KVREFUSE']._serialized_end=1501
-  _globals['_KVBEGIN']._serialized_start=1503
-  _globals['_KVBEGIN']._serialized_end=1528
-  _globals['_KVCHUNK']._serialized_start=1531
-  _globals['_KVCHUNK']._serialized_end=1769
-  _globals['_KVCOMMIT']._serialized_start=1772
-  _globals['_KVCOMMIT']._serialized_end=1920
-  _globals['_KVRENEW']._serialized_start=1922
-  _globals['_KVRENEW']._serialized_end=1951
-  _globals['_KVFETCHPREFIX']._serialized_start=1953
-  _globals['_KVFETCHPREFIX']._serialized_end=2022
-  _globals['_KVABORT']._serialized_start=2024
-  _globals['_KVABORT']._serialized_end=2100
-  _globals['_KVCOMMITTED']._serialized_start=2102
-  _globals['_KVCOMMITTED']._serialized_end=2149
-  _globals['_KVCREDIT']._serialized_start=2151
-  _globals['_KVCREDIT']._serialized_end=2176
+  _globals['_KVLAYOUT']._serialized_end=317
+  _globals['_KVENDPOINT']._serialized_start=319
+  _globals['_KVENDPOINT']._serialized_end=407
+  _globals['_KVTICKET']._serialized_start=410
+  _globals['_KVTICKET']._serialized_end=705
+  _globals['_KVHELLO']._serialized_start=708
+  _globals['_KVHELLO']._serialized_end=948
+  _globals['_KVACCEPT']._serialized_start=951
+  _globals['_KVACCEPT']._serialized_end=1309
+  _globals['_KVPROOF']._serialized_start=1311
+  _globals['_KVPROOF']._serialized_end=1335
+  _globals['_KVREMOTEMEMORY']._serialized_start=1337
+  _globals['_KVREMOTEMEMORY']._serialized_end=1417
+  _globals['_KVDEVICEMEMORY']._serialized_start=1419
+  _globals['_KVDEVICEMEMORY']._serialized_end=1467
+  _globals['_KVLANDED']._serialized_start=1469
+  _globals['_KVLANDED']._serialized_end=1493
+  _globals['_KVREFUSE']._serialized_start=1495
+  _globals['_KVREFUSE']._serialized_end=1554
+  _globals['_KVBEGIN']._serialized_start=1556
+  _globals['_KVBEGIN']._serialized_end=1581
+  _globals['_KVCHUNK']._serialized_start=1584
+  _globals['_KVCHUNK']._serialized_end=1822
+  _globals['_KVCOMMIT']._serialized_start=1825
+  _globals['_KVCOMMIT']._serialized_end=1973
+  _globals['_KVRENEW']._serialized_start=1975
+  _globals['_KVRENEW']._serialized_end=2004
+  _globals['_KVFETCHPREFIX']._serialized_start=2006
+  _globals['_KVFETCHPREFIX']._serialized_end=2075
+  _globals['_KVABORT']._serialized_start=2077
+  _globals['_KVABORT']._serialized_end=2153
+  _globals['_KVCOMMITTED']._serialized_start=2155
+  _globals['_KVCOMMITTED']._serialized_end=2202
+  _globals['_KVCREDIT']._serialized_start=2204
+  _globals['_KVCREDIT']._serialized_end=2229
 # @@protoc_insertion_point(module_scope)

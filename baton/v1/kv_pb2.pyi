@@ -105,6 +105,10 @@ class _KvGroupEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvGroup.ValueT
     """Those that attend to all tokens: KvLayout.windowed_layers are not among them."""
     KV_GROUP_WINDOWED: _KvGroup.ValueType  # 2
     """KvLayout.windowed_layers."""
+    KV_GROUP_STATE: _KvGroup.ValueType  # 3
+    """Those with a state: num_tokens is 1, and first_token the token that the states are after. The payload is state_layer_bytes for each
+    layer.
+    """
 
 class KvGroup(_KvGroup, metaclass=_KvGroupEnumTypeWrapper):
     """Layers whose KV may lie apart from that of others, in memory of its own."""
@@ -115,6 +119,10 @@ KV_GROUP_FULL: KvGroup.ValueType  # 1
 """Those that attend to all tokens: KvLayout.windowed_layers are not among them."""
 KV_GROUP_WINDOWED: KvGroup.ValueType  # 2
 """KvLayout.windowed_layers."""
+KV_GROUP_STATE: KvGroup.ValueType  # 3
+"""Those with a state: num_tokens is 1, and first_token the token that the states are after. The payload is state_layer_bytes for each
+layer.
+"""
 
 @typing.final
 class KvLayout(message.Message):
@@ -131,6 +139,8 @@ class KvLayout(message.Message):
     PARTS_FIELD_NUMBER: builtins.int
     WINDOW_FIELD_NUMBER: builtins.int
     WINDOWED_LAYERS_FIELD_NUMBER: builtins.int
+    NUM_STATE_LAYERS_FIELD_NUMBER: builtins.int
+    STATE_LAYER_BYTES_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     """Digest of the model's weights and of every setting that changes what KV means."""
     num_layers: builtins.int
@@ -145,6 +155,12 @@ class KvLayout(message.Message):
     """Tokens per block; may differ between peers."""
     window: builtins.int
     """Tokens that each of windowed_layers attends to, the new one among them; 0 if there are no such layers."""
+    num_state_layers: builtins.int
+    """Layers with a state in place of KV, or beside it, counted apart: a handoff sends the states after the last token. A peer of
+    0.1.0 knows no such model, so that fingerprints differ.
+    """
+    state_layer_bytes: builtins.int
+    """Of a sequence's state in one such layer, which is float32."""
     @builtins.property
     def parts(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """What a token has of each KV head in each layer, head_dim elements each, in order: "key" and "value" if empty, "latent" alone of
@@ -169,10 +185,12 @@ class KvLayout(message.Message):
         parts: abc.Iterable[builtins.str] | None = ...,
         window: builtins.int = ...,
         windowed_layers: abc.Iterable[builtins.int] | None = ...,
+        num_state_layers: builtins.int = ...,
+        state_layer_bytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "parts", b"parts", "window", b"window", "windowed_layers", b"windowed_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_state_layers", b"num_state_layers", "parts", b"parts", "state_layer_bytes", b"state_layer_bytes", "window", b"window", "windowed_layers", b"windowed_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

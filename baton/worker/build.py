@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from baton.cache.pool import BlockPool
+from baton.cache.state_slots import StateSlots
 from baton.cache.window_slots import WindowSlots
 from baton.config import DecodeOptions, EngineOptions
 from baton.engine.interface import Engine
@@ -23,6 +25,8 @@ from baton.model.checkpoint import (
     resolve_checkpoint,
 )
 from baton.start_log import report_phase
+
+_log = logging.getLogger(__name__)
 
 #: Blocks of an oracle engine when nobody says: its memory is of no interest.
 _ORACLE_BLOCKS = 4096
@@ -63,16 +67,24 @@ def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
 
 
 def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
-    """The pool over an engine's blocks, with a secret of this boot."""
-    slots = engine.kv.slots
+    """The pool over an engine's blocks, with a secret of this boot. Prefixes of a model whose
+    sequences go on from a state are not found."""
+    slots, states = engine.kv.slots, engine.kv.state_slots
+    if states and options.enable_prefix_caching:
+        _log.info(
+            "prefix caching is off: %s has layers with a state, which is kept as it is after a "
+            "sequence's last token alone",
+            options.model_name,
+        )
     return BlockPool(
         engine.spec.num_blocks,
         engine.spec.layout.block_size,
         secret=secrets.token_bytes(32),
-        enable_prefix_caching=options.enable_prefix_caching,
+        enable_prefix_caching=options.enable_prefix_caching and not states,
         window=engine.spec.layout.window,
         has_full_layers=engine.spec.layout.has_full_layers,
         window_slots=WindowSlots(slots.num_slots, slots.of_block) if slots else None,
+        state_slots=StateSlots(states.num_slots, states.of_block) if states else None,
     )
 
 

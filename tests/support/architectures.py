@@ -52,12 +52,36 @@ _SHARED: Mapping[str, Any] = {
 #: One layer in four, or in two, sees all.
 _MIXED: Mapping[str, Any] = {**_WINDOW, "num_hidden_layers": 4}
 
+#: One layer in four attends; the others keep a state.
+_MAMBA: Mapping[str, Any] = {
+    **_GROUPED,
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 4,
+}
+_DELTA: Mapping[str, Any] = {
+    **_EXPERTS,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 64,
+}
+_ONE_IN_FOUR = ["linear_attention"] * 2 + ["full_attention", "linear_attention"]
+
 #: By name: what it is made of. "model_type" is the name where it is left out.
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {**_EXPERTS, **_MIXED, "head_dim": 16},
     "apertus": _GROUPED,
     "arcee": _GROUPED,
     "biogpt": _SHAPE,
+    "bamba": {**_MAMBA, "attn_layer_indices": [2]},
     "bitnet": _GROUPED,
     "bloom": {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "codegen": {**_OLD_SHAPE, "rotary_dim": 8, "n_ctx": 256},
@@ -90,6 +114,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         "multi_query": False,
         "new_decoder_architecture": False,
     },
+    "falcon_h1": {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128},
     "gemma": _WIDE,
     "gemma2": {**_WIDE, **_WINDOW, "query_pre_attn_scalar": 32},
     "gemma3_text": {**_WIDE, **_WINDOW, "num_hidden_layers": 6, "query_pre_attn_scalar": 32},
@@ -121,8 +146,21 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         "embedding_multiplier": 3.0,
     },
     "granitemoe": _EXPERTS,
+    "granitemoehybrid": {**_MAMBA, **_EXPERTS, "num_hidden_layers": 4, "layer_types": _ONE_IN_FOUR},
     "helium": {**_GROUPED, "head_dim": 16},
     "hunyuan_v1_dense": {**_GROUPED, "head_dim": 16},
+    "jamba": {
+        **_GROUPED,
+        "num_hidden_layers": 4,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "lfm2": {**_GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "llama": _GROUPED,
     "minimax_m2": {**_EXPERTS, "head_dim": 16},
     "mixtral": _EXPERTS,
@@ -139,6 +177,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "olmo": {**_GROUPED, "clip_qkv": 0.5},
     "olmo2": _GROUPED,
     "olmo3": {**_GROUPED, **_MIXED},
+    "olmo_hybrid": {**_DELTA, "layer_types": _ONE_IN_FOUR},
     "olmoe": _EXPERTS,
     "opt": {**_SHAPE, "ffn_dim": 128, "word_embed_proj_dim": 64},
     "persimmon": _SHAPE,
@@ -146,7 +185,9 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "phi3": {**_GROUPED, **_WINDOW},
     "phimoe": _EXPERTS,
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_5_text": {**_DELTA, "layer_types": _ONE_IN_FOUR},
     "qwen3_moe": _EXPERTS,
+    "qwen3_next": {**_DELTA, "layer_types": _ONE_IN_FOUR},
     "seed_oss": {**_GROUPED, "head_dim": 16},
     "smollm3": {**_GROUPED, "num_hidden_layers": 4},
     "stablelm": _GROUPED,
@@ -168,10 +209,8 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "deepseek_v3": ({**_EXPERTS, "kv_lora_rank": 16}, "latent attention"),
     "diffllama": (_GROUPED, "more than once"),
     "doge": (_GROUPED, "mask of its own"),
-    "jamba": (_GROUPED, "linear_attention"),
-    "lfm2": ({**_GROUPED, "layer_types": ["conv", "full_attention"]}, "conv"),
     "llama4_text": (_GROUPED, "chunked_attention"),
-    "mamba": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64}, "linear_attention"),
+    "mamba": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64}, "or none"),
     "openai-gpt": (_OLD_SHAPE, "attention of its own"),
     "rwkv": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2}, "attention"),
     "t5": ({"vocab_size": VOCAB_SIZE}, "an encoder and a decoder"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from baton.cache.pool import BlockPool
+from baton.cache.state_slots import StateSlots
 from baton.cache.window_slots import WindowSlots
 from baton.engine.interface import Engine
 from baton.engine.loop import Step
@@ -96,15 +97,16 @@ def _slots(engine: Engine) -> WindowSlots | None:
 
 
 def _pool(shape: SimShape, engine: Engine, slots: WindowSlots | None) -> BlockPool:
-    layout = engine.spec.layout
+    layout, states = engine.spec.layout, engine.kv.state_slots
     return BlockPool(
         shape.num_pool_blocks or shape.num_blocks,
         shape.block_size,
         secret=bytes(32),
-        enable_prefix_caching=shape.enable_prefix_caching,
+        enable_prefix_caching=shape.enable_prefix_caching and not states,
         window=layout.window,
         has_full_layers=layout.has_full_layers,
         window_slots=slots,
+        state_slots=StateSlots(states.num_slots, states.of_block) if states else None,
     )
 
 

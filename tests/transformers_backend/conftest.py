@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -37,10 +38,14 @@ def prompts() -> list[list[int]]:
 
 
 def load(path: Path, **options: Any) -> TorchEngine:
-    """An engine, by transformers' code if no other is asked for, quietly."""
+    """An engine, by transformers' code if no other is asked for, quietly. A sequence's states, if
+    it has any, are in the slot of its first block's number: tests name blocks as they like."""
     quiet = {"progress": lambda _: None, "on_plan": lambda _: None}
     defaults = {"model_impl": "transformers", "num_blocks": 32}
-    return load_engine(str(path), **{**defaults, **quiet, **options})
+    engine = load_engine(str(path), **{**defaults, **quiet, **options})
+    if table := engine.kv.state_slots:
+        table.of_block[:] = array("q", range(engine.spec.num_blocks))
+    return engine
 
 
 @dataclass(frozen=True, slots=True)

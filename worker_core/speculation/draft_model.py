@@ -30,7 +30,10 @@ from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate
 
 
 def check_specs(target: EngineSpec, draft: EngineSpec) -> None:
-    """Raises ConfigError unless each draft is a token id of the target."""
+    """Raises ConfigError unless each draft is a token id of the target, and the draft model can go
+    back to where one was not accepted."""
+    if draft.layout.has_states:
+        raise _mismatch(draft.model, "it has layers with a state, which cannot go back")
     if draft.vocab_size != target.vocab_size:
         raise _mismatch(
             draft.model,

@@ -57,10 +57,19 @@ def build_speculation(
 
 
 def speculative_method(options: DecodeOptions, spec: EngineSpec) -> str:
-    """Which one "auto" stands for."""
-    if options.speculative_method != "auto":
-        return options.speculative_method
-    return "none" if options.async_scheduling or spec.numerics.device == "cuda" else "ngram"
+    """Which one "auto" stands for. Raises ConfigError if another is asked for than can be had."""
+    method, has_states = options.speculative_method, spec.layout.has_states
+    if method == "auto":
+        is_ahead = options.async_scheduling or spec.numerics.device == "cuda"
+        return "none" if is_ahead or has_states else "ngram"
+    if has_states and method != "none":
+        raise ConfigError.of(
+            "speculative_method",
+            method,
+            f"{spec.model} has layers with a state, which cannot go back to where a draft was not "
+            "accepted; give none",
+        )
+    return method
 
 
 def _draft_model(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from baton.model.sequence_states import SequenceStates
 from baton_kernels.kv_write import kv_write
 from baton_kernels.paged_attention import AttentionPlan, ScoreTerms, paged_attention
 
@@ -79,13 +80,15 @@ class PlanKey:
 @dataclass(frozen=True, slots=True)
 class Step:
     """What all layers of a step read. rows: as kv_write takes them; layer_done: called with a
-    layer's index once its KV is in the pool."""
+    layer's index once its KV is in the pool; states: of each sequence, in the order of their
+    tokens, if the model has any."""
 
     pool: torch.Tensor
     scales: torch.Tensor | None
     rows: torch.Tensor
     plans: Mapping[PlanKey, AttentionPlan]
     layer_done: Callable[[int], None] | None
+    states: tuple[SequenceStates, ...] = ()
 
 
 class StepHolder:

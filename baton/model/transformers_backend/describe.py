@@ -25,6 +25,13 @@ from baton.errors import UnsupportedModel
 from baton.model.config import DTYPES
 from baton.model.transformers_backend import own_attention
 from baton.model.transformers_backend.attention import PlanKey, register, set_attention
+from baton.model.transformers_backend.states import (
+    STATE_LAYER_TYPES,
+    LayerCache,
+    StateLayer,
+    layer_of,
+    watched,
+)
 
 #: Tokens of the forward that is watched.
 _NUM_TOKENS = 8
@@ -43,6 +50,7 @@ _UNNAMED_LENGTHS = {"bloom": 2048}
 #: Rotary embeddings whose frequencies depend on the length of the longest sequence of a batch, once
 #: that is above a limit.
 _BY_LENGTH = ("dynamic", "longrope")
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class Description:
     """A model that can be served. body: the name of its module that gives the states which its
     output layer takes; kv_digest: of every setting on which the meaning of KV depends, but the
     weights; layer_width: elements that a layer makes of each token, about; head_weights: those that
-    embeddings and output layer share."""
+    embeddings and output layer share; state_layers: all of one size."""
 
     architecture: str
     body: str
@@ -77,6 +85,12 @@ class Description:
     head_weights: int
     layer_width: int
     kv_digest: str
+    state_layers: tuple[StateLayer, ...] = ()
+
+    @property
+    def state_elements(self) -> int:
+        """Of a sequence's state in one layer that has one; 0 if none has."""
+        return self.state_layers[0].num_elements if self.state_layers else 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -157,7 +171,7 @@ def _check_config(config: PreTrainedConfig) -> None:
             kind,
             f"kv_lora_rank={config.kv_lora_rank}: latent attention, whose KV is of other shapes",
         )
-    unknown = set(_layer_types(config)) - {"full_attention", "sliding_attention"}
+    unknown = set(_layer_types(config)) - _ATTENTION_TYPES - STATE_LAYER_TYPES
     if unknown:
         raise _refused(
             kind,
@@ -186,10 +200,13 @@ def describe_config(config: PreTrainedConfig) -> Description:
     kind = config.model_type
     with torch.device("meta"), torch.inference_mode():
         model = make_model(config)
-        watch, body, num_logits = _run(model, kind)
+        with watched(model) as caches:
+            watch, body, num_logits = _run(model, kind)
     names = {module: name for name, module in model.named_modules()}
-    first = _check_calls(kind, config, watch.calls)
+    state_layers = tuple(layer_of(name, cache) for name, cache in caches.items())
+    first = _check_calls(kind, config, watch.calls, _num_without_attention(model, watch, caches))
     layers = tuple(_layers(kind, config, watch.calls, names))
+    _check_states(kind, state_layers, layers)
     weights = dict(model.named_parameters())
     # Only layers are counted: embeddings make rows, not products.
     width = sum(_width(weight, config) for name, weight in weights.items() if _in_layer(name))
@@ -208,6 +225,7 @@ def describe_config(config: PreTrainedConfig) -> Description:
         head_weights=num_logits * config.hidden_size,
         layer_width=-(-width // len(layers)) + 8 * config.hidden_size,
         kv_digest=_digest(config),
+        state_layers=state_layers,
     )
 
 
@@ -292,14 +310,39 @@ def _without_experts(model: nn.Module) -> Iterator[None]:
         del module.forward
 
 
-def _check_calls(kind: str, config: PreTrainedConfig, calls: list[_Call]) -> _Call:
-    """Refuse what calls give away; the first of them. Raises UnsupportedModel."""
-    num_layers: int = config.num_hidden_layers
+def _num_without_attention(
+    model: nn.Module, watch: _Watch, caches: Mapping[str, LayerCache]
+) -> int:
+    """Layers that have a state, and no KV."""
+    attending = {getattr(call.module, "layer_idx", None) for call in watch.calls}
+    return sum(model.get_submodule(name).layer_idx not in attending for name in caches)
+
+
+def _check_states(
+    kind: str, state_layers: tuple[StateLayer, ...], layers: tuple[LayerCall, ...]
+) -> None:
+    """Raises UnsupportedModel."""
+    if len({layer.num_elements for layer in state_layers}) > 1:
+        raise _refused(kind, "layers with states of different sizes")
+    if state_layers and all(layer.key.window for layer in layers):
+        raise _refused(
+            kind,
+            "layers with a state, and a window in all others: a sequence's states lie with its "
+            "first block, which such a model gives back",
+        )
+
+
+def _check_calls(
+    kind: str, config: PreTrainedConfig, calls: list[_Call], num_without: int
+) -> _Call:
+    """Refuse what calls give away; the first of them. num_without: layers that have a state
+    instead. Raises UnsupportedModel."""
+    num_layers: int = config.num_hidden_layers - num_without
     if len(calls) < num_layers:
         raise _refused(
             kind,
             f"{num_layers} layers, of which {num_layers - len(calls)} keep a state that is no KV "
-            "of softmax attention",
+            "of softmax attention, and none that is known here",
         )
     if len(calls) > num_layers or len({id(call.module) for call in calls}) < len(calls):
         raise _refused(kind, "layers that call attention more than once")
@@ -328,7 +371,7 @@ def _layers(
     kind: str, config: PreTrainedConfig, calls: list[_Call], names: Mapping[nn.Module, str]
 ) -> Iterator[LayerCall]:
     """Which layer of the KV each call reads: its own, or that of the call with the same tensors."""
-    types = _layer_types(config)
+    types = [name for name in _layer_types(config) if name in _ATTENTION_TYPES]
     written: list[_Call] = []
     for index, call in enumerate(calls):
         settings = call.settings

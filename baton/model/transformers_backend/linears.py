@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from baton.model.transformers_backend.describe import configs_of
+from baton.model.transformers_backend.states import own_weights
 from baton_kernels.cpu.memory import Allocate, Arena
 from baton_kernels.linear import Linear, pack_linear
 
@@ -86,7 +87,10 @@ def pack_linears(model: PreTrainedModel) -> None:
         config._experts_implementation_internal = _EXPERTS if is_host else "grouped_mm"
     if not is_host:
         return
+    unpacked = own_weights(model)
     for name, module in list(model.named_modules()):
+        if name in unpacked:
+            continue
         if _is_plain_linear(module):
             weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
             bias = module.bias

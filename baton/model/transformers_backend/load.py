@@ -15,7 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from baton.errors import MissingTensor, ModelError, TensorMismatch, UnsupportedModel
 from baton.model.decoder import PackedTokens
-from baton.model.transformers_backend import own_attention
+from baton.model.sequence_states import SequenceStates
+from baton.model.transformers_backend import own_attention, states
 from baton.model.transformers_backend.attention import (
     LayerAttention,
     PlanKey,
@@ -68,7 +69,8 @@ def load_model(
     prepare(model, device)
     pack_linears(model)
     decoder = TransformersDecoder(model, description, dtype)
-    decoder.check(stock)
+    with _quietly():
+        decoder.check(stock)
     return decoder
 
 
@@ -111,8 +113,8 @@ class _States(MoeModelOutputWithPast):
 
 
 class TransformersDecoder:
-    """A model and how to run steps. Holds no state of any sequence: KV is in the pool that it is
-    given."""
+    """A model and how to run steps. Holds nothing of any sequence: KV and states are in the pool
+    that it is given."""
 
     def __init__(
         self, model: PreTrainedModel, description: Description, dtype: torch.dtype
@@ -125,6 +127,7 @@ class TransformersDecoder:
                 self._holder, layer.kv_layer, layer.key, is_reader=layer.is_reader
             )
             set_attention(model.get_submodule(layer.module), attention)
+        states.install(model, description.state_layers, lambda: self._holder.step)
         self._body = cast(Any, model.get_submodule(description.body))
         self._takes_positions = takes_positions(self._body)
         self._forward_body: Callable[..., Any] = self._body.forward
@@ -144,22 +147,25 @@ class TransformersDecoder:
         pool: torch.Tensor,
         layer_done: Callable[[int], None] | None = None,
         scales: torch.Tensor | None = None,
+        of_sequences: tuple[SequenceStates, ...] = (),
     ) -> torch.Tensor:
         """Write the tokens' KV into `pool`, and `scales` if it has any; returns the sampled tokens'
-        states [rows, hidden], which `logits` takes. layer_done: as baton.model.decoder.Decoder."""
+        states [rows, hidden], which `logits` takes. layer_done: as baton.model.decoder.Decoder;
+        of_sequences: the states of each, in order, if the model has any."""
         step = Step(
             pool,
             scales,
             head_rows(tokens.first_rows, pool),
             {key: self._plan(key, tokens.slices, pool) for key in self._description.plan_keys},
             layer_done,
+            of_sequences,
         )
         arguments = {"input_ids": tokens.token_ids[None], "use_cache": False}
         if self._takes_positions:
             arguments["position_ids"] = tokens.positions[None]
         output = self._holder.run(step, lambda: self._body(**arguments))
-        states: torch.Tensor = output.last_hidden_state[0]
-        return states if tokens.sampled is None else states[tokens.sampled]
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden if tokens.sampled is None else hidden[tokens.sampled]
 
     def _plan(
         self, key: PlanKey, slices: Sequence[AttentionSlice], pool: torch.Tensor
@@ -167,10 +173,10 @@ class TransformersDecoder:
         found = self._description
         return plan_attention(slices, pool, found.num_heads, key.scale, key.window, self.dtype)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] float32 of states [rows, hidden]."""
-        ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
-        self._given = states[None]
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        self._given = hidden[None]
         try:
             output = self._model(input_ids=ids, use_cache=False)
         finally:
@@ -204,7 +210,7 @@ class TransformersDecoder:
         for config, name in stock:
             config._attn_implementation_internal = name
         try:
-            with own_attention.removed(self._model):
+            with own_attention.removed(self._model), states.removed(self._model):
                 logits: torch.Tensor = self._model(input_ids=ids[None], use_cache=False).logits[0]
         finally:
             for (config, _), name in zip(stock, ours, strict=True):
@@ -216,8 +222,13 @@ class TransformersDecoder:
         found, block_size = self._description, _CHECKED_TOKENS + 1
         shape = (2, len(found.windows), 2, found.num_kv_heads, block_size, found.head_dim)
         pool = torch.zeros(shape, dtype=self.dtype, device=ids.device)
-        states = []
-        for start, end in ((0, _FIRST_TOKENS), (_FIRST_TOKENS, _CHECKED_TOKENS)):
+        # Of the two sequences: before a step, and after it.
+        sizes = (3, 2, len(found.state_layers), found.state_elements)
+        kept = torch.zeros(*sizes, dtype=torch.float32, device=ids.device)
+        hidden = []
+        for number, (start, end) in enumerate(
+            ((0, _FIRST_TOKENS), (_FIRST_TOKENS, _CHECKED_TOKENS))
+        ):
             positions = torch.arange(start, end, device=ids.device)
             # The other one's tokens are these, the other way round.
             packed = PackedTokens(
@@ -230,5 +241,14 @@ class TransformersDecoder:
                 ),
                 sampled=positions - start + (end - start),
             )
-            states.append(self.forward(packed, pool))
-        return self.logits(torch.cat(states))
+            of_sequences = tuple(
+                SequenceStates(
+                    place * (end - start),
+                    end - start,
+                    kept[number, place] if start else None,
+                    kept[number + 1, place],
+                )
+                for place in (0, 1)
+            )
+            hidden.append(self.forward(packed, pool, of_sequences=of_sequences))
+        return self.logits(torch.cat(hidden))
