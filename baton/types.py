@@ -406,7 +406,8 @@ class KvLayout:
         self, piece: KvRange, window_start: int, *, by_group: bool = False
     ) -> Iterator[KvRange]:
         """`piece`, of all layers or of states, without the tokens before window_start of windowed
-        ones. by_group: cut by groups, rather than, where it must be, into runs of layers in order."""
+        ones. by_group: cut by groups, rather than, where it must be, into runs of layers in
+        order."""
         parts: Iterable[tuple[KvRange, KvGroup]]
         if by_group:
             parts = ((part, part.group) for part in self.by_group(piece))

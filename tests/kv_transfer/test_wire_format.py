@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.types import KvLayout, KvRange
 from kv_transfer.ticket import Coverage
-from kv_transfer.wire_format import chunks
+from kv_transfer.wire_format import chunks, wire_format
 
 quick = settings(deadline=None, database=None, max_examples=100)
 LAYOUT = KvLayout("m", 3, 1, 1, "float32", 4)
@@ -138,3 +138,38 @@ def test_a_range_that_came_in_any_order_is_whole(data):
         assert coverage.window_start(piece.first_token, piece.end_token) is None
         assert coverage.add(chunk)
     assert coverage.window_start(piece.first_token, piece.end_token) == piece.first_token
+
+
+STATEFUL = replace(LAYOUT, num_state_layers=3, state_layer_bytes=40)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (),
+        (STATEFUL.state_after(8),),
+        (replace(STATEFUL.state_after(9), num_layers=2),),
+        (STATEFUL.state_after(9), STATEFUL.state_after(8)),
+    ],
+)
+def test_a_commit_needs_all_states_after_its_last_token_and_no_others(pieces):
+    coverage = Coverage(STATEFUL)
+    assert coverage.add(KvRange(0, 9, 0, STATEFUL.num_layers))
+    for piece in pieces:
+        assert coverage.add(piece)
+    assert coverage.window_start(0, 9) is None
+
+
+@pytest.mark.parametrize("max_chunk_bytes", [40, 80, 10_000])
+def test_states_come_in_chunks_of_whole_layers(max_chunk_bytes):
+    coverage, whole = Coverage(STATEFUL), STATEFUL.state_after(9)
+    assert coverage.add(KvRange(0, 9, 0, STATEFUL.num_layers))
+    # KV is, states are not.
+    wire = wire_format("int8", STATEFUL)
+    cut = list(chunks(whole, wire.piece_layer_bytes(whole), max_chunk_bytes))
+    assert sum(wire.num_bytes(piece) for piece in cut) == STATEFUL.state_bytes
+    for piece in cut:
+        assert wire.num_bytes(piece) <= max_chunk_bytes
+        assert coverage.add(piece)
+        assert not coverage.add(piece)
+    assert coverage.window_start(0, 9) == 0

@@ -52,6 +52,17 @@ def test_an_engine_that_can_have_one_has_one_or_says_why_not() -> None:
         num_launches(options(is_asked=True), spec)
 
 
+def test_layers_with_a_state_allow_neither_drafts_nor_steps_ahead() -> None:
+    stateful = replace(SPEC.layout, num_state_layers=1, state_layer_bytes=4)
+    spec = replace(SPEC, layout=stateful, max_num_launches=1)
+    assert speculative_method(options(method="auto"), spec) == "none"
+    for method in ("ngram", "mtp"):
+        with pytest.raises(ConfigError, match="cannot go back"):
+            speculative_method(options(method=method), spec)
+    with pytest.raises(ConfigError, match="layers with a state"):
+        num_launches(options(method="none", is_asked=True), spec)
+
+
 def test_a_gpu_is_not_asked_for_drafts_unless_told_to() -> None:
     gpu = replace(SPEC, computes_aside=True, numerics=NumericsClass("cuda"))
     assert speculative_method(options(method="auto"), gpu) == "none"
