@@ -225,7 +225,11 @@ def install(
 @contextmanager
 def removed(model: nn.Module) -> Iterator[None]:
     """The layers' own forward, for as long as the context lasts."""
-    taken = [(module, vars(module).pop("forward")) for _, module in state_modules(model)]
+    taken = [
+        (module, vars(module).pop("forward"))
+        for _, module in state_modules(model)
+        if "forward" in vars(module)
+    ]
     try:
         yield
     finally:
