@@ -167,7 +167,7 @@ def tiers(path: Path, seed: int, swap_bytes: int) -> SimClient:
     prefill = engine_of(path, shape)
     client.prefills.append(SimPrefill(hub, lambda: client.now, shape, given_engine=prefill))
     for index in range(2):
-        own = SimShape(**{**vars(SHAPE), "swap_bytes": swap_bytes})
+        own = replace(SHAPE, swap_bytes=swap_bytes)
         engine = engine_of(path, own)
         client.decodes.append(
             SimDecode(hub, lambda: client.now, own, f"d{index}", given_engine=engine)
@@ -175,7 +175,9 @@ def tiers(path: Path, seed: int, swap_bytes: int) -> SimClient:
     return client
 
 
-@each
+@pytest.mark.parametrize(
+    "name", [FEW[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FEW[1:])]
+)
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 20])
 def test_two_tiers_give_what_one_worker_gives(name: str, swap_bytes: int, case_of: CaseOf) -> None:
     """Handed over after their prompts, moved between tokens, swapped or placed anew where blocks
