@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
 from baton.errors import UnsupportedModel
 from baton.model.config import DTYPES
@@ -198,7 +199,7 @@ def describe(folder: Path) -> Description:
 def describe_config(config: PreTrainedConfig) -> Description:
     """See describe."""
     kind = config.model_type
-    with torch.device("meta"), torch.inference_mode():
+    with torch.device("meta"), torch.inference_mode(), quietly():
         model = make_model(config)
         with watched(model) as caches:
             watch, body, num_logits = _run(model, kind)
@@ -227,6 +228,22 @@ def describe_config(config: PreTrainedConfig) -> Description:
         kv_digest=_digest(config),
         state_layers=state_layers,
     )
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """transformers shows no progress bars of its own, and no warnings: what is missing is an error,
+    and what it would have installed for speed is for GPUs."""
+    log: Any = transformers_logging
+    had_bars, verbosity = log.is_progress_bar_enabled(), log.get_verbosity()
+    log.disable_progress_bar()
+    log.set_verbosity_error()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if had_bars:
+            log.enable_progress_bar()
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +10,6 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.utils import logging as transformers_logging
 
 from baton.errors import MissingTensor, ModelError, TensorMismatch, UnsupportedModel
 from baton.model.decoder import PackedTokens
@@ -28,6 +26,7 @@ from baton.model.transformers_backend.describe import (
     Description,
     configs_of,
     prepare,
+    quietly,
     read_transformers_config,
     takes_positions,
 )
@@ -49,7 +48,7 @@ def load_model(
     """The checkpoint's model on `device`. Raises ModelError, and UnsupportedModel if it does not
     compute through our attention what it computes by itself."""
     config = read_transformers_config(folder)
-    with _quietly():
+    with quietly():
         try:
             read: Any = AutoModelForCausalLM.from_pretrained
             model, info = read(
@@ -69,7 +68,7 @@ def load_model(
     prepare(model, device)
     pack_linears(model)
     decoder = TransformersDecoder(model, description, dtype)
-    with _quietly():
+    with quietly():
         decoder.check(stock)
     return decoder
 
@@ -86,22 +85,6 @@ def _check_loaded(folder: Path, info: Any) -> None:
             f"{folder}: {len(wrong)} tensors are of other shapes than config.json makes them, the "
             f"first {wrong[0]}; the config and the weights must be of one model"
         )
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """transformers shows no progress bars of its own, and no warnings: what is missing is an
-    error."""
-    log: Any = transformers_logging
-    had_bars, verbosity = log.is_progress_bar_enabled(), log.get_verbosity()
-    log.disable_progress_bar()
-    log.set_verbosity_error()
-    try:
-        yield
-    finally:
-        log.set_verbosity(verbosity)
-        if had_bars:
-            log.enable_progress_bar()
 
 
 @dataclass
