@@ -18,6 +18,7 @@ from baton_kernels.cpu.layers import (
     NativeLayers,
     RunningLayers,
     Step,
+    StepKv,
     can_run,
     native_layer,
 )
@@ -67,9 +68,8 @@ class NativeDecoder(Decoder):
         scales: torch.Tensor | None = None,
         watch: Watch | None = None,
     ) -> torch.Tensor:
-        """See Decoder.forward. Tokens with adapters go operation by operation, and so do all where
-        KV lies in two pools."""
-        if batch.adapters or batch.windowed is not None:
+        """See Decoder.forward. Tokens with adapters go operation by operation."""
+        if batch.adapters:
             return super().forward(batch, pool, layer_done, scales, watch)
         config = self._config
         hidden = self.embed(batch.token_ids)
@@ -77,7 +77,9 @@ class NativeDecoder(Decoder):
         cos, sin = batch.rotations[0]
         # Native ones, as `can_run` holds.
         plans = cast(Mapping[int | None, AttentionPlan], batch.plans)
-        step = Step(pool, scales, cos, sin, batch.first_rows, plans)
+        apart = batch.windowed
+        windowed = StepKv(apart.pool, apart.scales, apart.first_rows) if apart else None
+        step = Step(StepKv(pool, scales, batch.first_rows), cos, sin, plans, windowed)
         max_rows = 0 if batch.sampled is None else len(batch.sampled)
         running = self._layers.begin(hidden, mixed, step, max_rows)
         end = config.num_layers * NUM_STAGES

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from baton.cache.window_slots import WindowSlots
+from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import pack_batch
@@ -22,7 +24,7 @@ from baton.model.rope import make_rope
 from baton.model.shard import Alone, Shard
 from baton.quantization.config import parse_quantization
 from baton.quantization.weight import QuantizedWeight, StoredWeight
-from baton.types import KvLayout, Sampling
+from baton.types import KvLayout, KvRange, Sampling, windows_of
 from baton_kernels.cpu.layers import native_layer, row_bytes
 from baton_kernels.cpu.library import level
 
@@ -117,6 +119,35 @@ def run(
     return Ran(states, memory, done)
 
 
+def run_in_two_pools(
+    decoder: Decoder, config: ModelConfig, batch: Batch, tells: bool, stored: str
+) -> Ran:
+    """As `run`, with windowed layers' KV in slots; the pool is all layers' KV of the batch."""
+    window, windowed = windows_of(config.windows)
+    layout = KvLayout(
+        *("m", config.num_layers, config.num_kv_heads, config.head_dim, stored, BLOCK_SIZE),
+        window=window,
+        windowed_layers=windowed,
+    )
+    kv = GroupedKvPool(layout, NUM_BLOCKS, NUM_BLOCKS, CPU)
+    slots = WindowSlots(NUM_BLOCKS, kv.slots.of_block)
+    for block_id in torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)):
+        slots.take(int(block_id))
+    everything = KvRange(0, NUM_BLOCKS * BLOCK_SIZE, 0, config.num_layers)
+    memory = torch.empty(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8)
+    memory.random_(0, 0x38, generator=torch.Generator().manual_seed(2))
+    data = memory.numpy().data
+    kv.unpack(range(NUM_BLOCKS), everything, data)
+    rope = make_rope(config, 200, CPU)
+    packed = pack_batch(batch, config, rope, kv.tensor, decoder.dtype, grouped=kv)
+    assert packed.windowed is not None
+    done: list[int] = []
+    with torch.inference_mode():
+        states = decoder.forward(packed, kv.tensor, done.append if tells else None, kv.scales)
+    kv.pack(range(NUM_BLOCKS), everything, data)
+    return Ran(states, memory, done)
+
+
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize(
     "sampled", ["some", *(pytest.param(name, marks=pytest.mark.slow) for name in ("more", "all"))]
@@ -152,6 +183,28 @@ def test_same_bits_over_a_pool_of_another_type(stored: str) -> None:
     assert torch.isfinite(expected.states).all()
     assert torch.equal(got.states, expected.states)
     assert torch.equal(got.pool, expected.pool)
+
+
+@pytest.mark.usefixtures("each_level")
+@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
+def test_same_bits_where_windowed_layers_have_a_pool_of_their_own(stored: str) -> None:
+    windows = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 30}
+    config = parse_config({"model_type": "qwen2", **SHAPE, "num_hidden_layers": 4, **windows})
+    assert config.windows == (None, 30, 30, 30)
+    # Layers of both kinds by turns, as other families have them.
+    config = replace(config, windows=(30, None, 30, None))
+    parameters = parameters_of(config, torch.bfloat16, None)
+    native = make_decoder(config, parameters, DTYPES.get(stored, torch.bfloat16), Alone())
+    assert isinstance(native, NativeDecoder)
+    expected = run_in_two_pools(
+        *(Decoder(config, parameters), config, batch_of("some")), tells=True, stored=stored
+    )
+    assert torch.isfinite(expected.states).all()
+    for tells in (False, True):
+        got = run_in_two_pools(native, config, batch_of("some"), tells=tells, stored=stored)
+        assert torch.equal(got.states, expected.states)
+        assert torch.equal(got.pool, expected.pool)
+        assert got.done == (expected.done if tells else [])
 
 
 @pytest.mark.usefixtures("each_level")

@@ -203,6 +203,27 @@ def test_a_sequence_arrives_with_its_window_and_no_more(
         assert read_here == sent
 
 
+@pytest.mark.parametrize(
+    ("make_source", "groups"),
+    [(SlottedArrayPool, {KvGroup.FULL, KvGroup.WINDOWED}), (ArrayKvPool, {KvGroup.ALL})],
+)
+def test_a_chunk_lies_in_one_pool_of_its_sender(make_rig, monkeypatch, make_source, groups) -> None:
+    seen: set[KvGroup] = set()
+
+    def pack(pool: ArrayKvPool, table: tuple[int, ...], piece: KvRange, out: memoryview) -> None:
+        seen.add(piece.group)
+        plain(pool, table, piece, out)
+
+    plain = ArrayKvPool.pack
+    monkeypatch.setattr(ArrayKvPool, "pack", pack)
+    layout = layout_of((0, 2), "int64")
+    rig = make_rig("loopback", source_layout=layout, target_layout=layout, make_source=make_source)
+    rig.sender.begin("k", rig.offer((3, 1, 2), 0, 11).data)
+    rig.send_all("k", (0, 4, 5), 11)
+    assert isinstance(rig.event(), TicketCommitted)
+    assert seen == groups
+
+
 def test_windowed_layers_are_not_written_before_the_window_of_the_ticket() -> None:
     """There the owner holds no slots."""
     layout = layout_of((0, 2), window=4)

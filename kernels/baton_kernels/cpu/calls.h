@@ -107,6 +107,8 @@ struct Stages {
     float eps;
     int is_wide;       // see baton_rms_norm
     const Attention* const* plans;  // of this step; all but query, out and layer are filled in
+    const RopeKvWrite* const* writes;  // for the layers of each plan; all but what is of one layer, tokens and heads
+    const int64_t* numbers;  // of each layer, in the pool that it is in
     long tokens;
     void* hidden;      // [tokens][hidden_size], in and out
     void* mixed;       // [tokens][heads][dim]: out of stage 1, into stage 2
@@ -118,7 +120,6 @@ struct Stages {
     void* gate_up;     // [tokens][2][intermediate_size]
     void* gated;       // [tokens][intermediate_size]
     void* scratch;     // as baton_linear takes it
-    RopeKvWrite write;  // all is filled in but what is of one layer, tokens and heads
 };
 
 extern "C" {

@@ -34,28 +34,28 @@ struct Run {
         }
     }
 
-    void write_kv(const Layer& l, long index) const {
+    void write_kv(const Layer& l, long number) const {
         norm(s.hidden, l.input_norm, s.normalised);
         linear(l.qkv, s.normalised, nullptr, s.qkv);
         if (l.q_norm) norm_heads(l);
-        RopeKvWrite write = s.write;
+        RopeKvWrite write = *s.writes[l.plan];
         write.query = s.qkv;
         write.key = head(s.qkv, s.heads);
         write.value = head(s.qkv, s.heads + s.kv_heads);
         write.query_stride = write.key_stride = write.value_stride = (s.heads + 2 * s.kv_heads) * s.dim;
         write.out = s.query;
         write.key_out = s.key;
-        write.to_layer = index * 2 * write.to_values;
+        write.to_layer = number * 2 * write.to_values;
         write.tokens = s.tokens;
         write.heads = s.heads;
         baton_rope_kv_write(&write, dtype, threads);
     }
 
-    void attend(const Layer& l, long index) const {
+    void attend(const Layer& l, long number) const {
         Attention attention = *s.plans[l.plan];
         attention.query = s.query;
         attention.out = s.mixed;
-        attention.layer = index;
+        attention.layer = number;
         baton_attention(&attention, dtype, threads);
     }
 
@@ -79,9 +79,10 @@ extern "C" void baton_layers(const Stages* stages, long first, long end, int dty
             continue;
         }
         const Layer& layer = stages->layers[index];
+        const long number = stages->numbers[index];
         switch (stage % 3) {
-            case 0: run.write_kv(layer, index); break;
-            case 1: run.attend(layer, index); break;
+            case 0: run.write_kv(layer, number); break;
+            case 1: run.attend(layer, number); break;
             default: run.feed_forward(layer); break;
         }
     }

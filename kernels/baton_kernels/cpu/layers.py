@@ -8,9 +8,10 @@ is saved is the price of calls, which is most of a decode step of a small model.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -19,7 +20,7 @@ from baton_kernels.cpu.int_linear import NativeIntLinear
 from baton_kernels.cpu.library import library, loaded
 from baton_kernels.cpu.linear import NativeLinear
 from baton_kernels.cpu.paged_attention import MAX_HEAD_DIM, AttentionPlan
-from baton_kernels.cpu.rope_kv_write import RopeKvWriteCall, call_over
+from baton_kernels.cpu.rope_kv_write import call_over
 from baton_kernels.layer import Attention, Layer, Mlp, Norm
 
 if TYPE_CHECKING:
@@ -36,17 +37,32 @@ NativeForm = NativeLinear | NativeIntLinear
 NativeLayer = Layer[NativeForm, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step's metadata: as baton_kernels.rope_kv_write and paged_attention take it, but for
-    first_rows: as kv_write.head_rows takes them. plans: by window."""
+class StepKv(NamedTuple):
+    """A pool, its scales if it has any, and a step's tokens in it: first_rows as
+    kv_write.head_rows takes them."""
 
     pool: torch.Tensor
     scales: torch.Tensor | None
+    first_rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step's metadata: as baton_kernels.rope_kv_write and paged_attention take it.
+
+    kv: of all layers; or, if `windowed` is that of those with a window, of the others. Layers are
+    numbered within the pool that they are in. plans: by window.
+    """
+
+    kv: StepKv
     cos: torch.Tensor
     sin: torch.Tensor
-    first_rows: torch.Tensor
     plans: Mapping[int | None, AttentionPlan]
+    windowed: StepKv | None = None
+
+    def kv_of(self, window: int | None) -> StepKv:
+        """Of the layers with that window."""
+        return self.kv if window is None or self.windowed is None else self.windowed
 
 
 class _Layer(ctypes.Structure):
@@ -70,11 +86,10 @@ class _Stages(ctypes.Structure):
         *((name, _LONG) for name in ("heads", "kv_heads", "dim")),
         ("eps", ctypes.c_float),
         ("is_wide", ctypes.c_int),
-        ("plans", _POINTER),
+        *((name, _POINTER) for name in ("plans", "writes", "numbers")),
         ("tokens", _LONG),
         *((name, _POINTER) for name in ("hidden", "mixed", "normalised", "qkv", "query", "key")),
         *((name, _POINTER) for name in ("gate_up", "gated", "scratch")),
-        ("write", RopeKvWriteCall),
     )
 
 
@@ -133,6 +148,11 @@ class NativeLayers:
         self._layers, self._norm = tuple(layers), norm
         self._windows = tuple(dict.fromkeys(layer.attention.shape.window for layer in layers))
         self._table = (_Layer * len(layers))(*(self._entry(layer) for layer in layers))
+        has_window = [layer.attention.shape.window is not None for layer in layers]
+        self._in_one_pool = array("q", range(len(layers)))
+        self._in_two_pools = array(
+            "q", (has_window[:index].count(own) for index, own in enumerate(has_window))
+        )
         sizes = [row_bytes(layer, norm.weight.element_size()) for layer in layers]
         self._row_bytes = {name: max(size[name] for size in sizes) for name in sizes[0]}
         self._workspace = torch.empty(0, dtype=torch.uint8)
@@ -158,12 +178,13 @@ class NativeLayers:
         """Start a step over hidden [tokens, hidden_size], which layers change in place. mixed
         [tokens, heads * head_dim] is what attention gives to the rest of its layer. Both are
         contiguous. max_rows: most rows that the step goes on with."""
-        scales = step.scales
-        for plan in step.plans.values():
-            plan.call.scales = None if scales is None else scales.data_ptr()
-        plans = (_POINTER * len(self._windows))(
-            *(ctypes.addressof(step.plans[window].call) for window in self._windows)
-        )
+        calls = [step.plans[window].call for window in self._windows]
+        kvs = [step.kv_of(window) for window in self._windows]
+        for attention, kv in zip(calls, kvs, strict=True):
+            attention.scales = None if kv.scales is None else kv.scales.data_ptr()
+        writes = [call_over(kv.pool, kv.scales, step.cos, step.sin, kv.first_rows, 1) for kv in kvs]
+        addresses = [(_POINTER * len(own))(*map(ctypes.addressof, own)) for own in (calls, writes)]
+        numbers = self._in_one_pool if step.windowed is None else self._in_two_pools
         max_rows = max(max_rows, hidden.shape[0])
         if max_rows > self._max_rows:
             # Memory for what the stages need within, each part at a multiple of 64 bytes.
@@ -175,9 +196,10 @@ class NativeLayers:
                 at += size
             self._max_rows = max_rows
         call = _Stages.from_buffer_copy(self._call)
-        call.plans = ctypes.addressof(plans)
-        call.write = call_over(step.pool, scales, step.cos, step.sin, step.first_rows, 1)
-        running = RunningLayers(call, (self, plans, step), STORED_NUMBERS.get(hidden.dtype))
+        call.plans, call.writes = map(ctypes.addressof, addresses)
+        call.numbers, _ = numbers.buffer_info()
+        kept = self, addresses, writes, step
+        running = RunningLayers(call, kept, STORED_NUMBERS.get(hidden.dtype))
         running.goes_on_with(hidden, mixed)
         return running
 
