@@ -530,7 +530,8 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Where a pool's blocks are. free + cached + leased == total at every moment."""
+    """Where a pool's blocks are, or its window slots. free + cached + leased == total at every
+    moment."""
 
     free: int
     cached: int
@@ -556,6 +557,8 @@ class WorkerLoad:
     num_pending_tokens: int = 0
     """Prompt tokens not yet computed, of running and waiting sequences."""
     blocks: BlockCounts = BlockCounts(0, 0, 0)
+    window_slots: BlockCounts = BlockCounts(0, 0, 0)
+    """For windowed layers' KV; none where blocks have the KV of all layers."""
     num_open_tickets: int = 0
     num_orphan_sequences: int = 0
     """Sequences ended since the start because their gateway did not know them any more. 0, or a

@@ -66,7 +66,7 @@ def _plain(kind: type[Any], *composed: str) -> tuple[str, ...]:
 _LAYOUT = _plain(KvLayout, "parts", "windowed_layers")
 _NUMERICS = _plain(NumericsClass)
 _INFO = _plain(WorkerInfo, "identity", "tier", "layout", "numerics", "adapters")
-_LOAD = _plain(WorkerLoad, "blocks", "is_draining", "role")
+_LOAD = _plain(WorkerLoad, "blocks", "window_slots", "is_draining", "role")
 _SAMPLING = _plain(Sampling, "logit_bias", "stop_token_ids", "bad_words", "beam")
 _SEQUENCE = _plain(SequenceSpec, "prompt_token_ids", "output_token_ids", "sampling", "num_choices")
 
@@ -150,6 +150,9 @@ def load_to_proto(
         num_free_blocks=load.blocks.free,
         num_cached_blocks=load.blocks.cached,
         num_leased_blocks=load.blocks.leased,
+        num_free_window_slots=load.window_slots.free,
+        num_cached_window_slots=load.window_slots.cached,
+        num_leased_window_slots=load.window_slots.leased,
         role=worker_pb2.Tier.ValueType(load.role or 0),
     )
 
@@ -159,6 +162,11 @@ def load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
         **_values(message, _LOAD),
         blocks=BlockCounts(
             message.num_free_blocks, message.num_cached_blocks, message.num_leased_blocks
+        ),
+        window_slots=BlockCounts(
+            message.num_free_window_slots,
+            message.num_cached_window_slots,
+            message.num_leased_window_slots,
         ),
         is_draining=message.state == worker_pb2.WORKER_STATE_DRAINING,
         role=Tier(message.role) if message.role else None,

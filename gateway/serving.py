@@ -337,4 +337,6 @@ def _status_of(worker: Worker) -> inference_pb2.WorkerStatus:
         num_in_flight=worker.num_in_flight,
         local_prefill_threshold=load.local_prefill_threshold,
         numerics=numerics_to_proto(info.numerics) if info else None,
+        num_leased_window_slots=load.window_slots.leased,
+        num_window_slots=load.window_slots.total,
     )

@@ -256,6 +256,7 @@ class WorkerCore:
             + admission.num_queued,
             num_pending_tokens=num_prefilling_tokens + admission.num_queued_tokens,
             blocks=state.pool.counts(),
+            window_slots=state.pool.slot_counts(),
             num_open_tickets=num_open_tickets,
             num_orphan_sequences=self._num_orphans,
             num_orphan_blocks=num_orphan_blocks(state.pool, state.leases),

@@ -104,6 +104,10 @@ class BlockPool:
         free, cached = len(self._free), len(self._cached)
         return BlockCounts(free=free, cached=cached, leased=self.num_blocks - free - cached)
 
+    def slot_counts(self) -> BlockCounts:
+        """Of window slots; none where blocks have the KV of all layers."""
+        return self._slots.counts() if self._slots else BlockCounts(0, 0, 0)
+
     @property
     def num_available(self) -> int:
         """Blocks that can be had now: free ones, and cached ones that are given up."""

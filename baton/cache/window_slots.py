@@ -21,6 +21,8 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
+from baton.types import BlockCounts
+
 
 class WindowSlots:
     """All slots of one worker."""
@@ -35,6 +37,10 @@ class WindowSlots:
         """Blocks whose slots nobody holds, the one given back first first."""
         self._references = [0] * len(of_block)
         """Leases that hold a block's slot."""
+
+    def counts(self) -> BlockCounts:
+        free, cached = len(self._free), len(self._cached)
+        return BlockCounts(free=free, cached=cached, leased=self.num_slots - free - cached)
 
     @property
     def num_available(self) -> int:

@@ -38,6 +38,9 @@ _COLUMNS = (
     ("local", True),
 )
 
+#: Where windowed layers' KV lies apart: slots in use, and all.
+_WINDOWS = ("windows", True)
+
 #: Characters of a line that goes to no terminal.
 _UNFOLDED_WIDTH = 10_000
 
@@ -103,15 +106,17 @@ def _table(model: Model) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
+    has_slots = any(worker.num_window_slots for worker in model.workers)
     title = f"{model.name}: {model.max_model_len} tokens, vocabulary {model.vocab_size}"
     table = Table(title=escape(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for heading, is_number in _COLUMNS:
+    for heading, is_number in (*_COLUMNS, *([_WINDOWS] if has_slots else [])):
         if is_number or heading == "worker":
             table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
         else:
             table.add_column(heading, overflow="fold", min_width=_MIN_TEXT_WIDTH)
     for worker in model.workers:
-        table.add_row(*(escape(cell) for cell in _row(worker)))
+        slots = [f"{worker.num_leased_window_slots}/{worker.num_window_slots}"] if has_slots else []
+        table.add_row(*(escape(cell) for cell in (*_row(worker), *slots)))
     return table
 
 

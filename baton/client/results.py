@@ -160,6 +160,8 @@ class WorkerStatus:
     num_in_flight: int
     local_prefill_threshold: int = 0
     numerics: NumericsClass = UNKNOWN_NUMERICS
+    num_leased_window_slots: int = 0
+    num_window_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class MemoryPlan:
         ranks = (("ranks", f"{self.num_ranks}, each with:"),) if self.num_ranks > 1 else ()
         transfers = (("KV on its way", f"up to {format_bytes(self.transfer_bytes)}"),)
         slots = (
-            f"; windows: {self.num_window_slots} blocks, {format_bytes(self.slot_bytes)} each"
+            f"; {self.num_window_slots} window slots, {format_bytes(self.slot_bytes)} each"
             if self.num_window_slots
             else ""
         )

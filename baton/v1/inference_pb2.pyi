@@ -822,6 +822,8 @@ class WorkerStatus(message.Message):
     NUM_IN_FLIGHT_FIELD_NUMBER: builtins.int
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: builtins.int
     NUMERICS_FIELD_NUMBER: builtins.int
+    NUM_LEASED_WINDOW_SLOTS_FIELD_NUMBER: builtins.int
+    NUM_WINDOW_SLOTS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Name of the worker; empty until it was first reached."""
     address: builtins.str
@@ -850,6 +852,10 @@ class WorkerStatus(message.Message):
     """Requests that this gateway has in flight on it."""
     local_prefill_threshold: builtins.int
     """Most missing tokens of a prompt that a decode worker would compute by itself now."""
+    num_leased_window_slots: builtins.int
+    """Window slots owned by sequences and tickets."""
+    num_window_slots: builtins.int
+    """All window slots, each for a block's KV of windowed layers; 0 where blocks have the KV of all layers."""
     @builtins.property
     def numerics(self) -> numerics_pb2.NumericsClass:
         """How it rounds; as it was last reached."""
@@ -872,9 +878,11 @@ class WorkerStatus(message.Message):
         num_in_flight: builtins.int = ...,
         local_prefill_threshold: builtins.int = ...,
         numerics: numerics_pb2.NumericsClass | None = ...,
+        num_leased_window_slots: builtins.int = ...,
+        num_window_slots: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "block_size", b"block_size", "local_prefill_threshold", b"local_prefill_threshold", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_in_flight", b"num_in_flight", "num_leased_blocks", b"num_leased_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "numerics", b"numerics", "reason", b"reason", "state", b"state", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "block_size", b"block_size", "local_prefill_threshold", b"local_prefill_threshold", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_in_flight", b"num_in_flight", "num_leased_blocks", b"num_leased_blocks", "num_leased_window_slots", b"num_leased_window_slots", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_window_slots", b"num_window_slots", "numerics", b"numerics", "reason", b"reason", "state", b"state", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

@@ -210,6 +210,9 @@ class WatchLoadResponse(message.Message):
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    NUM_FREE_WINDOW_SLOTS_FIELD_NUMBER: builtins.int
+    NUM_CACHED_WINDOW_SLOTS_FIELD_NUMBER: builtins.int
+    NUM_LEASED_WINDOW_SLOTS_FIELD_NUMBER: builtins.int
     state: WorkerState.ValueType
     """Whether it takes work."""
     num_steps: builtins.int
@@ -248,6 +251,12 @@ class WatchLoadResponse(message.Message):
     """The tier that it serves now."""
     prefill_tokens_per_s: builtins.int
     """Prompt tokens a second that it would compute now, beside the sequences that decode there; 0 until it has measured."""
+    num_free_window_slots: builtins.int
+    """Window slots, each for a block's KV of windowed layers, that hold nothing. All three are 0 where blocks have the KV of all layers."""
+    num_cached_window_slots: builtins.int
+    """Window slots that hold part of a reusable prefix and belong to no one."""
+    num_leased_window_slots: builtins.int
+    """Window slots owned by sequences and tickets."""
     def __init__(
         self,
         *,
@@ -268,10 +277,13 @@ class WatchLoadResponse(message.Message):
         local_prefill_threshold: builtins.int = ...,
         role: Tier.ValueType = ...,
         prefill_tokens_per_s: builtins.int = ...,
+        num_free_window_slots: builtins.int = ...,
+        num_cached_window_slots: builtins.int = ...,
+        num_leased_window_slots: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_cached_window_slots", b"num_cached_window_slots", "num_free_blocks", b"num_free_blocks", "num_free_window_slots", b"num_free_window_slots", "num_leased_blocks", b"num_leased_blocks", "num_leased_window_slots", b"num_leased_window_slots", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

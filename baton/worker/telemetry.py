@@ -12,7 +12,7 @@ from baton.engine.interface import EngineSpec
 from baton.engine.loop import LoadBoard
 from baton.telemetry import Telemetry, TelemetrySettings, names, open_telemetry
 from baton.telemetry.metrics import observe_build, observe_numerics
-from baton.types import WorkerLoad
+from baton.types import BlockCounts, WorkerLoad
 
 
 def open_worker_telemetry(options: WorkerOptions, board: LoadBoard, spec: EngineSpec) -> Telemetry:
@@ -75,16 +75,24 @@ def observe_worker(meter: Meter, board: LoadBoard) -> None:
     gauge("baton.kv.usage", "Share of KV blocks that are leased.", kv_usage, "1")
 
     def blocks(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
-        load = board.load
-        counts = {
-            "free": load.blocks.free,
-            "cached": load.blocks.cached,
-            "leased": load.blocks.leased,
-        }
-        return [Observation(count, {names.STATE: state}) for state, count in counts.items()]
+        return _by_state(board.load.blocks)
+
+    def slots(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
+        counts = board.load.window_slots
+        return _by_state(counts) if counts.total else ()
 
     def steps(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
         return [Observation(board.load.num_steps)]
 
     meter.create_observable_gauge("baton.kv.blocks", [blocks], description="KV blocks by state.")
+    meter.create_observable_gauge(
+        "baton.kv.window_slots",
+        [slots],
+        description="Slots for windowed layers' KV by state, where it lies apart.",
+    )
     meter.create_observable_counter("baton.engine.steps", [steps], description="Engine steps.")
+
+
+def _by_state(counts: BlockCounts) -> list[Observation]:
+    by_state = {"free": counts.free, "cached": counts.cached, "leased": counts.leased}
+    return [Observation(count, {names.STATE: state}) for state, count in by_state.items()]

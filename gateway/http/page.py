@@ -108,6 +108,8 @@ class Page:
                     "leased_blocks": worker.num_leased_blocks,
                     "cached_blocks": worker.num_cached_blocks,
                     "num_blocks": worker.num_blocks,
+                    "leased_window_slots": worker.num_leased_window_slots,
+                    "num_window_slots": worker.num_window_slots,
                 }
                 for worker in workers.values()
             ],

@@ -76,6 +76,20 @@ def test_a_table_of_workers(run: Run, client: FakeClient) -> None:
     ]
 
 
+def test_slots_of_windowed_layers_are_shown_where_a_worker_has_them(
+    run: Run, client: FakeClient
+) -> None:
+    client.served = (model(worker("prefill"), worker("decode")),)
+    assert "windows" not in run("status").stdout
+    slotted = replace(worker("decode"), num_leased_window_slots=12, num_window_slots=96)
+    client.served = (model(worker("prefill"), slotted),)
+    lines = run("status").stdout.splitlines()
+    (heading,) = (line for line in lines if "cached" in line)
+    (line,) = (line for line in lines if "decode-0" in line)
+    assert heading.split()[-1] == "windows"
+    assert line.split()[-1] == "12/96"
+
+
 def test_the_models_own_sampling_defaults_are_shown(run: Run, client: FakeClient) -> None:
     defaults = SamplingParams(temperature=0.7, top_k=20)
     client.served = (replace(model(worker("decode")), sampling_defaults=defaults),)

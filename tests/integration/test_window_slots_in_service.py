@@ -1,5 +1,5 @@
-"""A model whose windowed layers keep their KV in slots, over real services: a LoRA adapter on one of
-two requests, drafts by n-grams and by a draft model that has windows itself, a second turn, and
+"""A model whose windowed layers keep their KV in slots, over real services: a LoRA adapter on one
+of two requests, drafts by n-grams and by a draft model that has windows itself, a second turn, and
 workers without blocks for all of them at once; tokens as transformers' generate has them."""
 
 from __future__ import annotations

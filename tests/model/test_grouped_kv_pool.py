@@ -129,7 +129,7 @@ def test_the_same_memory_holds_several_times_as_many_long_sequences() -> None:
     assert apart.block_bytes * 2048 == 32768 * 5 * token_layer
     assert apart.slot_bytes * 66 == 66 * 16 * 25 * token_layer
     ((_, row),) = [found for found in apart.rows() if found[0] == "KV cache"]
-    assert f"windows: {slots} blocks" in row
+    assert f"{slots} window slots" in row
 
 
 def test_enough_for_all_sequences_is_all_that_is_taken() -> None:

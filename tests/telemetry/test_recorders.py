@@ -15,9 +15,11 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from baton.engine.loop import LoadBoard
 from baton.events import Offered, Prefilled, Tokens, is_last
 from baton.telemetry import Telemetry
-from baton.types import KvSource, Sampling, SequenceSpec
+from baton.types import BlockCounts, KvSource, Sampling, SequenceSpec, WorkerLoad
+from baton.worker.telemetry import observe_worker
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 from worker_core.commands import Abort, Command, StreamEvent
@@ -43,6 +45,19 @@ class Exports:
 
     def span_names(self) -> Counter[str]:
         return Counter(span.name for span in self._spans.get_finished_spans())
+
+    def by_state(self, name: str) -> dict[str, float]:
+        """A gauge's values by the state that they are of."""
+        data = self._metrics.get_metrics_data()
+        assert data is not None
+        return {
+            str(dict(point.attributes or {})["baton.state"]): point.value  # type: ignore[union-attr]
+            for resource in data.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == name
+            for point in metric.data.data_points
+        }
 
     def total(self, name: str) -> int:
         """A counter's sum over its attributes."""
@@ -220,3 +235,13 @@ def test_spans_and_counters_agree_with_what_happened(games: list[Tiers]) -> None
         "commit",
         "decode",
     }
+
+
+def test_window_slots_are_reported_by_workers_that_have_them() -> None:
+    exports, board = Exports(), LoadBoard()
+    observe_worker(exports.decode.meter, board)
+    board.publish(WorkerLoad(blocks=BlockCounts(5, 3, 2)))
+    assert exports.by_state("baton.kv.blocks") == {"free": 5, "cached": 3, "leased": 2}
+    assert not exports.by_state("baton.kv.window_slots")
+    board.publish(WorkerLoad(window_slots=BlockCounts(1, 4, 7)))
+    assert exports.by_state("baton.kv.window_slots") == {"free": 1, "cached": 4, "leased": 7}

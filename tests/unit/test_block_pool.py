@@ -549,6 +549,8 @@ class SlottedPoolMachine(RuleBasedStateMachine):
         for lease, _ in self.live:
             lease.release()
         assert self.pool.counts().leased == self.slots.num_held == 0
+        counts = self.pool.slot_counts()
+        assert (counts.leased, counts.available) == (0, counts.total) == (0, 9)
         self.pool.check_integrity()
 
 

@@ -19,9 +19,25 @@ from baton.events import (
     Prefilled,
     Tokens,
 )
-from baton.types import LATENT, FinishReason, KvLayout, Sample, TokenLogprobs
+from baton.types import (
+    LATENT,
+    BlockCounts,
+    FinishReason,
+    KvLayout,
+    Sample,
+    Tier,
+    TokenLogprobs,
+    WorkerLoad,
+)
 from baton.v1 import sequence_service_pb2
-from baton.wire import layout_from_proto, layout_to_proto, step_from_proto, step_to_proto
+from baton.wire import (
+    layout_from_proto,
+    layout_to_proto,
+    load_from_proto,
+    load_to_proto,
+    step_from_proto,
+    step_to_proto,
+)
 
 IDS = st.integers(0, 2**32 - 1)
 FLOATS = st.floats(-100, 0, width=32)
@@ -78,3 +94,19 @@ def test_a_layout_says_its_parts_where_they_are_not_keys_and_values() -> None:
     assert [layout_from_proto(layout_to_proto(each)) for each in (plain, latent)] == [plain, latent]
     assert latent.token_bytes == 3 * 24 * 4
     assert latent.difference(plain) == ("parts", "('latent',)", "('key', 'value')")
+
+
+COUNTS = st.builds(BlockCounts, IDS, IDS, IDS)
+LOADS = st.builds(
+    WorkerLoad,
+    num_running=IDS,
+    blocks=COUNTS,
+    window_slots=COUNTS,
+    is_draining=st.booleans(),
+    role=st.none() | st.sampled_from([Tier.PREFILL, Tier.DECODE]),
+)
+
+
+@given(LOADS)
+def test_a_load_comes_out_as_it_went_in(load: WorkerLoad) -> None:
+    assert load_from_proto(load_to_proto(load)) == load

@@ -329,7 +329,14 @@ let isPolling = false;
 
 const isLive = () => !byId("live").hidden;
 const kind = (state) => (state === "ready" || state === "draining" ? state : "lost");
-const used = (worker) => (worker.num_blocks ? worker.leased_blocks / worker.num_blocks : 0);
+const share = (part, all) => `${(100 * (all ? part / all : 0)).toFixed(0)} %`;
+const used = (worker) => share(worker.leased_blocks, worker.num_blocks);
+// Windowed layers' KV lies apart in some pools.
+const memory = (worker) =>
+  used(worker) +
+  (worker.num_window_slots
+    ? `, windows ${share(worker.leased_window_slots, worker.num_window_slots)}`
+    : "");
 
 async function poll() {
   if (isPolling) return;
@@ -423,16 +430,16 @@ function drawWorker(box, worker) {
   const shows = JSON.stringify(worker);
   if (card.element.parentElement !== box) box.append(card.element);
   if (card.shows === shows) return;
-  const percent = `${(100 * used(worker)).toFixed(0)} %`;
+  const percent = used(worker);
   const state = worker.reason ? `${worker.state}: ${worker.reason}` : worker.state;
   card.shows = shows;
   card.tier = worker.tier;
   card.element.className = `worker ${kind(worker.state)}`;
-  card.element.title = `${worker.id}: ${state}, KV ${percent}`;
+  card.element.title = `${worker.id}: ${state}, KV ${memory(worker)}`;
   card.element.style.setProperty("--used", percent.replace(" ", ""));
   card.state.textContent = state;
   card.load.textContent =
-    `${worker.num_running} running, ${worker.num_waiting} waiting, KV ${percent}`;
+    `${worker.num_running} running, ${worker.num_waiting} waiting, KV ${memory(worker)}`;
   card.fill.style.width = percent.replace(" ", "");
 }
 
@@ -538,7 +545,7 @@ function drawRows() {
         "tr",
         {},
         made("th", { scope: "row", textContent: worker.id }),
-        ...[...cells, `${(100 * used(worker)).toFixed(0)} %`].map((text) =>
+        ...[...cells, memory(worker)].map((text) =>
           made("td", { textContent: text }),
         ),
       );
