@@ -758,11 +758,14 @@ void test_layers() {
         };
         const Attention plan = attention_over(pools[0]);
         const Attention* plans[1] = {&plan};
+        const RopeKvWrite of_step = write_into(pools[0]);
+        const RopeKvWrite* writes[1] = {&of_step};
+        const int64_t numbers[2] = {0, 1};
         Array x(type, tokens * hidden);
         memcpy(x.data(), given.data(), x.memory.size);
-        const Stages stages = {layers.data(), 2, last, hidden, middle, heads, kv_heads, dim, 1e-5f, 0, plans, tokens,
-                               x.data(), mixed.data(), normalised.data(), qkv.data(), query.data(), key.data(),
-                               gate_up.data(), gated.data(), scratch.data(), write_into(pools[0])};
+        const Stages stages = {layers.data(), 2, last, hidden, middle, heads, kv_heads, dim, 1e-5f, 0, plans, writes,
+                               numbers, tokens, x.data(), mixed.data(), normalised.data(), qkv.data(), query.data(),
+                               key.data(), gate_up.data(), gated.data(), scratch.data()};
         baton_layers(&stages, 0, 4, type, 1);
         baton_layers(&stages, 4, 7, type, 2);
         Array y(type, tokens * hidden);
