@@ -230,7 +230,10 @@ def sample_rows(batch: Batch) -> tuple[list[SampleRow], list[int], list[int]]:
 
 def _tensor(numbers: Iterable[int]) -> torch.Tensor:
     """int64; far quicker than torch's own way through a list."""
-    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    values = array("q", numbers)
+    if not values:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(values, dtype=torch.int64)
 
 
 def _rope_lengths(batch: Batch) -> torch.Tensor:

@@ -129,10 +129,11 @@ def serve(
         for i in running:
             adapter, tokens = jobs[i]
             start, computed[i] = computed[i], min(len(tokens), computed[i] + chunk_tokens)
-            parts.append(part(tokens, start, computed[i], tables[i], adapter))
-        for i, (sample,) in zip(running, engine.forward(Batch(tuple(parts))), strict=True):
-            if computed[i] == len(jobs[i][1]):
-                jobs[i][1].append(sample.token_id)
+            own = part(tokens, start, computed[i], tables[i], adapter)
+            # A prompt's chunks but for the last give no token.
+            parts.append(own if computed[i] == len(tokens) else own._replace(rows=()))
+        for i, samples in zip(running, engine.forward(Batch(tuple(parts))), strict=True):
+            jobs[i][1].extend(sample.token_id for sample in samples)
     outputs: dict[str, list[list[int]]] = {}
     for (adapter, tokens), length in zip(jobs, lengths, strict=True):
         outputs.setdefault(adapter, []).append(tokens[length:])
