@@ -72,7 +72,9 @@ async def test_an_adapter_changes_exactly_its_own_request(tmp_path: Path) -> Non
     plain = greedy_outputs(model, PROMPTS, NUM_TOKENS)
     assert own != plain
     async with live_system(
-        worker_options=options_of(model, lora_modules=(f"mine={adapter}",)),
+        worker_options=options_of(
+            model, lora_modules=(f"mine={adapter}",), num_gpu_blocks_override=160
+        ),
         decode_options=ONLY_DECODES,
         gateway_options=front(model),
     ) as system:
@@ -88,8 +90,8 @@ async def test_an_adapter_changes_exactly_its_own_request(tmp_path: Path) -> Non
             for number, name in enumerate(names):
                 got = both[number::2]
                 assert outputs(got) == (own if name == "mine" else plain)
-                # Later some lies in caches.
-                assert names[0] == "tiny" or all(map(has_crossed, got))
+                # Some lies in caches, from the first round on.
+                assert names[0] == "tiny" or any(map(has_crossed, got))
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
