@@ -31,7 +31,7 @@ from baton.events import (
     Tokens,
 )
 from baton.telemetry import RequestEvent, Telemetry, names
-from baton.telemetry.metrics import Counts, seconds_histogram
+from baton.telemetry.metrics import Counts
 from baton.telemetry.names import SpanName
 from baton.telemetry.spans import SpanWriter, TimedEvent, WallClock, context_of
 from baton.types import FinishReason, SequenceSpec
@@ -87,7 +87,7 @@ class WorkerRecorder:
         self._by_ticket: dict[int, _Key] = {}
         self._num_choices: dict[_Key, int] = {}
         """Of sequences that are still one, by their first handles."""
-        meter = telemetry.meter
+        meter, histograms = telemetry.meter, telemetry.histograms
         count = partial(Counts, meter)
         self._computed = count("baton.prefill.tokens", "Prompt tokens computed.")
         self._decoded = count("baton.decode.tokens", "Tokens produced.")
@@ -117,21 +117,19 @@ class WorkerRecorder:
         )
         self._sent_bytes = count("baton.transfer.sent", "KV sent.", unit="By")
         self._received = count("baton.transfer.received", "KV received.", unit="By")
-        self._transfer_time = seconds_histogram(
-            meter, "baton.transfer.duration", "From a ticket's presentation to its commit."
+        self._transfer_time = histograms.create(
+            "baton.transfer.duration", "From a ticket's presentation to its commit."
         )
-        self._exposed_time = seconds_histogram(
-            meter,
+        self._exposed_time = histograms.create(
             "baton.transfer.exposed",
             "From the end of a prefill to the commit: what no compute hid.",
         )
-        self._send_time = seconds_histogram(
-            meter,
+        self._send_time = histograms.create(
             "baton.transfer.send.duration",
             "From the first KV to the receiver's word that it has all.",
         )
-        self._compute_time = seconds_histogram(
-            meter, "baton.prefill.duration", "From a prompt's first chunk to its first token."
+        self._compute_time = histograms.create(
+            "baton.prefill.duration", "From a prompt's first chunk to its first token."
         )
 
     def on_command(self, command: Command) -> None:

@@ -1,29 +1,14 @@
-"""Metrics that several processes have: times in histograms, which build a process runs, and how a
-worker rounds."""
+"""Metrics that several processes have: counters, which build a process runs, and how a worker
+rounds."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
-from typing import Final
 
-from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from baton.types import PROTOCOL_VERSION, NumericsClass
-
-#: Boundaries for what a worker does with one sequence's KV or prompt.
-SEQUENCE_BOUNDS_S: Final = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
-
-
-def seconds_histogram(
-    meter: Meter, name: str, description: str, bounds: tuple[float, ...] = SEQUENCE_BOUNDS_S
-) -> Histogram:
-    """bounds: advised, in seconds."""
-    return meter.create_histogram(
-        name, unit="s", description=description, explicit_bucket_boundaries_advisory=bounds
-    )
 
 
 class Counts:

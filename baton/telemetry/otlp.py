@@ -6,10 +6,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from opentelemetry.sdk.metrics.export import MetricExporter
+from opentelemetry.sdk.metrics.export import (
+    MetricExporter,
+    MetricReader,
+    PeriodicExportingMetricReader,
+)
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from baton.errors import ConfigError
+from baton.telemetry.histograms import HistogramReader, ReadHistograms
 
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -57,7 +62,24 @@ def span_exporter(protocol: OtlpProtocol) -> SpanExporter:
     return OTLPSpanExporter()
 
 
-def metric_exporter(protocol: OtlpProtocol) -> MetricExporter:
+class _Reader(HistogramReader, PeriodicExportingMetricReader):
+    """With our histograms."""
+
+
+def metric_reader(protocol: OtlpProtocol, histograms: ReadHistograms) -> MetricReader:
+    """Exports by itself, each OTEL_METRIC_EXPORT_INTERVAL."""
+    return _Reader(histograms, _metric_exporter(protocol))
+
+
+def needs_sdk_histograms(environ: Mapping[str, str]) -> bool:
+    """Whether the variables ask for what our histograms cannot report: exponential buckets, or
+    exemplars of requests that are not traced."""
+    aggregation = environ.get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION")
+    exemplars = environ.get("OTEL_METRICS_EXEMPLAR_FILTER")
+    return aggregation == "base2_exponential_bucket_histogram" or exemplars == "always_on"
+
+
+def _metric_exporter(protocol: OtlpProtocol) -> MetricExporter:
     """As span_exporter."""
     if protocol is OtlpProtocol.HTTP:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import (

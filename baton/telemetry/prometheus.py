@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 
 from baton.errors import ConfigError
 from baton.telemetry import names
+from baton.telemetry.histograms import HistogramReader, ReadHistograms
 from baton.telemetry.vllm_names import VllmNames
 
 #: By path, what is served as JSON beside /metrics; called by the server's threads, once for each
@@ -41,11 +42,18 @@ class PrometheusMetrics:
         return encode(self.registry), content_type
 
 
-def prometheus_metrics(vllm_model: str | None) -> PrometheusMetrics:
+class _Reader(HistogramReader, PrometheusMetricReader):
+    """With our histograms."""
+
+
+def prometheus_metrics(histograms: ReadHistograms, vllm_model: str | None) -> PrometheusMetrics:
     """vllm_model: also under vLLM's names, for this model's name."""
     registry = CollectorRegistry()
-    reader = PrometheusMetricReader(
-        scope_info_enabled=False, resource_attribute_filter=_LABELS.__contains__, registry=registry
+    reader = _Reader(
+        histograms,
+        scope_info_enabled=False,
+        resource_attribute_filter=_LABELS.__contains__,
+        registry=registry,
     )
     exposed = CollectorRegistry()
     exposed.register(registry)  # a registry collects, too

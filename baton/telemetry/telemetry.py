@@ -20,14 +20,22 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.metrics import Meter, NoOpMeter
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NoOpTracer, Tracer
 
 from baton.telemetry import names
-from baton.telemetry.otlp import OtlpProtocol, metric_exporter, otlp_protocol, span_exporter
+from baton.telemetry.histograms import ReadHistograms, SdkHistograms, SecondsHistograms
+from baton.telemetry.otlp import (
+    OtlpProtocol,
+    metric_reader,
+    needs_sdk_histograms,
+    otlp_protocol,
+    span_exporter,
+)
 
 if TYPE_CHECKING:
     from baton.telemetry.prometheus import Pages, PrometheusMetrics
@@ -68,6 +76,7 @@ class Telemetry:
 
     tracer: Tracer
     meter: Meter
+    histograms: SecondsHistograms
     has_traces: bool
     has_metrics: bool
     close: Callable[[], None]
@@ -81,7 +90,8 @@ class Telemetry:
 
 def no_telemetry() -> Telemetry:
     """Reports nothing, and costs nothing."""
-    return Telemetry(NoOpTracer(), NoOpMeter(_SCOPE), False, False, lambda: None)
+    meter = NoOpMeter(_SCOPE)
+    return Telemetry(NoOpTracer(), meter, SdkHistograms(meter), False, False, lambda: None)
 
 
 def open_telemetry(
@@ -103,20 +113,22 @@ def open_telemetry(
     resource = _resource(settings, environ)
     closers: Closers = []
     readers: list[MetricReader] = []
+    histograms = ReadHistograms(InstrumentationScope(_SCOPE, settings.version))
     # What may be refused comes first, so that nothing is open then.
     prometheus = None
     if settings.metrics_port or settings.has_page:
-        prometheus = _open_prometheus(settings, pages, closers)
+        prometheus = _open_prometheus(settings, histograms, pages, closers)
         readers.append(prometheus.reader)
     if metrics:
-        readers.append(PeriodicExportingMetricReader(metric_exporter(metrics)))
-    meter = _open_metrics(resource, readers, settings, closers) if readers else None
+        readers.append(metric_reader(metrics, histograms))
+    meter = _open_metrics(resource, readers, settings, closers) if readers else NoOpMeter(_SCOPE)
     tracer = _open_traces(resource, traces, settings, closers) if traces else None
     return Telemetry(
         tracer=tracer or NoOpTracer(),
-        meter=meter or NoOpMeter(_SCOPE),
+        meter=meter,
+        histograms=SdkHistograms(meter) if needs_sdk_histograms(environ) else histograms,
         has_traces=tracer is not None,
-        has_metrics=meter is not None,
+        has_metrics=bool(readers),
         close=lambda: close_within(closers, CLOSE_TIMEOUT_S),
         prometheus=prometheus,
     )
@@ -160,12 +172,13 @@ def _open_traces(
 
 
 def _open_prometheus(
-    settings: TelemetrySettings, pages: Pages, closers: Closers
+    settings: TelemetrySettings, histograms: ReadHistograms, pages: Pages, closers: Closers
 ) -> PrometheusMetrics:
     # Most workers have no port for it, and need not wait for the import.
     from baton.telemetry.prometheus import prometheus_metrics, serve_prometheus
 
-    metrics = prometheus_metrics(settings.model if settings.metrics_compat == "vllm" else None)
+    vllm_model = settings.model if settings.metrics_compat == "vllm" else None
+    metrics = prometheus_metrics(histograms, vllm_model)
     if settings.metrics_port:
         closers.append(
             serve_prometheus(metrics, settings.metrics_host, settings.metrics_port, pages)

@@ -34,7 +34,8 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.telemetry import Phase, RequestEvent, Telemetry, names
-from baton.telemetry.metrics import Counts, seconds_histogram
+from baton.telemetry.histograms import SecondsHistograms
+from baton.telemetry.metrics import Counts
 from baton.telemetry.names import SpanName
 from baton.telemetry.rate_limit import RateLimit
 from baton.telemetry.spans import (
@@ -85,33 +86,28 @@ PHASE_BOUNDS_S: Final = (0.0001, 0.0003, *FIRST_TOKEN_BOUNDS_S)
 class Instruments:
     """What a gateway measures of requests, at their end."""
 
-    def __init__(self, meter: Meter) -> None:
-        self.duration = seconds_histogram(
-            meter,
+    def __init__(self, meter: Meter, histograms: SecondsHistograms) -> None:
+        self.duration = histograms.create(
             "gen_ai.server.request.duration",
             "From the arrival to the end of a request.",
             DURATION_BOUNDS_S,
         )
-        self.first_token = seconds_histogram(
-            meter,
+        self.first_token = histograms.create(
             "gen_ai.server.time_to_first_token",
             "From the arrival of a request to its first token.",
             FIRST_TOKEN_BOUNDS_S,
         )
-        self.per_token = seconds_histogram(
-            meter,
+        self.per_token = histograms.create(
             "gen_ai.server.time_per_output_token",
             "Mean time between the tokens of a choice after its first.",
             PER_TOKEN_BOUNDS_S,
         )
-        self.phase = seconds_histogram(
-            meter,
+        self.phase = histograms.create(
             "baton.ttft.phase",
             "Parts of the time to the first token; they add up to it.",
             PHASE_BOUNDS_S,
         )
-        self.decode = seconds_histogram(
-            meter,
+        self.decode = histograms.create(
             "baton.decode.duration",
             "From the first to the last token of a request.",
             DURATION_BOUNDS_S,
@@ -212,7 +208,7 @@ class GatewayRecorder:
         self._common: dict[str, Mapping[str, str]] = {}
         """By names of spans: what all that is reported of such requests is labelled with."""
         self._clock = clock
-        self._instruments = Instruments(telemetry.meter)
+        self._instruments = Instruments(telemetry.meter, telemetry.histograms)
         self.num_active = 0
         """Requests under way."""
         self.handoffs = RecentHandoffs()

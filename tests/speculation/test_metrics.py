@@ -8,6 +8,7 @@ from opentelemetry.trace import NoOpTracer
 
 from baton.events import Tokens
 from baton.telemetry import Telemetry
+from baton.telemetry.histograms import SdkHistograms
 from baton.types import Sample
 from worker_core.commands import StreamEvent
 from worker_core.recorder import WorkerRecorder
@@ -16,7 +17,8 @@ from worker_core.recorder import WorkerRecorder
 def test_drafts_are_counted() -> None:
     reader = InMemoryMetricReader()
     meters = MeterProvider([reader], shutdown_on_exit=False)
-    telemetry = Telemetry(NoOpTracer(), meters.get_meter("test"), False, True, lambda: None)
+    meter = meters.get_meter("test")
+    telemetry = Telemetry(NoOpTracer(), meter, SdkHistograms(meter), False, True, lambda: None)
     recorder = WorkerRecorder(telemetry, lambda: 0.0)
     told = [
         Tokens(0, (Sample(1),)),

@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from baton.engine.loop import LoadBoard
 from baton.events import Offered, Prefilled, Tokens, is_last
 from baton.telemetry import Telemetry
+from baton.telemetry.histograms import SdkHistograms
 from baton.types import BlockCounts, KvSource, Sampling, SequenceSpec, WorkerLoad
 from baton.worker.telemetry import observe_worker
 from kv_transfer.transport.loopback import LoopbackHub
@@ -39,8 +40,11 @@ class Exports:
         meters = MeterProvider([self._metrics], shutdown_on_exit=False)
         # Each process has one recorder, and a meter of its own.
         self.prefill, self.decode = (
-            Telemetry(tracers.get_tracer("test"), meters.get_meter(name), True, True, lambda: None)
-            for name in ("prefill", "decode")
+            Telemetry(
+                *(tracers.get_tracer("test"), meter, SdkHistograms(meter)),
+                *(True, True, lambda: None),
+            )
+            for meter in map(meters.get_meter, ("prefill", "decode"))
         )
 
     def span_names(self) -> Counter[str]:
