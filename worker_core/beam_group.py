@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from baton.cache.pool import BlockCopy, BlockLease, BlockPool
 from baton.engine.interface import SampleRow, SequenceSlice
+from baton.errors import EngineFault
 from baton.grammar import Matcher
 from baton.sampling.beam_search import BeamSearch, Hypothesis
 from baton.types import Sample, SequenceSpec
@@ -90,7 +91,10 @@ class BeamGroup:
         start = self._num_computed_tokens
         copies: list[BlockCopy] = []
         for beam in self._beams:
-            copies += beam.lease.prepare_write(start, start + 1) or ()
+            own = beam.lease.prepare_write(start, start + 1)
+            if own is None:  # some of the beams would be written to, and others not
+                raise EngineFault("there was room for all beams' blocks, and then not for one")
+            copies += own
         return tuple(copies)
 
     def follow_grammar(self) -> None:

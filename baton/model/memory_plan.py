@@ -220,9 +220,9 @@ def plan_blocks(
     sequence lacks, and blocks alone are counted when one is admitted, scheduled or routed.
 
     layout: of the whole model's KV; weights, activations, graphs, states, transfers: bytes of one
-    rank;
-    head: has KV of each block's tokens, too, within the same budget;
-    other bytes are of all `num_ranks` ranks of tensor parallelism together, which share them alike.
+    rank; head: has KV of each block's tokens, too, within the same budget; other bytes are of all
+    `num_ranks` ranks of tensor parallelism together, which share them alike.
+
     Raises ConfigError if that is not even one block, or the weights do not fit.
     """
     block_size = layout.block_size
@@ -251,11 +251,10 @@ def plan_blocks(
     num_apart = num_blocks or 0
     if num_blocks is None:
         others = weights + activations + graphs + states + transfers + head.weight_bytes
-        budget, most = (
-            max(0, available_bytes - others),
-            max_num_seqs * -(-max_model_len // block_size),
-        )
-        if kv_cache_memory_bytes is not None:
+        if kv_cache_memory_bytes is None:
+            budget = max(0, available_bytes - others)
+            most = max_num_seqs * -(-max_model_len // block_size)
+        else:
             budget = kv_cache_memory_bytes // num_ranks
             most = budget // (full_bytes or whole_bytes)
         num_blocks = min(most, budget // whole_bytes)
