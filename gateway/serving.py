@@ -284,14 +284,16 @@ class Serving:
         """By what decode workers reported; before any has, by the model's own files."""
         files = self.tokenizer.facts
         fallback = files.max_model_len or _UNKNOWN_LEN
+        vocab_size = infos[0].vocab_size if infos else self.tokenizer.vocab_size
         return ModelFacts(
             name=self._options.model_name,
-            vocab_size=infos[0].vocab_size if infos else self.tokenizer.vocab_size,
+            vocab_size=vocab_size,
             max_model_len=max((i.max_model_len for i in infos), default=fallback),
             max_kv_tokens=max(
                 (i.num_blocks * i.layout.block_size for i in infos), default=fallback
             ),
-            eos_token_ids=files.eos_token_ids,
+            # The tokenizer's own may be one that the model cannot give.
+            eos_token_ids=frozenset(t for t in files.eos_token_ids if t < vocab_size),
             has_chat_template=self._chat is not None,
             has_tools="tools" in (files.chat_template or ""),
             aliases=self._options.aliases,

@@ -205,6 +205,15 @@ async def test_a_clients_deadline_frees_the_decode_worker(model_path: Path) -> N
         await decode.wait_until_holding(0)
 
 
+async def test_an_end_token_that_the_model_cannot_give_is_passed_over(model_path: Path) -> None:
+    config = {"max_position_embeddings": 300, "eos_token_id": [5, 97]}  # of 97 tokens
+    (model_path / "config.json").write_text(json.dumps(config))
+    async with cluster(model_path) as (channel, _, decode):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        _ = [chunk async for chunk in stub.Generate(generate_request(ids_prompt(1, 2, 3)))]
+        assert [spec.sampling.stop_token_ids for spec in decode.specs.values()] == [{5}]
+
+
 async def test_the_model_is_described_with_its_workers(model_path: Path) -> None:
     async with cluster(model_path) as (channel, _, _):
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
