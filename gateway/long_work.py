@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 #: Bytes, characters or tokens from which on a piece of work may take milliseconds.
-_LONG_PIECE = 65_536
+LONG_PIECE = 65_536
 
 #: What others get between two pieces, in seconds: about as long as a piece takes, and enough for a
 #: worker's message to become text on its way to a client, which takes several turns of the loop.
@@ -16,14 +19,35 @@ _PAUSE_S = 0.005
 async def let_others_run(size: int) -> None:
     """Between two pieces of work on so many bytes, characters or tokens; nothing if they are
     few."""
-    if size >= _LONG_PIECE:
+    if size >= LONG_PIECE:
         await asyncio.sleep(_PAUSE_S)
+
+
+class Pacer:
+    """Lets others run whenever a long piece of many small ones is done."""
+
+    def __init__(self) -> None:
+        self._size = 0
+
+    async def did(self, size: int) -> None:
+        """So many more bytes, characters or tokens."""
+        self._size += size
+        if self._size >= LONG_PIECE:
+            done, self._size = self._size, 0
+            await let_others_run(done)
+
+
+async def in_pieces(values: Sequence[_T], size: int = LONG_PIECE) -> AsyncIterator[Sequence[_T]]:
+    """All of them, at most so many at a time; others run before each but the first."""
+    for begin in range(0, len(values), size):
+        if begin:
+            await let_others_run(LONG_PIECE)
+        yield values[begin : begin + size]
 
 
 async def as_tuple(token_ids: Sequence[int]) -> tuple[int, ...]:
     """The same ids."""
     made: list[int] = []
-    for begin in range(0, len(token_ids), _LONG_PIECE):
-        await let_others_run(begin)
-        made += token_ids[begin : begin + _LONG_PIECE]
+    async for piece in in_pieces(token_ids):
+        made += piece
     return tuple(made)

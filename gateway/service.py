@@ -10,6 +10,7 @@ import grpc.aio
 from baton.rpc.interceptor import send_headers, write_to
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from gateway.long_work import in_pieces
 from gateway.models import Models
 from gateway.serving import Call
 
@@ -45,9 +46,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a prompt, as Generate would use them."""
         serving = self._models.of(request.model)
-        return inference_pb2.TokenizeResponse(
-            token_ids=await serving.tokenize(request), max_model_len=serving.facts.max_model_len
-        )
+        response = inference_pb2.TokenizeResponse(max_model_len=serving.facts.max_model_len)
+        async for piece in in_pieces(await serving.tokenize(request)):
+            response.token_ids.extend(piece)
+        return response
 
     async def Detokenize(  # noqa: N802
         self,

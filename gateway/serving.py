@@ -140,13 +140,16 @@ class Serving:
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
         """Token ids of a prompt, as `generate` would use them."""
         facts = self.facts
-        check_tokenize(request, facts)
-        return await self._tokenize(request.prompt, facts)
+        given_ids = await _ids_to_check(request.prompt.token_ids.ids, facts.max_prompt_tokens)
+        check_tokenize(request, facts, given_ids)
+        return given_ids or await self._tokenize(request.prompt, facts)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest) -> str:
         """Text of token ids."""
-        check_detokenize(request, self.facts)
-        return await self.tokenizer.decode_all(list(request.token_ids), request.skip_special_tokens)
+        facts = self.facts
+        token_ids = await _ids_to_check(request.token_ids, facts.max_model_len)
+        check_detokenize(request, facts, token_ids)
+        return await self.tokenizer.decode_all(token_ids, request.skip_special_tokens)
 
     def model(self, name: str = "") -> inference_pb2.Model:
         """The model, or the adapter of that name, and the workers."""
@@ -194,12 +197,12 @@ class Serving:
         record: RequestRecord,
     ) -> ValidatedRequest:
         facts, params = self.facts, request.sampling
-        num_given = len(request.prompt.token_ids.ids)
-        await let_others_run(num_given)
-        check_request(request, facts)
-        await let_others_run(num_given)
+        given_ids = await _ids_to_check(request.prompt.token_ids.ids, facts.max_prompt_tokens)
+        await let_others_run(len(given_ids))
+        check_request(request, facts, given_ids)
+        await let_others_run(len(given_ids))
         started_s = self._clock()
-        prompt_token_ids = await self._tokenize(request.prompt, facts)
+        prompt_token_ids = given_ids or await self._tokenize(request.prompt, facts)
         await let_others_run(len(prompt_token_ids))
         words = params.bad_words
         bad_words = await self.tokenizer.ways_to_write(words) if words else ()
@@ -260,7 +263,7 @@ class Serving:
                 messages = [(message.role, message.content) for message in prompt.chat.messages]
                 text = await self._chat.render(messages, more_of(prompt.chat))
             case _:
-                return await as_tuple(prompt.token_ids.ids)
+                raise AssertionError(f"a prompt of {kind} was not refused")
         # A template has written the special tokens already.
         is_bare = kind == "text" and not prompt.omit_special_tokens
         most = facts.max_prompt_tokens
@@ -302,6 +305,12 @@ class Serving:
             max_token_chars=self.tokenizer.max_token_chars,
             sampling_defaults=self._options.sampling_defaults,
         )
+
+
+async def _ids_to_check(token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+    """The same, of which a look at each takes a fraction of the time; none of too many, which are
+    refused unread."""
+    return await as_tuple(token_ids) if len(token_ids) <= most else ()
 
 
 def _adapters_of(infos: Sequence[WorkerInfo], taken: Collection[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -28,11 +28,11 @@ from gateway.http.generation import Format, Generation
 from gateway.http.logprobs import BytesOf
 from gateway.http.messages import MessagesBody, MessagesFormat, messages_error
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
-from gateway.http.requests import BodyT, ModelBody, check_token_ids, field_namer, parsed
+from gateway.http.requests import BodyT, ModelBody, field_namer, parsed, put_token_ids
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from gateway.http.tokens import DetokenizeBody, TokenizeBody, tokenized_prompt
 from gateway.intake.token_bytes import text_of
-from gateway.long_work import let_others_run
+from gateway.long_work import in_pieces, let_others_run
 from gateway.models import Models
 from gateway.serving import Serving, unique_request_id
 from gateway.telemetry.recorder import GatewayRecorder
@@ -52,6 +52,9 @@ _MESSAGES = "/v1/messages"
 
 #: Of request headers: names, and nothing that could end a line.
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
+
+#: Token ids that are written in one go, perhaps with their texts.
+_IDS_A_PIECE = 8192
 
 _MAX_WARNED = 8
 _MAX_WARNED_CHARS = 64
@@ -196,8 +199,7 @@ class HttpApp:
         """The body's fields; what nobody knows of them is named in a header of the answer."""
         max_model_len = max(serving.facts.max_model_len for serving in self._models)
         num_bytes = len(request.body)
-        await let_others_run(num_bytes)
-        body = parsed(cls, request.body, max_model_len)
+        body = await parsed(cls, request.body, max_model_len)
         request.body = b""
         await let_others_run(num_bytes)
         if body.unknown_fields:
@@ -246,20 +248,17 @@ class HttpApp:
             token_ids = await serving.tokenize(asked)
         except BatonError as error:
             raise from_baton(error, names) from None
-        document: dict[str, Any] = {
-            "count": len(token_ids),
-            "max_model_len": serving.facts.max_model_len,
-            "tokens": list(token_ids),
-            "token_strs": None,
-        }
+        facts = {"count": len(token_ids), "max_model_len": serving.facts.max_model_len}
+        tokens, texts = await _json_list(token_ids, lambda token_id: token_id), "null"
         if body.return_token_strs:
-            document["token_strs"] = [text_of(bytes_of(t)) for t in token_ids]
-        await _send_json(document, response)
+            texts = await _json_list(token_ids, lambda token_id: text_of(bytes_of(token_id)))
+        document = f'{json.dumps(facts)[:-1]}, "tokens": {tokens}, "token_strs": {texts}}}'
+        await response.send(HTTPStatus.OK, JSON, document.encode())
 
     async def _detokenize(self, request: HttpRequest, response: HttpResponse) -> None:
         body = await self._parsed(DetokenizeBody, request, response)
-        check_token_ids("tokens", body.tokens)
-        asked = inference_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
+        asked = inference_pb2.DetokenizeRequest(model=body.model or "")
+        put_token_ids("tokens", body.tokens, asked.token_ids)
         try:
             text = await self._models.of(asked.model).detokenize(asked)
         except BatonError as error:
@@ -356,6 +355,13 @@ def _logged(error: Exception, request: HttpRequest) -> HttpError:
     message = f"{type(error).__name__}; the server's log has the cause under {request_id}"
     made = http_error(HTTPStatus.INTERNAL_SERVER_ERROR, message)
     return HttpError(made.status, made.body, request_id=request_id)
+
+
+async def _json_list(token_ids: Sequence[int], make: Callable[[int], Any]) -> str:
+    """make: what to write of each."""
+    pieces = in_pieces(token_ids, _IDS_A_PIECE)
+    written = [json.dumps([make(token_id) for token_id in ids])[1:-1] async for ids in pieces]
+    return f"[{', '.join(written)}]"
 
 
 async def _send_json(document: Any, response: HttpResponse) -> None:

@@ -20,15 +20,15 @@ from gateway.http.generation import (
     stop_reason,
     usage_and_done,
 )
+from gateway.http.json_body import MAX_PROMPTS
 from gateway.http.logprobs import BytesOf, completion_logprobs, prompt_logprobs
 from gateway.http.requests import (
-    MAX_PROMPTS,
     GenerationBody,
     field_namer,
     generate_request,
+    put_token_ids,
     sampling_message,
     structure_field,
-    token_prompt,
 )
 
 #: OpenAI's and vLLM's, where a request does not say.
@@ -70,6 +70,7 @@ class CompletionBody(GenerationBody):
     may have its own."""
 
     refused = (*GenerationBody.refused, "suffix")
+    id_fields = ("prompt",)
 
 
 class CompletionFormat:
@@ -214,7 +215,9 @@ def text_prompt(value: Any, field: str = "prompt") -> inference_pb2.Prompt:
     """Of text, or of token ids. Raises InvalidRequest."""
     if isinstance(value, str):
         return inference_pb2.Prompt(text=value)
-    if isinstance(value, list) and value:
-        return token_prompt(field, value)
+    if value and isinstance(value, list | inference_pb2.TokenIds):
+        prompt = inference_pb2.Prompt()
+        put_token_ids(field, value, prompt.token_ids.ids)
+        return prompt
     fault = f"{shown_value(value)}: give text, token ids, or a list of either"
     raise InvalidRequest.of(FieldViolation(field, fault))

@@ -30,6 +30,7 @@ from baton.errors import (
     Unauthenticated,
     WorkerLost,
 )
+from baton.v1 import inference_pb2
 from gateway.intake.violations import MAX_SHOWN, shown
 
 #: nginx's: the client went away. Only logs and metrics ever see it.
@@ -153,6 +154,8 @@ def shown_value(value: object) -> str:
     """A value of the client's in a message: not long, and as JSON has it."""
     if isinstance(value, str):
         return shown(value)
+    if isinstance(value, inference_pb2.TokenIds):
+        return f"a list of {len(value.ids)}"
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     names = {None: "null", True: "true", False: "false"}

@@ -17,16 +17,9 @@ from baton.sampling_params import OPTIONS, Limits, Range, Texts, TokenBiases, To
 from gateway.http.chat import ChatBody
 from gateway.http.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from gateway.http.connection import HttpLimits
+from gateway.http.json_body import MAX_FIELDS, MAX_MEMBERS, MAX_NODES, MAX_VALUES
 from gateway.http.messages import MessagesBody
-from gateway.http.requests import (
-    MAX_FIELDS,
-    MAX_MEMBERS,
-    MAX_NODES,
-    MAX_VALUES,
-    Body,
-    ChoiceSoFar,
-    StreamOptions,
-)
+from gateway.http.requests import Body, ChoiceSoFar, StreamOptions
 from gateway.http.responses import ResponsesBody, ResponseSoFar
 from gateway.http.tokens import DetokenizeBody, TokenizeBody
 
@@ -109,9 +102,8 @@ _ABOUT = (
     "A field that is null is not given; one that nobody here knows is passed over, and named in a "
     "`warning` header. Keys are sent as `authorization: Bearer`, to Anthropic's paths as "
     "`x-api-key`, too. A stream that fails after its first piece has the error as its last event. "
-    f"A body has at most {MAX_FIELDS} fields at its top and {MAX_NODES} objects and lists; and, "
-    f"the model's longest context added to each, {MAX_MEMBERS} members of objects and {MAX_VALUES} "
-    "values."
+    f"A body has at most {MAX_FIELDS} fields at its top, {MAX_NODES} objects and lists, "
+    f"{MAX_MEMBERS} members of objects, and {MAX_VALUES} values beside token ids of prompts."
 )
 
 #: Fields that are sampling options by another name.

@@ -8,11 +8,8 @@ served here, are refused.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from array import array
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, MutableSequence
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from pydantic import (
@@ -24,29 +21,15 @@ from pydantic import (
     WithJsonSchema,
     create_model,
 )
-from pydantic_core import from_json
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.errors import FieldNames, from_validation, shown_value
+from gateway.http.json_body import read_fields, wrong_ids
 from gateway.intake.sampling_rules import MAX_STRUCTURED_CHARS
 from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
-from gateway.intake.violations import MAX_SHOWN, Violations
-
-#: Of a body, nested ones too: objects and lists, members of objects, and values. What is made of
-#: each takes far more time and memory than its text. Counted by their marks, those within texts
-#: among them; of members and values there may be one more for each token that the model takes.
-MAX_NODES = 2**16
-MAX_MEMBERS = 2**16
-MAX_VALUES = 2**18
-
-_NO_MARKS = bytes(set(range(256)) - set(b"{[:,"))
-
-#: At the top of a body, unknown ones among them.
-MAX_FIELDS = 256
-
-MAX_PROMPTS = 128
+from gateway.intake.violations import Violations
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64
@@ -110,6 +93,8 @@ class Body(BaseModel):
     """Fields that would change the output, and that nothing like is served of."""
     ignored: ClassVar[tuple[str, ...]] = ()
     """Fields of other servers that nothing here depends on."""
+    id_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be long lists of token ids; see json_body.read_fields."""
 
     @property
     def unknown_fields(self) -> tuple[str, ...]:
@@ -249,26 +234,10 @@ class GenerationBody(ModelBody):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-def parsed(cls: type[BodyT], data: bytes, max_model_len: int = 0) -> BodyT:
+async def parsed(cls: type[BodyT], data: bytes, max_model_len: int = 0) -> BodyT:
     """A body's fields. max_model_len: of the model, in tokens. Raises InvalidRequest, naming each
     wrong one."""
-    found = data.translate(None, _NO_MARKS)  # one pass over much, instead of one for each mark
-    for marks, what, most in (
-        (b"{[", "objects and lists", MAX_NODES),
-        (b":", "members of objects", MAX_MEMBERS + max_model_len),
-        (b",", "values", MAX_VALUES + max_model_len),
-    ):
-        if sum(found.count(mark) for mark in marks) > most:
-            raise _wrong("body", f"more than {most} {what}; send fewer")
-    try:
-        fields = from_json(data, cache_strings=False)
-    except ValueError as error:
-        raise _wrong("body", f"is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise _wrong("body", f"{shown_value(fields)}: must be an object")
-    if len(fields) > MAX_FIELDS:
-        raise _wrong("body", f"{len(fields)} fields; give at most {MAX_FIELDS}")
-    return validated(cls, fields)
+    return validated(cls, await read_fields(data, cls.id_fields, max_model_len))
 
 
 def validated(cls: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
@@ -370,26 +339,16 @@ def generate_request(
     return request
 
 
-def token_prompt(field: str, token_ids: Sequence[Any]) -> inference_pb2.Prompt:
-    """A prompt of token ids. Raises InvalidRequest for what is no id."""
-    check_token_ids(field, token_ids)
-    return inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=token_ids))
-
-
-def check_token_ids(field: str, token_ids: Sequence[Any]) -> None:
-    """Raises InvalidRequest for what is no id."""
-    with contextlib.suppress(TypeError, OverflowError):
-        array("I", token_ids)  # far sooner than a look at each: a prompt may have a million
-        if bool not in set(map(type, token_ids)):
-            return
-    wrong = (i for i, t in enumerate(token_ids) if type(t) is not int or not 0 <= t < 2**32)
-    if shown := tuple(islice(wrong, MAX_SHOWN)):
-        raise InvalidRequest.of(
-            *(
-                FieldViolation(f"{field}[{i}]", f"{shown_value(token_ids[i])}: must be a token id")
-                for i in shown
-            )
-        )
+def put_token_ids(field: str, value: Any, ids: MutableSequence[int]) -> None:
+    """Add those of a field, a list or a TokenIds. Raises InvalidRequest for what is no id."""
+    if isinstance(value, inference_pb2.TokenIds):
+        value = value.ids
+    elif not isinstance(value, list):
+        raise _wrong(field, f"{shown_value(value)}: give a list of token ids")
+    try:
+        ids.extend(value)
+    except (TypeError, ValueError):
+        raise wrong_ids(field, value) from None
 
 
 def renamed(field: str, names: Mapping[str, str]) -> str:

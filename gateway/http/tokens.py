@@ -44,13 +44,16 @@ class TokenizeBody(ModelBody):
     """Give each token's text, too."""
 
     refused = ("chat_template",)
+    id_fields = ("prompt",)
 
 
 class DetokenizeBody(ModelBody):
     """Of token ids."""
 
-    tokens: Annotated[list[Any], WithJsonSchema(TOKEN_IDS)]
+    tokens: Annotated[Any, WithJsonSchema(TOKEN_IDS)]
     """Token ids."""
+
+    id_fields = ("tokens",)
 
 
 def tokenized_prompt(

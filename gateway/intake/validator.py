@@ -56,13 +56,18 @@ class Tokenized:
     echo_text: str | None = None
 
 
-def check_request(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None:
-    """Check all that needs no tokenizer; where the prompt is token ids, its length too.
+def check_request(
+    request: inference_pb2.GenerateRequest,
+    facts: ModelFacts,
+    given_ids: Sequence[int] | None = None,
+) -> None:
+    """Check all that needs no tokenizer; where the prompt is token ids, its length too. given_ids:
+    those ids, if they have been read out of the message.
 
     Raises InvalidRequest with all violations.
     """
     violations = [
-        *_prompt_violations(request.prompt, facts),
+        *_prompt_violations(request.prompt, facts, given_ids),
         *sampling_violations(request.sampling, facts),
     ]
     if abs(request.priority) > MAX_PRIORITY:
@@ -80,19 +85,28 @@ def check_request(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> 
         raise InvalidRequest.of(*violations)
 
 
-def check_tokenize(request: inference_pb2.TokenizeRequest, facts: ModelFacts) -> None:
+def check_tokenize(
+    request: inference_pb2.TokenizeRequest,
+    facts: ModelFacts,
+    given_ids: Sequence[int] | None = None,
+) -> None:
     """As check_request, for a prompt alone."""
-    if violations := tuple(_prompt_violations(request.prompt, facts)):
+    if violations := tuple(_prompt_violations(request.prompt, facts, given_ids)):
         raise InvalidRequest.of(*violations)
 
 
-def check_detokenize(request: inference_pb2.DetokenizeRequest, facts: ModelFacts) -> None:
+def check_detokenize(
+    request: inference_pb2.DetokenizeRequest,
+    facts: ModelFacts,
+    given_ids: Sequence[int] | None = None,
+) -> None:
     """As check_request, for token ids alone."""
     num_tokens = len(request.token_ids)
     if num_tokens > facts.max_model_len:
         text = f"{num_tokens} ids: the model takes {facts.max_model_len}; ask for fewer at a time"
         raise InvalidRequest.of(FieldViolation("token_ids", text))
-    if violations := tuple(id_violations("token_ids", request.token_ids, facts.vocab_size)):
+    token_ids = request.token_ids if given_ids is None else given_ids
+    if violations := tuple(id_violations("token_ids", token_ids, facts.vocab_size)):
         raise InvalidRequest.of(*violations)
 
 
@@ -156,7 +170,9 @@ def resolve(
     return ValidatedRequest(spec, text, num_returned, tokenized.echo_text, account, resume_from)
 
 
-def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Violations:
+def _prompt_violations(
+    prompt: inference_pb2.Prompt, facts: ModelFacts, given_ids: Sequence[int] | None
+) -> Violations:
     """What is wrong with a prompt, but for the tokens of a text. What is too long is not looked
     at."""
     match prompt.WhichOneof("kind"):
@@ -172,7 +188,8 @@ def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Viola
             if len(ids) > facts.max_prompt_tokens:
                 yield _too_long_violation(len(ids), facts)
             else:
-                yield from id_violations("prompt.token_ids.ids", ids, facts.vocab_size)
+                read = ids if given_ids is None else given_ids
+                yield from id_violations("prompt.token_ids.ids", read, facts.vocab_size)
         case "chat":
             yield from _chat_violations(prompt.chat, facts)
         case _:

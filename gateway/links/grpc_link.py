@@ -15,7 +15,7 @@ from baton.types import KvSource, SequenceSpec
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
 from baton.wire import step_from_proto, write_sequence
 from gateway.links.worker_link import Sink
-from gateway.long_work import let_others_run
+from gateway.long_work import in_pieces, let_others_run
 
 #: How often a worker is given the list of its sequences that are known here, in seconds.
 AUDIT_S = 5.0
@@ -143,9 +143,10 @@ class GrpcWorkerLink:
                 self._has_commands.clear()
                 commands, self._commands = self._commands, []
                 for command, prompt in commands:
-                    if prompt:
-                        await let_others_run(len(prompt))
-                        command.open.sequence.prompt_token_ids.extend(prompt)
+                    await let_others_run(len(prompt))
+                    async for piece in in_pieces(prompt):
+                        command.open.sequence.prompt_token_ids.extend(piece)
+                    await let_others_run(len(prompt))
                     await call.write(command)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return

@@ -277,8 +277,8 @@ def http_bodies() -> Target:
     from gateway.http.chat_style import chat_style
     from gateway.http.completions import CompletionBody, CompletionFormat
     from gateway.http.messages import MessagesBody, MessagesFormat
-    from gateway.http.requests import parsed
     from gateway.http.responses import ResponsesBody, ResponsesFormat
+    from tests.support.http_bodies import parsed
 
     style = chat_style("", "auto", "auto")
 

@@ -13,7 +13,8 @@ from baton.errors import InvalidRequest
 from gateway.http.chat import ChatBody, ChatFormat
 from gateway.http.chat_style import chat_style
 from gateway.http.completions import CompletionBody, CompletionFormat
-from gateway.http.requests import MAX_NODES, parsed
+from gateway.http.json_body import MAX_NODES
+from tests.support.http_bodies import parsed
 
 STYLE = chat_style("", "auto", "auto")
 

@@ -17,9 +17,10 @@ from gateway.http.chat import ChatBody, ChatFormat
 from gateway.http.chat_style import chat_style
 from gateway.http.generation import Answer, Format
 from gateway.http.messages import MessagesBody, MessagesFormat
-from gateway.http.requests import ModelBody, parsed
+from gateway.http.requests import ModelBody
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from tests.support.broken_streams import documents, merged, so_far_of
+from tests.support.http_bodies import parsed
 
 STYLE = chat_style("<tool_call> </think>", "auto", "auto")
 ANSWER = Answer("id-1", 7, "m", "fp")

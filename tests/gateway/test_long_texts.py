@@ -44,6 +44,7 @@ MAX_MODEL_LEN = MEGABYTE + 2
 PIECE = 65_536
 MODULES = (
     "gateway.http.app",
+    "gateway.http.json_body",
     "gateway.links.grpc_link",
     "gateway.long_work",
     "gateway.serving",
@@ -203,19 +204,27 @@ async def test_a_long_text_gives_way_between_its_pieces(
     async for _ in stub.Generate(request):
         pass
     # Its text before it is written for the helper; its tokens in two pieces, before they are looked
-    # at, before they are placed, and before they are written to a worker.
-    tokenized = [100_000, PIECE, *[100_000] * 3]
-    assert sizes == tokenized
+    # at, before they are placed, and in two pieces as they are written to a worker.
+    of_tokens = [*[100_000] * 3, PIECE, 100_000]
+    assert sizes == [100_000, PIECE, *of_tokens]
     sizes.clear()
     body = json.dumps({"prompt": "x" * 100_000, "max_tokens": 1}).encode()
     connection = Connection(report.http_address)
     assert (await connection.post("/v1/completions", body)).status == 200
-    connection.close()
     # Its body, too, before and after it is parsed.
-    assert sizes == [len(body), len(body), *tokenized]
+    assert sizes == [len(body), len(body), 100_000, PIECE, *of_tokens]
     sizes.clear()
     request.prompt.token_ids.ids.extend([1] * 100_000)
     async for _ in stub.Generate(request):
         pass
-    # Token ids before and after they are looked at.
-    assert sizes == [100_000, *tokenized]
+    # Token ids in two pieces, before and after they are looked at.
+    of_ids = [PIECE, 100_000, 100_000, *of_tokens]
+    assert sizes == of_ids
+    sizes.clear()
+    body = json.dumps({"prompt": [1] * 100_000, "max_tokens": 1}).encode()
+    assert (await connection.post("/v1/completions", body)).status == 200
+    connection.close()
+    # The body is looked through, its rest parsed, and its ids read by themselves.
+    at_door, of_rest = sizes[: -len(of_ids)], sizes[-len(of_ids) :]
+    assert of_rest == of_ids
+    assert at_door == [len(body), 2**18, len(body)]

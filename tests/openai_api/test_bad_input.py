@@ -13,8 +13,9 @@ import pytest
 
 from gateway.http.chat import ChatBody
 from gateway.http.completions import CompletionBody
+from gateway.http.json_body import MAX_FIELDS, MAX_MEMBERS, MAX_NODES, MAX_VALUES
 from gateway.http.messages import MessagesBody
-from gateway.http.requests import MAX_FIELDS, MAX_MEMBERS, MAX_NODES, MAX_VALUES, Body
+from gateway.http.requests import Body
 from gateway.http.responses import ResponsesBody
 from gateway.intake.validator import MAX_MESSAGES
 from tests.support.http_connection import Answer, Connection
@@ -166,8 +167,23 @@ STRANGE: dict[str, tuple[str, str | bytes, str]] = {
     ),
     "too many values": (
         COMPLETIONS,
+        f'{{"prompt": "x", "metadata": [{listed("1", 2 * MAX_VALUES)}]}}',
+        "body: 524288 values; send at most",
+    ),
+    "too many token ids": (
+        COMPLETIONS,
         f'{{"prompt": [{listed("1", 2 * MAX_VALUES)}]}}',
-        "body: more than",
+        "prompt: 524288 token ids: the model takes 4096",
+    ),
+    "tokens that are no list": (
+        "/detokenize",
+        '{"tokens": 7}',
+        "tokens: 7: give a list of token ids",
+    ),
+    "too many tokens": (
+        "/detokenize",
+        f'{{"tokens": [{listed("1", 2 * MAX_VALUES)}]}}',
+        "tokens: 524288 token ids: the model takes 4096",
     ),
     "too many fields": (
         RESPONSES,

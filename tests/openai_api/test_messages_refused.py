@@ -10,8 +10,8 @@ import pytest
 from baton.errors import InvalidRequest
 from gateway.http.chat_style import chat_style
 from gateway.http.messages import MessagesBody, MessagesFormat
-from gateway.http.requests import parsed
 from tests.openai_api.cases import MESSAGES
+from tests.support.http_bodies import parsed
 
 WEATHER: dict[str, Any] = {"name": "get_weather", "input_schema": {"type": "object"}}
 
