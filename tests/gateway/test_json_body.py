@@ -61,7 +61,7 @@ def test_a_million_ids_are_never_read_in_one_go(
 ) -> None:
     pauses = []
 
-    async def watched(size: int) -> None:
+    async def watched(_size: int) -> None:
         pauses.append(len(sizes))
 
     monkeypatch.setattr("gateway.long_work.let_others_run", watched)
