@@ -59,6 +59,10 @@ _log = logging.getLogger(__name__)
 #: How long the ready line waits for the workers that were named.
 WORKERS_TIMEOUT_S = 5.0
 
+#: Of a long message to the gRPC port: more than of as many messages of a conversation, tools' calls
+#: and biases as may be, and few enough to be read in milliseconds.
+MAX_MESSAGE_FIELDS = 2**14
+
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 
@@ -181,6 +185,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             reuse_port=options.reuse_port,
             credentials=_credentials(options),
             interceptors=(ApiKeyInterceptor(api_keys),) if api_keys else (),
+            max_fields=MAX_MESSAGE_FIELDS,
         )
         styles = {part.name: part.style for part in parts}
         http = await _start_http(options, models, styles, recorder, fleets, telemetry, api_keys)

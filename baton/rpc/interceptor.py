@@ -24,6 +24,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from baton.errors import BY_REASON, BatonError, Cancelled, EngineFault, InvalidRequest
+from baton.rpc.message_fields import has_more_fields
 from baton.rpc.status import abort, given_request_id
 
 _log = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 # Any: the stubs know the behaviours of grpc's synchronous servers only.
 _Behavior = Any
 
+#: Bytes of a message from which on its fields are counted before they are read.
+_LONG_BYTES = 65_536
+
 #: Bytes to a message.
 _Parse = Callable[[bytes], Any]
 
@@ -39,7 +43,9 @@ _Parse = Callable[[bytes], Any]
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server, and knows when none runs. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_fields: int | None = None) -> None:
+        """max_fields: of a long message, those within it too; None for any number."""
+        self._max_fields = max_fields
         self._num_running = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -69,7 +75,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _wrap(
         self, handler: grpc.RpcMethodHandler[Any, Any], method: str
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        parse = handler.request_deserializer or bytes
+        parse = self._within_limits(handler.request_deserializer or bytes)
         takes_stream, answers_stream = handler.request_streaming, handler.response_streaming
 
         def wrap(behavior: _Behavior) -> _Behavior:
@@ -96,6 +102,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return call
 
         return with_behavior(handler, wrap, is_parsed=False)
+
+    def _within_limits(self, parse: _Parse) -> _Parse:
+        """parse: FromString of a message's class, or what makes anything else of bytes."""
+        kind, most = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None), self._max_fields
+        if kind is None or most is None:
+            return parse
+
+        def parse_few(raw: bytes) -> Any:
+            if len(raw) >= _LONG_BYTES and has_more_fields(raw, kind, most):
+                raise InvalidRequest(
+                    f"the message of {len(raw)} bytes has more than {most} fields, those of "
+                    "messages within it counted; send fewer"
+                )
+            return parse(raw)
+
+        return parse_few
 
 
 def with_behavior(

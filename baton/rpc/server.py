@@ -125,6 +125,7 @@ async def start_server(
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     keepalive_ms: int = KEEPALIVE_MS,
+    max_fields: int | None = None,
 ) -> RunningServer:
     """Serve what `register` adds, with health and reflection, at "host:port"; port 0 takes a free
     one.
@@ -136,9 +137,10 @@ async def start_server(
     credentials: None for plain text. interceptors: see calls before their handlers; what they raise
     becomes a status.
     keepalive_ms: a caller that is silent, asked, and silent again for this long each time is lost.
+    max_fields: of a long message, those within it too; None for any number.
     Raises ConfigError if the address cannot be bound.
     """
-    interceptor = ErrorInterceptor()
+    interceptor = ErrorInterceptor(max_fields)
     server = grpc.aio.server(
         interceptors=(interceptor, *interceptors),
         options=(*server_options(keepalive_ms), ("grpc.so_reuseport", int(reuse_port))),

@@ -18,6 +18,7 @@ from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.errors import FieldNames
 from gateway.http.requests import GenerationBody
 from gateway.intake.request import ValidatedRequest
+from gateway.long_work import Pacer
 from gateway.serving import Call, Serving
 
 EVENTS = "text/event-stream; charset=utf-8"
@@ -151,10 +152,12 @@ class Generation:
         if len(self._form.requests) == 1:
             await self._run_one(self._form.requests[0], 0, write)
             return
+        pacer = Pacer()
         try:
             async with asyncio.TaskGroup() as group:
                 for index, request in enumerate(self._form.requests):
                     group.create_task(self._run_one(request, index, write))
+                    await pacer.did(request.ByteSize())
         except* BatonError as failures:
             raise _first(failures) from None
 

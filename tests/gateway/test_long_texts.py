@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from gateway.intake.child_process import ChildProcess
 from gateway.long_work import let_others_run
 from gateway.server import serve_gateway
+from gateway.serving import Serving
 from tests.support.fake_workers import make_info
 from tests.support.grpc_workers import GrpcWorker, serving
 from tests.support.http_connection import Connection
@@ -228,3 +230,32 @@ async def test_a_long_text_gives_way_between_its_pieces(
     at_door, of_rest = sizes[: -len(of_ids)], sizes[-len(of_ids) :]
     assert of_rest == of_ids
     assert at_door == [len(body), 2**18, len(body)]
+
+
+async def test_of_many_prompts_a_few_begin_at_a_time(
+    report: ReadyReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, generate = 0, Serving.generate
+
+    async def counted(serving: Serving, *arguments: Any) -> None:
+        nonlocal begun
+        begun += 1
+        await generate(serving, *arguments)
+
+    steps: list[int] = []
+
+    async def watched(size: int) -> None:
+        if size >= PIECE:
+            steps.append(begun)
+        await let_others_run(size)
+        steps.append(begun)
+
+    monkeypatch.setattr(Serving, "generate", counted)
+    monkeypatch.setattr("gateway.long_work.let_others_run", watched)
+    body = json.dumps({"prompt": [[1] * 8000] * 32, "max_tokens": 1}).encode()
+    connection = Connection(report.http_address)
+    assert (await connection.post("/v1/completions", body)).status == 200
+    connection.close()
+    ends = [*steps, begun]
+    assert begun == 32
+    assert max(b - a for a, b in itertools.pairwise(ends)) <= 9
