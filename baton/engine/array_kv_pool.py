@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.engine.interface import HostOrdered, SlotTable
+from baton.engine.state_memory import StateMemory
 from baton.types import KvGroup, KvLayout, KvRange
 
 #: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are
@@ -31,20 +32,29 @@ class ArrayKvPool(HostOrdered):
     `data` is the pool itself, [num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim].
     Its owner reads and writes it in place: that of block i at data[i], or, of windowed layers that
     have slots of their own, at that of its slot. Copies in and out hold no GIL while they move more
-    than a few elements. No layer has a state.
+    than a few elements. `states` are those of sequences, if the layout has any.
     """
 
-    state_slots = None
-
-    def __init__(self, layout: KvLayout, num_blocks: int, num_window_slots: int = 0) -> None:
-        """num_window_slots: 0 if blocks have the KV of all layers. Raises ValueError if there are
-        no blocks, or the layout's dtype is unknown."""
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_window_slots: int = 0,
+        num_state_slots: int = 0,
+    ) -> None:
+        """num_window_slots: 0 if blocks have the KV of all layers. num_state_slots: read if the
+        layout has states. Raises ValueError if there are no blocks, or the layout's dtype is
+        unknown."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least 1 block, not {num_blocks}")
         if layout.dtype not in _DTYPES:
             raise ValueError(f"dtype {layout.dtype!r} is not one of {', '.join(_DTYPES)}")
         self._layout = layout
         self.slots = SlotTable.of_blocks(num_blocks, num_window_slots) if num_window_slots else None
+        self.states = (
+            StateMemory(layout, num_blocks, num_state_slots) if layout.has_states else None
+        )
+        self.state_slots = self.states.slots if self.states else None
         self.data: NDArray[Any] = np.zeros(
             (
                 num_blocks,
@@ -67,12 +77,17 @@ class ArrayKvPool(HostOrdered):
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """See KvPool. Raises ValueError also for a range of nothing."""
+        if self.states and piece.group is KvGroup.STATE:
+            self.states.pack(block_ids, piece, out)
+            return
         wire = self._wire(piece, out)
         for place, layers, inside, (own, tokens) in self._in_blocks(block_ids, piece):
             wire[own, :, :, tokens] = self.data[place, layers, :, :, inside]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""
+        if self.states:
+            self.states.copy(sources, targets)
         if self.slots is None:
             self.data[list(targets)] = self.data[list(sources)]
             return
@@ -87,6 +102,9 @@ class ArrayKvPool(HostOrdered):
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         """See KvPool. Raises ValueError also for a range of nothing."""
+        if self.states and piece.group is KvGroup.STATE:
+            self.states.unpack(block_ids, piece, data)
+            return
         wire = self._wire(piece, data)
         for place, layers, inside, (own, tokens) in list(self._in_blocks(block_ids, piece)):
             self.data[place, layers, :, :, inside] = wire[own, :, :, tokens]

@@ -19,7 +19,8 @@ from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.engine.interface import EngineSpec
 from baton.engine.model_source import EnginePlan, Graphs, ModelSource, model_source
 from baton.engine.numerics import numerics_of
-from baton.engine.stateful_kv_pool import STATES_PER_SLOT, StatefulKvPool
+from baton.engine.state_memory import STATES_PER_SLOT
+from baton.engine.stateful_kv_pool import StatefulKvPool
 from baton.engine.step_runner import Followers, TensorPool
 from baton.engine.torch_engine import TorchEngine
 from baton.engine.warm_up import warm_up

@@ -3,7 +3,9 @@ changes the output.
 
 The KV of a token is a hash of the prefix that ends with it, spread over layers, keys, values, heads
 and dimensions. The next token is a hash of all KV of the sequence as it stands in the blocks, read
-through the block table. So the right output is known in advance (`oracle_tokens`), and no other
+through the block table; and, of a model that has layers with a state, of the sequence's states,
+which are hashes of the prefix, too, each computed from those before it as they stand in the
+sequence's slot. So the right output is known in advance (`oracle_tokens`), and no other
 output can come from wrong blocks but by a collision of 64-bit hashes. Not for secrets: the hashes
 only have to mix well.
 """
@@ -51,17 +53,33 @@ _REFERENCE_LEN = 4096
 _ROOT = 0x9E3779B97F4A7C15
 _Words = NDArray[np.uint64]
 
+#: Of a sequence's states: layers, and 64-bit words of each.
+_STATE_SHAPE = (3, 15)
+_STATE_WORDS = np.array(
+    [mix(_ROOT - 1 - index) for index in range(math.prod(_STATE_SHAPE))], dtype=np.uint64
+).reshape(_STATE_SHAPE)
+"""So that swapped words differ."""
+_STATE_SHARES = _STATE_WORDS.copy()
+"""Weights whose sum is 1: of as many equal words the weighted sum is one of them, and otherwise
+none."""
+_STATE_SHARES[:1, :1] += np.uint64(1) - np.sum(_STATE_SHARES, dtype=np.uint64, keepdims=True)
 
-class OracleWindow(NamedTuple):
-    """Tokens that windowed layers attend to, 0 if there are none: all layers, or, with full layers,
-    every other one, from the second one on. Without full layers at least 2: a token's KV is
-    computed from that of the token before."""
 
-    num_tokens: int = 0
+class OracleLayers(NamedTuple):
+    """What layers a model has beside those that attend to all tokens.
+
+    window: tokens that windowed layers attend to, 0 if there are none: all layers, or, with full
+    layers, every other one, from the second one on. Without full layers at least 2: a token's KV is
+    computed from that of the token before. has_states: whether there are layers with a state, too;
+    then there are full layers, and no slots for windowed ones.
+    """
+
+    window: int = 0
     has_full_layers: bool = True
+    has_states: bool = False
 
 
-NO_WINDOW = OracleWindow()
+FULL_LAYERS = OracleLayers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +103,11 @@ class OracleOptions:
     poison_token_id: int = -1
     model: str = "oracle"
     adapters: tuple[str, ...] = ()
-    window: OracleWindow = NO_WINDOW
+    layers: OracleLayers = FULL_LAYERS
     num_window_slots: int = 0
     """See KvPool.slots; 0 if blocks have the KV of all layers."""
+    num_state_slots: int = 1
+    """Sequences that run at once, of a model with states."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,15 +132,19 @@ class OracleEngine(Engine):
 
     def __init__(self, options: OracleOptions) -> None:
         fingerprint = ":".join(("oracle", *sorted(options.adapters)))
-        window, first_windowed = options.window, int(options.window.has_full_layers)
-        layers = range(first_windowed, options.num_layers, 1 + first_windowed)
+        layers, first_windowed = options.layers, int(options.layers.has_full_layers)
+        windowed = range(first_windowed, options.num_layers, 1 + first_windowed)
         layout = KvLayout(
             *(fingerprint, options.num_layers, 1, 2, "int64", options.block_size),
-            window=window.num_tokens,
-            windowed_layers=tuple(layers) if window.num_tokens else (),
+            window=layers.window,
+            windowed_layers=tuple(windowed) if layers.window else (),
+            num_state_layers=_STATE_SHAPE[0] if layers.has_states else 0,
+            state_layer_bytes=_STATE_SHAPE[1] * 8 if layers.has_states else 0,
         )
         self._options = options
-        self._kv = ArrayKvPool(layout, options.num_blocks, options.num_window_slots)
+        self._kv = ArrayKvPool(
+            layout, options.num_blocks, options.num_window_slots, options.num_state_slots
+        )
         self._weights = _slot_weights(layout)
         self._end_s = 0.0
         self._launched: deque[_OracleLaunch] = deque()
@@ -133,7 +157,7 @@ class OracleEngine(Engine):
             num_blocks=options.num_blocks,
             vocab_size=options.vocab_size,
             max_model_len=min(options.max_model_len, options.num_blocks * options.block_size),
-            max_num_launches=2,
+            max_num_launches=1 if layers.has_states else 2,
             computes_aside=True,
             numerics=NumericsClass("oracle", dtype="int64"),
             adapters=options.adapters,
@@ -169,14 +193,19 @@ class OracleEngine(Engine):
             raise RuntimeError("samples are asked for out of order")
         before, self._drawn = self._drawn, ()
         slices = [_followed(part, before) for part in launched.batch.slices]
-        if any(self._options.poison_token_id in part.token_ids for part in slices):
-            raise EngineFault(f"token {self._options.poison_token_id} is poison")
         tables = launched.window_tables
         for part, table in zip(slices, tables, strict=True):
             self._write(part, table)
+        states = [self._write_states(part) for part in slices]
+        if any(self._options.poison_token_id in part.token_ids for part in slices):
+            raise EngineFault(f"token {self._options.poison_token_id} is poison")
+        if self._kv.states:
+            for part in slices:
+                end = part.start + len(part.token_ids)
+                self._kv.states.end_step(part.block_table, part.start, end)
         samples = tuple(
-            tuple(self._sample(part, table, row) for row in part.rows)
-            for part, table in zip(slices, tables, strict=True)
+            tuple(self._sample(part, table, row, after) for row in part.rows)
+            for part, table, after in zip(slices, tables, states, strict=True)
         )
         self._drawn = tuple(chain.from_iterable(samples))
         if (rest_s := launched.end_s - time.perf_counter()) > 0:
@@ -214,6 +243,27 @@ class OracleEngine(Engine):
                     raise EngineFault("a token is written where windowed layers have no slot")
                 data[table[index], layers, :, :, inside] = slots[layers, :, :, written]
 
+    def _write_states(self, part: SequenceSlice) -> Sequence[int]:
+        """After each of the new tokens, of which the last is written; 0 if no layer has a state.
+        Raises EngineFault if those before them are not there."""
+        memory = self._kv.states
+        if memory is None:
+            return [0] * len(part.token_ids)
+        try:
+            before, place = memory.begin_step(part.block_table, part.start)
+        except ValueError as error:
+            raise EngineFault(str(error)) from error
+        state = _ROOT
+        if before:
+            words = memory.data[before].view(np.uint64) ^ _STATE_WORDS
+            state = int(np.sum(words * _STATE_SHARES, dtype=np.uint64))
+        own, after = ~zlib.crc32(part.adapter.encode()), []
+        for token_id in part.token_ids:
+            state = mix(state ^ (token_id + 1) * 0xD6E8FEB86659FD93 ^ own)
+            after.append(state)
+        memory.data[place].view(np.uint64)[...] = np.uint64(state) ^ _STATE_WORDS
+        return after
+
     def _kinds(
         self, block_table: Sequence[int], window_table: Sequence[int]
     ) -> tuple[tuple[slice, Sequence[int]], ...]:
@@ -222,9 +272,16 @@ class OracleEngine(Engine):
             return ((slice(None), block_table),)
         return (slice(0, None, 2), block_table), (slice(1, None, 2), window_table)
 
-    def _sample(self, part: SequenceSlice, window_table: Sequence[int], row: SampleRow) -> Sample:
+    def _sample(
+        self,
+        part: SequenceSlice,
+        window_table: Sequence[int],
+        row: SampleRow,
+        states: Sequence[int],
+    ) -> Sample:
+        """states: after each of the slice's tokens."""
         digest = self._digest(part.block_table, window_table, part.start + row.offset + 1)
-        return choose(digest, row, self._options.vocab_size)
+        return choose(digest ^ states[row.offset], row, self._options.vocab_size)
 
     def _digest(
         self, block_table: Sequence[int], window_table: Sequence[int], num_tokens: int
@@ -295,13 +352,13 @@ def oracle_tokens(
     choice: int = 0,
     allowed: Callable[[Sequence[int]], bytes | None] | None = None,
     adapter: str = "",
-    window: OracleWindow = NO_WINDOW,
+    layers: OracleLayers = FULL_LAYERS,
 ) -> list[int]:
     """The output that a whole, undisturbed request gets from any oracle engine of default shape.
 
     allowed: SampleRow.allowed after an output; None for an output that may be anything.
     """
-    engine = _undisturbed(vocab_size, window)
+    engine = _undisturbed(vocab_size, layers)
     token_ids = list(prompt)
     start = 0
     while True:
@@ -322,11 +379,11 @@ def oracle_beams(
     vocab_size: int,
     allowed: Callable[[Sequence[int]], bytes | None] | None = None,
     adapter: str = "",
-    window: OracleWindow = NO_WINDOW,
+    layers: OracleLayers = FULL_LAYERS,
 ) -> tuple[Hypothesis, ...]:
     """What a whole, undisturbed beam search finds on any oracle engine of default shape. allowed:
     as of oracle_tokens."""
-    engine = _undisturbed(vocab_size, window)
+    engine = _undisturbed(vocab_size, layers)
     search = BeamSearch(sampling, len(prompt), _REFERENCE_LEN)
     beams: list[list[int]] = [list(prompt)]
     while True:
@@ -345,7 +402,7 @@ def oracle_beams(
 
 
 def oracle_prompt_logprobs(
-    prompt: Sequence[int], sampling: Sampling, vocab_size: int, window: OracleWindow = NO_WINDOW
+    prompt: Sequence[int], sampling: Sampling, vocab_size: int, layers: OracleLayers = FULL_LAYERS
 ) -> tuple[TokenLogprobs, ...]:
     """What any oracle engine of default shape reports of a prompt's tokens but the first."""
     rows = tuple(
@@ -353,15 +410,17 @@ def oracle_prompt_logprobs(
         for i, token_id in enumerate(prompt[1:])
     )
     part = SequenceSlice(prompt, 0, [0], rows)
-    (samples,) = _undisturbed(vocab_size, window).forward(Batch((part,)))
+    (samples,) = _undisturbed(vocab_size, layers).forward(Batch((part,)))
     return tuple(one.logprobs for one in samples if one.logprobs)
 
 
-def _undisturbed(vocab_size: int, window: OracleWindow) -> OracleEngine:
+def _undisturbed(vocab_size: int, layers: OracleLayers) -> OracleEngine:
     """An engine for one sequence, whose only block holds it all."""
-    return OracleEngine(
-        OracleOptions(num_blocks=1, block_size=_REFERENCE_LEN, vocab_size=vocab_size, window=window)
-    )
+    size = _REFERENCE_LEN
+    engine = OracleEngine(OracleOptions(1, block_size=size, vocab_size=vocab_size, layers=layers))
+    if engine.kv.state_slots:
+        engine.kv.state_slots.of_block[0] = 0
+    return engine
 
 
 def _slot_weights(layout: KvLayout) -> _Words:
