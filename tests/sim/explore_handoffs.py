@@ -14,8 +14,11 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from baton.engine.oracle import OracleLayers
 from tests.support.explore import Found
 from tests.support.handoff_world import FAULTS, Bounds, explore_handoffs
+
+STATES = OracleLayers(has_states=True)
 
 #: What is explored, by name. A block of the prefill worker's is all it has, so that the second
 #: prompt takes that of the first.
@@ -26,6 +29,11 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "one request, a deadline": Bounds(1, 6, num_ticks=1),
         **{f"one request, {f}": Bounds(1, 6, faults=(f,), num_faults=1) for f in FAULTS},
         "one request, two faults": Bounds(1, 6, faults=FAULTS, num_faults=2),
+        "one request with states": Bounds(1, 6, layers=STATES),
+        "one request with states, a cancel": Bounds(1, 6, num_cancels=1, layers=STATES),
+        "one request with states, a fault": Bounds(
+            1, 6, faults=FAULTS, num_faults=1, layers=STATES
+        ),
         "two requests": Bounds(2, 6),
         "two requests, room for one": Bounds(2, 3),
         "two requests, a cancel": Bounds(2, 6, num_cancels=1),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from baton.engine.oracle import NO_WINDOW, OracleWindow
+from baton.engine.oracle import FULL_LAYERS, OracleLayers
 from baton.errors import HandoffFailed, NoWorkers, WorkerLost
 from baton.types import Tier
 from tests.support.faulty_hub import FaultyHub
@@ -63,30 +63,36 @@ def check(history: History, outputs: list[list[int]]) -> None:
         assert isinstance(history.error, WorkerLost | NoWorkers | HandoffFailed), history.error
 
 
-def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
+def run_seed(seed: int, *, has_states: bool = False) -> None:
     async def main() -> None:
-        rng = random.Random(chaos_seed)
-        window = rng.choice([NO_WINDOW, OracleWindow(7), OracleWindow(7, has_full_layers=False)])
+        rng = random.Random(seed)
+        layers = rng.choice([FULL_LAYERS, OracleLayers(7), OracleLayers(7, has_full_layers=False)])
+        max_num_seqs = 16
+        if has_states:
+            layers = OracleLayers(layers.window, has_states=True)
+            max_num_seqs = rng.choice([5, 16])  # as many slots
         # Of some layers, it may lie apart, whatever the other tier does.
         has_slots = (
-            [rng.random() < 0.5 for _ in range(2)] if window == OracleWindow(7) else [False] * 2
+            [rng.random() < 0.5 for _ in range(2)] if layers == OracleLayers(7) else [False] * 2
         )
         system = System(
-            chaos_seed,
+            seed,
             num_prefill=rng.randint(1, 3),
             num_decode=rng.randint(2, 3),
             decode_shape=SimShape(
                 num_blocks=rng.choice([60, 300]),
+                max_num_seqs=max_num_seqs,
                 swap_bytes=20_000,
                 max_num_launches=rng.choice([1, 2, 2]),
-                window=window,
+                layers=layers,
                 has_window_slots=has_slots[0],
             ),
             prefill_shape=SimShape(
                 block_size=8,
                 num_blocks=200,
+                max_num_seqs=max_num_seqs,
                 min_fetched_tokens=1,
-                window=window,
+                layers=layers,
                 has_window_slots=has_slots[1],
             ),
             hub=FaultyHub(rng, rate=rng.choice([0.0, 0.01, 0.05])),
@@ -103,7 +109,15 @@ def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
         await asyncio.gather(*(client(index) for index in range(NUM_STREAMS)))
         await disturbing
         for spec, history in zip(specs, histories, strict=True):
-            check(history, [expected.token_ids for expected in expected_outputs(spec, window)])
+            check(history, [expected.token_ids for expected in expected_outputs(spec, layers)])
         await system.close()
 
     run_virtual(main())
+
+
+def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
+    run_seed(chaos_seed)
+
+
+def test_nor_does_one_of_a_model_with_states(chaos_seed: int) -> None:
+    run_seed(chaos_seed, has_states=True)

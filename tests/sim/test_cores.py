@@ -6,16 +6,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from baton.engine.oracle import oracle_tokens
+from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 from baton.types import FinishReason, Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_client import Choice, SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 
 VOCAB = 1000
+STATES = OracleLayers(has_states=True)
+of_each_kind = pytest.mark.parametrize(
+    "layers", [pytest.param(FULL_LAYERS, id="kv"), pytest.param(STATES, id="states")]
+)
 
 
 def draw_spec(
@@ -69,20 +74,31 @@ SHAPES = [
         SimShape(block_size=16),
         id="no-cache",
     ),
+    pytest.param(
+        SimShape(max_num_seqs=3, max_local_prefill_tokens=12, layers=STATES),
+        SimShape(block_size=7, max_num_seqs=2, max_num_batched_tokens=5, layers=STATES),
+        id="few-states",
+    ),
+    pytest.param(
+        SimShape(num_blocks=24, layers=STATES),
+        SimShape(num_blocks=23, layers=STATES),
+        id="states-full",
+    ),
 ]
 
 
-def expected(specs: list[SequenceSpec]) -> Iterator[tuple[Choice, list[int]]]:
+def expected(specs: list[SequenceSpec], layers: OracleLayers) -> Iterator[tuple[Choice, list[int]]]:
     """What each choice gets when it is the only sequence anywhere."""
     for spec in specs:
+        prompt, sampling = spec.prompt_token_ids, spec.sampling
         for choice in range(spec.num_choices):
-            tokens = oracle_tokens(spec.prompt_token_ids, spec.sampling, VOCAB, choice)
+            tokens = oracle_tokens(prompt, sampling, VOCAB, choice, layers=layers)
             yield Choice(spec.request_id, choice), tokens
 
 
 def check_outputs(client: SimClient, specs: list[SequenceSpec]) -> None:
     """Every choice got its own tokens, up to where it was given up."""
-    for choice, tokens in expected(specs):
+    for choice, tokens in expected(specs, client.decodes[0].shape.layers):
         got = client.output_of(choice)
         is_cut = client.finished[choice] is FinishReason.NONE
         assert got == (tokens[: len(got)] if is_cut else tokens)
@@ -106,10 +122,16 @@ def test_two_tiers_give_what_one_request_alone_gives(
 
 
 @pytest.mark.slow
-def test_cancels_at_any_moment_leave_no_block_behind_and_disturb_nobody(core_seed: int) -> None:
+@of_each_kind
+def test_cancels_at_any_moment_leave_no_block_behind_and_disturb_nobody(
+    core_seed: int, layers: OracleLayers
+) -> None:
     seed = core_seed
     client = make(
-        seed, decode_shape=SimShape(num_blocks=40), prefill_shape=SimShape(block_size=8), num=2
+        seed,
+        decode_shape=SimShape(num_blocks=40, layers=layers),
+        prefill_shape=SimShape(block_size=8, layers=layers),
+        num=2,
     )
     specs = [draw_spec(client.rng, index, (0.0, 0.5 * (seed % 3))) for index in range(24)]
     client.waiting += specs
@@ -131,12 +153,17 @@ def test_memory_pressure_preempts() -> None:
 
 
 @pytest.mark.slow
+@of_each_kind
 def test_sequences_that_move_between_decode_workers_and_are_swapped_lose_nothing(
-    core_seed: int,
+    core_seed: int, layers: OracleLayers
 ) -> None:
     seed = core_seed
-    shape = SimShape(num_blocks=30, swap_bytes=4000 if seed % 2 else 0)
-    client = make(seed, decode_shape=shape, prefill_shape=SimShape(block_size=8), num=2 + seed % 2)
+    client = make(
+        seed,
+        decode_shape=SimShape(num_blocks=30, swap_bytes=4000 if seed % 2 else 0, layers=layers),
+        prefill_shape=SimShape(block_size=8, layers=layers),
+        num=2 + seed % 2,
+    )
     client.move_rate = 0.1
     specs = [draw_spec(client.rng, index, (0.0, 0.5 * (seed % 3))) for index in range(24)]
     client.waiting += specs
@@ -147,12 +174,13 @@ def test_sequences_that_move_between_decode_workers_and_are_swapped_lose_nothing
 
 
 @pytest.mark.slow
-def test_moves_and_swaps_do_happen() -> None:
+@of_each_kind
+def test_moves_and_swaps_do_happen(layers: OracleLayers) -> None:
     seen: set[str] = set()
     num_swaps = 0
     for seed in range(6):
-        shape = SimShape(num_blocks=24, swap_bytes=20_000)
-        client = make(seed, decode_shape=shape, prefill_shape=SimShape(), num=2)
+        shape = SimShape(num_blocks=24, swap_bytes=20_000, layers=layers)
+        client = make(seed, decode_shape=shape, prefill_shape=SimShape(layers=layers), num=2)
         client.move_rate = 0.1
         client.waiting += [draw_spec(client.rng, index) for index in range(20)]
         client.run()
@@ -160,6 +188,19 @@ def test_moves_and_swaps_do_happen() -> None:
         seen |= client.seen
     assert {"Paused", "HandedOff", "HandOffFailed"} <= seen
     assert num_swaps
+
+
+def test_all_slots_of_states_are_in_use_at_once() -> None:
+    """And nobody lacks one, see EnoughSlots."""
+    decode_shape = SimShape(max_num_seqs=3, layers=STATES)
+    prefill_shape = replace(decode_shape, max_num_seqs=1)
+    client = make(0, decode_shape=decode_shape, prefill_shape=prefill_shape, num=1)
+    client.waiting += [draw_spec(client.rng, index) for index in range(12)]
+    client.run()
+    client.quiet()
+    for worker in (*client.prefills, *client.decodes):
+        assert worker.state_slots
+        assert worker.state_slots.fewest == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -184,14 +225,15 @@ def test_the_next_turn_of_a_conversation_fetches_what_the_decode_worker_kept(see
 
 
 @pytest.mark.slow
+@of_each_kind
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
-def test_a_fault_in_a_step_is_charged_to_its_request_alone(tier: str) -> None:
+def test_a_fault_in_a_step_is_charged_to_its_request_alone(tier: str, layers: OracleLayers) -> None:
     poison = 777
-    shape = SimShape(poison_token_id=poison)
+    shape, sound = SimShape(poison_token_id=poison, layers=layers), SimShape(layers=layers)
     client = make(
         3,
-        decode_shape=shape if tier == "decode" else SimShape(),
-        prefill_shape=shape if tier == "prefill" else SimShape(),
+        decode_shape=shape if tier == "decode" else sound,
+        prefill_shape=shape if tier == "prefill" else sound,
         num=1,
     )
     specs = [draw_spec(client.rng, index) for index in range(10)]
@@ -201,13 +243,15 @@ def test_a_fault_in_a_step_is_charged_to_its_request_alone(tier: str) -> None:
         (5, poison, 6)
         if tier == "prefill"
         else next(
-            (5, n) for n in range(VOCAB) if oracle_tokens((5, n), sampling, VOCAB)[1] == poison
+            (m, n)
+            for m, n in product((5, 6, 7), range(VOCAB))
+            if oracle_tokens((m, n), sampling, VOCAB, layers=layers)[1] == poison
         )
     )
     client.waiting += [*specs[:5], SequenceSpec("bad", prompt, sampling), *specs[5:]]
     client.run()
     client.quiet()
     assert client.failed["bad"].reason == "ENGINE_FAULT"
-    for choice, tokens in expected(specs):
+    for choice, tokens in expected(specs, layers):
         if poison not in tokens[:-1]:
             assert client.output_of(choice) == tokens

@@ -6,13 +6,16 @@ python -m tests.sim.explore_handoffs explores larger ones; docs/reliability.md h
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from baton.engine.oracle import OracleLayers
 from kv_transfer.send_connection import SendConnection
 from kv_transfer.ticket import (
     Commit,
+    Coverage,
     Rejection,
     Ticket,
     TicketAborted,
@@ -24,6 +27,7 @@ from tests.support.handoff_world import Bounds, explore_handoffs
 from worker_core.admission import Admission
 from worker_core.sequence import WorkerSequence
 
+STATES = OracleLayers(has_states=True)
 ONE = Bounds(num_requests=1, decode_blocks=6)
 
 
@@ -42,6 +46,7 @@ def test_one_request_undisturbed() -> None:
         pytest.param(Bounds(1, 6, num_cancels=1), id="cancel"),
         pytest.param(Bounds(1, 6, faults=("kill decode",), num_faults=1), id="kill-decode"),
         pytest.param(Bounds(1, 6, faults=("break",), num_faults=1), id="break"),
+        pytest.param(Bounds(1, 6, num_cancels=1, layers=STATES), id="states-cancel"),
     ],
 )
 def test_a_part_of_what_disturbs_one_request(bounds: Bounds) -> None:
@@ -61,6 +66,21 @@ def no_coverage_check(patch: pytest.MonkeyPatch) -> None:
         return TicketCommitted(self.ticket_id, commit.num_tokens, commit.firsts, 0.0, 0)
 
     patch.setattr(Ticket, "commit", commit)
+
+
+def no_states_are_awaited(patch: pytest.MonkeyPatch) -> None:
+    """Nor is the sum of checksums compared."""
+    window_start, commit = Coverage.window_start, Ticket.commit
+
+    def without_states(self: Coverage, first_token: int, end_token: int) -> int | None:
+        self._states = []
+        return window_start(self, first_token, end_token)
+
+    def as_said(self: Ticket, said: Commit) -> TicketCommitted | str:
+        return commit(self, replace(said, checksum=self.checksum))
+
+    patch.setattr(Coverage, "window_start", without_states)
+    patch.setattr(Ticket, "commit", as_said)
 
 
 def any_ticket_will_do(patch: pytest.MonkeyPatch) -> None:
@@ -115,6 +135,7 @@ def a_lost_connection_ends_no_handoff(patch: pytest.MonkeyPatch) -> None:
     ("mutate", "bounds"),
     [
         (no_coverage_check, Bounds(1, 6, faults=("lose",), num_faults=1)),
+        (no_states_are_awaited, Bounds(1, 6, faults=("lose",), num_faults=1, layers=STATES)),
         (any_ticket_will_do, Bounds(2, 6, prefill_blocks=2)),
         (abort_waits_for_no_writer, Bounds(1, 6, num_cancels=1)),
         (blocks_are_freed_while_they_are_sent, Bounds(1, 6, num_cancels=1)),

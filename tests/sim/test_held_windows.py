@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from baton.engine.oracle import OracleWindow
+from baton.engine.oracle import OracleLayers
 from baton.types import Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.mixed_requests import expected_outputs
@@ -44,13 +44,13 @@ class WatchedClient(SimClient):
 
 
 @pytest.fixture(params=[False, True], ids=["all", "some"])
-def window(request: pytest.FixtureRequest) -> OracleWindow:
+def layers(request: pytest.FixtureRequest) -> OracleLayers:
     """Of all layers, or of some, whose KV lies in slots."""
-    return OracleWindow(WINDOW, has_full_layers=request.param)
+    return OracleLayers(WINDOW, has_full_layers=request.param)
 
 
 def make_client(
-    window: OracleWindow,
+    layers: OracleLayers,
     move_rate: float = 0.0,
     *,
     num_decodes: int = 1,
@@ -64,47 +64,47 @@ def make_client(
         block_size=BLOCK,
         max_num_batched_tokens=CHUNK,
         max_local_prefill_tokens=num_local,
-        window=window,
-        has_window_slots=window.has_full_layers,
+        layers=layers,
+        has_window_slots=layers.has_full_layers,
     )
     client.prefills.append(SimPrefill(hub, lambda: client.now, shape, "p0"))
     for index in range(num_decodes):
-        speculation = RandomSpeculation(7, window=window) if drafts else None
+        speculation = RandomSpeculation(7, layers=layers) if drafts else None
         worker = SimDecode(hub, lambda: client.now, shape, f"d{index}", speculation=speculation)
         client.decodes.append(worker)
     return client
 
 
-def serve(client: WatchedClient, window: OracleWindow, most_decoding: int) -> None:
+def serve(client: WatchedClient, layers: OracleLayers, most_decoding: int) -> None:
     """The request gets its tokens, and the workers' blocks, or slots, stay within what their part
     takes."""
     client.waiting.append(REQUEST)
     client.run()
     client.quiet()
-    (expected,) = expected_outputs(REQUEST, window)
+    (expected,) = expected_outputs(REQUEST, layers)
     assert client.output_of(expected.choice) == expected.token_ids
     for worker in client.prefills:
         assert client.most[worker.name] <= MOST_PREFILLING
     for worker in client.decodes:
         assert 0 < client.most[worker.name] <= most_decoding
-    if window.has_full_layers:  # whose KV is held as a whole
+    if layers.has_full_layers:  # whose KV is held as a whole
         num_tokens = len(REQUEST.prompt_token_ids) + len(expected.token_ids)
         assert client.most_blocks >= (num_tokens - 1) // BLOCK
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_long_sequence_that_is_handed_over(window: OracleWindow, drafts: bool) -> None:
-    client = make_client(window, drafts=drafts)
-    serve(client, window, MOST_DECODING)
+def test_a_long_sequence_that_is_handed_over(layers: OracleLayers, drafts: bool) -> None:
+    client = make_client(layers, drafts=drafts)
+    serve(client, layers, MOST_DECODING)
     assert client.most["p0"] > 0
 
 
-def test_a_long_sequence_that_moves(window: OracleWindow) -> None:
-    client = make_client(window, move_rate=0.1, num_decodes=2)
-    serve(client, window, MOST_COMING_BACK)
+def test_a_long_sequence_that_moves(layers: OracleLayers) -> None:
+    client = make_client(layers, move_rate=0.1, num_decodes=2)
+    serve(client, layers, MOST_COMING_BACK)
 
 
-def test_a_long_prompt_that_is_computed_where_it_decodes(window: OracleWindow) -> None:
-    client = make_client(window, num_local=len(REQUEST.prompt_token_ids))
-    serve(client, window, MOST_PREFILLING)
+def test_a_long_prompt_that_is_computed_where_it_decodes(layers: OracleLayers) -> None:
+    client = make_client(layers, num_local=len(REQUEST.prompt_token_ids))
+    serve(client, layers, MOST_PREFILLING)
     assert client.most["p0"] == 0

@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 
-from baton.engine.oracle import NO_WINDOW, OracleWindow
+from baton.engine.oracle import FULL_LAYERS, OracleLayers
 from baton.types import FinishReason, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.mixed_requests import draw_request, expected_outputs, num_prompt_logprobs
@@ -28,10 +28,10 @@ NUM_REQUESTS = 8
 
 
 def draw_shape(
-    rng: random.Random, window: OracleWindow, *, has_window_slots: bool = False
+    rng: random.Random, layers: OracleLayers, *, has_window_slots: bool = False
 ) -> SimShape:
     return SimShape(
-        window=window,
+        layers=layers,
         has_window_slots=has_window_slots,
         num_blocks=rng.choice([48, 80, 200]),
         block_size=rng.choice([3, 4, 8]),
@@ -45,14 +45,17 @@ def draw_shape(
     )
 
 
-def draw_speculation(rng: random.Random, window: OracleWindow) -> Speculation | None:
-    return RandomSpeculation(rng.getrandbits(32), window=window) if rng.random() < 0.5 else None
+def draw_speculation(rng: random.Random, layers: OracleLayers) -> Speculation | None:
+    if rng.random() >= 0.5:
+        return None
+    drafts = RandomSpeculation(rng.getrandbits(32), layers=layers)
+    return None if layers.has_states else drafts
 
 
-def make(rng: random.Random, window: OracleWindow, *, has_window_slots: bool) -> SimClient:
+def make(rng: random.Random, layers: OracleLayers, *, has_window_slots: bool) -> SimClient:
     hub = LoopbackHub()
     client = SimClient(rng, [], [], move_rate=rng.choice([0.0, 0.1]))
-    shape = partial(draw_shape, rng, window, has_window_slots=has_window_slots)
+    shape = partial(draw_shape, rng, layers, has_window_slots=has_window_slots)
     for index in range(rng.randint(1, 2)):
         client.prefills.append(SimPrefill(hub, lambda: client.now, shape(), f"p{index}"))
     for index in range(rng.randint(1, 3)):
@@ -63,15 +66,15 @@ def make(rng: random.Random, window: OracleWindow, *, has_window_slots: bool) ->
                 shape(),
                 f"d{index}",
                 seed=index,
-                speculation=draw_speculation(rng, window),
+                speculation=draw_speculation(rng, layers),
             )
         )
     return client
 
 
-def check(client: SimClient, spec: SequenceSpec, window: OracleWindow) -> None:
+def check(client: SimClient, spec: SequenceSpec, layers: OracleLayers) -> None:
     is_whole = True
-    for expected in expected_outputs(spec, window):
+    for expected in expected_outputs(spec, layers):
         got = client.output_of(expected.choice)
         if client.finished[expected.choice] is FinishReason.NONE:  # given up
             assert got == expected.token_ids[: len(got)]
@@ -91,13 +94,13 @@ def begin_alike(rng: random.Random, spec: SequenceSpec) -> SequenceSpec:
 
 
 def run_seed(
-    seed: int, window: OracleWindow = NO_WINDOW, *, has_window_slots: bool = False
+    seed: int, layers: OracleLayers = FULL_LAYERS, *, has_window_slots: bool = False
 ) -> SimClient:
     rng = random.Random(seed)
-    client = make(rng, window, has_window_slots=has_window_slots)
+    client = make(rng, layers, has_window_slots=has_window_slots)
     plain_share = rng.choice([0.0, 0.95])
     specs = [draw_request(rng, index, plain_share) for index in range(NUM_REQUESTS)]
-    if window.num_tokens:
+    if layers.window:
         specs = [begin_alike(rng, spec) for spec in specs]
     specs = [spec for spec in specs if client.wide_enough(spec)]
     client.waiting += specs
@@ -105,7 +108,7 @@ def run_seed(
     client.quiet()
     assert not client.failed
     for spec in specs:
-        check(client, spec, window)
+        check(client, spec, layers)
     return client
 
 
@@ -114,14 +117,19 @@ def test_every_stream_equals_its_request_alone(mix_seed: int) -> None:
 
 
 def test_so_does_every_stream_of_a_model_with_windowed_layers(mix_seed: int) -> None:
-    run_seed(mix_seed, OracleWindow(random.Random(mix_seed).choice([1, 5, 16])))
+    run_seed(mix_seed, OracleLayers(random.Random(mix_seed).choice([1, 5, 16])))
 
 
 def test_so_does_every_stream_of_a_model_with_windowed_layers_apart(mix_seed: int) -> None:
-    window = OracleWindow(random.Random(mix_seed).choice([1, 5, 16]))
-    run_seed(mix_seed, window, has_window_slots=True)
+    layers = OracleLayers(random.Random(mix_seed).choice([1, 5, 16]))
+    run_seed(mix_seed, layers, has_window_slots=True)
 
 
 def test_so_does_every_stream_of_a_model_that_holds_its_window_alone(mix_seed: int) -> None:
     window = random.Random(mix_seed).choice([2, 5, 16])
-    run_seed(mix_seed, OracleWindow(window, has_full_layers=False))
+    run_seed(mix_seed, OracleLayers(window, has_full_layers=False))
+
+
+def test_so_does_every_stream_of_a_model_with_states(mix_seed: int) -> None:
+    window = random.Random(mix_seed).choice([0, 0, 5])
+    run_seed(mix_seed, OracleLayers(window, has_states=True))

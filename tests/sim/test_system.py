@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from baton.engine.oracle import oracle_tokens
+from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 from baton.errors import NoWorkers, Overloaded, WorkerLost
 from baton.types import Sampling, SequenceSpec
 from tests.support.sim_system import History, System
@@ -16,6 +16,7 @@ from tests.support.sim_tiers import SimShape
 from tests.support.virtual_loop import run_virtual
 
 VOCAB = 1000
+STATES = OracleLayers(has_states=True)
 
 
 def draw_spec(rng: random.Random, index: int) -> SequenceSpec:
@@ -32,10 +33,10 @@ def draw_spec(rng: random.Random, index: int) -> SequenceSpec:
     return SequenceSpec(f"r{index}", prompt, sampling, arrival_ns=index, num_choices=num_choices)
 
 
-def expected(spec: SequenceSpec) -> list[list[int]]:
+def expected(spec: SequenceSpec, layers: OracleLayers = FULL_LAYERS) -> list[list[int]]:
     """Of each choice."""
     return [
-        oracle_tokens(spec.prompt_token_ids, spec.sampling, VOCAB, choice)
+        oracle_tokens(spec.prompt_token_ids, spec.sampling, VOCAB, choice, layers=layers)
         for choice in range(spec.num_choices)
     ]
 
@@ -86,6 +87,11 @@ SHAPES = [
         SimShape(max_num_batched_tokens=5),
         id="small-chunks",
     ),
+    pytest.param(
+        SimShape(num_blocks=40, max_num_seqs=4, layers=STATES),
+        SimShape(max_num_seqs=2, max_num_batched_tokens=5, layers=STATES),
+        id="states",
+    ),
 ]
 
 
@@ -107,23 +113,32 @@ def test_streams_are_whole_and_right_with_cancels_and_full_workers(
         histories = await serve(system, specs, num_cancels=6)
         for spec, history in zip(specs, histories, strict=True):
             assert history.error is None
-            history.check(expected(spec))
+            history.check(expected(spec, decode_shape.layers))
 
     run_virtual(main())
 
 
+@pytest.mark.parametrize("layers", [FULL_LAYERS, STATES], ids=["kv", "states"])
 @pytest.mark.parametrize("killed", [("d0",), ("p0",), ("p0", "d1")])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))]
 )
-def test_streams_outlive_their_workers(seed: int, killed: tuple[str, ...]) -> None:
+def test_streams_outlive_their_workers(
+    seed: int, killed: tuple[str, ...], layers: OracleLayers
+) -> None:
     async def main() -> None:
-        system = System(seed, num_prefill=2, num_decode=2, decode_shape=SimShape(num_blocks=40))
+        system = System(
+            seed,
+            num_prefill=2,
+            num_decode=2,
+            decode_shape=SimShape(num_blocks=40, layers=layers),
+            prefill_shape=SimShape(block_size=8, layers=layers),
+        )
         specs = [draw_spec(system.rng, index) for index in range(20)]
         histories = await serve(system, specs, num_cancels=3, kills=killed)
         for spec, history in zip(specs, histories, strict=True):
             assert history.error is None
-            history.check(expected(spec))
+            history.check(expected(spec, layers))
 
     run_virtual(main())
 

@@ -16,8 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
+from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
-from baton.engine.oracle import OracleEngine, OracleOptions, oracle_tokens
+from baton.engine.oracle import (
+    FULL_LAYERS,
+    OracleEngine,
+    OracleLayers,
+    OracleOptions,
+    oracle_tokens,
+)
 from baton.errors import HandoffFailed, NoWorkers, RetriableError
 from baton.events import Failed, SequenceEvent, is_last
 from baton.types import FinishReason, KvLayout, KvSource, Sampling, SequenceSpec, Tier
@@ -73,7 +80,7 @@ class Bounds:
 
     faults: which of FAULTS may happen; num_faults: how many of them together. num_ticks: how often
     time may pass to the next deadline while something else could still happen. num_places: how
-    often each request may be given workers.
+    often each request may be given workers. layers: of the workers' model.
     """
 
     num_requests: int = 2
@@ -84,6 +91,7 @@ class Bounds:
     num_cancels: int = 0
     num_ticks: int = 0
     num_places: int = 2
+    layers: OracleLayers = FULL_LAYERS
 
 
 class Violation(AssertionError):
@@ -270,8 +278,9 @@ class Request:
         self.name = f"r{index}"
         prompt = tuple(range(index * 100 + 1, index * 100 + 1 + PROMPT_TOKENS))
         self.spec = SequenceSpec(self.name, prompt, Sampling(max_tokens=2), arrival_ns=index)
+        layers = world.bounds.layers
         self.expected = EXPECTED.setdefault(
-            prompt, oracle_tokens(prompt, self.spec.sampling, VOCAB)
+            (prompt, layers), oracle_tokens(prompt, self.spec.sampling, VOCAB, layers=layers)
         )
         output = Output(_DECODING, TextOptions(), 0)
         self.state = RequestState(self.spec, [output], Timeline(0.0))
@@ -412,11 +421,17 @@ class World:
             PROMPT_TOKENS,
             enable_prefix_caching=False,
             num_pool_blocks=self.bounds.prefill_blocks,
+            layers=self.bounds.layers,
         )
         return SimPrefill(self.hub, lambda: self.now, shape, boot=boot)
 
     def _decode(self, boot: int) -> SimWorker:
-        shape = SimShape(self.bounds.decode_blocks, PROMPT_TOKENS, enable_prefix_caching=False)
+        shape = SimShape(
+            self.bounds.decode_blocks,
+            PROMPT_TOKENS,
+            enable_prefix_caching=False,
+            layers=self.bounds.layers,
+        )
         # A new boot draws the same ticket numbers, as in the worst case.
         return SimDecode(self.hub, lambda: self.now, shape, boot=boot)
 
@@ -655,14 +670,20 @@ class World:
         require(node.ends[key] == 1, f"{node.name}: {key} has ended twice")
 
     def _check_kv(self, node: Node, event: TicketCommitted) -> None:
-        """The blocks hold all KV of the sequence that they are leased for, and no other."""
+        """The blocks hold all KV, and the slot the states, of the sequence that they are leased
+        for, and no other."""
         owners = ledger_of(node.worker.core._state).owners
         (owner,) = [owner for owner in owners if owner.ticket_id == event.ticket_id]
         (request,) = [request for request in self.requests if request.name == owner.request_id]
         tokens = request.spec.prompt_token_ids
-        wanted = expected_kv(tokens)
-        block = node.worker.engine.kv.data[owner.block_ids[0]]
-        require(bool((block == wanted).all()), f"{request.name}: committed KV is not its own")
+        wanted = prefilled(tokens, self.bounds.layers)
+        block_id, kv = owner.block_ids[0], node.worker.engine.kv
+        is_own = bool((kv.data[block_id] == wanted.data[0]).all())
+        require(is_own, f"{request.name}: committed KV is not its own")
+        if kv.states and wanted.states:
+            own = kv.states.data[kv.states.slots.of_block[block_id], 0]
+            is_own = bool((own == wanted.states.data[0, 0]).all())
+            require(is_own, f"{request.name}: committed states are not its own")
 
     def check(self) -> None:
         for node in (self.prefill, self.decode):
@@ -720,19 +741,21 @@ class World:
             require(not node.sinks, f"{node.name}: somebody still listens")
 
 
-def expected_kv(tokens: Sequence[int]) -> object:
-    """What a block holds of these tokens, in any engine of the world's shape."""
-    key = tuple(tokens)
+def prefilled(tokens: Sequence[int], layers: OracleLayers) -> ArrayKvPool:
+    """What the only block, and slot, hold after these tokens, in an engine of the world's shape."""
+    key = tuple(tokens), layers
     if key not in _KV:
-        engine = OracleEngine(OracleOptions(num_blocks=1, block_size=PROMPT_TOKENS))
-        row = SampleRow(len(key) - 1, Sampling(), list(key), len(key), 0, None)
-        engine.forward(Batch((SequenceSlice(list(key), 0, [0], (row,)),)))
-        _KV[key] = engine.kv.data[0].copy()
+        engine = OracleEngine(OracleOptions(1, block_size=PROMPT_TOKENS, layers=layers))
+        if engine.kv.state_slots:
+            engine.kv.state_slots.of_block[0] = 0
+        row = SampleRow(len(tokens) - 1, Sampling(), list(tokens), len(tokens), 0, None)
+        engine.forward(Batch((SequenceSlice(list(tokens), 0, [0], (row,)),)))
+        _KV[key] = engine.kv
     return _KV[key]
 
 
-_KV: dict[tuple[int, ...], object] = {}
-EXPECTED: dict[tuple[int, ...], list[int]] = {}
+_KV: dict[tuple[tuple[int, ...], OracleLayers], ArrayKvPool] = {}
+EXPECTED: dict[tuple[tuple[int, ...], OracleLayers], list[int]] = {}
 _DECODING = Decoding(lambda ids: "".join(f"{i} " for i in ids))
 
 

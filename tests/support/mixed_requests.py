@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.engine.oracle import (
-    NO_WINDOW,
-    OracleWindow,
+    FULL_LAYERS,
+    OracleLayers,
     oracle_beams,
     oracle_prompt_logprobs,
     oracle_tokens,
@@ -118,17 +118,17 @@ def draw_grammar(rng: random.Random) -> bytes:
     return rng.choice(grammars).to_bytes()
 
 
-def expected_outputs(spec: SequenceSpec, window: OracleWindow = NO_WINDOW) -> Iterator[Expected]:
-    """What the request gets when it is the only one anywhere. window: of all workers."""
+def expected_outputs(spec: SequenceSpec, layers: OracleLayers = FULL_LAYERS) -> Iterator[Expected]:
+    """What the request gets when it is the only one anywhere. layers: of all workers' models."""
     prompt, sampling = spec.prompt_token_ids, spec.sampling
     allowed, adapter = allowed_after(sampling), spec.adapter
     if sampling.beam:
-        beams = oracle_beams(prompt, sampling, VOCAB, allowed, adapter, window)
+        beams = oracle_beams(prompt, sampling, VOCAB, allowed, adapter, layers)
         for place, found in enumerate(beams):
             yield Expected(Choice(spec.request_id, place), list(found.token_ids), found.score)
         return
     for choice in range(spec.num_choices):
-        tokens = oracle_tokens(prompt, sampling, VOCAB, choice, allowed, adapter, window)
+        tokens = oracle_tokens(prompt, sampling, VOCAB, choice, allowed, adapter, layers)
         yield Expected(Choice(spec.request_id, choice), tokens)
 
 

@@ -6,20 +6,22 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Sequence
 
-from baton.engine.oracle import NO_WINDOW, OracleWindow, oracle_tokens
+from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 from tests.support.grammar_walks import allowed_after
 from worker_core.speculation.interface import DraftRequest
 
 
 class RandomSpeculation:
-    """Implements Speculation for oracle engines of vocab_size tokens and that
-    window."""
+    """Implements Speculation for oracle engines of vocab_size tokens and those
+    layers."""
 
     max_num_drafts = 6
 
-    def __init__(self, seed: int, vocab_size: int = 1000, window: OracleWindow = NO_WINDOW) -> None:
+    def __init__(
+        self, seed: int, vocab_size: int = 1000, layers: OracleLayers = FULL_LAYERS
+    ) -> None:
         self._rng = random.Random(seed)
-        self._vocab_size, self._window = vocab_size, window
+        self._vocab_size, self._layers = vocab_size, layers
         self._outputs: dict[Hashable, list[int]] = {}
 
     def is_due(self, key: Hashable) -> bool:  # noqa: ARG002
@@ -68,6 +70,6 @@ class RandomSpeculation:
                 self._vocab_size,
                 request.choice,
                 allowed_after(request.sampling),
-                window=self._window,
+                layers=self._layers,
             )
         return self._outputs[request.key]

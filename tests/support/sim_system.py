@@ -156,8 +156,8 @@ class DecodeNode(WorkerNode):
     def __init__(self, system: System, name: str) -> None:
         speculation: Speculation | None = None
         if system.speculates:
-            window = system.decode_shape.window
-            speculation = RandomSpeculation(system.rng.getrandbits(32), window=window)
+            layers = system.decode_shape.layers
+            speculation = RandomSpeculation(system.rng.getrandbits(32), layers=layers)
         clock = asyncio.get_running_loop().time
         worker = SimDecode(system.hub, clock, system.decode_shape, name, speculation=speculation)
         super().__init__(system, worker, Tier.DECODE)
@@ -278,6 +278,7 @@ class System:
         for node in (*self.prefills, *self.decodes):
             if not node.is_dead:
                 assert node.worker.pool.counts().leased == 0, node.name
+                node.worker.pool.check_integrity()
         for node in self.decodes:
             assert node.is_dead or node.worker.tickets.num_open == 0
         assert self.dispatcher.num_waiting == 0

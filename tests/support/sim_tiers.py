@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from baton.cache.state_slots import StateSlots
 from baton.cache.window_slots import WindowSlots
 from baton.engine.interface import Engine
 from baton.engine.loop import Step
-from baton.engine.oracle import NO_WINDOW, OracleEngine, OracleOptions, OracleWindow
+from baton.engine.oracle import FULL_LAYERS, OracleEngine, OracleLayers, OracleOptions
 from baton.errors import BatonError
 from baton.grammar import Matchers
 from baton.types import KvLayout, KvSource, SequenceSpec, WorkerIdentity
@@ -59,8 +60,9 @@ class SimShape:
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
     num_pool_blocks: int = 0
     """Blocks that sequences may have, if fewer than the engine's."""
-    window: OracleWindow = NO_WINDOW
-    """Of all workers alike."""
+    layers: OracleLayers = FULL_LAYERS
+    """Of all workers alike. With states there is a slot for each of max_num_seqs, and steps are
+    not launched ahead."""
     has_window_slots: bool = False
     """Whether windowed layers' KV lies apart, with as few slots as a worker would have; where the
     window is of some layers."""
@@ -71,7 +73,7 @@ class SimShape:
             return 0
         layout = KvLayout(
             *("", 2, 1, 1, "int64", self.block_size),
-            window=self.window.num_tokens,
+            window=self.layers.window,
             windowed_layers=(1,),
         )
         most = layout.max_window_slots(self.max_num_seqs, self.max_num_batched_tokens)
@@ -85,8 +87,9 @@ def _engine(shape: SimShape) -> OracleEngine:
             block_size=shape.block_size,
             poison_token_id=shape.poison_token_id,
             adapters=("red", "blue"),
-            window=shape.window,
+            layers=shape.layers,
             num_window_slots=shape.num_window_slots,
+            num_state_slots=shape.max_num_seqs,
         )
     )
 
@@ -96,8 +99,34 @@ def _slots(engine: Engine) -> WindowSlots | None:
     return WindowSlots(table.num_slots, table.of_block) if table else None
 
 
-def _pool(shape: SimShape, engine: Engine, slots: WindowSlots | None) -> BlockPool:
-    layout, states = engine.spec.layout, engine.kv.state_slots
+class EnoughSlots(StateSlots):
+    """Fails where a slot is looked for and there is none: nobody who has a place in the batch lacks
+    one."""
+
+    def __init__(self, num_slots: int, of_block: array[int]) -> None:
+        super().__init__(num_slots, of_block)
+        self.fewest = num_slots
+        """That have been available."""
+
+    @property
+    def num_available(self) -> int:
+        assert super().num_available, "a sequence is to run that gets no slot for its states"
+        return super().num_available
+
+    def take(self, block_id: int) -> None:
+        super().take(block_id)
+        self.fewest = min(self.fewest, super().num_available)
+
+
+def _state_slots(engine: Engine) -> EnoughSlots | None:
+    table = engine.kv.state_slots
+    return EnoughSlots(table.num_slots, table.of_block) if table else None
+
+
+def _pool(
+    shape: SimShape, engine: Engine, slots: WindowSlots | None, states: StateSlots | None
+) -> BlockPool:
+    layout = engine.spec.layout
     return BlockPool(
         shape.num_pool_blocks or shape.num_blocks,
         shape.block_size,
@@ -106,7 +135,7 @@ def _pool(shape: SimShape, engine: Engine, slots: WindowSlots | None) -> BlockPo
         window=layout.window,
         has_full_layers=layout.has_full_layers,
         window_slots=slots,
-        state_slots=StateSlots(states.num_slots, states.of_block) if states else None,
+        state_slots=states,
     )
 
 
@@ -186,7 +215,8 @@ class SimWorker:
         identity = WorkerIdentity(self.name, self.boot)
         self.engine = self.given_engine or _engine(self.shape)
         self.slots = _slots(self.engine)
-        self.pool = _pool(self.shape, self.engine, self.slots)
+        self.state_slots = _state_slots(self.engine)
+        self.pool = _pool(self.shape, self.engine, self.slots, self.state_slots)
         self.listener, self.tickets = _open_tickets(
             self.hub, identity, self.engine, self.submit, self.clock, self.lease_s, self.seed
         )
@@ -206,7 +236,9 @@ class SimWorker:
             speculation=self.speculation,
         )
         limits = CoreLimits(
-            self.shape.max_num_seqs, self.shape.max_num_batched_tokens, self.shape.max_num_launches
+            self.shape.max_num_seqs,
+            self.shape.max_num_batched_tokens,
+            min(self.shape.max_num_launches, self.engine.spec.max_num_launches),
         )
         self.core = WorkerCore(deps, limits, policy)
 
