@@ -10,7 +10,7 @@ import pytest
 
 from baton.config import DecodeOptions
 from baton.config.load import build_options
-from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.engine.oracle import OracleEngine, OracleLayers, OracleOptions
 from baton.errors import ConfigError
 from worker_core.speculation.draft_model import check_specs, check_tokenizers
 from worker_core.speculation.speculator import Speculator, build_speculation
@@ -21,6 +21,13 @@ def test_another_size_of_vocabulary_is_refused() -> None:
     draft = OracleEngine(OracleOptions(num_blocks=4, vocab_size=11)).spec
     check_specs(target, target)
     with pytest.raises(ConfigError, match="speculative_model=oracle: its vocabulary has 11"):
+        check_specs(target, draft)
+
+
+def test_a_draft_model_with_states_is_refused() -> None:
+    target = OracleEngine(OracleOptions(num_blocks=4)).spec
+    draft = OracleEngine(OracleOptions(num_blocks=4, layers=OracleLayers(has_states=True))).spec
+    with pytest.raises(ConfigError, match=r"speculative_model=oracle: .* which cannot go back"):
         check_specs(target, draft)
 
 

@@ -14,7 +14,8 @@ import torch
 from baton.engine.interface import Batch, SampleRow, SequenceSlice, forward_guarded
 from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
-from baton.errors import EngineFault
+from baton.engine.transformers_source import TransformersModel
+from baton.errors import AdapterError, ConfigError, EngineFault
 from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.architectures import VOCAB_SIZE
@@ -208,3 +209,17 @@ def test_sequences_that_are_cancelled_leave_no_slot(case_of: CaseOf) -> None:
 def test_a_prompt_is_found_by_no_other(case_of: CaseOf) -> None:
     """A block without the states at its end cannot be gone on from."""
     assert not load(case_of(FEW[0]).path).spec.shares_prefixes(1)
+
+
+def test_devices_and_ranks_that_such_layers_have_no_code_for_are_refused(case_of: CaseOf) -> None:
+    source = TransformersModel(case_of(FEW[0]).path)
+    source.check_ranks(1, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"device=cuda: .* layers with a state.*; use cpu"):
+        source.check_ranks(1, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: .*; leave it out"):
+        source.check_ranks(2, torch.device("cpu"))
+
+
+def test_an_adapter_is_refused(case_of: CaseOf, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="no adapters here; merge the adapter into the model"):
+        load(case_of(FEW[0]).path, lora_modules={"red": str(tmp_path)})

@@ -9,7 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.cache.pool import BlockLease, BlockPool
 from baton.cache.state_slots import StateSlots
+from baton.config import DecodeOptions
+from baton.config.load import build_options
 from baton.engine.interface import SlotTable
+from baton.engine.oracle import OracleEngine, OracleLayers, OracleOptions
+from baton.worker.build import build_pool
 
 NUM_BLOCKS, NUM_SLOTS, SIZE = 14, 4, 4
 
@@ -85,6 +89,22 @@ def test_a_sequence_without_a_slot_does_not_come_in() -> None:
     assert leases[0] is not None
     leases[0].release()
     assert pool.lease(b"", [1], 1) is not None
+
+
+def test_a_worker_that_shall_find_prefixes_says_that_it_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = OracleEngine(OracleOptions(num_blocks=4, layers=OracleLayers(has_states=True)))
+    with caplog.at_level("INFO"):
+        pool = build_pool(build_options(DecodeOptions, {"model": "m"}), engine)
+    assert "prefix caching is off: m has layers with a state" in caplog.text
+    tokens = range(3 * pool.block_size)
+    lease = pool.lease(b"", tokens, len(tokens))
+    assert lease
+    lease.index(tokens, len(tokens))
+    lease.release()
+    assert pool.counts().cached == pool.num_cached_tokens(b"", tokens) == 0
+    pool.check_integrity()
 
 
 def test_sequences_with_a_state_share_no_prefix() -> None:
