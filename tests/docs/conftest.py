@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from baton.client import Client, Completion
 from tests.support.doc_services import BIN, ROOT, environment
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def _first_prompt() -> str:
+    """What the first request of the README sends."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"baton generate - .* < (\S+)$", readme, re.MULTILINE)
+    assert found, "no such request"
+    return (ROOT / found[1]).read_text()
+
+
 @pytest.fixture(scope="session")
-def address() -> Iterator[str]:
-    """host:port of a gateway before one worker of each tier. Ctrl-C ends it in order."""
+def address(served: tuple[str, Completion]) -> str:
+    """host:port of a gateway before one worker of each tier."""
+    return served[0]
+
+
+@pytest.fixture(scope="session")
+def first_answer(served: tuple[str, Completion]) -> Completion:
+    """Of the first request of all that it got: of the prompt of the README's first one."""
+    return served[1]
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[tuple[str, Completion]]:
+    """The server's address, and its first answer. Ctrl-C ends it in order."""
     command = [str(BIN / "baton"), "serve", "models/baton-py-6m", "--port", "0"]
     options = ["--kv-cache-memory-bytes=64MiB", "--log-level=warning", "--drain-timeout-s=5"]
     with subprocess.Popen(
@@ -30,7 +53,12 @@ def address() -> Iterator[str]:
         line = next((line for line in server.stdout or () if line.startswith(ready)), "")
         if not line:
             pytest.fail(server.communicate()[1])
-        yield line.removeprefix(ready).split(": ")[0]
+        address = line.removeprefix(ready).split(": ")[0]
+        with Client(address) as client:
+            while not all(worker.state == "ready" for worker in client.model().workers):
+                time.sleep(0.02)  # the next load report; asking again is all that a client can do
+            first = client.generate(_first_prompt(), max_tokens=4)
+        yield address, first
         server.send_signal(signal.SIGINT)
         log = server.communicate()[1]
     assert server.returncode == 0, log

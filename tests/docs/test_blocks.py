@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from baton.client import Client
+from baton.client import Client, Completion
 from baton.errors import BatonError
 from tests.support.doc_blocks import MARKS, SERVER, Block, blocks_of, commands_of
 from tests.support.doc_services import BIN, ROOT, on_one_host, started
@@ -145,21 +144,10 @@ def test_a_block_runs_beside_a_server(block: Block, run: Run, address: str) -> N
     run_block(block, run, address)
 
 
-def test_the_first_request_of_the_readme_is_handed_over() -> None:
+def test_the_first_request_of_the_readme_is_handed_over(first_answer: Completion) -> None:
     """What it says about two tiers is seen at once: nothing has been learned yet."""
-    first = next(
-        block for block in BLOCKS if block.page == "README.md" and "baton generate" in block.text
-    )
-    (file,) = re.findall(r"generate - .* < (\S+)$", first.text, re.MULTILINE)
-    serve = f"{VENV_BIN}baton serve models/baton-py-6m"
-    with started(serve, BATON_PORT="0") as service:
-        told = service.ready_line()
-        with Client(told.removeprefix("Baton is ready at ").split(": ")[0]) as client:
-            while not all(worker.state == "ready" for worker in client.model().workers):
-                time.sleep(0.02)  # the next load report; asking again is all that a client can do
-            done = client.generate((ROOT / file).read_text(), max_tokens=4)
-    assert done.timing.transfer_bytes > 0
-    assert done.timing.prefill_worker != done.timing.decode_worker
+    assert first_answer.timing.transfer_bytes > 0
+    assert first_answer.timing.prefill_worker != first_answer.timing.decode_worker
 
 
 @pytest.mark.long

@@ -30,7 +30,7 @@ async def test_sequences_of_a_worker_that_drains_go_on_elsewhere_with_their_kv()
         log_level="error",
     )
     async with Cluster(options) as cluster, AsyncClient(cluster.address, max_retries=0) as client:
-        streams = Streams(client, seed=7, num_streams=40, num_tokens=100)
+        streams = Streams(client, seed=7, num_streams=40, num_tokens=60)
         await streams.all_run()
         num_running = {w.address: w.num_running for w in (await client.model()).workers}
         decodes = [name for name in cluster.names if name.startswith("decode")]

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.http_clients.conftest import HERE, runner
+from tests.http_clients.conftest import HERE, Run, runner
 
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return runner("frameworks")
+
+
 @pytest.mark.parametrize("name", ["langchain", "litellm", "open_webui"])
-def test_a_conversation_with_a_call_of_a_tool(name: str, base_url: str) -> None:
-    run = runner("frameworks")
+def test_a_conversation_with_a_call_of_a_tool(name: str, run: Run, base_url: str) -> None:
+    """run is asked for first: without the frameworks no server is started."""
     run("python", HERE / f"{name}_conversation.py", f"{base_url}/v1")

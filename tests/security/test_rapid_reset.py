@@ -110,7 +110,7 @@ async def test_a_cancel_that_nobody_asked_for_may_be_tried_again() -> None:
 
     server = await asyncio.start_server(drop, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with AsyncClient(f"127.0.0.1:{port}") as client:
+    async with AsyncClient(f"127.0.0.1:{port}", max_retries=1) as client:
         with pytest.raises(WorkerLost, match="was lost"):
             await client.models()
         with pytest.raises(WorkerLost, match="was lost"):

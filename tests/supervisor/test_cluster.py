@@ -52,13 +52,17 @@ async def has_ended(pid: int) -> None:
         os.close(fd)
 
 
-async def test_all_start_and_the_gateway_stops_first(stage: Stage) -> None:
+async def test_all_start_each_phase_is_told_and_the_gateway_stops_first(stage: Stage) -> None:
     async with stage.cluster(num_prefill_workers=2, num_decode_workers=2) as cluster:
         assert set(cluster.names) == {"prefill-0", "prefill-1", "decode-0", "decode-1", "gateway"}
         assert len({cluster.address_of(name) for name in cluster.names}) == len(cluster.names)
         assert cluster.address == cluster.address_of("gateway")
         pids = [cluster.pid_of(name) for name in cluster.names]
         assert all(map(is_running, pids))
+        phases = dict(cluster.phases)
+    assert {"prefill-0", "decode-0", "gateway", "serving", "total"} <= set(phases)
+    assert phases["decode-0 load"] == 0.25
+    assert phases["total"] >= phases["decode-0"] > 0
     journal = stage.journal()
     stops = [line for line in journal if line.endswith("stopped")]
     assert stops[0] == "gateway stopped"
@@ -117,19 +121,14 @@ async def test_gateways_share_their_port_with_no_stranger(stage: Stage) -> None:
     assert stage.journal() == []
 
 
-async def test_each_phase_of_the_start_is_told(stage: Stage) -> None:
-    async with stage.cluster() as cluster:
-        phases = dict(cluster.phases)
-    assert {"prefill-0", "decode-0", "gateway", "serving", "total"} <= set(phases)
-    assert phases["decode-0 load"] == 0.25
-    assert phases["total"] >= phases["decode-0"] > 0
-
-
 @pytest.mark.parametrize(
     ("name", "how", "told"),
     [
         ("decode-0", "refuse", "decode-0 did not start (refused): no such weights"),
-        ("decode-0", "refuse and stay", "decode-0 did not start (refused): no such weights"),
+        pytest.param(
+            *("decode-0", "refuse and stay", "decode-0 did not start (refused): no such weights"),
+            marks=pytest.mark.long,
+        ),
         ("prefill-0", "crash", "prefill-0 did not start (exit status 3): the last words"),
         ("gateway", "crash", "gateway did not start (exit status 3): the last words"),
     ],
@@ -254,7 +253,9 @@ async def start_supervisor(stage: Stage) -> tuple[asyncio.subprocess.Process, by
     return process, line
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 async def test_serve_tells_that_it_is_ready_and_drains_on_a_signal(
     stage: Stage, signum: signal.Signals
 ) -> None:
