@@ -116,7 +116,14 @@ def _bound_examples(item: pytest.Item) -> None:
             setattr(owner, name, settings(own, max_examples=_FEW.max_examples))
 
 
-@pytest.fixture(params=LEVELS)
+#: Those between the best and the lowest are .ci/run's: each has a library of its own to build, and
+#: shares its code with the one or its order of operations with the other.
+_LEVEL_PARAMS = [
+    pytest.param(level, marks=pytest.mark.long if level in LEVELS[1:-1] else ()) for level in LEVELS
+]
+
+
+@pytest.fixture(params=_LEVEL_PARAMS)
 def each_level(request: pytest.FixtureRequest) -> Iterator[None]:
     """The test runs at every level that this machine has, or at the one that is forced.
 

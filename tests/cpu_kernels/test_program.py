@@ -88,8 +88,15 @@ def cache(request: pytest.FixtureRequest) -> Path:
     return request.config.cache.mkdir("cpu_kernels")
 
 
+#: Those between the best and the lowest are .ci/run's, as for the engines: see tests/conftest.py.
+NATIVE = [
+    pytest.param(level, marks=pytest.mark.long if level in levels_of_machine()[1:-1] else ())
+    for level in levels_of_machine()
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("level", levels_of_machine())
+@pytest.mark.parametrize("level", NATIVE)
 def test_natively(level: str, tmp_path: Path, cache: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:

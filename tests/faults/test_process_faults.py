@@ -63,7 +63,14 @@ async def cut_off(cluster: ProxiedCluster, client: AsyncClient) -> None:
         pass
 
 
-@pytest.mark.parametrize("victims", [("decode-0",), ("prefill-0",), ("decode-1", "prefill-1")])
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ("decode-1", "prefill-1"),
+        pytest.param(("decode-0",), marks=pytest.mark.long),
+        pytest.param(("prefill-0",), marks=pytest.mark.long),
+    ],
+)
 async def test_killed_workers_cost_no_stream_a_token(
     pairs: ProxiedCluster, victims: tuple[str, ...]
 ) -> None:
@@ -76,7 +83,9 @@ async def test_killed_workers_cost_no_stream_a_token(
             assert streams.num_resumes
 
 
-@pytest.mark.parametrize("victims", [("decode-0",), ("gateway",)])
+@pytest.mark.parametrize(
+    "victims", [pytest.param(("decode-0",), marks=pytest.mark.long), ("gateway",)]
+)
 async def test_kills_cost_no_stream_by_http_a_token(
     pairs: ProxiedCluster, victims: tuple[str, ...]
 ) -> None:
@@ -168,7 +177,7 @@ async def test_a_killed_gateway_costs_no_stream_a_token(pairs: ProxiedCluster) -
         await until_quiet(client, 4)
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("victim", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.long)])
 async def test_a_frozen_worker_is_noticed_and_what_it_says_later_is_not_heard(
     pairs: ProxiedCluster, victim: str
 ) -> None:

@@ -223,6 +223,7 @@ def test_prefill_workers_compute_alike_though_lengths_are_uneven() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_several_gateways_balance_together() -> None:
     """Each knows only what it gave itself, beside the reports of queues."""
     requests = poisson(uneven_lengths(2), 10_000)
@@ -235,6 +236,7 @@ def test_prefixes_are_found_and_the_work_is_even() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_prefixes_are_found_by_more_than_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = synthetic_trace(3000, 1)
     found = Grid(100, NUM_WORKERS - 100).run(requests, load=0.3)

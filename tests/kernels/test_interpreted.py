@@ -17,9 +17,7 @@ FOLDER = Path(__file__).with_name("interpreted")
 FILES = frozenset(path.name for path in FOLDER.glob("test_*.py"))
 ENGINES = frozenset({"test_engine.py", "test_step_graphs.py", "test_batch_invariant_engine.py"})
 ATTENTION = frozenset({"test_paged_attention.py"})
-KV = frozenset(
-    {"test_kv_convert.py", "test_kv_pack.py", "test_kv_pack_summed.py", "test_padded_plan.py"}
-)
+KV = frozenset({"test_kv_pack.py", "test_kv_pack_summed.py"})
 
 
 # Minutes of computing: on a busy machine more than others may take.

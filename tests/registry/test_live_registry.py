@@ -104,7 +104,9 @@ async def until_told(caplog: pytest.LogCaptureFixture, text: str, times: int) ->
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("how", ["stopped and restarted empty", "frozen"])
+@pytest.mark.parametrize(
+    "how", ["stopped and restarted empty", pytest.param("frozen", marks=pytest.mark.long)]
+)
 async def test_an_outage_under_load_fails_no_request(
     server: RedisServer, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
@@ -159,7 +161,15 @@ def gone(link: FaultProxy) -> None:
     link.cut()
 
 
-@pytest.mark.parametrize("inject", [late, silent, gone])
+@pytest.mark.parametrize(
+    "inject",
+    [
+        silent,
+        # As silence is, to who waits less long; as a stopped server is.
+        pytest.param(late, marks=pytest.mark.long),
+        pytest.param(gone, marks=pytest.mark.long),
+    ],
+)
 async def test_a_bad_link_to_the_registry_fails_no_request(
     server: RedisServer,
     caplog: pytest.LogCaptureFixture,
