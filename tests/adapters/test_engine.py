@@ -204,6 +204,7 @@ def test_logits_are_the_same_to_the_bit_in_any_batch(case: Case, dtype: str) -> 
         assert torch.equal(mixed[1:2], whole)
 
 
+@pytest.mark.slow
 def test_a_worker_without_adapters_is_what_it_was(case_of: Callable[[str], Case]) -> None:
     """Its fingerprint names none; with adapters, or others by the same name, it is another."""
     case = case_of("qwen2")

@@ -120,6 +120,7 @@ def test_what_is_served_before_one_is_known_by_weights(heavy: int, own: int, wei
     assert abs(served(queue).index(last) - expected) <= 1 + weight
 
 
+@pytest.mark.slow
 def test_two_backlogged_keys_get_tokens_by_their_weights_and_another_waits_for_no_backlog() -> None:
     tokens: Counter[bytes] = Counter()
 
@@ -293,6 +294,7 @@ def test_goodput_stays_when_ten_times_as_much_is_asked_for() -> None:
     run_virtual(main(), max_time_s=1e5)
 
 
+@pytest.mark.slow
 def test_the_advice_of_a_full_queue_is_when_it_is_empty() -> None:
     async def main() -> None:
         async with gateway_world(num_prefills=0, max_num_seqs=2, max_queue_size=20) as world:
@@ -351,6 +353,7 @@ def test_who_would_be_served_too_late_is_refused_at_once() -> None:
     run_virtual(main(), max_time_s=3600)
 
 
+@pytest.mark.slow
 def test_the_advice_under_ten_times_the_load_is_when_one_is_taken() -> None:
     async def main() -> None:
         async with gateway_world(num_prefills=0, max_num_seqs=4, num_blocks=10_000) as world:

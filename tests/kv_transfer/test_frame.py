@@ -36,6 +36,7 @@ FRAMES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @quick
 @given(st.lists(FRAMES, max_size=5), st.integers(1, 30))
 def test_a_stream_is_cut_into_the_frames_it_was_made_of(frames, step):

@@ -59,9 +59,8 @@ async def change_roles(system: System, num_changes: int) -> set[Tier]:
     return taken
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_no_stream_notices_that_workers_change_their_roles(seed: int) -> None:
     async def main() -> None:
         shape = SimShape(num_blocks=80)

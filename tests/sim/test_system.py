@@ -97,7 +97,9 @@ SHAPES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("decode_shape", "prefill_shape"), SHAPES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 6))]
+)
 def test_streams_are_whole_and_right_with_cancels_and_full_workers(
     seed: int, decode_shape: SimShape, prefill_shape: SimShape
 ) -> None:
@@ -171,6 +173,7 @@ def test_without_decode_workers_a_request_gets_an_error_soon() -> None:
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_the_last_decode_worker_dies_in_mid_stream() -> None:
     async def main() -> None:
         system = System(3)

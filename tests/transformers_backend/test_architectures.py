@@ -18,9 +18,16 @@ from tests.transformers_backend.conftest import NUM_TOKENS, PROMPT_LENGTHS, Case
 CaseOf = Callable[[str], Case]
 
 GREEDY = Sampling()
-#: Attention with ALiBi, with windows by turns and with sinks, layers with a state that goes on with
-#: several tokens and token by token; the others take their turn with the slow ones.
-FEW = ("bloom", "gpt_oss", "granitemoehybrid", "jamba")
+#: Attention with ALiBi, with windows by turns and with sinks, layers with a state; the others take
+#: their turn with the slow ones.
+FEW = ("bloom", "gpt_oss", "jamba")
+#: Besides, by `make test`: states that go on with several tokens at once, a gated delta rule,
+#: layers that read another's KV, windows in most layers, rotary parts of a head, learned positions,
+#: experts. Of all others it tries the tokens alone, and leaves the rest to .ci/run.
+SOME = (
+    *("dbrx", "gemma3_text", "gemma3n_text", "gpt2", "gpt_neox", "granitemoehybrid", "mixtral"),
+    "qwen3_next",
+)
 #: Where sigmoids and softmaxes are narrower than a vector, torch rounds their last element one way
 #: or another with the size of the batch; DBRX multiplies its experts' weights by itself.
 ROUNDED = ("afmoe", "dbrx", "dots1", "glm4_moe", "minimax_m2", "phimoe", "qwen2_moe")
@@ -34,8 +41,11 @@ STATES = (
 
 def of(names: Iterable[str]) -> pytest.MarkDecorator:
     """Run a test for each of these."""
-    slow = pytest.mark.slow
-    found = [name if name in FEW else pytest.param(name, marks=slow) for name in names]
+    slow, long = pytest.mark.slow, pytest.mark.long
+    found = [
+        name if name in FEW else pytest.param(name, marks=[slow] if name in SOME else [slow, long])
+        for name in names
+    ]
     return pytest.mark.parametrize("name", found)
 
 
@@ -43,7 +53,7 @@ each = of(ARCHITECTURES)
 
 
 @pytest.mark.slow
-@each
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_tokens_are_those_of_generate(name: str, case_of: CaseOf) -> None:
     case = case_of(name)
     assert token_ids(generate(case.engine, prompts(), GREEDY, NUM_TOKENS)) == case.expected

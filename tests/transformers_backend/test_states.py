@@ -176,11 +176,18 @@ def tiers(path: Path, seed: int, swap_bytes: int) -> SimClient:
     return client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [FEW[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FEW[1:])]
+    ("swap_bytes", "name"),
+    [
+        (0, FEW[0]),
+        (1 << 20, FEW[0]),
+        (1 << 20, FEW[2]),
+        pytest.param(1 << 20, FEW[1], marks=pytest.mark.long),
+        *(pytest.param(0, name, marks=pytest.mark.long) for name in FEW[1:]),
+    ],
 )
-@pytest.mark.parametrize("swap_bytes", [0, 1 << 20])
-def test_two_tiers_give_what_one_worker_gives(name: str, swap_bytes: int, case_of: CaseOf) -> None:
+def test_two_tiers_give_what_one_worker_gives(swap_bytes: int, name: str, case_of: CaseOf) -> None:
     """Handed over after their prompts, moved between tokens, swapped or placed anew where blocks
     are few, forked into choices and beams; no slot is left behind."""
     case = case_of(name)
