@@ -56,6 +56,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_million_ids_are_never_read_in_one_go(
     sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +85,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     other=VALUES,
@@ -114,6 +116,7 @@ def test_long_bodies_mean_what_short_ones_do(
     assert plain(fields_of(data)) == json.loads(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(at=st.integers(0, 140_000), put=st.sampled_from([",", "]", "[", '"', "\\", "1 2", "}", ""]))
 def test_what_is_not_json_is_refused_wherever_the_fault_is(at: int, put: str) -> None:

@@ -80,6 +80,7 @@ def many(kind: str) -> Request:
     return request
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["messages", "biases", "words"])
 async def test_a_million_fields_are_refused_unread(kind: str) -> None:
     def register(server: Any) -> tuple[str, ...]:
