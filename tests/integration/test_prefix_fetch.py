@@ -30,7 +30,7 @@ def fetched_tokens(page: str) -> int:
     return int(float(found))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
 async def test_a_prefill_worker_without_a_cache_borrows_the_conversation_so_far(
     transport: str,
 ) -> None:

@@ -48,7 +48,7 @@ def dead_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_transfer.transport.tcp.bind", bind)
 
 
-@pytest.mark.parametrize("port", ["dead_port", "silent_port"])
+@pytest.mark.parametrize("port", ["dead_port", pytest.param("silent_port", marks=pytest.mark.long)])
 async def test_a_request_is_served_though_its_kv_gets_nowhere(
     port: str, request: pytest.FixtureRequest
 ) -> None:

@@ -110,7 +110,7 @@ def logits_of(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int4", "sparse24"])
+@pytest.mark.parametrize("scheme", ["int4", pytest.param("sparse24", marks=pytest.mark.long)])
 def test_the_box_model_is_nearer_to_itself_on_other_text(scheme: Scheme, tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text(inspect.getsource(argparse)[:16_000])

@@ -54,7 +54,7 @@ def load_of(rate: float, seed: int) -> list[Arrival]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", [4.0, 8.0])
+@pytest.mark.parametrize("rate", [4.0, pytest.param(8.0, marks=pytest.mark.long)])
 def test_more_requests_are_in_time_and_gaps_stay_short(rate: float) -> None:
     shared, apart, colocated = (
         run_load(load_of(rate, 3), SPEED, WAYS[way], SLO)
