@@ -210,15 +210,15 @@ def sequence_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceState:
     message = sequence_pb2.SequenceState()
     write_sequence(spec, message)
     message.prompt_token_ids.extend(spec.prompt_token_ids)
+    message.output_token_ids.extend(spec.output_token_ids)
     return message
 
 
 def write_sequence(spec: SequenceSpec, message: sequence_pb2.SequenceState) -> None:
-    """Into an empty message, all but the prompt: of a million tokens, it is not to be copied with a
+    """Into an empty message, all but the tokens: a million of them are not to be copied with a
     message that is given to the one around it, nor written in one go with the rest."""
     for name in _SEQUENCE:
         setattr(message, name, getattr(spec, name))
-    message.output_token_ids.extend(spec.output_token_ids)
     message.sampling.MergeFrom(sampling_to_proto(spec.sampling))
     message.num_choices = spec.num_choices
 

@@ -1,21 +1,20 @@
 """How long others are silent while the gateway is given a text of a megabyte, or of ten, or as many
-token ids as its model takes.
+token ids as its model takes, as a prompt or as what an earlier stream sent.
 
     python -m bench.long_texts [--num-streams 8]
 
 A gateway before a token source, which emits a token of each stream every 5 ms; the model takes a
-million tokens. Each prompt is sent by a process of its own, by gRPC and by HTTP: words, one word
-without end, and ids. The longest silence of any of the streams until it was answered, and for half
-a second more, is printed, beside that of some seconds without such a prompt; and the longest that
-the gateway's event loop computed in one go meanwhile, which others' load on the machine hardly
-changes.
+million tokens. Each request is sent by a process of its own, by gRPC and by HTTP: words, one word
+without end, ids, and ids behind which the answer goes on. The longest silence of any of the streams
+until it was answered, and for half a second more, is printed, beside that of some seconds without
+such a request; and the longest that the gateway's event loop computed in one go meanwhile, which
+others' load on the machine hardly changes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import shutil
 import sys
@@ -25,6 +24,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -39,29 +39,53 @@ from bench.host_gateway import SOURCE
 from bench.machine import BUNDLED_MODEL
 from bench.timed_gateway import PREFIX
 
+DOORS = ("gRPC", "HTTP")
 TEXTS = {"words": "a word and another one, ", "one word": "x"}
+
+
+IDS, IDS_SO_FAR = "token ids", "token ids so far"
 
 
 @dataclass(frozen=True, slots=True)
 class Long:
-    """A prompt. text: of `TEXTS`, repeated to so many characters; "" for so many token ids."""
+    """What a request has much of. what: one of `TEXTS`, repeated to so many characters; or so many
+    token ids, of the prompt or of an answer so far."""
 
-    text: str
+    what: str
     size: int
 
     def __str__(self) -> str:
-        return f"{self.size / 1e6:g} MB, {self.text}" if self.text else f"{self.size:,} token ids"
+        is_text = self.what in TEXTS
+        return f"{self.size / 1e6:g} MB, {self.what}" if is_text else f"{self.size:,} {self.what}"
 
-    def made(self) -> str | list[int]:
-        if not self.text:
-            return [i % 1000 for i in range(self.size)]
-        unit = TEXTS[self.text]
-        return unit * (self.size // len(unit))
+    @property
+    def prompt(self) -> str | list[int]:
+        if self.what in TEXTS:
+            unit = TEXTS[self.what]
+            return unit * (self.size // len(unit))
+        return self._ids if self.what == IDS else [1]
+
+    @property
+    def so_far(self) -> list[int]:
+        """Of the answer."""
+        return self._ids if self.what == IDS_SO_FAR else []
+
+    @property
+    def _ids(self) -> list[int]:
+        return [i % 1000 for i in range(self.size)]
 
 
-PROMPTS = (
-    *(Long(text, size) for size in (1_000_000, 10_000_000) for text in TEXTS),
-    *(Long("", size) for size in (100_000, 1_000_000)),
+#: Each with the doors that take it.
+REQUESTS = (
+    *(
+        (Long(what, size), door)
+        for size in (1_000_000, 10_000_000)
+        for what in TEXTS
+        for door in DOORS
+    ),
+    *((Long(IDS, size), door) for size in (100_000, 1_000_000) for door in DOORS),
+    *((Long(IDS_SO_FAR, 100_000), door) for door in DOORS),
+    (Long(IDS_SO_FAR, 1_000_000), "gRPC"),
 )
 STEP_MS = 5.0
 _GATEWAY = (sys.executable, "-m", "bench.timed_gateway")
@@ -112,44 +136,55 @@ class Silences:
         return longest_s * 1e3
 
 
-def send(door: str, address: str, prompt: str | list[int]) -> str:
-    """What became of a prompt of which one token is asked for."""
+def send(door: str, address: str, asked: Long) -> str:
+    """What became of a request for one token more."""
+    prompt, so_far = asked.prompt, asked.so_far
+    max_tokens = len(so_far) + 1
     if door == "gRPC":
         request = inference_pb2.GenerateRequest()
         if isinstance(prompt, str):
             request.prompt.text = prompt
         else:
             request.prompt.token_ids.ids.extend(prompt)
-        request.sampling.max_tokens = 1
+        request.sampling.max_tokens = max_tokens
+        if so_far:
+            request.sampling.seed = 1
+            request.resume_from.add(token_ids=so_far)
         with sync_channel(address) as channel:
             try:
                 stub = inference_pb2_grpc.InferenceServiceStub(channel)
                 chunks = list(stub.Generate(request, timeout=_TIMEOUT_S))
             except grpc.RpcError as error:
                 return f"{error.code().name}: {error.details()}"
-        return f"answered, {chunks[-1].usage.prompt_tokens:,} tokens"
+        usage = chunks[-1].usage
+        return f"answered, {max(usage.prompt_tokens, usage.completion_tokens):,} tokens"
     import http.client  # of the process that sends alone
 
     connection = http.client.HTTPConnection(address, timeout=_TIMEOUT_S)
-    connection.request(
-        "POST",
-        "/v1/completions",
-        json.dumps({"prompt": prompt, "max_tokens": 1}),
-        {"content-type": "application/json"},
-    )
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens}
+    if so_far:
+        entry = {"choice": 0, "token_ids": so_far, "num_chars": 0}
+        body |= {"resume_from": [entry], "seed": 1, "stream": True}
+        body |= {"stream_options": {"include_usage": True}}
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
     answer = connection.getresponse()
-    body = json.loads(answer.read())
+    text = answer.read()
     connection.close()
+    if answer.status == 200 and so_far:
+        text = text.split(b"data: ")[-2]  # the last but the end's mark
+    document = json.loads(text)
     if answer.status == 200:
-        return f"answered, {body['usage']['prompt_tokens']:,} tokens"
-    return f"{answer.status}: {body['error']['message']}"
+        usage = document["usage"]
+        return f"answered, {max(usage['prompt_tokens'], usage['completion_tokens']):,} tokens"
+    return f"{answer.status}: {document['error']['message']}"
 
 
-async def send_elsewhere(door: str, address: str, prompt: Long) -> tuple[str, float]:
+async def send_elsewhere(door: str, address: str, asked: Long) -> tuple[str, float]:
     """As `send`, by another process; and how many seconds it took."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.long_texts", "--send", door, address),
-        *(prompt.text, str(prompt.size)),
+        *(asked.what, str(asked.size)),
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await child.communicate()
@@ -180,9 +215,9 @@ async def gateway_of_a_long_model(folder: Path, turns: Turns) -> AsyncIterator[C
 
 
 async def measure(
-    cluster: Cluster, num_streams: int, prompts: Sequence[Long], turns: Turns
+    cluster: Cluster, num_streams: int, requests: Sequence[tuple[Long, str]], turns: Turns
 ) -> None:
-    """Prints a row for each prompt and door. turns: of the cluster's gateway."""
+    """Prints a row for each request and door. turns: of the cluster's gateway."""
     silences = Silences()
     async with aio_channel(cluster.address) as channel, asyncio.TaskGroup() as group:
         listeners = [group.create_task(silences.listen(channel)) for _ in range(num_streams)]
@@ -190,17 +225,17 @@ async def measure(
         silences.take_ms()
         turns.take_ms()
         await asyncio.sleep(_ALONE_S)
-        print("| Prompt | Door | Longest silence, ms | Longest turn, ms | Seconds | Outcome |")
+        print("| Request | Door | Longest silence, ms | Longest turn, ms | Seconds | Outcome |")
         alone = f"{silences.take_ms():.0f} | {turns.take_ms():.0f} | {_ALONE_S:.1f}"
         print(f"|---|---|---|---|---|---|\n| none | | {alone} | |")
         doors = {"gRPC": cluster.address, "HTTP": cluster.http_address}
-        for prompt, (door, address) in itertools.product(prompts, doors.items()):
+        for asked, door in requests:
             silences.take_ms()
             turns.take_ms()
-            outcome, seconds = await send_elsewhere(door, address, prompt)
+            outcome, seconds = await send_elsewhere(door, doors[door], asked)
             await asyncio.sleep(_AFTER_S)
             print(
-                f"| {prompt} | {door} | {silences.take_ms():.0f} | {turns.take_ms():.0f} "
+                f"| {asked} | {door} | {silences.take_ms():.0f} | {turns.take_ms():.0f} "
                 f"| {seconds:.1f} | {outcome} |",
                 flush=True,
             )
@@ -212,7 +247,7 @@ async def _run(num_streams: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         turns = Turns()
         async with gateway_of_a_long_model(Path(folder), turns) as cluster:
-            await measure(cluster, num_streams, PROMPTS, turns)
+            await measure(cluster, num_streams, REQUESTS, turns)
 
 
 def main() -> None:
@@ -221,10 +256,9 @@ def main() -> None:
     parser.add_argument("--send", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.send:
-        door, address, text, size = arguments.send
-        prompt = Long(text, int(size)).made()
+        door, address, what, size = arguments.send
         begin_s = time.perf_counter()
-        outcome = send(door, address, prompt)
+        outcome = send(door, address, Long(what, int(size)))
         print(json.dumps([outcome, time.perf_counter() - begin_s]))
         return
     asyncio.run(_run(arguments.num_streams))

@@ -146,7 +146,9 @@ _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 async def _read(requests: Any, live: dict[int, _Sequence], opened: asyncio.Queue[int]) -> None:
     async for request in requests:
         if request.HasField("open"):
-            live[request.open.handle] = _Sequence(0, request.open.sequence.sampling.max_tokens)
+            sequence = request.open.sequence
+            num_emitted = len(sequence.output_token_ids)  # before: a stream goes on behind them
+            live[request.open.handle] = _Sequence(num_emitted, sequence.sampling.max_tokens)
             opened.put_nowait(request.open.handle)
         elif request.HasField("abort"):
             live.pop(request.abort.handle, None)

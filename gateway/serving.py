@@ -38,7 +38,7 @@ from gateway.intake.validator import (
 from gateway.intake.violations import ModelFacts, given
 from gateway.long_work import as_tuple, let_others_run
 from gateway.output.delivery import Write
-from gateway.request.driver import RequestDeps, RequestDriver
+from gateway.request.driver import RequestDeps, RequestDriver, resumed_outputs_of
 from gateway.routing.fleet import Fleet, Worker
 from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
 
@@ -134,7 +134,11 @@ class Serving:
             record.spec = validated.spec
             if call.on_validated is not None:
                 call.on_validated(validated)
-            driver = RequestDriver(self._deps, validated, call.write, deadline_s, record.timeline)
+            deps = self._deps
+            outputs = await resumed_outputs_of(validated, deps.decodings)
+            driver = RequestDriver(
+                deps, validated, outputs, call.write, deadline_s, record.timeline
+            )
             await driver.run(call.on_admitted)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
@@ -198,9 +202,10 @@ class Serving:
     ) -> ValidatedRequest:
         facts, params = self.facts, request.sampling
         given_ids = await _ids_to_check(request.prompt.token_ids.ids, facts.max_prompt_tokens)
-        await let_others_run(len(given_ids))
+        num_given = len(given_ids) + sum(len(entry.token_ids) for entry in request.resume_from)
+        await let_others_run(num_given)
         check_request(request, facts, given_ids)
-        await let_others_run(len(given_ids))
+        await let_others_run(num_given)
         started_s = self._clock()
         prompt_token_ids = given_ids or await self._tokenize(request.prompt, facts)
         await let_others_run(len(prompt_token_ids))
@@ -223,7 +228,7 @@ class Serving:
         echo_text = await self._echo_text(request, prompt_token_ids) if params.echo else None
         tokenized = Tokenized(prompt_token_ids, bad_words, grammar, echo_text)
         validated = resolve(request, tokenized, facts, ids)
-        await let_others_run(len(prompt_token_ids))
+        await let_others_run(max(len(prompt_token_ids), num_given))
         return validated
 
     def _with_free_text_of(

@@ -12,7 +12,7 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, NoWorkers, Wor
 from baton.events import Failed, is_last
 from baton.rpc.status import from_rpc_error
 from baton.types import KvSource, SequenceSpec
-from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
+from baton.v1 import sequence_pb2, sequence_service_pb2, sequence_service_pb2_grpc
 from baton.wire import step_from_proto, write_sequence
 from gateway.links.worker_link import Sink
 from gateway.long_work import in_pieces, let_others_run
@@ -35,9 +35,9 @@ class GrpcWorkerLink:
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = sequence_service_pb2_grpc.SequenceServiceStub(channel)
         self._address = address
-        self._commands: list[tuple[sequence_service_pb2.ServeRequest, tuple[int, ...]]] = []
-        """To be written; an opening with its prompt, which it has not yet. Unbounded, because what
-        is placed on a worker is bounded."""
+        self._commands: list[tuple[sequence_service_pb2.ServeRequest, SequenceSpec | None]] = []
+        """To be written; an opening with what it opens, whose tokens it has not yet. Unbounded,
+        because what is placed on a worker is bounded."""
         self._has_commands = asyncio.Event()
         self._sinks: dict[int, Sink] = {}
         self._num_handles = 0
@@ -62,7 +62,7 @@ class GrpcWorkerLink:
         write_sequence(spec, opening.sequence)
         opening.source = sequence_service_pb2.KvSource.ValueType(source)
         opening.send_to = send_to
-        self._put(request, spec.prompt_token_ids)
+        self._put(request, spec)
         return first
 
     def abort(self, handle: int) -> None:
@@ -129,10 +129,10 @@ class GrpcWorkerLink:
             self._put(sequence_service_pb2.ServeRequest(known=known))
 
     def _put(
-        self, command: sequence_service_pb2.ServeRequest, prompt: tuple[int, ...] = ()
+        self, command: sequence_service_pb2.ServeRequest, spec: SequenceSpec | None = None
     ) -> None:
         if self._lost is None:
-            self._commands.append((command, prompt))
+            self._commands.append((command, spec))
             self._has_commands.set()
 
     async def _write(self, call: Any) -> None:
@@ -142,11 +142,21 @@ class GrpcWorkerLink:
                 await self._has_commands.wait()
                 self._has_commands.clear()
                 commands, self._commands = self._commands, []
-                for command, prompt in commands:
-                    await let_others_run(len(prompt))
-                    async for piece in in_pieces(prompt):
-                        command.open.sequence.prompt_token_ids.extend(piece)
-                    await let_others_run(len(prompt))
+                for command, spec in commands:
+                    if spec is not None:
+                        await _write_tokens(spec, command.open.sequence)
                     await call.write(command)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
+
+
+async def _write_tokens(spec: SequenceSpec, message: sequence_pb2.SequenceState) -> None:
+    """In pieces, if there are many."""
+    prompt, output = spec.prompt_token_ids, spec.output_token_ids
+    size = len(prompt) + len(output)
+    await let_others_run(size)
+    async for piece in in_pieces(prompt):
+        message.prompt_token_ids.extend(piece)
+    async for piece in in_pieces(output):
+        message.output_token_ids.extend(piece)
+    await let_others_run(size)

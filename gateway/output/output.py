@@ -80,8 +80,8 @@ class Output:
         self.finish = FinishReason.NONE
 
     def resume(self, token_ids: Sequence[int], num_chars: int) -> None:
-        """Begin behind tokens that the client has, with so many characters of their text. The
-        first thing that is done with the output."""
+        """Begin behind tokens that the client has, with so many characters of the text of all of
+        them. The first thing that is done with the output, perhaps piece by piece."""
         self._feed([Sample(token_id) for token_id in token_ids], FinishReason.NONE)
         self._samples.clear()
         self._num_chars_to_skip = num_chars

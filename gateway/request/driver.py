@@ -19,6 +19,7 @@ from baton.types import KvSource, Rank, SequenceSpec
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import ValidatedRequest
 from gateway.links.worker_link import WorkerLink
+from gateway.long_work import in_pieces
 from gateway.output.delivery import Delivery, Write
 from gateway.output.output import Output, Piece, best
 from gateway.request.assignment import (
@@ -59,6 +60,9 @@ _Opened = tuple[WorkerLink, int]
 #: what happened, and when.
 _Reduce = Callable[[Assignment, int, SequenceEvent, float], Sequence[Action]]
 
+#: Decoded in one go, in some ten milliseconds.
+_TOKENS_A_PIECE = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class RequestDeps:
@@ -83,12 +87,13 @@ class RequestDriver:
         self,
         deps: RequestDeps,
         request: ValidatedRequest,
+        outputs: Sequence[Output],
         write: Write,
         deadline_s: float,
         timeline: Timeline | None = None,
     ) -> None:
-        """timeline: the request's, from its arrival on, for whoever wants to read it; one of its
-        own if not given."""
+        """outputs: of each choice, as `outputs_of` makes them. timeline: the request's, from its
+        arrival on, for whoever wants to read it; one of its own if not given."""
         self._deps = deps
         self._request = request
         self._deadline_s = deadline_s
@@ -102,16 +107,6 @@ class RequestDriver:
         stall_timeout_s = deps.client_stall_timeout_s
         self._delivery = Delivery(request, write, timeline, self._clock, stall_timeout_s, self._end)
         spec = _with_logprobs(request.spec) if self._is_best_of else request.spec
-        decoding = deps.decodings[request.text.skip_special_tokens]
-        # A grammar counts a space that its text begins with.
-        is_continuation, min_tokens = bool(spec.sampling.grammar), spec.sampling.min_tokens
-        outputs = [
-            Output(decoding, request.text, min_tokens, is_continuation=is_continuation)
-            for _ in range(spec.num_choices)
-        ]
-        for index, so_far in request.resume_from.items():
-            num_chars = max(0, so_far.num_chars - len(request.echo_text or ""))
-            outputs[index].resume(so_far.token_ids, num_chars)
         ended = {index for index, so_far in request.resume_from.items() if so_far.has_ended}
         self.state = RequestState(spec, outputs, timeline, ended)
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -347,6 +342,29 @@ class RequestDriver:
     def migrate(self, choice: Choice, placement: Placement, on_end: Callable[[], None]) -> None:
         self._migrations[choice] = on_end
         self._perform(self.state.on_migration(choice, placement, self._clock()))
+
+
+def outputs_of(request: ValidatedRequest, decodings: Mapping[bool, Decoding]) -> list[Output]:
+    """One for each choice, without what earlier streams sent. decodings: see RequestDeps."""
+    decoding, sampling = decodings[request.text.skip_special_tokens], request.spec.sampling
+    # A grammar counts a space that its text begins with.
+    is_continuation = bool(sampling.grammar)
+    return [
+        Output(decoding, request.text, sampling.min_tokens, is_continuation=is_continuation)
+        for _ in range(request.spec.num_choices)
+    ]
+
+
+async def resumed_outputs_of(
+    request: ValidatedRequest, decodings: Mapping[bool, Decoding]
+) -> list[Output]:
+    """The same, with what earlier streams sent. A long text is decoded in pieces."""
+    outputs = outputs_of(request, decodings)
+    for index, so_far in request.resume_from.items():
+        num_chars = max(0, so_far.num_chars - len(request.echo_text or ""))
+        async for token_ids in in_pieces(so_far.token_ids, _TOKENS_A_PIECE):
+            outputs[index].resume(token_ids, num_chars)
+    return outputs
 
 
 def _with_logprobs(spec: SequenceSpec) -> SequenceSpec:

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import BatonError, Overloaded
 from gateway.intake.request import TextOptions, ValidatedRequest
-from gateway.request.driver import RequestDriver
+from gateway.request.driver import RequestDriver, outputs_of
 from gateway.routing.placement import Placement
 from gateway.routing.router import Need
 from tests.support.fake_workers import expected_output
@@ -37,7 +37,8 @@ async def run(world: World, request_id: str, notice: Notice, client: Client) -> 
     now_s = asyncio.get_running_loop().time()
     spec = make_spec(request_id)
     request = ValidatedRequest(spec, TextOptions())
-    await RequestDriver(world.deps, request, client.write, now_s + 60.0).run(notice)
+    outputs = outputs_of(request, world.deps.decodings)
+    await RequestDriver(world.deps, request, outputs, client.write, now_s + 60.0).run(notice)
     assert client.token_ids == expected_output(spec)
 
 

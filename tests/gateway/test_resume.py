@@ -3,12 +3,19 @@ happened."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from baton.types import SequenceSpec
-from gateway.intake.request import ChoiceSoFar, TextOptions
-from tests.support.fake_workers import prompt_logprobs_of
+from baton.types import FinishReason, Sample, SequenceSpec
+from gateway.intake.decoding import Decoding
+from gateway.intake.request import ChoiceSoFar, TextOptions, ValidatedRequest
+from gateway.long_work import LONG_PIECE
+from gateway.output.output import Output
+from gateway.request.driver import resumed_outputs_of
+from tests.support.fake_workers import prompt_logprobs_of, text_of
 from tests.support.gateway_world import Chunk, Client, World, in_world, make_spec
+from tests.support.virtual_loop import run_virtual
 
 
 def so_far_of(chunks: list[Chunk]) -> dict[int, ChoiceSoFar]:
@@ -95,3 +102,32 @@ def test_a_stop_string_among_what_came_ends_the_choice() -> None:
         assert got.last.stop_cause.stop == text[1:3]
 
     in_world(test)
+
+
+def test_a_long_earlier_output_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    resume = Output.resume
+
+    def counted(output: Output, token_ids: Sequence[int], num_chars: int) -> None:
+        steps.append(len(token_ids))
+        resume(output, token_ids, num_chars)
+
+    async def others(size: int) -> None:
+        steps.append(0 if size >= LONG_PIECE else -1)
+
+    monkeypatch.setattr(Output, "resume", counted)
+    monkeypatch.setattr("gateway.long_work.let_others_run", others)
+    token_ids = tuple(range(97)) * 300
+    so_far = ChoiceSoFar(token_ids, len(text_of(token_ids)) - 3, has_ended=False)
+    spec = make_spec("a", max_tokens=2 * len(token_ids))
+    request = ValidatedRequest(spec, TextOptions(), resume_from={0: so_far})
+    decodings = dict.fromkeys((False, True), Decoding(text_of))
+    (output,) = run_virtual(resumed_outputs_of(request, decodings))
+    assert output.token_ids == list(token_ids)
+    output.add(len(token_ids), [Sample(5)], FinishReason.LENGTH)
+    piece = output.take()
+    assert piece is not None
+    assert piece.text == text_of((*token_ids, 5))[so_far.num_chars :]
+    assert max(steps) <= 8192
+    assert steps[1::2] == [0] * (len(steps) // 2)
+    assert len(steps) == 7

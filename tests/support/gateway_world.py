@@ -15,7 +15,7 @@ from baton.types import UNKNOWN_NUMERICS, NumericsClass, Sampling, SequenceSpec,
 from baton.v1 import inference_pb2
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import ChoiceSoFar, TextOptions, ValidatedRequest
-from gateway.request.driver import RequestDeps, RequestDriver
+from gateway.request.driver import RequestDeps, RequestDriver, resumed_outputs_of
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.migrator import Migrator
@@ -140,7 +140,8 @@ class World:
             resume_from=resume_from or {},
             account=account,
         )
-        await RequestDriver(self.deps, request, client.write, now_s + timeout_s).run()
+        outputs = await resumed_outputs_of(request, self.deps.decodings)
+        await RequestDriver(self.deps, request, outputs, client.write, now_s + timeout_s).run()
         return client
 
     async def place(self, spec: SequenceSpec) -> Placement:

@@ -35,7 +35,7 @@ from bench.measure import Record, Slo, Summary, summarise
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions, ValidatedRequest
 from gateway.links.worker_link import Sink
-from gateway.request.driver import RequestDeps, RequestDriver
+from gateway.request.driver import RequestDeps, RequestDriver, outputs_of
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.migrator import Migrator
@@ -349,7 +349,8 @@ async def request(cluster: LoadCluster, number: int, arrival: Arrival) -> Record
         arrival_ns=number,
     )
     request = ValidatedRequest(spec, TextOptions())
-    await RequestDriver(cluster.deps, request, write, loop.time() + 6000.0).run()
+    outputs = outputs_of(request, cluster.deps.decodings)
+    await RequestDriver(cluster.deps, request, outputs, write, loop.time() + 6000.0).run()
     return Record(
         arrival.due_s, arrival.due_s, loop.time(), arrival.num_input_tokens, tuple(pieces)
     )

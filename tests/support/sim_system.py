@@ -20,7 +20,7 @@ from baton.v1 import inference_pb2
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions, ValidatedRequest
 from gateway.links.worker_link import Sink
-from gateway.request.driver import RequestDeps, RequestDriver
+from gateway.request.driver import RequestDeps, RequestDriver, outputs_of
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet, WorkerState
 from gateway.routing.migrator import Migrator
@@ -264,8 +264,9 @@ class System:
         request = ValidatedRequest(
             spec, TextOptions(), num_returned=num_returned or spec.num_choices
         )
+        outputs = outputs_of(request, self.deps.decodings)
         try:
-            await RequestDriver(self.deps, request, write, loop.time() + timeout_s).run()
+            await RequestDriver(self.deps, request, outputs, write, loop.time() + timeout_s).run()
         except asyncio.CancelledError:
             history.is_cancelled = True
         except Exception as error:  # noqa: BLE001 - the test looks at it

@@ -13,7 +13,7 @@ from baton.types import BlockCounts, SequenceSpec, WorkerLoad
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions, ValidatedRequest
 from gateway.request.assignment import Choice
-from gateway.request.driver import RequestDeps, RequestDriver
+from gateway.request.driver import RequestDeps, RequestDriver, outputs_of
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.migrator import Migrator
@@ -56,7 +56,8 @@ class StubWorld:
         now_s = asyncio.get_running_loop().time()
         self.timeline = Timeline(now_s)
         request = ValidatedRequest(self.spec, self.text, num_returned=self.spec.num_choices)
-        self.driver = RequestDriver(deps, request, self.client.write, now_s + 1e6, self.timeline)
+        outputs, write = outputs_of(request, decodings), self.client.write
+        self.driver = RequestDriver(deps, request, outputs, write, now_s + 1e6, self.timeline)
         self.placing = asyncio.create_task(self.dispatcher.run())
         self.running = asyncio.create_task(self.driver.run())
 

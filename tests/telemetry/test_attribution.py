@@ -18,7 +18,7 @@ from baton.telemetry.rate_limit import RateLimit
 from baton.types import FinishReason
 from baton.v1 import inference_pb2
 from gateway.intake.request import TextOptions, ValidatedRequest
-from gateway.request.driver import RequestDriver
+from gateway.request.driver import RequestDriver, outputs_of
 from gateway.routing.fleet import WorkerState
 from gateway.telemetry.recorder import WARN_INTERVAL_S, GatewayRecorder
 from gateway.telemetry.timing import Timeline
@@ -66,7 +66,8 @@ def test_time_per_token_is_that_of_one_choice(num_choices: int) -> None:
                 spec = make_spec("a", max_tokens=11, num_choices=num_choices)
                 request = ValidatedRequest(spec, TextOptions(), num_returned=num_returned)
                 timeline = Timeline(now_s)
-                driver = RequestDriver(world.deps, request, Client().write, now_s + 600, timeline)
+                outputs, write = outputs_of(request, world.deps.decodings), Client().write
+                driver = RequestDriver(world.deps, request, outputs, write, now_s + 600, timeline)
                 await driver.run()
                 assert timeline.num_output_tokens == 11 * num_choices
                 mean_s = timeline.time_per_token_s()
@@ -123,7 +124,8 @@ def test_a_prompt_computed_in_the_wrong_tier_is_noticed() -> None:
                 timeline = Timeline(now_s)
                 spec = make_spec(request_id, range(num_tokens))
                 request = ValidatedRequest(spec, TextOptions())
-                driver = RequestDriver(world.deps, request, Client().write, now_s + 600, timeline)
+                outputs, write = outputs_of(request, world.deps.decodings), Client().write
+                driver = RequestDriver(world.deps, request, outputs, write, now_s + 600, timeline)
                 await driver.run()
                 return timeline.num_bypassed_tokens
 
