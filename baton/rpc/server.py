@@ -34,6 +34,9 @@ def server_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
     return (
         *common_options(keepalive_ms),
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+        # Else calls of clients that keep to this limit are refused: a stream would count until the
+        # server has let go of it, which is after the client saw its end and began another.
+        ("grpc.http.overload_protection", 0),
         # What baton.rpc.channel's clients do must not look like ping abuse, nor may the burst after
         # a pause of theirs.
         ("grpc.keepalive_permit_without_calls", 1),

@@ -11,7 +11,8 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.errors import BatonError, WorkerLost
-from baton.rpc.channel import MAX_CONCURRENT_STREAMS
+from baton.rpc.channel import MAX_CONCURRENT_STREAMS, aio_channel
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.fake_inference import SERVICE, FakeInference, serve
 from tests.support.http2 import (
     ACK,
@@ -89,6 +90,25 @@ async def test_more_calls_than_a_connection_takes_have_further_ones(
         assert await client.models()
         assert len(client._connections._connections) == 3
     assert len(made.requests) == num + 1
+
+
+@pytest.mark.slow
+async def test_calls_beyond_what_a_connection_takes_wait_their_turn(
+    fake: tuple[FakeInference, int],
+) -> None:
+    """As of any client of gRPC, which opens one connection, and here tries nothing twice."""
+    made, port = fake
+    async with aio_channel(f"127.0.0.1:{port}") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        async def call() -> None:
+            async for _ in stub.Generate(inference_pb2.GenerateRequest()):
+                pass
+
+        num = 2 * MAX_CONCURRENT_STREAMS
+        for _ in range(10):
+            await asyncio.gather(*(call() for _ in range(num)))
+    assert len(made.requests) == 10 * num
 
 
 @pytest.mark.slow
