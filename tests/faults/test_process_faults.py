@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +26,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pairs() -> AsyncIterator[ProxiedCluster]:
-    """Two workers of each tier."""
-    async with proxied_cluster(2, 2) as cluster:
+async def pairs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ProxiedCluster]:
+    """Two workers of each tier. The model's tokenizer has just the tokens of the engines, so that
+    what they sample is text."""
+    model = make_oracle_model(tmp_path_factory.mktemp("model"))
+    async with proxied_cluster(2, 2, model=str(model)) as cluster:
         yield cluster
 
 
@@ -136,13 +137,13 @@ _CHATS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-async def test_kills_change_no_answer_of_a_chat(tmp_path: Path) -> None:
+async def test_kills_change_no_answer_of_a_chat(pairs: ProxiedCluster) -> None:
     """Texts, thoughts, calls and their names are those of answers that nothing befell."""
-    async with proxied_cluster(2, 2, model=str(make_oracle_model(tmp_path))) as cluster:
+    async with using(pairs):
 
         def ask_all() -> list[ChatStream]:
             return [
-                ChatStream(lambda: cluster.http_address, path, {**asked, "seed": seed})
+                ChatStream(lambda: pairs.http_address, path, {**asked, "seed": seed})
                 for path, asked in _CHATS
                 for seed in (1, 2)
             ]
@@ -161,7 +162,7 @@ async def test_kills_change_no_answer_of_a_chat(tmp_path: Path) -> None:
         for victim in ("decode-0", "prefill-0", "gateway"):
             streams = ask_all()
             await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
-            send(cluster, signal.SIGKILL, victim)
+            send(pairs, signal.SIGKILL, victim)
             assert await answers_of(streams) == undisturbed
             num_parts = {stream.num_parts for stream in streams}
             assert num_parts == ({2} if victim == "gateway" else {1})

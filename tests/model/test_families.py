@@ -121,13 +121,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 SHARED = sorted(set(CASES) - {"olmo2"})
 
 
-#: Of mixtures, of norms and windows, of packed weights and of latents one each; the others take
-#: their turn with the slow ones.
+#: Of mixtures, of norms and windows, of packed weights and of latents one each. Of the others make
+#: test compares tokens, with the slow ones; the rest is .ci/run's.
 FEW = ("glm4-moe", "gemma3", "phi3-partial", "deepseek-v3")
 
 
-def params_of(names: Iterable[str]) -> list[Any]:
-    return [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def params_of(names: Iterable[str], *marks: pytest.MarkDecorator) -> list[Any]:
+    """Those that are not among the few are slow, and are marked so besides."""
+    slow = (pytest.mark.slow, *marks)
+    return [name if name in FEW else pytest.param(name, marks=slow) for name in names]
+
+
+#: For what make test tries with the few alone.
+mostly_long = pytest.mark.parametrize("case", params_of(CASES, pytest.mark.long), indirect=True)
 
 
 @pytest.fixture(params=params_of(CASES))
@@ -182,10 +188,12 @@ def test_greedy_tokens_are_those_of_generate(
     record_property("kernels", "one call" if isinstance(decoder, NativeDecoder) else "by operation")
 
 
+@mostly_long
 def test_chunks_change_nothing(case: Path) -> None:
     assert greedy(engine_of(case, 5), chunk_tokens=7) == expected(case)
 
 
+@mostly_long
 def test_drafts_change_nothing(case: Path) -> None:
     """Drafts, of which each second run ends in a wrong one, are verified in one step beside the
     last token, as decode workers do it; what rejected ones wrote is overwritten."""
@@ -216,7 +224,9 @@ WIDE = {"intermediate_size": 96, "moe_intermediate_size": 64}
 
 
 @pytest.mark.parametrize("scheme", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", params_of(name for name in CASES if name != "gpt-oss"))
+@pytest.mark.parametrize(
+    "name", params_of((name for name in CASES if name != "gpt-oss"), pytest.mark.long)
+)
 def test_quantised_tokens_are_those_of_what_the_levels_mean(
     tiny_model: MakeModel, tmp_path: Path, name: str, scheme: Scheme
 ) -> None:
@@ -245,6 +255,7 @@ def meaning(tensors: dict[str, torch.Tensor], layer: str) -> torch.Tensor:
     return groups.flatten(1)
 
 
+@mostly_long
 def test_logits_after_a_handoff_are_the_same(case: Path) -> None:
     """To a worker with blocks of another size, as the KV channel moves it."""
     prompt, source, target = prompts()[2], engine_of(case, 8), engine_of(case, 5)
@@ -260,6 +271,7 @@ def test_logits_after_a_handoff_are_the_same(case: Path) -> None:
     torch.testing.assert_close(there, stayed, atol=1e-4 if library() is None else 0.0, rtol=0)
 
 
+@mostly_long
 @pytest.mark.skipif(library() is None, reason="no native kernels on this machine")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_the_same_to_the_bit_in_any_batch(case: Path, dtype: str) -> None:
@@ -277,7 +289,7 @@ def test_logits_are_the_same_to_the_bit_in_any_batch(case: Path, dtype: str) -> 
     assert torch.equal(torch.cat(parts), wanted)
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", params_of(SHARED, pytest.mark.long))
 def test_ranks_give_the_same_bits(
     tiny_model: MakeModel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

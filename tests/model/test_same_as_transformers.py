@@ -87,7 +87,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-#: Of each kind of attention and of positions one; the others take their turn with the slow ones.
+#: Of each kind of attention and of positions one. Of the others make test compares tokens with the
+#: slow ones, and leaves the rest to .ci/run.
 FEW = (
     "llama-gqa",
     "llama-llama3",
@@ -98,9 +99,12 @@ FEW = (
 )
 
 
-@pytest.fixture(
-    params=[name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+def params_of(mark: pytest.MarkDecorator) -> list[Any]:
+    """All cases; those that are not among the few are marked so."""
+    return [name if name in FEW else pytest.param(name, marks=mark) for name in CASES]
+
+
+@pytest.fixture(params=params_of(pytest.mark.slow))
 def case(request: pytest.FixtureRequest, tiny_model: MakeModel) -> Path:
     family, overrides = CASES[request.param]
     return tiny_model(family, **overrides)
@@ -142,6 +146,7 @@ def test_greedy_tokens_are_those_of_generate(case: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", params_of(pytest.mark.long), indirect=True)
 def test_a_sequence_alone_gives_the_same_tokens(case: Path) -> None:
     engine = load_engine(str(case), block_size=4, num_blocks=64)
     alone = [generate(engine, [p], Sampling(), NUM_TOKENS, chunk_tokens=20)[0] for p in prompts()]
@@ -149,6 +154,7 @@ def test_a_sequence_alone_gives_the_same_tokens(case: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", params_of(pytest.mark.long), indirect=True)
 def test_logits_are_close_at_every_position(case: Path) -> None:
     engine = load_engine(str(case), block_size=8, num_blocks=64)
     for prompt in prompts():

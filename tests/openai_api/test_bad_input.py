@@ -361,6 +361,9 @@ async def test_changes_of_good_bodies(
         body = copy.deepcopy(RICH[path])
         for _ in range(rng.randrange(1, 4)):
             body = changed(body, rng)
+        # What has no bound is generated to the model's length: test_any_value_of_any_field does.
+        if path in (COMPLETIONS, CHATS) and isinstance(body, dict):
+            body = {**body, "max_tokens": 1 if (most := body.get("max_tokens")) is None else most}
         answer = await connection.post(path, json.dumps(body).encode())
         check(path, json.dumps(body), answer)
         statuses.add(answer.status)

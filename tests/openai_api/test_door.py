@@ -368,10 +368,14 @@ async def test_calls_and_thoughts_of_a_stream_that_broke_off(
         request_id, whole = await stream()
         is_end = [i for i, event in enumerate(whole) if so_far_of([event])["token_ids"]]
         assert is_end
-        for i in is_end[:-1] if path == "/v1/chat/completions" else is_end:
+
+        async def goes_on_after(i: int) -> None:
             kept = whole[: i + 1]
             _, rest = await stream(request_id, resume_from=[so_far_of(kept)])
             assert without_times(merged([*kept, *rest])) == without_times(merged(whole))
+
+        broken = is_end[:-1] if path == "/v1/chat/completions" else is_end
+        await asyncio.gather(*(goes_on_after(i) for i in broken))
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -24,7 +24,9 @@ from baton.engine.oracle import oracle_tokens
 from baton.rpc.channel import aio_channel
 from baton.types import Sampling
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from bench.fault_proxy import FaultProxy, Weather
 from tests.support.certificates import Authority, as_options
+from tests.support.fault_streams import Streams
 from tests.support.live_tiers import decode_worker, gateway, prefill_worker
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -71,6 +73,27 @@ async def worker_answers(address: str, tls: TlsFiles | None) -> bool:
         code = await call.code()
         assert code in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
         return code is grpc.StatusCode.OK
+
+
+@pytest.mark.slow
+async def test_flipped_bits_are_noticed(own: TlsFiles) -> None:
+    """And cost no stream a token: others of its kind are tests/faults/test_link_faults.py's."""
+    options = {**as_options(own), "oracle_step_ms": 2.0}
+    async with (
+        prefill_worker(worker_id="p0", **options) as prefill,
+        decode_worker(worker_id="d0", max_local_prefill_tokens=0, **options) as damaged,
+        FaultProxy(int(damaged.rpartition(":")[2])).running() as link,
+        gateway([prefill], [f"127.0.0.1:{link.port}"], **as_options(own)) as front,
+        AsyncClient(front, tls=own, max_retries=0) as client,
+    ):
+        streams = Streams(client, seed=1, num_streams=4, num_tokens=200)
+        await streams.all_run()
+        link.weather(back=Weather(flip_every=200))
+        while not link.num_flipped:
+            await asyncio.sleep(0.01)
+        link.heal()
+        assert not await streams.finish()
+        assert streams.num_resumes
 
 
 @pytest.mark.slow

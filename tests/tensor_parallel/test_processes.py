@@ -89,14 +89,13 @@ def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None
     layout = KvLayout("", config.num_layers, config.num_kv_heads, config.head_dim, "float32", 8)
     room = staging_bytes(config, 2, "float32")
     spec = RankSpec(0, 2, str(tmp_path), config, "float32", layout, 4, 256, 1, room, -1, -1)
-    team = RankTeam(spec)
+    without_model, with_another = RankTeam(spec), RankTeam(replace(spec, folder=str(model)))
     with pytest.raises(StartupError, match=r"rank 1 of 2 \(pid \d+\) ended before it had loaded"):
-        team.wait_ready("")
-    team.close()
-    team = RankTeam(replace(spec, folder=str(model)))
+        without_model.wait_ready("")
+    without_model.close()
     with pytest.raises(ModelError, match="the checkpoint changed"):
-        team.wait_ready("another digest")
-    team.close()
+        with_another.wait_ready("another digest")
+    with_another.close()
 
 
 def test_ranks_end_with_rank_0(model: Path) -> None:
