@@ -121,7 +121,7 @@ def otlp_http_receiver() -> Iterator[OtlpReceiver]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         seen.address = f"127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield seen

@@ -119,9 +119,8 @@ def test_logits_are_the_same_to_the_bit_in_any_batch(name: str, case_of: CaseOf)
         assert torch.equal(logits(engine, prompt, tuple(cuts), beside), whole)
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3n_text", pytest.param("gemma4_text", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
 def test_layers_that_read_anothers_kv_have_none(name: str, case_of: CaseOf) -> None:
     """Two of four compute KV, each of which is done once in a step."""
     engine = case_of(name).engine

@@ -28,7 +28,17 @@ CaseOf = Callable[[str], Case]
 GREEDY = Sampling()
 #: Mamba 2, Mamba 1 and the gated delta rule.
 FEW = ("granitemoehybrid", "jamba", "qwen3_next")
-each = pytest.mark.parametrize("name", FEW)
+QUICK = "jamba"
+
+
+def of(*names: str) -> pytest.MarkDecorator:
+    """Run a test for each of these; all but the quickest are slow."""
+    slow = pytest.mark.slow
+    found = [name if name == QUICK else pytest.param(name, marks=slow) for name in names]
+    return pytest.mark.parametrize("name", found)
+
+
+each = of(*FEW)
 TABLE = range(8, 12)
 
 
@@ -40,7 +50,7 @@ def logits(
     return engine.logits(Batch((*beside, SequenceSlice(tuple(new), start, TABLE, rows))))
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "jamba", "olmo_hybrid"])
+@of("granitemoehybrid", "jamba", "olmo_hybrid")
 def test_what_runs_beside_a_sequence_changes_no_bit(name: str, case_of: CaseOf) -> None:
     engine, prompt = case_of(name).engine, prompts()[2]
     other = SequenceSlice(tuple(prompt[:9]), 0, range(12, 16))
@@ -203,6 +213,7 @@ def test_two_tiers_give_what_one_worker_gives(swap_bytes: int, name: str, case_o
         assert set(worker.engine.kv.state_slots.of_block) == {-1}
 
 
+@pytest.mark.slow
 def test_sequences_that_are_cancelled_leave_no_slot(case_of: CaseOf) -> None:
     client = tiers(case_of(FEW[0]).path, 4, 0)
     client.waiting += requests()
