@@ -13,14 +13,19 @@ constexpr int kVectors = kNumRegisters / kParts;
 template <class P, int N, int C>
 inline void multiply(f32x16 (&sums)[C][N], const int32_t* a, long plane, const int32_t* b, long stride,
                      long count) {
+    f32x16 own[C][N];  // GCC keeps these in registers; what a reference names it stores after each product
+    UNROLLED for (int i = 0; i < C; i++)
+        UNROLLED for (int n = 0; n < N; n++) own[i][n] = sums[i][n];
     for (long k = 0; k < count; k++, a += 16, b += stride) {
         i32x16 v[N];
         UNROLLED for (int n = 0; n < N; n++) v[n] = load_words(a + n * plane);
         UNROLLED for (int i = 0; i < C; i++) {
             const i32x16 word = splat(b[i]);
-            UNROLLED for (int n = 0; n < N; n++) sums[i][n] = P::step(sums[i][n], v[n], word);
+            UNROLLED for (int n = 0; n < N; n++) own[i][n] = P::step(own[i][n], v[n], word);
         }
     }
+    UNROLLED for (int i = 0; i < C; i++)
+        UNROLLED for (int n = 0; n < N; n++) sums[i][n] = own[i][n];
 }
 
 // N x 16 rows of a task; the last ones may be none, and are then like its last row.
