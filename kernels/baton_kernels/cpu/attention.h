@@ -8,6 +8,8 @@ namespace {
 
 constexpr long kStep = 64;
 constexpr int kGroup = 16;  // keys that lie one after the other, and go through vectors together
+// Vectors that fit into a level's registers: half of them are kept for sums.
+constexpr int kVectors = kNumRegisters / kParts;
 constexpr long kMaxDim = 576;  // of multi-head latent attention as DeepSeek has it; others have up to 256
 constexpr float kLowest = -1e30f;  // below any score, and finite: kLowest - kLowest is 0
 
@@ -217,3 +219,7 @@ inline f32x16 with_terms(const Attention& c, f32x16 x, f32x16 slope, f32x16 dist
 }
 
 }  // namespace
+
+// One call, by attention_tasks.h.
+template <class T>
+void attend(const Attention& c, int threads);

@@ -1,13 +1,10 @@
 // Many rows of one sequence and KV head, such as a prompt's: rows in lanes, so that maxima and sums are lane by lane, and both
-// products are small matrix products. Every row takes its sums in the order of attention.cpp, so that it does not
-// matter which of the two a row runs by.
+// products are small matrix products. Every row takes its sums in the order of attention_few_rows.h, so
+// that it does not matter which of the two a row runs by.
 #pragma once
 #include "attention.h"
 
 namespace {
-
-// Vectors that fit into a level's registers: half of them are kept for sums.
-constexpr int kVectors = kNumRegisters / kParts;
 
 // sums[c] of N x 16 rows += sum over k of a[k][rows] * b[k * stride + c]. a: planes of [k][16 rows], `plane` words apart.
 template <class P, int N, int C>
@@ -78,7 +75,7 @@ public:
             place[n] = F32::load(places);
             slope[n] = F32::load(slopes);
             top[n] = largest[n] = F32::load(tops);
-            // Lane 0 of attention.cpp has a sink's weight.
+            // Lane 0 of attention_few_rows.h has a sink's weight.
             for (int i = 0; i < 16; i++) F32::store(sum[i][n], splat(c.sinks && i == 0 ? 1.0f : 0.0f));
             for (long d = 0; d < stride; d++) F32::store(out[d][n], zeros());
         }

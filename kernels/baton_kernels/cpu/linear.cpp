@@ -21,7 +21,7 @@ constexpr long kMaxIntRows = 4;     // the same for integers, whose sums compile
 constexpr long kMostRows = 264;     // rows that a task takes through a tile, if it widens the tile for them
 constexpr long kChunkRows = 96;     // the same if it does not: so that they stay in the L2 cache
 constexpr long kFewRows = 48;       // fewer are not cut for the sake of more tasks
-constexpr long kTasks = 4;          // that a thread should have, so that none waits long for another
+constexpr long kTasks = 8;          // that a thread should have of many rows, so that none waits long for another
 constexpr long kRowsAhead = 8;      // from a row that is written to one that is fetched
 constexpr long kChunkValues = 256;  // of k that all rows go through before the next
 constexpr long kSmallChunk = 64;    // the same where panels are few, so that it stays in the L1 cache
@@ -416,8 +416,11 @@ void linear(Call& c, const void* x_, char* scratch, int threads) {
     const bool is_widened = w.format < kI8 && (Factors<T>::steps > 1 || !kIsWide);
     const long chunk = rows_of_task(c.rows, tiles, threads, is_widened ? kMostRows : kChunkRows);
     const long chunks = (c.rows + chunk - 1) / chunk;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (long task = 0; task < tiles * chunks; task++) {
+    const long tasks = tiles * chunks;
+    long taken = 0;
+    // A thread takes the next as it is done with one: the cores of a shared machine are not equally fast.
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    for (long task; (task = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < tasks;) {
         const long first = task % chunks * chunk, left = c.rows - first;
         run_task<T>(c, task / chunks, first, left < chunk ? left : chunk);
     }

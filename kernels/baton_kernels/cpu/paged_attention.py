@@ -20,7 +20,7 @@ from baton_kernels.paged_attention import paged_attention as attention_op
 from baton_kernels.paged_attention import plan_attention as plan_op
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
-#: As in attention.cpp.
+#: As in attention_tasks.h.
 _TASK_ROWS = 64
 MAX_HEAD_DIM = 576
 
