@@ -1,5 +1,5 @@
-"""How long others are silent while the gateway is given a text of a megabyte, or of ten, or as many
-token ids as its model takes, as a prompt or as what an earlier stream sent.
+"""How long others are silent while the gateway is given a text of a megabyte, or of eight, or as
+many token ids as its model takes, as a prompt or as what an earlier stream sent.
 
     python -m bench.long_texts [--num-streams 8]
 
@@ -40,7 +40,12 @@ from bench.machine import BUNDLED_MODEL
 from bench.timed_gateway import PREFIX
 
 DOORS = ("gRPC", "HTTP")
-TEXTS = {"words": "a word and another one, ", "one word": "x"}
+TEXTS = {
+    "words": "a word and another one, ",
+    "one word": "x",
+    "line ends": "\n",
+    "emoji": "\U0001f600",
+}
 
 
 IDS, IDS_SO_FAR = "token ids", "token ids so far"
@@ -55,8 +60,9 @@ class Long:
     size: int
 
     def __str__(self) -> str:
-        is_text = self.what in TEXTS
-        return f"{self.size / 1e6:g} MB, {self.what}" if is_text else f"{self.size:,} {self.what}"
+        if self.what in TEXTS:
+            return f"{self.size / 1e6:g} M characters, {self.what}"
+        return f"{self.size:,} {self.what}"
 
     @property
     def prompt(self) -> str | list[int]:
@@ -79,10 +85,13 @@ class Long:
 REQUESTS = (
     *(
         (Long(what, size), door)
-        for size in (1_000_000, 10_000_000)
-        for what in TEXTS
+        for size in (1_000_000, 8_000_000)
+        for what in ("words", "one word")
         for door in DOORS
     ),
+    # As long as a message, or a body, may be: in JSON a character is an escape, or a pair of them.
+    *((Long("line ends", 8_000_000), door) for door in DOORS),
+    *((Long("emoji", size), door) for size, door in ((2_000_000, "gRPC"), (1_300_000, "HTTP"))),
     *((Long(IDS, size), door) for size in (100_000, 1_000_000) for door in DOORS),
     *((Long(IDS_SO_FAR, 100_000), door) for door in DOORS),
     (Long(IDS_SO_FAR, 1_000_000), "gRPC"),

@@ -8,7 +8,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton import __version__
@@ -23,10 +23,12 @@ from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import numerics_to_proto
 from gateway.intake.chat import ChatRenderer, more_of
 from gateway.intake.grammars import GrammarCompiler
+from gateway.intake.long_fields import LongFields, ReadIds, read_ids, read_prompt, read_several
 from gateway.intake.request import ValidatedRequest
 from gateway.intake.token_bytes import ends_with
 from gateway.intake.tokenizer import Tokenizer, TooManyTokens
 from gateway.intake.validator import (
+    MAX_OTHER_IDS,
     Ids,
     Tokenized,
     check_detokenize,
@@ -36,9 +38,14 @@ from gateway.intake.validator import (
     too_long,
 )
 from gateway.intake.violations import ModelFacts, given
-from gateway.long_work import as_tuple, let_others_run
+from gateway.long_work import let_others_run
 from gateway.output.delivery import Write
-from gateway.request.driver import RequestDeps, RequestDriver, resumed_outputs_of
+from gateway.request.driver import (
+    RequestDeps,
+    RequestDriver,
+    resumed_outputs_of,
+    starting_specs_of,
+)
 from gateway.routing.fleet import Fleet, Worker
 from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
 
@@ -136,6 +143,7 @@ class Serving:
                 call.on_validated(validated)
             deps = self._deps
             outputs = await resumed_outputs_of(validated, deps.decodings)
+            await deps.dispatcher.prepare(starting_specs_of(validated))
             driver = RequestDriver(
                 deps, validated, outputs, call.write, deadline_s, record.timeline
             )
@@ -144,16 +152,17 @@ class Serving:
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
         """Token ids of a prompt, as `generate` would use them."""
         facts = self.facts
-        given_ids = await _ids_to_check(request.prompt.token_ids.ids, facts.max_prompt_tokens)
-        check_tokenize(request, facts, given_ids)
-        return given_ids or await self._tokenize(request.prompt, facts)
+        read = await read_prompt(request.prompt, facts.max_prompt_tokens, facts.vocab_size)
+        check_tokenize(request, facts, read)
+        return read.prompt.token_ids or await self._tokenize(request.prompt, read, facts)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest) -> str:
         """Text of token ids."""
         facts = self.facts
-        token_ids = await _ids_to_check(request.token_ids, facts.max_model_len)
-        check_detokenize(request, facts, token_ids)
-        return await self.tokenizer.decode_all(token_ids, request.skip_special_tokens)
+        ids, most = request.token_ids, facts.max_model_len
+        read = await read_ids("token_ids", ids, most, facts.vocab_size)
+        check_detokenize(request, facts, read)
+        return await self.tokenizer.decode_all(read.token_ids, request.skip_special_tokens)
 
     def model(self, name: str = "") -> inference_pb2.Model:
         """The model, or the adapter of that name, and the workers."""
@@ -201,13 +210,15 @@ class Serving:
         record: RequestRecord,
     ) -> ValidatedRequest:
         facts, params = self.facts, request.sampling
-        given_ids = await _ids_to_check(request.prompt.token_ids.ids, facts.max_prompt_tokens)
-        num_given = len(given_ids) + sum(len(entry.token_ids) for entry in request.resume_from)
+        read = await _long_fields(request, facts)
+        num_given = read.num_tokens
         await let_others_run(num_given)
-        check_request(request, facts, given_ids)
+        check_request(request, facts, read)
         await let_others_run(num_given)
         started_s = self._clock()
-        prompt_token_ids = given_ids or await self._tokenize(request.prompt, facts)
+        prompt_token_ids = read.prompt.token_ids
+        if not prompt_token_ids:
+            prompt_token_ids = await self._tokenize(request.prompt, read, facts)
         await let_others_run(len(prompt_token_ids))
         words = params.bad_words
         bad_words = await self.tokenizer.ways_to_write(words) if words else ()
@@ -225,9 +236,9 @@ class Serving:
             *trace_of(record.span.get_span_context()),
             shown_digest(call.metadata) if self._options.has_api_keys else b"",
         )
-        echo_text = await self._echo_text(request, prompt_token_ids) if params.echo else None
+        echo_text = await self._echo_text(request, read, prompt_token_ids) if params.echo else None
         tokenized = Tokenized(prompt_token_ids, bad_words, grammar, echo_text)
-        validated = resolve(request, tokenized, facts, ids)
+        validated = resolve(request, tokenized, facts, ids, read)
         await let_others_run(max(len(prompt_token_ids), num_given))
         return validated
 
@@ -251,21 +262,27 @@ class Serving:
         return made
 
     async def _echo_text(
-        self, request: inference_pb2.GenerateRequest, prompt_token_ids: tuple[int, ...]
+        self,
+        request: inference_pb2.GenerateRequest,
+        read: LongFields,
+        prompt_token_ids: tuple[int, ...],
     ) -> str:
         """The prompt's text: as it was given, or what its tokens say."""
         if request.prompt.WhichOneof("kind") == "text":
-            return request.prompt.text
+            return read.text
         skips = given(request.sampling, "skip_special_tokens", True)
         return await self.tokenizer.decode_all(prompt_token_ids, skips)
 
-    async def _tokenize(self, prompt: inference_pb2.Prompt, facts: ModelFacts) -> tuple[int, ...]:
+    async def _tokenize(
+        self, prompt: inference_pb2.Prompt, read: LongFields, facts: ModelFacts
+    ) -> tuple[int, ...]:
         kind = prompt.WhichOneof("kind")
         match kind:
             case "text":
-                text = prompt.text
+                text = read.text
             case "chat" if self._chat is not None:
-                messages = [(message.role, message.content) for message in prompt.chat.messages]
+                roles = (message.role for message in prompt.chat.messages)
+                messages = [*zip(roles, read.contents, strict=True)]
                 text = await self._chat.render(messages, more_of(prompt.chat))
             case _:
                 raise AssertionError(f"a prompt of {kind} was not refused")
@@ -312,10 +329,16 @@ class Serving:
         )
 
 
-async def _ids_to_check(token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-    """The same, of which a look at each takes a fraction of the time; none of too many, which are
-    refused unread."""
-    return await as_tuple(token_ids) if len(token_ids) <= most else ()
+async def _long_fields(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> LongFields:
+    """Of a request; no ids of its answers so far if these are too many."""
+    entries, most = request.resume_from, facts.max_model_len
+    prompt = await read_prompt(request.prompt, facts.max_prompt_tokens, facts.vocab_size)
+    if not entries:
+        return prompt
+    if sum(len(entry.token_ids) for entry in entries) > MAX_OTHER_IDS + most:
+        return replace(prompt, so_far=(ReadIds(),) * len(entries))
+    fields = [(f"resume_from[{i}].token_ids", e.token_ids) for i, e in enumerate(entries)]
+    return replace(prompt, so_far=await read_several(fields, most, facts.vocab_size))
 
 
 def _adapters_of(infos: Sequence[WorkerInfo], taken: Collection[str]) -> tuple[str, ...]:

@@ -36,6 +36,10 @@ _Behavior = Any
 #: Bytes of a message from which on its fields are counted before they are read.
 _LONG_BYTES = 65_536
 
+#: Bytes of a message from which on others get something after it was read, and what, in seconds: to
+#: read and look at megabytes of text takes tens of milliseconds.
+_PAUSED_BYTES, _PAUSE_S = 2**18, 0.005
+
 #: Bytes to a message.
 _Parse = Callable[[bytes], Any]
 
@@ -84,6 +88,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 self._is_idle.clear()
                 try:
                     request = _each_parsed(raw, parse) if takes_stream else _parsed(raw, parse)
+                    if not takes_stream and len(raw) >= _PAUSED_BYTES:  # others waited for that
+                        await asyncio.sleep(_PAUSE_S)
                     result = behavior(request, context)
                     return await (_drain(result, context) if answers_stream else result)
                 except grpc.aio.AbortError:

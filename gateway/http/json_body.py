@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.http.errors import shown_value
+from gateway.http.long_json import outlines, read_long_json
 from gateway.intake.violations import MAX_SHOWN
 from gateway.long_work import LONG_PIECE, Pacer, let_others_run
 
@@ -37,8 +38,9 @@ MAX_PROMPTS = 128
 _LONG_LIST_BYTES = 4096
 _LIST_PIECE_BYTES = 2**18
 
-#: Bytes that are looked through in the time of one text's begin or end, at least.
-_BYTES_A_MARK = 8
+#: Bytes from which on what remains of a body is read in pieces: less takes the library no more than
+#: ten milliseconds, and it says where a fault is.
+_LONG_REST_BYTES = 2**20
 
 _OF_NUMBERS = b"+-.0123456789Ee, \t\r\n"
 
@@ -59,7 +61,7 @@ async def read_fields(data: bytes, id_fields: Sequence[str], max_model_len: int)
         if num_left > MAX_VALUES:
             raise _wrong(f"{num_left} values; send at most {MAX_VALUES} beside token ids")
         await let_others_run(len(data))
-        fields = _fields_of(_without(data, cut), has_all=not cut)
+        fields = await _rest_of(_without(data, cut), has_all=not cut)
         places = [*_places(fields, id_fields, cut)]
         if len(places) == len(cut):
             break
@@ -85,6 +87,17 @@ def wrong_ids(field: str, values: Sequence[Any], first: int = 0) -> InvalidReque
     )
 
 
+async def _rest_of(data: bytes, *, has_all: bool) -> dict[str, Any]:
+    """A body's fields. has_all: long lists among them."""
+    if len(data) < _LONG_REST_BYTES:
+        return _fields_of(data, has_all=has_all)
+    try:
+        fields = await read_long_json(data)
+    except ValueError as error:
+        raise _wrong(f"is not JSON: {error}") from None
+    return _checked(fields)
+
+
 def _fields_of(data: bytes, *, has_all: bool = True) -> dict[str, Any]:
     """has_all: whether long lists are among them, so that a fault is where the library says."""
     try:
@@ -92,6 +105,10 @@ def _fields_of(data: bytes, *, has_all: bool = True) -> dict[str, Any]:
     except ValueError as error:
         why = str(error) if has_all else str(error).partition(" at line ")[0]
         raise _wrong(f"is not JSON: {why}") from None
+    return _checked(fields)
+
+
+def _checked(fields: Any) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise _wrong(f"{shown_value(fields)}: must be an object")
     if len(fields) > MAX_FIELDS:
@@ -102,15 +119,9 @@ def _fields_of(data: bytes, *, has_all: bool = True) -> dict[str, Any]:
 async def _scanned(data: bytes) -> tuple[list[_Span], int]:
     """Long lists of numbers, and how many values there are in all. Raises InvalidRequest."""
     spans: list[_Span] = []
-    num_nodes = num_members = num_values = begin = 0
-    is_text, opened, pacer = False, -1, Pacer()
-    while begin < len(data):
-        piece = data[begin : begin + LONG_PIECE]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
-            piece = piece[:-1] or piece  # a backslash and what it escapes stay together
-        outline, num_texts = _outline(piece, is_text=is_text)
-        is_text ^= num_texts % 2 == 1
-        await pacer.did(len(piece) // _BYTES_A_MARK + num_texts)
+    num_nodes = num_members = num_values = 0
+    opened = -1
+    async for begin, outline in outlines(data):
         num_nodes += outline.count(b"{") + outline.count(b"[")
         num_members += outline.count(b":")
         num_values += outline.count(b",")
@@ -127,19 +138,7 @@ async def _scanned(data: bytes) -> tuple[list[_Span], int]:
             opened, at = -1, end + 1
         start = outline.rfind(b"[", at)
         opened = begin + start if start >= 0 else opened
-        begin += len(piece)
     return spans, num_values
-
-
-def _outline(piece: bytes, *, is_text: bool) -> tuple[bytes, int]:
-    """A piece with spaces for texts, and how many begin or end in it. is_text: whether it begins
-    within one."""
-    if b"\\" in piece:
-        piece = piece.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
-    parts = piece.split(b'"')
-    for index in range(0 if is_text else 1, len(parts), 2):
-        parts[index] = b" " * len(parts[index])
-    return b" ".join(parts), len(parts) - 1
 
 
 def _is_long_list(data: bytes, opened: int, closed: int) -> bool:

@@ -28,8 +28,8 @@ from gateway.http.requests import (
     refusals,
 )
 from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
+from gateway.intake.long_fields import MAX_MESSAGES
 from gateway.intake.tool_rules import MAX_TOOLS
-from gateway.intake.validator import MAX_MESSAGES
 from gateway.intake.violations import MAX_SHOWN, Violations
 
 #: The form of fields that are read here and not by pydantic, for /openapi.json.

@@ -26,6 +26,9 @@ START_TIMEOUT_S = 60.0
 _MAX_LINE_BYTES = 128 * 2**20
 
 
+#: Bytes that are given to the process in one go.
+_WRITTEN_BYTES = 2**20
+
 #: How a process dies of a question: no memory, no stack.
 _DEADLY = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
 
@@ -79,7 +82,7 @@ class ChildProcess:
             process = await self._running()
             try:
                 async with asyncio.timeout(self._spec.answer_timeout_s):
-                    self._write(process, question)
+                    await self._write(process, question)
                     return await self._answer(process)
             except BaseException:
                 # Late, cancelled or broken in between: the next answer would be this one's.
@@ -129,7 +132,7 @@ class ChildProcess:
             start_new_session=True,  # a Ctrl-C at the terminal is for the gateway
         )
         start_line = {**self._spec.start_line, "answer_timeout_s": self._spec.answer_timeout_s}
-        self._write(self._process, start_line)  # it gets ready while nobody waits
+        await self._write(self._process, start_line)  # it gets ready while nobody waits
         _log.info("%s started, pid %s", self._spec.name, self._process.pid)
         return self._process
 
@@ -141,12 +144,18 @@ class ChildProcess:
             process.kill()
         await process.wait()
 
-    def _write(self, process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> None:
+    async def _write(self, process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> None:
+        """Megabytes are copied as the process takes them."""
         if process.stdin is None:
             raise EngineFault(f"the {self._spec.name} has no input")
-        if not process.stdin.is_closing():  # of one that has died: `_answer` says so
-            for part in to_parts(message):  # each as it is: one of megabytes is not copied
-                process.stdin.write(part)
+        for part in to_parts(message):
+            view = memoryview(part)
+            for begin in range(0, len(part), _WRITTEN_BYTES):
+                if process.stdin.is_closing():  # of one that has died: `_answer` says so
+                    return
+                process.stdin.write(view[begin : begin + _WRITTEN_BYTES])
+                with contextlib.suppress(ConnectionError):  # likewise
+                    await process.stdin.drain()
 
     async def _answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
         if process.stdin is None or process.stdout is None:

@@ -5,12 +5,13 @@ All violations of a request come in one error, each with the field's path, its v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest
 from baton.types import SequenceSpec, tenant_of
 from baton.v1 import inference_pb2, sampling_pb2
+from gateway.intake.long_fields import MAX_MESSAGES, LongFields, ReadIds
 from gateway.intake.request import ChoiceSoFar, TextOptions, ValidatedRequest
 from gateway.intake.sampling_rules import (
     BadWordIds,
@@ -24,8 +25,11 @@ from gateway.intake.violations import MAX_SHOWN, ModelFacts, Violations, given, 
 
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
-MAX_MESSAGES = 1024
 MAX_ROLE_CHARS = 64
+
+#: Token ids of a request's answers so far, beside as many as the model takes: what each costs the
+#: gateway is little, but for all of them together, others would wait.
+MAX_OTHER_IDS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +63,15 @@ class Tokenized:
 def check_request(
     request: inference_pb2.GenerateRequest,
     facts: ModelFacts,
-    given_ids: Sequence[int] | None = None,
+    read: LongFields | None = None,
 ) -> None:
-    """Check all that needs no tokenizer; where the prompt is token ids, its length too. given_ids:
-    those ids, if they have been read out of the message.
+    """Check all that needs no tokenizer; where the prompt is token ids, its length too. read: its
+    long fields, if they have been read out of the message.
 
     Raises InvalidRequest with all violations.
     """
     violations = [
-        *_prompt_violations(request.prompt, facts, given_ids),
+        *_prompt_violations(request.prompt, facts, read),
         *sampling_violations(request.sampling, facts),
     ]
     if abs(request.priority) > MAX_PRIORITY:
@@ -77,7 +81,7 @@ def check_request(
         text = f"{shown(salt)}, {len(salt)} characters: give at most {MAX_SALT_CHARS}"
         violations.append(FieldViolation("cache_salt", text))
     if request.resume_from:
-        violations += _resume_violations(request, facts)
+        violations += _resume_violations(request, facts, read.so_far if read else None)
     num_tokens = len(request.prompt.token_ids.ids)
     if 0 < num_tokens <= facts.max_prompt_tokens:
         violations += _output_violations(num_tokens, request.sampling, facts)
@@ -88,25 +92,24 @@ def check_request(
 def check_tokenize(
     request: inference_pb2.TokenizeRequest,
     facts: ModelFacts,
-    given_ids: Sequence[int] | None = None,
+    read: LongFields | None = None,
 ) -> None:
     """As check_request, for a prompt alone."""
-    if violations := tuple(_prompt_violations(request.prompt, facts, given_ids)):
+    if violations := tuple(_prompt_violations(request.prompt, facts, read)):
         raise InvalidRequest.of(*violations)
 
 
 def check_detokenize(
     request: inference_pb2.DetokenizeRequest,
     facts: ModelFacts,
-    given_ids: Sequence[int] | None = None,
+    read: ReadIds | None = None,
 ) -> None:
     """As check_request, for token ids alone."""
     num_tokens = len(request.token_ids)
     if num_tokens > facts.max_model_len:
         text = f"{num_tokens} ids: the model takes {facts.max_model_len}; ask for fewer at a time"
         raise InvalidRequest.of(FieldViolation("token_ids", text))
-    token_ids = request.token_ids if given_ids is None else given_ids
-    if violations := tuple(id_violations("token_ids", token_ids, facts.vocab_size)):
+    if violations := tuple(_id_violations("token_ids", request.token_ids, facts, read)):
         raise InvalidRequest.of(*violations)
 
 
@@ -116,10 +119,14 @@ def too_long(num_prompt_tokens: int, facts: ModelFacts) -> BatonError:
 
 
 def resolve(
-    request: inference_pb2.GenerateRequest, tokenized: Tokenized, facts: ModelFacts, ids: Ids
+    request: inference_pb2.GenerateRequest,
+    tokenized: Tokenized,
+    facts: ModelFacts,
+    ids: Ids,
+    read: LongFields | None = None,
 ) -> ValidatedRequest:
-    """What a checked request, now tokenized, means. Raises InvalidRequest if its tokens, lengths or
-    words do not fit."""
+    """What a checked request, now tokenized, means. read: its long fields, if they have been read
+    out of the message. Raises InvalidRequest if its tokens, lengths or words do not fit."""
     params, num_returned = request.sampling, given(request.sampling, "n", 1)
     num_prompt_tokens = len(tokenized.prompt_token_ids)
     if not num_prompt_tokens:
@@ -162,22 +169,28 @@ def resolve(
         skip_special_tokens=given(params, "skip_special_tokens", True),
         user_stop_token_ids=frozenset(params.stop_token_ids),
     )
+    entries = request.resume_from
+    ids_so_far: Iterable[tuple[int, ...]] = (
+        (each.token_ids for each in read.so_far)
+        if read is not None
+        else (tuple(entry.token_ids) for entry in entries)
+    )
     resume_from = {
-        entry.choice: ChoiceSoFar(tuple(entry.token_ids), entry.num_chars, entry.has_ended)
-        for entry in request.resume_from
+        entry.choice: ChoiceSoFar(token_ids, entry.num_chars, entry.has_ended)
+        for entry, token_ids in zip(entries, ids_so_far, strict=True)
     }
     account = ids.account or spec.tenant
     return ValidatedRequest(spec, text, num_returned, tokenized.echo_text, account, resume_from)
 
 
 def _prompt_violations(
-    prompt: inference_pb2.Prompt, facts: ModelFacts, given_ids: Sequence[int] | None
+    prompt: inference_pb2.Prompt, facts: ModelFacts, read: LongFields | None
 ) -> Violations:
     """What is wrong with a prompt, but for the tokens of a text. What is too long is not looked
     at."""
     match prompt.WhichOneof("kind"):
         case "text":
-            num_chars = len(prompt.text)  # each look at it is a copy
+            num_chars = len(read.text if read else prompt.text)
             if not num_chars:
                 yield FieldViolation("prompt.text", '"": empty; give at least one character')
             yield from _char_violations("prompt.text", num_chars, facts)
@@ -188,12 +201,23 @@ def _prompt_violations(
             if len(ids) > facts.max_prompt_tokens:
                 yield _too_long_violation(len(ids), facts)
             else:
-                read = ids if given_ids is None else given_ids
-                yield from id_violations("prompt.token_ids.ids", read, facts.vocab_size)
+                yield from _id_violations(
+                    "prompt.token_ids.ids", ids, facts, read.prompt if read else None
+                )
         case "chat":
-            yield from _chat_violations(prompt.chat, facts)
+            yield from _chat_violations(prompt.chat, facts, read)
         case _:
             yield FieldViolation("prompt", "unset; give one of text, token_ids or chat")
+
+
+def _id_violations(
+    field: str, token_ids: Sequence[int], facts: ModelFacts, read: ReadIds | None
+) -> Violations:
+    """read: the same ids, if they have been looked at."""
+    if read is None:
+        yield from id_violations(field, token_ids, facts.vocab_size)
+    else:
+        yield from read.wrong
 
 
 def _foreign_token_violation(token_ids: Sequence[int], facts: ModelFacts) -> FieldViolation:
@@ -207,7 +231,9 @@ def _foreign_token_violation(token_ids: Sequence[int], facts: ModelFacts) -> Fie
     )
 
 
-def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:
+def _chat_violations(
+    chat: inference_pb2.ChatPrompt, facts: ModelFacts, read: LongFields | None
+) -> Violations:
     if not facts.has_chat_template:
         yield FieldViolation(
             "prompt.chat", "this model has no chat template; give prompt.text instead"
@@ -218,9 +244,9 @@ def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Viola
             f"{len(chat.messages)} messages; give at least 1 and at most {MAX_MESSAGES}",
         )
         return
-    num_chars = sum(
-        len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
-        for message in chat.messages
+    contents = read.contents if read else [message.content for message in chat.messages]
+    num_chars = sum(map(len, contents)) + sum(
+        len(call.arguments) for message in chat.messages for call in message.tool_calls
     )
     # Apart: templates leave most of it out.
     num_thought_chars = sum(len(message.reasoning_content) for message in chat.messages)
@@ -239,7 +265,10 @@ def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Viola
     yield from tool_violations(chat, facts)
 
 
-def _resume_violations(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> Violations:
+def _resume_violations(
+    request: inference_pb2.GenerateRequest, facts: ModelFacts, read: Sequence[ReadIds] | None
+) -> Violations:
+    """read: the ids of each entry, if they have been looked at."""
     entries, params = request.resume_from, request.sampling
     n = given(params, "n", 1)
     if params.HasField("beam_search") or given(params, "best_of", n) != n:
@@ -270,7 +299,11 @@ def _resume_violations(request: inference_pb2.GenerateRequest, facts: ModelFacts
                 f"{len(entry.token_ids)} ids: the model takes {facts.max_model_len}",
             )
         else:
-            yield from id_violations(f"{field}.token_ids", entry.token_ids, facts.vocab_size)
+            of_entry = read[index] if read else None
+            yield from _id_violations(f"{field}.token_ids", entry.token_ids, facts, of_entry)
+    most, num_ids = MAX_OTHER_IDS + facts.max_model_len, sum(len(e.token_ids) for e in entries)
+    if num_ids > most:
+        yield FieldViolation("resume_from", f"{num_ids} token ids in all; give at most {most}")
 
 
 def _finished_violations(

@@ -82,12 +82,18 @@ def limit_violations(field: str, value: Any, limits: Limits, vocab_size: int) ->
 
 
 def id_violations(
-    field: str, token_ids: Sequence[int], vocab_size: int, *, is_map: bool = False
+    field: str,
+    token_ids: Sequence[int],
+    vocab_size: int,
+    *,
+    is_map: bool = False,
+    first: int = 0,
 ) -> Violations:
-    """Token ids outside the vocabulary. is_map: they are the keys of a map."""
+    """Token ids outside the vocabulary. is_map: they are the keys of a map. first: the index of the
+    first of them in their field."""
     if not token_ids or max(token_ids) < vocab_size:
         return
-    wrong = ((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
+    wrong = ((i, t) for i, t in enumerate(token_ids, first) if t >= vocab_size)
     for index, token_id in islice(wrong, MAX_SHOWN):
         yield FieldViolation(
             f"{field}[{token_id if is_map else index}]",

@@ -367,6 +367,20 @@ async def resumed_outputs_of(
     return outputs
 
 
+def starting_specs_of(request: ValidatedRequest) -> Sequence[SequenceSpec]:
+    """What is placed first: all choices as one, or each by itself behind what an earlier stream
+    sent."""
+    spec, so_far = request.spec, request.resume_from
+    if not any(each.token_ids for each in so_far.values()):
+        return (spec,)
+    token_ids = {index: each.token_ids for index, each in so_far.items()}
+    return [
+        spec.choice_alone(index, token_ids.get(index, ()))
+        for index in range(spec.num_choices)
+        if index not in so_far or not so_far[index].has_ended
+    ]
+
+
 def _with_logprobs(spec: SequenceSpec) -> SequenceSpec:
     """The same, with the log probabilities by which the best of the choices are found."""
     num_logprobs = max(0, spec.sampling.logprobs)

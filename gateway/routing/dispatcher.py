@@ -15,15 +15,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest, NoWorkers, Overloaded
 from baton.types import DEFAULT_MAX_PREFIXES, Rank, SequenceSpec, Tier
+from gateway.long_work import LONG_PIECE, Pacer, in_pieces
 from gateway.routing.admission import AdmissionQueue, WaitEstimate, queue_full, too_late
 from gateway.routing.fleet import Fleet, Worker
-from gateway.routing.history import Digest, PrefixAffinity, prefix_digests
+from gateway.routing.history import Digest, PrefixAffinity, PrefixHasher, prefix_digests
 from gateway.routing.placement import Placement, plan
 from gateway.routing.router import Need, Plan, Verdict, choose
 
@@ -41,6 +42,9 @@ _MAX_BLOCKED, _OVERTAKEN_PER_PLACE = 16, 4
 
 #: How much longer than estimated one is taken to wait: few of those that are let in are late.
 _WAIT_MARGIN = 1.25
+
+#: Long sequences whose tokens are not looked at again.
+_MAX_HASHERS = 256
 
 #: Requests whose placing is remembered, to learn how long they take.
 _MAX_STARTS = 4096
@@ -117,6 +121,8 @@ class Dispatcher:
         self._estimate = WaitEstimate()
         self._starts_s: OrderedDict[str, float] = OrderedDict()
         """When requests were placed, by their ids."""
+        self._hashers: OrderedDict[tuple[str, int], PrefixHasher] = OrderedDict()
+        """Of long sequences, by their requests and first choices."""
         self._stranded_s: dict[Rank, float] = {}
         """Since when each that no ready worker could serve waits."""
         self._last_ready_s = -inf
@@ -156,7 +162,7 @@ class Dispatcher:
         clock. on_place may get Overloaded, NoWorkers, or InvalidRequest if no worker could ever
         hold it.
         """
-        digests = prefix_digests(spec.token_ids, spec.prefix_key, self._key)
+        digests = self._digests_of(spec)
         waiting = Waiting(spec, need, digests, on_place, account, is_return, deadline_s)
         now_s = asyncio.get_running_loop().time()
         try:
@@ -176,6 +182,34 @@ class Dispatcher:
         self._estimate.set_waiting(True, now_s)
         self._wake.set()
         return waiting
+
+    async def prepare(self, specs: Sequence[SequenceSpec]) -> None:
+        """Have a request's sequences, which share its prompt, placed without a long look at many
+        tokens: that is taken now, in pieces, with others' turns between them."""
+        if all(spec.num_tokens < LONG_PIECE for spec in specs):
+            return
+        of_prompt = PrefixHasher(specs[0].prefix_key, self._key)
+        async for piece in in_pieces(specs[0].prompt_token_ids):
+            of_prompt.add(piece)
+        pacer = Pacer()
+        for spec in specs:
+            self._hashers[spec.request_id, spec.choice] = hasher = of_prompt.copy()
+            async for piece in in_pieces(spec.output_token_ids):
+                hasher.add(piece)
+            await pacer.did(len(spec.output_token_ids))
+        while len(self._hashers) > _MAX_HASHERS:
+            self._hashers.popitem(last=False)
+
+    def _digests_of(self, spec: SequenceSpec) -> tuple[Digest, ...]:
+        """Of all tokens so far. What was looked at before is not looked at again: of a sequence,
+        tokens only become more."""
+        hasher = self._hashers.get((spec.request_id, spec.choice))
+        if hasher is None:
+            return prefix_digests(spec.token_ids, spec.prefix_key, self._key)
+        num_of_output = max(0, hasher.num_tokens - len(spec.prompt_token_ids))
+        hasher.add(spec.prompt_token_ids[hasher.num_tokens :])
+        hasher.add(spec.output_token_ids[num_of_output:])
+        return tuple(digest for digest in hasher.digests if digest.num_tokens <= spec.num_tokens)
 
     def _check_wait(self, waiting: Waiting, now_s: float) -> None:
         """Raises Overloaded if the queue is full, or would be served too late for it."""
@@ -210,7 +244,7 @@ class Dispatcher:
         It does not queue: what runs already makes no other wait longer by running elsewhere.
         """
         need = Need.of(spec)
-        digests = prefix_digests(spec.token_ids, spec.prefix_key, self._key)
+        digests = self._digests_of(spec)
         matched = self._affinity.matched_tokens(digests)
         views = [w.decode_view(matched) for w in among if w.is_ready]
         self._num_tries += 1
@@ -226,9 +260,7 @@ class Dispatcher:
         if start_s is not None:
             hold_s = asyncio.get_running_loop().time() - start_s
             self._estimate.on_ended(hold_s, len(spec.output_token_ids))
-        self._affinity.record(
-            prefix_digests(spec.token_ids, spec.prefix_key, self._key), worker.address
-        )
+        self._affinity.record(self._digests_of(spec), worker.address)
 
     async def run(self) -> None:
         """Place what waits, for ever."""

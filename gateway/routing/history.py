@@ -18,6 +18,7 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass
 
 #: Tokens of the first chunks. Coarser than a block: this guides a choice and proves nothing.
@@ -49,15 +50,41 @@ def prefix_digests(
     share digests."""
     if len(token_ids) < chunk_tokens:
         return ()
-    hasher = hashlib.blake2b(tenant.ljust(16, b"\0"), key=key, digest_size=16)
-    data = memoryview(array("I", token_ids)).cast("B")
-    digests = []
-    begin, end = 0, chunk_tokens
-    while end <= len(token_ids):
-        hasher.update(data[4 * begin : 4 * end])
-        digests.append(Digest(hasher.copy().digest(), end))
-        begin, end = end, end + max(1, end // chunk_tokens // _GROWTH) * chunk_tokens
-    return tuple(digests)
+    hasher = PrefixHasher(tenant, key, chunk_tokens)
+    hasher.add(token_ids)
+    return tuple(hasher.digests)
+
+
+class PrefixHasher:
+    """Takes the same digests, of tokens that come one after the other."""
+
+    def __init__(self, tenant: bytes, key: bytes, chunk_tokens: int = CHUNK_TOKENS) -> None:
+        self.digests: list[Digest] = []
+        self.num_tokens = 0
+        self._hasher = hashlib.blake2b(tenant.ljust(16, b"\0"), key=key, digest_size=16)
+        self._chunk_tokens = chunk_tokens
+        self._end = chunk_tokens
+        """Of the chunk that is not whole yet."""
+
+    def copy(self) -> PrefixHasher:
+        """One that goes on by itself."""
+        made = copy(self)
+        made.digests, made._hasher = [*self.digests], self._hasher.copy()
+        return made
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Those that follow."""
+        data = memoryview(array("I", token_ids)).cast("B")
+        at = 0
+        while at < len(token_ids):
+            until = min(at + self._end - self.num_tokens, len(token_ids))
+            self._hasher.update(data[4 * at : 4 * until])
+            self.num_tokens += until - at
+            at = until
+            if self.num_tokens == self._end:
+                self.digests.append(Digest(self._hasher.copy().digest(), self._end))
+                num_chunks = max(1, self._end // self._chunk_tokens // _GROWTH)
+                self._end += num_chunks * self._chunk_tokens
 
 
 class PrefixAffinity:

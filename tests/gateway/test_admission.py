@@ -327,6 +327,7 @@ def test_the_advice_of_a_full_queue_is_when_it_is_empty() -> None:
     run_virtual(main(), max_time_s=3600)
 
 
+@pytest.mark.slow
 def test_who_would_be_served_too_late_is_refused_at_once() -> None:
     async def main() -> None:
         async with gateway_world(num_prefills=0, max_num_seqs=1) as world:

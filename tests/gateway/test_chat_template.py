@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.intake.chat_renderer import make_answer
 
@@ -71,6 +70,8 @@ def rendered(template: str) -> Any:
 
 
 def as_transformers_does(template: str) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     (text,), _ = render_jinja_template(
         conversations=[MESSAGES], chat_template=template, add_generation_prompt=True, **SPECIAL
     )

@@ -4,6 +4,7 @@ meanwhile."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from baton.errors import BatonError, NoWorkers
 from baton.types import Tier
 from gateway.routing.dispatcher import NO_WORKER_GRACE_S
+from gateway.routing.history import PrefixHasher, prefix_digests
 from gateway.routing.placement import Outcome, Placement
 from tests.support.fake_workers import expected_output
 from tests.support.gateway_world import Client, World, gateway_world, make_spec
@@ -169,6 +171,37 @@ def test_memory_is_reserved_only_when_the_prefill_is_about_to_start() -> None:
             used = 10_000 - world.decodes[0].num_free_blocks
             assert 0 < used <= 4 * 11, "four prompts at most: the prefill worker's credit"
             await asyncio.gather(*requests)
+
+    run_virtual(main())
+
+
+def test_tokens_that_were_prepared_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    add = PrefixHasher.add
+
+    def watched(hasher: PrefixHasher, token_ids: Sequence[int]) -> None:
+        looked_at.append(len(token_ids))
+        add(hasher, token_ids)
+
+    monkeypatch.setattr("gateway.routing.dispatcher.LONG_PIECE", 100)
+    monkeypatch.setattr(PrefixHasher, "add", watched)
+
+    async def main() -> None:
+        async with gateway_world() as world:
+            dispatcher, worker = world.dispatcher, world.fleet.workers["d0:1"]
+            short, long = make_spec("s", range(99)), make_spec("l", range(70))
+            choices = [long.choice_alone(index, (index,) * 60) for index in range(2)]
+            await dispatcher.prepare([short])
+            await dispatcher.prepare(choices)
+            assert sum(looked_at) == 70 + 2 * 60
+            looked_at.clear()
+            for choice in choices:
+                ended = long.choice_alone(choice.choice, (choice.choice,) * 70)
+                dispatcher.record(worker, ended)
+                digests = prefix_digests(ended.token_ids, ended.prefix_key, dispatcher._key)
+                matched = dispatcher._affinity.matched_tokens(digests)
+                assert matched == {worker.address: 128}
+            assert [size for size in looked_at if size < 140] == [0, 10] * 2
 
     run_virtual(main())
 

@@ -47,6 +47,7 @@ PIECE = 65_536
 MODULES = (
     "gateway.http.app",
     "gateway.http.json_body",
+    "gateway.intake.long_fields",
     "gateway.links.grpc_link",
     "gateway.long_work",
     "gateway.serving",
@@ -156,12 +157,12 @@ async def test_streams_go_on_while_a_megabyte_is_tokenized(
     assert len((await long).token_ids) == MEGABYTE
 
 
-async def test_ten_megabytes_are_refused_and_nobody_reads_them(
+async def test_eight_megabytes_are_refused_and_nobody_reads_them(
     stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Asked(monkeypatch)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Tokenize(tokenize_request(10 * MEGABYTE))
+        await stub.Tokenize(tokenize_request(8 * MEGABYTE))
     refusal = from_rpc_error(caught.value)
     assert isinstance(refusal, InvalidRequest)
     assert [violation.field for violation in refusal.violations] == ["prompt.text"]
@@ -205,16 +206,18 @@ async def test_a_long_text_gives_way_between_its_pieces(
     request.sampling.max_tokens = 1
     async for _ in stub.Generate(request):
         pass
-    # Its text before it is written for the helper; its tokens in two pieces, before they are looked
-    # at, before they are placed, and in two pieces as they are written to a worker.
-    of_tokens = [*[100_000] * 3, PIECE, 100_000]
-    assert sizes == [100_000, PIECE, *of_tokens]
+    # Its text when it was read, and before it is written for the helper; its tokens in two pieces,
+    # before they are looked at, and before they are placed, in two pieces for their digests, and in
+    # two as they are written to a worker.
+    of_text = [100_000, 100_000]
+    of_tokens = [*[100_000] * 2, PIECE, 100_000, PIECE, 100_000]
+    assert sizes == [*of_text, PIECE, *of_tokens]
     sizes.clear()
     body = json.dumps({"prompt": "x" * 100_000, "max_tokens": 1}).encode()
     connection = Connection(report.http_address)
     assert (await connection.post("/v1/completions", body)).status == 200
     # Its body, too, before and after it is parsed.
-    assert sizes == [len(body), len(body), 100_000, PIECE, *of_tokens]
+    assert sizes == [len(body), len(body), *of_text, PIECE, *of_tokens]
     sizes.clear()
     request.prompt.token_ids.ids.extend([1] * 100_000)
     async for _ in stub.Generate(request):

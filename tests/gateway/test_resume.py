@@ -104,6 +104,7 @@ def test_a_stop_string_among_what_came_ends_the_choice() -> None:
     in_world(test)
 
 
+@pytest.mark.slow
 def test_a_long_earlier_output_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     resume = Output.resume

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.history import PrefixAffinity, prefix_digests
+from gateway.routing.history import PrefixAffinity, PrefixHasher, prefix_digests
 from gateway.routing.router import (
     DecodeView,
     Need,
@@ -246,6 +246,27 @@ def test_digests_agree_exactly_on_the_common_prefix(a: list[int], b: list[int]) 
         common += 1
     num_equal = sum(x == y for x, y in zip(da, db, strict=False))
     assert num_equal == min(common // 4, len(a) // 4, len(b) // 4)
+
+
+@given(
+    pieces=st.lists(TOKEN_LISTS, max_size=6),
+    at=st.integers(0, 6),
+    more=TOKEN_LISTS,
+    many=TOKEN_LISTS,
+)
+def test_digests_of_pieces_are_those_of_the_whole(
+    pieces: list[list[int]], at: int, more: list[int], many: list[int]
+) -> None:
+    hasher = PrefixHasher(b"t", b"key", 4)
+    pieces.insert(at, many * 20)
+    for piece in pieces:
+        hasher.add(piece)
+    tokens = [token for piece in pieces for token in piece]
+    other = hasher.copy()
+    other.add(more)
+    for made, whole in ((hasher, tokens), (other, tokens + more)):
+        assert tuple(made.digests) == prefix_digests(whole, b"t", b"key", chunk_tokens=4)
+        assert made.num_tokens == len(whole)
 
 
 def test_tenants_and_processes_share_no_digests() -> None:

@@ -124,6 +124,7 @@ async def test_a_request_streams_from_both_tiers(model_path: Path) -> None:
         assert last.request_id.startswith("mine.1-")
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("bad_id", ["", "two words", "x" * 129])
 async def test_a_request_id_that_is_none_is_replaced(model_path: Path, bad_id: str) -> None:
     async with cluster(model_path) as (channel, _, _):

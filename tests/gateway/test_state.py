@@ -444,6 +444,7 @@ def live_through(rig: Rig, num_steps: int) -> None:
     rig.perform(rig.state.on_close())
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     "block",
     [*range(5), *(pytest.param(block, marks=pytest.mark.slow) for block in range(5, 20))],

@@ -210,6 +210,7 @@ def parse(
     return content, calls
 
 
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize(("write", "form"), WRITERS, ids=lambda it: getattr(it, "__name__", ""))
 @settings(max_examples=40)
 @given(calls=CALLS, cuts=CUTS)
@@ -235,6 +236,7 @@ def schemas_of(calls: Calls) -> Schemas:
     }
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("write", "form"),
     [

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequest
+from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import OPTIONS
 from baton.types import BeamParams, EarlyStopping
 from baton.v1 import inference_pb2, sampling_pb2
+from gateway.intake.long_fields import LongFields, ReadIds, read_ids, read_prompt, read_several
 from gateway.intake.request import ValidatedRequest
 from gateway.intake.validator import (
     Ids,
@@ -25,6 +26,7 @@ from gateway.intake.validator import (
     resolve,
 )
 from gateway.intake.violations import ModelFacts
+from tests.support.virtual_loop import run_virtual
 
 FACTS = ModelFacts(
     "m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=200, max_token_chars=8
@@ -340,6 +342,46 @@ def test_hostile_bytes_are_a_request_or_a_refusal(data: bytes) -> None:
         return
     assert math.isfinite(spec.sampling.temperature)
     assert 1 <= spec.num_choices <= 128
+
+
+@pytest.mark.parametrize("num_wrong", [0, 1, 20])
+def test_ids_that_were_read_in_pieces_are_refused_alike(num_wrong: int) -> None:
+    facts = replace(FACTS, max_model_len=300_000, max_kv_tokens=300_000)
+    ids = [5] * 200_000 + [FACTS.vocab_size + 1] * num_wrong
+    asked = request(ids_prompt(*ids), seed=1)
+    asked.resume_from.add(choice=0, token_ids=ids)
+
+    async def long_fields() -> LongFields:
+        prompt = await read_prompt(asked.prompt, 300_000, facts.vocab_size)
+        fields = [("resume_from[0].token_ids", asked.resume_from[0].token_ids)]
+        return replace(prompt, so_far=await read_several(fields, 300_000, facts.vocab_size))
+
+    def found(read: LongFields | None) -> Sequence[FieldViolation]:
+        try:
+            check_request(asked, facts, read)
+        except InvalidRequest as error:
+            return error.violations
+        return ()
+
+    read = run_virtual(long_fields())
+    assert found(read) == found(None)
+    assert (len(found(read)) > 0) == (num_wrong > 0)
+    assert read.prompt.token_ids == tuple(ids)
+    assert run_virtual(read_ids("f", ids, 100, facts.vocab_size)) == ReadIds()
+
+
+def test_answers_so_far_have_no_more_ids_than_others_wait_for() -> None:
+    facts = replace(FACTS, max_model_len=10_000, max_kv_tokens=10_000)
+    asked = request(n=40, seed=1)
+    for choice in range(40):
+        asked.resume_from.add(choice=choice, token_ids=[1] * 7_000)
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(asked, facts)
+    (violation,) = caught.value.violations
+    assert violation.field == "resume_from"
+    assert violation.description == "280000 token ids in all; give at most 272144"
+    del asked.resume_from[30:]
+    check_request(asked, facts)
 
 
 def test_tokenize_and_detokenize_are_checked_by_the_same_rules() -> None:

@@ -199,6 +199,7 @@ async def test_too_much_metadata_is_the_callers_fault(stub: Stub) -> None:
     assert error.violations[0].field == "metadata"
 
 
+@pytest.mark.slow
 async def test_too_large_a_message_is_the_callers_fault(stub: Stub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[2**31] * 4_000_000))

@@ -73,6 +73,7 @@ async def ask(prefill: str, decode: str, own: TlsFiles, tls: TlsFiles) -> Comple
         return await client.generate(PROMPT, PARAMS)
 
 
+@pytest.mark.slow
 async def test_a_user_reaches_the_gateway_and_nothing_behind_it(
     fleet: TlsFiles, user: TlsFiles
 ) -> None:

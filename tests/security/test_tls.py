@@ -46,6 +46,7 @@ async def system(own: TlsFiles, **gateway_options: Any) -> AsyncIterator[tuple[s
         yield front, prefill, decode
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 async def test_tiers_hand_over_in_it(own: TlsFiles, transport: str) -> None:
     options = {**as_options(own), "kv_transport": transport}
@@ -124,6 +125,7 @@ async def test_a_whole_system_over_mutual_tls_and_who_is_kept_out(
         assert await ask(front, own) == ANSWER
 
 
+@pytest.mark.slow
 async def test_clients_of_the_gateway_need_no_certificate_where_it_is_told_so(
     own: TlsFiles, authority: Authority
 ) -> None:
@@ -167,6 +169,7 @@ async def test_tls_for_clients_alone(own: TlsFiles, authority: Authority) -> Non
         assert await ask(front, authority.anonymous()) == ANSWER
 
 
+@pytest.mark.slow
 async def test_the_client_for_threads_speaks_it_too(own: TlsFiles) -> None:
     def ask_in_thread(address: str) -> tuple[int, ...]:
         with Client(address, tls=own) as client:
