@@ -2,6 +2,7 @@
 doubles or changes a token.
 
     python -m bench.chaos [--num-streams 500] [--seed N] [--only TEXT] [--json FILE]
+        [--window N] [--states]
 
 Starts prefill and decode workers on oracle engines, whose right output is known, and a gateway,
 with a proxy on every link between them and to the clients. Streams come without end,
@@ -9,7 +10,8 @@ with a proxy on every link between them and to the clients. Streams come without
 while, and some give up. One fault after the other is injected, and the next one not before all
 that lived through the last one have ended, until enough have lived through one: they ran at some
 time between the fault and the moment when all workers were ready again. At the end, no block may be
-held 10 s after the last stream.
+held 10 s after the last stream. --window and --states: the workers' --oracle-window and
+--oracle-has-states.
 
 Shown per fault: streams that lived through it; of them resumed, ended by an error, and wrong (a
 token lost, doubled or not the oracle's, something after the end, or a wrong charge); and of the
@@ -27,6 +29,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ from baton.check.fault_load import (
 from baton.check.process_faults import Fault
 from baton.client import AsyncClient
 from baton.config import ServeOptions
+from baton.engine.oracle import OracleLayers
 from bench.chaos_faults import FAULTS, LinkedTarget
 from bench.fault_proxy import ProxiedCluster
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
@@ -64,6 +68,7 @@ async def chaos(
     concurrency: int,
     seed: int,
     console: Console,
+    layers: OracleLayers,
 ) -> tuple[list[FaultResult], int]:
     """Results by fault, and blocks leaked, once `num_streams` streams lived through a fault."""
     options = ServeOptions(
@@ -71,6 +76,8 @@ async def chaos(
         engine="oracle",
         generation_config="none",
         oracle_step_ms=STEP_MS,
+        oracle_window=layers.window,
+        oracle_has_states=layers.has_states,
         max_num_batched_tokens=CHUNK_TOKENS,
         num_prefill_workers=2,
         num_decode_workers=2,
@@ -88,7 +95,8 @@ async def chaos(
         AsyncClient(cluster.front, max_retries=0) as client,
         AsyncClient(cluster.address, max_retries=0) as observer,
     ):
-        load = Load(client, _draw, random.Random(seed), concurrency, records.append)
+        draw = partial(_draw, layers=layers)
+        load = Load(client, draw, random.Random(seed), concurrency, records.append)
 
         def on_fault(fault: Fault[LinkedTarget]) -> None:
             console.print(f"{fault.name}: {load.num_faulted} streams faulted so far")
@@ -106,8 +114,8 @@ async def chaos(
     return results_by_fault(faults, num_rounds, records), num_leaked
 
 
-def _draw(rng: random.Random) -> OracleRequest:
-    return draw_request(rng, MAX_PROMPT_TOKENS, NUM_TOKENS)
+def _draw(rng: random.Random, layers: OracleLayers) -> OracleRequest:
+    return draw_request(rng, MAX_PROMPT_TOKENS, NUM_TOKENS, layers)
 
 
 def compare_with_oracle(records: Sequence[StreamRecord[OracleRequest]]) -> None:
@@ -139,6 +147,8 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="faults that have this in their names")
+    parser.add_argument("--window", type=int, default=0)
+    parser.add_argument("--states", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = now()
@@ -146,8 +156,9 @@ def main() -> int:
     faults = [fault for fault in FAULTS if arguments.only in fault.name]
     if not faults:
         parser.error(f"--only={arguments.only}: no fault has this in its name")
+    layers = OracleLayers(arguments.window, has_states=arguments.states)
     results, num_leaked = asyncio.run(
-        chaos(faults, arguments.num_streams, arguments.concurrency, arguments.seed, console)
+        chaos(faults, arguments.num_streams, arguments.concurrency, arguments.seed, console, layers)
     )
     num_wrong = sum(result.num_wrong for result in results)
     console.print(f"wrong streams: {num_wrong}; blocks leaked: {num_leaked}")

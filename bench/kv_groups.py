@@ -19,11 +19,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from baton.cache.window_slots import WindowSlots
-from baton.engine.grouped_kv_pool import GroupedKvPool
-from baton.engine.torch_kv_pool import TorchKvPool
+from baton.engine.torch_kv_pool import GroupedTensorPool, TorchKvPool, host_pool
 from baton.types import KvLayout, KvRange
 from bench.machine import document_of, now, publish
 from bench.suite.markdown import about, replaced, table
@@ -53,15 +50,14 @@ class Side:
     """A pool, and the blocks of one sequence in it."""
 
     def __init__(self, is_grouped: bool) -> None:
-        cpu = torch.device("cpu")
-        self.pool: TorchKvPool | GroupedKvPool
+        self.pool: TorchKvPool | GroupedTensorPool
         if is_grouped:
-            self.pool = grouped = GroupedKvPool(LAYOUT, _NUM_BLOCKS, _NUM_BLOCKS, cpu)
+            self.pool = grouped = GroupedTensorPool(LAYOUT, _NUM_BLOCKS, _NUM_BLOCKS, host_pool)
             slots = WindowSlots(_NUM_BLOCKS, grouped.slots.of_block)
             for block_id in random.Random(2).sample(range(_NUM_BLOCKS), _NUM_BLOCKS):
                 slots.take(block_id)
         else:
-            self.pool = TorchKvPool(LAYOUT, _NUM_BLOCKS, cpu)
+            self.pool = host_pool(LAYOUT, _NUM_BLOCKS)
         num_blocks = LAYOUT.num_blocks_for(_NUM_TOKENS)
         self.block_ids = tuple(random.Random(1).sample(range(_NUM_BLOCKS), num_blocks))
         self.codec = ChunkCodec(self.pool, wire_format(LAYOUT.dtype, LAYOUT))

@@ -13,10 +13,9 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
-
-import transformers
 
 from baton.model.config import FAMILIES
 from bench.suite.markdown import replaced
@@ -114,7 +113,7 @@ def main() -> int:
             status |= subprocess.run(command, cwd=ROOT, check=False).returncode
             results = results_of(report.read_text())
         results = {name: found for name, found in results.items() if FIRST in found}
-        head = f"{len(results)} {table.title}s, transformers {transformers.__version__}, float32:"
+        head = f"{len(results)} {table.title}s, transformers {version('transformers')}, float32:"
         body = f"{head}\n\n{table_of(table, results)}"
         PAGE.write_text(replaced(PAGE.read_text(), table.name, body))
     return status

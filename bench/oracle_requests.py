@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from baton.client import SamplingParams
-from baton.engine.oracle import oracle_tokens
+from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 from baton.types import Sampling
 
 #: Vocabulary of the oracle engine.
@@ -15,13 +15,15 @@ VOCAB_SIZE = 1000
 
 @dataclass(frozen=True, slots=True)
 class OracleRequest:
-    """What is asked for: so many tokens of each choice, whatever they are."""
+    """What is asked for: so many tokens of each choice, whatever they are. layers: of the workers'
+    engines."""
 
     prompt: tuple[int, ...]
     temperature: float
     seed: int
     num_tokens: int
     num_choices: int = 1
+    layers: OracleLayers = FULL_LAYERS
 
     @property
     def params(self) -> SamplingParams:
@@ -39,12 +41,17 @@ class OracleRequest:
             temperature=self.temperature, seed=self.seed, max_tokens=self.num_tokens
         )
         return [
-            oracle_tokens(self.prompt, sampling, VOCAB_SIZE, choice)
+            oracle_tokens(self.prompt, sampling, VOCAB_SIZE, choice, layers=self.layers)
             for choice in range(self.num_choices)
         ]
 
 
-def draw_request(rng: random.Random, max_prompt_tokens: int, num_tokens: int) -> OracleRequest:
+def draw_request(
+    rng: random.Random,
+    max_prompt_tokens: int,
+    num_tokens: int,
+    layers: OracleLayers = FULL_LAYERS,
+) -> OracleRequest:
     """Greedy or sampled, of one choice or, less often, two."""
     num_prompt_tokens = rng.randint(20, max_prompt_tokens)
     return OracleRequest(
@@ -53,4 +60,5 @@ def draw_request(rng: random.Random, max_prompt_tokens: int, num_tokens: int) ->
         seed=rng.getrandbits(63),
         num_tokens=num_tokens,
         num_choices=rng.choice([1, 1, 2]),
+        layers=layers,
     )

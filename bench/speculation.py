@@ -2,10 +2,10 @@
 turn.
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48]
-        [--eagle DIR] [--clock wall|cpu] [--json FILE]
+        [--eagle DIR] [--medusa DIR] [--tree WIDTHS] [--clock wall|cpu] [--json FILE]
 
-One decode core for each method (none, none again as a control, ngram, draft, and eagle if a head is
-given) in this process, each
+One decode core for each method (none, none again as a control, ngram, draft, and eagle and medusa
+if heads are given, also with a tree if its widths are) in this process, each
 with an engine of its own: the control's ratio is what the measurement errs by. They take turns at
 every step, so that whatever else the machine does falls on all of them alike; with --clock cpu and
 one thread, the seconds are those that the process computed, which hardly depend on others at all.
@@ -217,7 +217,8 @@ def figures(tally: Tally, plain: Tally) -> Figures:
 
 
 def lane_of(method: str, arguments: argparse.Namespace) -> Lane:
-    heads = {"draft": arguments.draft, "eagle": arguments.eagle}
+    heads = {"draft": arguments.draft, "eagle": arguments.eagle, "medusa": arguments.medusa}
+    method, _, tree = method.partition(" ")
     values = {
         "model": arguments.model,
         "dtype": arguments.dtype,
@@ -226,6 +227,7 @@ def lane_of(method: str, arguments: argparse.Namespace) -> Lane:
         "max_model_len": 1024,
         "speculative_method": "none" if method == "control" else method,
         "speculative_model": heads.get(method),
+        "speculative_tree": arguments.tree if tree else None,
     }
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
     return Lane(DecodeOptions.model_validate(values), clock)
@@ -236,6 +238,8 @@ def main() -> int:
     parser.add_argument("--model", default="models/baton-py-6m")
     parser.add_argument("--draft", default="models/baton-py-6m-draft")
     parser.add_argument("--eagle", help="an EAGLE head of the model; without one, none is measured")
+    parser.add_argument("--medusa", help="Medusa heads of the model; without, none are measured")
+    parser.add_argument("--tree", help="--speculative-tree of these heads, measured beside chains")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seconds", type=float, default=45.0, help="of each workload")
     parser.add_argument("--batch", type=int, default=48)
@@ -245,7 +249,10 @@ def main() -> int:
     arguments = parser.parse_args()
     started = now()
     texts = prompts(Tokenizer.from_file(str(Path(arguments.model) / "tokenizer.json")))
-    methods = (*METHODS, "eagle") if arguments.eagle else METHODS
+    heads = {"eagle": arguments.eagle, "medusa": arguments.medusa}
+    given = [method for method, folder in heads.items() if folder]
+    trees = [f"{method} tree" for method in given if arguments.tree]
+    methods = (*METHODS, *given, *trees)
     lanes = {method: lane_of(method, arguments) for method in methods}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for num_at_once, max_tokens in ((1, 256), (arguments.batch, 128)):
@@ -271,7 +278,7 @@ def main() -> int:
 def _show(name: str, by_method: dict[str, dict[str, float]]) -> None:
     for method, found in by_method.items():
         print(
-            f"{name:18} {method:6} {found['tokens_per_s']:7.0f} tok/s  x{found['ratio']:.2f} "
+            f"{name:18} {method:11} {found['tokens_per_s']:7.0f} tok/s  x{found['ratio']:.2f} "
             f"({found['ratio_low']:.2f}-{found['ratio_high']:.2f})  "
             f"{found['drafted_per_token']:.2f} drafts a token, {found['acceptance']:.0%} right  "
             f"{found['share_equal']:.0%} of outputs equal",

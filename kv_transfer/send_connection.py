@@ -5,6 +5,8 @@ end per handoff.
                  (all handoffs end)
     handoff:     begun --KvBegin--> sending --KvCommit--> waiting --KvCommitted--> done
                    any state --abort, KvAbort, deadline, connection lost--> done with an error
+                   aborted before its KvBegin: KvBegin and KvAbort go as soon as the connection is
+                   open, for the receiver has reserved its blocks
 
     task         Begin    Send ...     Finish    Cancel, at any time
     frame        KvBegin  KvChunk ...  KvCommit  KvAbort
@@ -110,14 +112,15 @@ Task = Begin | LaterTask
 
 @dataclass(slots=True)
 class Handoff:
-    """One handoff's state. data: the ticket's bytes. checksum, num_bytes: of the chunks that are on
-    their way."""
+    """One handoff's state. data: the ticket's bytes. abort: what follows its KvBegin at once, as it
+    was aborted before that went. checksum, num_bytes: of the chunks that are on their way."""
 
     key: Hashable
     ticket: KvTicket
     data: bytes
     is_begun: bool = False
     is_done: bool = False
+    abort: kv_pb2.KvAbort | None = None
     checksum: int = 0
     num_bytes: int = 0
     commit_deadline: float | None = None
@@ -164,6 +167,7 @@ class SendConnection:
         self._handoffs: dict[Hashable, Handoff] = {}
         # Each with the handoff that it is about: a key may be used again once its handoff is done.
         self._tasks: deque[tuple[Handoff, FetchPrefix | Send | Finish]] = deque()
+        # Those whose KvBegin is still to be sent: all, as long as there is no session.
         self._unpresented: deque[Handoff] = deque()
         # What was begun of the tasks.
         self._sending: PendingChunks | None = None
@@ -173,10 +177,15 @@ class SendConnection:
         self._idle_since = config.clock()
 
     @property
+    def is_idle(self) -> bool:
+        """No handoff is under way, nor one whose end is still to be sent."""
+        return not self._handoffs and not self._unpresented
+
+    @property
     def is_over(self) -> bool:
         """Idle for so long that it should be closed."""
         idle_s = self._config.clock() - self._idle_since
-        return not self._handoffs and idle_s >= self._config.idle_timeout_s
+        return self.is_idle and idle_s >= self._config.idle_timeout_s
 
     def fileno(self) -> int:
         """What to wait on besides tasks; -1 if nothing."""
@@ -184,7 +193,7 @@ class SendConnection:
 
     def next_deadline(self) -> float:
         """When `pump` must be called at the latest."""
-        if not self._handoffs:
+        if self.is_idle:
             return self._idle_since + self._config.idle_timeout_s
         session = self._session
         if session is None:
@@ -217,7 +226,7 @@ class SendConnection:
         late.
 
         Whether there may be more to do at once."""
-        if not self._handoffs and self._session is None:
+        if self.is_idle and self._session is None:
             self._forget_tasks()
             return False
         try:
@@ -247,7 +256,7 @@ class SendConnection:
     # The connection.
 
     def _connect(self) -> SenderSession:
-        ticket = next(iter(self._handoffs.values())).ticket
+        ticket = self._unpresented[0].ticket
         self._session = session = SenderSession(self._config, self._peer, ticket.endpoints)
         self._renewed_at = self._config.clock()
         session.start()
@@ -296,7 +305,10 @@ class SendConnection:
     def _present(self, session: SenderSession) -> None:
         while session.terms and self._unpresented:
             handoff = self._unpresented.popleft()
-            if not handoff.is_done:
+            if handoff.abort:
+                session.connection.send(kv_pb2.KvBegin(ticket=handoff.data), more=True)
+                session.connection.send(handoff.abort)
+            elif not handoff.is_done:
                 # What is soon packed waits for it. A large handoff's KvBegin goes ahead: the
                 # receiver checks the ticket meanwhile.
                 task = None if self._sending else self._next_of(handoff)
@@ -439,7 +451,7 @@ class SendConnection:
                 session.connection.send(kv_pb2.KvRenew(ticket_ids=part))
 
     def _check_deadlines(self, session: SenderSession) -> None:
-        if not self._handoffs:
+        if self.is_idle:
             return
         now, peer, config = self._config.clock(), self._peer.worker_id, self._config
         if session.deadline is not None and now >= session.deadline:
@@ -459,18 +471,19 @@ class SendConnection:
         self._sending = None
 
     def _abort(self, handoff: Handoff, error: BatonError) -> None:
-        """End a handoff from this side, and say so to the receiver if it knows of it."""
+        """End a handoff from this side, and say so to the receiver."""
         self._done(handoff, error)
-        if self._session and handoff.is_begun:
+        abort = kv_pb2.KvAbort(
+            ticket_id=handoff.ticket.ticket_id,
+            epoch=handoff.ticket.epoch,
+            reason=error.reason,
+            message=clipped(error.message),
+        )
+        if not handoff.is_begun:
+            handoff.abort = abort
+        elif self._session:
             try:
-                self._session.connection.send(
-                    kv_pb2.KvAbort(
-                        ticket_id=handoff.ticket.ticket_id,
-                        epoch=handoff.ticket.epoch,
-                        reason=error.reason,
-                        message=clipped(error.message),
-                    )
-                )
+                self._session.connection.send(abort)
             except HandoffFailed as lost:
                 self._end_all(lost)
 

@@ -8,11 +8,15 @@ step that prefills has none, for it is as large as it may be.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from baton.cache.pool import BlockCopy
+from baton.engine.interface import SliceOutcome
+from baton.errors import BatonError
+from baton.types import Sample
 from worker_core.commands import SequenceKey
-from worker_core.sequence import Draft, WorkerSequence
-from worker_core.speculation.interface import DraftRequest, Speculation
+from worker_core.sequence import Branch, Draft, WorkerSequence
+from worker_core.speculation.interface import DraftRequest, Proposal, Speculation
 from worker_core.state import CoreState, SequenceGroup
 
 #: By sequence key.
@@ -56,13 +60,49 @@ class Drafting:
         planned = self._speculation.plan(requests, self._num_rows, num_spare)
         drafts: dict[SequenceKey, Draft] = {}
         copies: list[BlockCopy] = []
+        branching: list[tuple[WorkerSequence, Proposal]] = []
         for (sequence, _), wanted in zip(self._asked, planned, strict=True):
-            if not wanted:
+            if not wanted.token_ids:
                 continue
-            if found := self._make_room(sequence, sequence.draft(wanted)):
+            if found := self._make_room(sequence, sequence.draft(wanted.token_ids)):
                 drafts[sequence.key], copied = found
                 copies += copied
+                # What a branch copies must not be a copy that is still to be made.
+                if wanted.alternatives and not copied:
+                    branching.append((sequence, wanted))
+        num_spare -= sum(draft.num_rows for draft in drafts.values())
+        for sequence, wanted in branching:
+            chain = drafts[sequence.key]
+            draft, copied = self._branch_out(sequence, chain, wanted, num_spare)
+            drafts[sequence.key] = draft
+            num_spare -= draft.num_rows - chain.num_rows
+            copies += copied
         return drafts, tuple(copies)
+
+    def settle(
+        self, sequence: WorkerSequence, draft: Draft, outcomes: Sequence[SliceOutcome]
+    ) -> tuple[Sample, ...] | None:
+        """The tokens that a step with drafts gives a sequence, which from now on has the blocks
+        with their KV; of outcomes, one for each of its slices. None if some failed: the step is
+        made again without drafts."""
+        spare = [branch.lease for branch in draft.branches]
+        tokens: list[Sample] | None = None
+        chain, *others = outcomes
+        if any(isinstance(outcome, BatonError) for outcome in outcomes):
+            self._withheld.add(sequence.key)
+        elif not isinstance(chain, BatonError):
+            num_accepted = verify(draft.token_ids, [sample.token_id for sample in chain])
+            tokens = list(chain[: num_accepted + 1])
+            path = (*draft.token_ids[:num_accepted], tokens[-1].token_id)
+            for place, branch in enumerate(draft.branches):
+                behind = others[place]
+                if branch.token_ids == path and not isinstance(behind, BatonError):
+                    tokens += behind
+                    spare[place], sequence.lease = sequence.lease, branch.lease
+                    break
+        for lease in spare:
+            lease.release()
+        return None if tokens is None else tuple(tokens)
 
     def end(self, drafts: Drafts) -> None:
         """The step is over, and sequences have what they got of it."""
@@ -70,12 +110,8 @@ class Drafting:
             return
         for sequence, num_known in self._asked:
             self._speculation.record(sequence.key, sequence.token_ids[num_known:])
-        num_drafts = sum(len(draft.token_ids) for draft in drafts.values())
-        self._speculation.on_step_end(self._num_rows, num_drafts)
-
-    def withhold(self, sequence: WorkerSequence) -> None:
-        """A step of this sequence failed with drafts in it: make it again without."""
-        self._withheld.add(sequence.key)
+        num_more = sum(draft.num_rows for draft in drafts.values())
+        self._speculation.on_step_end(self._num_rows, num_more)
 
     def _request(self, sequence: WorkerSequence, speculation: Speculation) -> DraftRequest | None:
         """None where choices or beams fork at the next token, which is the first; and where no
@@ -118,6 +154,36 @@ class Drafting:
                 first = Draft(draft.token_ids[:num_drafts], draft.masks[: num_drafts + 1])
                 return first, copies
         return None
+
+    def _branch_out(
+        self, sequence: WorkerSequence, draft: Draft, wanted: Proposal, num_spare: int
+    ) -> tuple[Draft, tuple[BlockCopy, ...]]:
+        """The draft with as many alternatives, the first ones first, as there are blocks for, and
+        num_spare rows; and what must be copied for them. Each has a lease of its own, forked from
+        the sequence's."""
+        state, start, num_left = self._state, sequence.next_position, num_spare
+        branches: list[Branch] = []
+        copies: list[BlockCopy] = []
+        places = zip(range(len(draft.token_ids)), wanted.alternatives, strict=False)
+        paths = [(*draft.token_ids[:i], token) for i, tokens in places for token in tokens]
+        for path in paths:
+            found = sequence.draft(path)
+            if len(found.token_ids) < len(path):
+                continue
+            if 1 + len(path) > num_left:
+                break
+            lease, end = sequence.lease.fork(start), start + 1 + len(path)
+            num_left_blocks = state.pool.num_available - len(state.groups)
+            copied = None
+            if lease.num_blocks_to_write(start, end) <= num_left_blocks:
+                copied = lease.prepare_write(start, end)
+            if copied is None:
+                lease.release()
+                break
+            copies += copied
+            num_left -= 1 + len(path)
+            branches.append(Branch(path, found.masks[-1], lease))
+        return replace(draft, branches=tuple(branches)), tuple(copies)
 
 
 def verify(drafts: Sequence[int], draws: Sequence[int]) -> int:

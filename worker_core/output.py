@@ -10,7 +10,6 @@ from baton.errors import BatonError, Cancelled
 from baton.events import Prefilled, Tokens
 from baton.types import FinishReason, Sample, finish_reason
 from worker_core.beam_group import BeamGroup
-from worker_core.drafting import verify
 from worker_core.handoff import Handoffs
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState
@@ -28,20 +27,17 @@ class Output:
         sequence: WorkerSequence,
         num_new: int,
         outcome: SliceOutcome,
-        drafts: tuple[int, ...] = (),
+        num_drafts: int = 0,
     ) -> None:
-        """A step computed `num_new` more tokens of a sequence, and drew what its slice asked for,
-        also after each draft."""
+        """A step computed `num_new` more tokens of a sequence, and drew what its slice asked for;
+        or with drafts, what was right of them and the token after that."""
         if isinstance(outcome, BatonError):
             self._handoffs.cancel(sequence, outcome.reason, outcome.message)
             self._state.fail(sequence, outcome)
             return
         if sequence.has_begun:
             sequence.num_computed_tokens += num_new
-            if drafts:
-                num_accepted = verify(drafts, [sample.token_id for sample in outcome])
-                outcome = outcome[: num_accepted + 1]
-            self._produce(sequence, outcome, len(drafts))
+            self._produce(sequence, outcome, num_drafts)
             return
         self._advance_prefill(sequence, num_new, outcome)
 

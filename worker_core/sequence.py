@@ -66,12 +66,34 @@ class LocalPrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """Tokens that may follow a sequence's in place of its drafts: some of these, and then another
+    one. mask: SampleRow.allowed after the last. lease: of the blocks that their KV is written to,
+    and the sequence's before them; whoever has the draft releases it."""
+
+    token_ids: tuple[int, ...]
+    mask: bytes | None
+    lease: BlockLease
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """Tokens that may follow a sequence's, to be verified. masks: SampleRow.allowed after the last
-    token known, and after each of the drafts."""
+    token known, and after each of the drafts. branches: all different."""
 
     token_ids: tuple[int, ...]
     masks: tuple[bytes | None, ...]
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.token_ids) + len(self.branches)
+
+    @property
+    def num_rows(self) -> int:
+        """That a step has more for them: a branch computes the last token known, and what it shares
+        with others, again."""
+        return len(self.token_ids) + sum(1 + len(branch.token_ids) for branch in self.branches)
 
 
 NO_DRAFT = Draft((), (None,))
@@ -242,9 +264,10 @@ class WorkerSequence:
         masks = self.matcher.allowed_along(proposed)
         return Draft(proposed[: len(masks) - 1], masks)
 
-    def slices(self, num_new: int, draft: Draft | None) -> tuple[SequenceSlice]:
-        """One: the next `num_new` tokens, sampled from if they are the last ones known; then after
-        each draft, too.
+    def slices(self, num_new: int, draft: Draft | None) -> tuple[SequenceSlice, ...]:
+        """The next `num_new` tokens, sampled from if they are the last ones known; then after each
+        draft, too. Of a draft's branches one each, with the last token known, sampled from at the
+        end alone.
 
         What may come next has been found.
         """
@@ -282,7 +305,28 @@ class WorkerSequence:
             self.spec.adapter,
             self.key,
         )
-        return (part,)
+        return (part, *(self._branch_slice(branch) for branch in draft.branches))
+
+    def _branch_slice(self, branch: Branch) -> SequenceSlice:
+        num_drafts = len(branch.token_ids)
+        row = SampleRow(
+            offset=num_drafts,
+            sampling=self.spec.sampling,
+            token_ids=[*self.token_ids, *branch.token_ids],
+            num_prompt_tokens=self.num_prompt_tokens,
+            choice=self.spec.choice,
+            allowed=branch.mask,
+        )
+        return SequenceSlice(
+            (self.token_ids[-1], *branch.token_ids),
+            self.next_position,
+            branch.lease.block_ids,
+            (row,),
+            self.num_prompt_tokens,
+            None,
+            self.spec.adapter,
+            self.key,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

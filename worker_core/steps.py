@@ -174,7 +174,8 @@ class Steps:
             return False
         self._has_failed = False
         drafts, more_copies = self._drafting.start(grants)
-        self._copy(copies + more_copies)
+        self._copy(copies)
+        self._copy(more_copies)
         parts = [group.slices(num_new, drafts.get(group.key)) for group, num_new in grants]
         batch = Batch(tuple(part for own in parts for part in own))
         size = _size(grants, batch)
@@ -195,10 +196,10 @@ class Steps:
                 self._output.advance_beams(group, came)
                 continue
             draft = drafts.get(group.key)
-            if draft and isinstance(came[0], BatonError):
-                self._drafting.withhold(group)
-            else:
-                self._output.advance(group, num_new, came[0], draft.token_ids if draft else ())
+            if draft is None:
+                self._output.advance(group, num_new, came[0])
+            elif tokens := self._drafting.settle(group, draft, came):
+                self._output.advance(group, num_new, tokens, draft.num_drafts)
         self._drafting.end(drafts)
         return True
 

@@ -35,7 +35,8 @@ ADVANCED = frozenset(
     {
         *("client_stall_timeout_s", "worker_stall_timeout_s", "ticket_lease_s", "ticket_offer_s"),
         *("kv_num_lanes", "layer_group_size", "max_cudagraph_capture_size", "reuse_port"),
-        *("oracle_step_ms", "oracle_token_us", "prompt_lookup_min", "prompt_lookup_max"),
+        *("oracle_step_ms", "oracle_token_us", "oracle_window", "oracle_has_states"),
+        *("prompt_lookup_min", "prompt_lookup_max"),
         *("max_itl_factor", "max_local_prefill_tokens", "num_gpu_blocks_override"),
         *("prefill_block_size", "decode_block_size", "prefill_gpu_memory_utilization"),
     }

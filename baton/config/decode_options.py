@@ -15,21 +15,47 @@ from baton.types import Tier
 class SpeculationOptions(Options):
     """How decode workers guess tokens ahead, to confirm several in one step."""
 
-    speculative_method: Literal["auto", "none", "ngram", "draft", "eagle", "mtp"] = "auto"
+    speculative_method: Literal["auto", "none", "ngram", "draft", "eagle", "medusa", "mtp"] = "auto"
     """ngram drafts what followed the last tokens where they occurred before; draft asks
-    --speculative-model; eagle asks a head over MODEL's hidden states, which --speculative-model is;
-    mtp asks MODEL's own layer for multi-token prediction; none drafts nothing. auto: none on a GPU,
-    where steps with drafts are not replayed and not launched ahead; else ngram. The tokens of an
-    answer are the same with each."""
+    --speculative-model; eagle asks a head over MODEL's hidden states, and medusa several, which
+    --speculative-model is; mtp asks MODEL's own layer for multi-token prediction; none drafts
+    nothing. auto: none on a GPU, where steps with drafts are not replayed and not launched ahead;
+    else ngram. The tokens of an answer are the same with each."""
     speculative_model: NonEmpty | None = None
-    """Draft model, with MODEL's tokenizer, or EAGLE head: a local directory, or a Hugging Face Hub
-    id."""
+    """Draft model, with MODEL's tokenizer, EAGLE head or Medusa heads: a local directory, or a
+    Hugging Face Hub id."""
     num_speculative_tokens: Count = 8
     """Most tokens drafted for a sequence in one step; fewer where they are not worth their time."""
+    speculative_tree: NonEmpty | None = None
+    """Tokens that a head proposes for each place, as 3,2: three for the first draft, two for the
+    second, one for each after. All are verified in one step, and one of them may be right where the
+    likeliest is not; each takes as many rows of the step as it has tokens before it, and one."""
     prompt_lookup_min: Count = 2
     """Tokens in a row that must have occurred before, at least, for ngram to draft."""
     prompt_lookup_max: Count = 5
     """Tokens in a row from which ngram compares no further."""
+
+    @property
+    def tree_widths(self) -> tuple[int, ...]:
+        """What --speculative-tree says; empty for one token at each place."""
+        return tuple(map(int, self.speculative_tree.split(","))) if self.speculative_tree else ()
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> Self:
+        given = self.speculative_tree
+        if given is None:
+            return self
+        if not all(part.isdecimal() and int(part) > 0 for part in given.split(",")):
+            raise ValueError(
+                f"--speculative-tree={given}: give numbers from 1 on, one a place, with commas "
+                "between, as 3,2"
+            )
+        if self.speculative_method not in ("eagle", "medusa", "mtp"):
+            raise ValueError(
+                f"--speculative-tree={given}: goes with --speculative-method=eagle, medusa or mtp, "
+                "whose heads propose several tokens; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_speculation(self) -> Self:
@@ -38,10 +64,11 @@ class SpeculationOptions(Options):
                 f"--prompt-lookup-max={self.prompt_lookup_max}: is less than "
                 f"--prompt-lookup-min={self.prompt_lookup_min}; give at least as much"
             )
-        if (self.speculative_method in ("draft", "eagle")) != (self.speculative_model is not None):
+        has_model = self.speculative_method in ("draft", "eagle", "medusa")
+        if has_model != (self.speculative_model is not None):
             raise ValueError(
                 f"--speculative-model={self.speculative_model}: goes with "
-                "--speculative-method=draft or eagle; give both or neither"
+                "--speculative-method=draft, eagle or medusa; give both or neither"
             )
         return self
 

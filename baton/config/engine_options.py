@@ -29,6 +29,11 @@ class EngineOptions(ModelOptions):
     """Time a step of the oracle engine takes, in milliseconds."""
     oracle_token_us: Annotated[float, Field(ge=0)] = 0.0
     """Time each new token of a step adds to it, of the oracle engine, in microseconds."""
+    oracle_window: Annotated[int, Field(ge=0)] = 0
+    """Tokens that every other layer of the oracle engine attends to, which keeps their KV apart; 0
+    if all layers attend to all tokens."""
+    oracle_has_states: bool = False
+    """The oracle engine has layers with a state, too."""
     model_impl: ModelImpl = "auto"
     """Whose code runs the layers: baton has its own for some families; transformers has most
     decoders, and runs them with Baton's attention, KV blocks and linear layers; auto takes the

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from baton.distill.training import LossFn
+from baton.distill.training import LossFn, mixed_precision
 
 #: Steps that the head learns to go on by itself, and what a step counts by the one before it.
 NUM_UNROLLED = 3
@@ -274,7 +274,7 @@ def eagle_loss(
 
     def loss(inputs: Tensor, _: Tensor) -> Tensor:
         context = CONTEXTS[int(torch.randint(len(CONTEXTS), (), generator=generator))]
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             read, logits = states.read(inputs)
             with torch.no_grad():
                 wanted = logits.float().softmax(-1)[..., student.tokens]

@@ -21,9 +21,10 @@ class DistillOptions(Options):
     field "text"."""
     output: Path
     """Directory that receives the draft model."""
-    method: Literal["draft", "eagle"] = "draft"
+    method: Literal["draft", "eagle", "medusa"] = "draft"
     """draft: a small model by itself, for --speculative-method=draft; eagle: an EAGLE-3 head over
-    the target's hidden states, for --speculative-method=eagle."""
+    the target's hidden states, for --speculative-method=eagle; medusa: four Medusa heads, for
+    --speculative-method=medusa."""
     minutes: Annotated[float, Field(gt=0)] = 15.0
     """Wall time of the training."""
     num_layers: Count = 2

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.distill.eagle import (
     EagleStudent,
@@ -22,6 +23,7 @@ from baton.distill.eagle import (
     shape_for,
     write_eagle,
 )
+from baton.distill.medusa import MedusaStudent, medusa_figures, medusa_loss, write_medusa
 from baton.distill.options import DistillOptions
 from baton.distill.student import (
     distillation_loss,
@@ -31,7 +33,7 @@ from baton.distill.student import (
     student_config,
 )
 from baton.distill.text import read_documents, token_stream
-from baton.distill.training import Progress, Schedule, train
+from baton.distill.training import LossFn, Progress, Schedule, train
 from baton.errors import ConfigError, ModelError
 from baton.model.checkpoint import find_shards, resolve_checkpoint
 
@@ -69,36 +71,57 @@ def distill(
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     stream = token_stream(tokenizer, documents, ends[0] if ends else None)
     trained, held_out = _split(stream, options)
-    if options.method == "eagle":
-        return _distill_eagle(options, folder, target, trained, held_out, clock, on_step)
+    match options.method:
+        case "eagle":
+            method = _eagle(options, target, trained)
+        case "medusa":
+            method = _medusa(options, target, trained)
+        case "draft":
+            method = _draft(options, target, ends)
+    done = train(method.student, method.loss, trained, _schedule(options, clock), on_step)
+    round_weights(method.student)
+    figures = method.figures(held_out)
+    method.write(options.output)
+    _write_beside(options, folder, {**asdict(done), **figures})
+    return figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """What learns, and by what. figures: of windows [tokens] that were not trained on. write: the
+    checkpoint, into a folder."""
+
+    student: nn.Module
+    loss: LossFn
+    figures: Callable[[list[Tensor]], dict[str, float]]
+    write: Callable[[Path], object]
+
+
+def _draft(
+    options: DistillOptions, target: transformers.PreTrainedModel, ends: list[int]
+) -> _Method:
+    given = target.config
     student = new_student(
         student_config(
-            target.config.vocab_size,
-            target.config.max_position_embeddings,
-            options.hidden_size or _half(target.config.hidden_size),
+            given.vocab_size,
+            given.max_position_embeddings,
+            options.hidden_size or _half(given.hidden_size),
             options.num_layers,
             ends,
         ),
         options.seed,
     )
-    schedule = _schedule(options, clock)
-    done = train(student, distillation_loss(target, student), trained, schedule, on_step)
-    round_weights(student)
-    figures = draft_figures(target, student, held_out)
-    student.bfloat16().save_pretrained(options.output)
-    _write_beside(options, folder, {**asdict(done), **figures})
-    return figures
+    return _Method(
+        student,
+        distillation_loss(target, student),
+        partial(draft_figures, target, student),
+        lambda folder: student.bfloat16().save_pretrained(folder),
+    )
 
 
-def _distill_eagle(
-    options: DistillOptions,
-    folder: Path,
-    target: transformers.PreTrainedModel,
-    trained: Tensor,
-    held_out: list[Tensor],
-    clock: Callable[[], float],
-    on_step: Callable[[Progress, float], None],
-) -> dict[str, float]:
+def _eagle(
+    options: DistillOptions, target: transformers.PreTrainedModel, trained: Tensor
+) -> _Method:
     given = target.config
     if given.model_type != "llama":
         raise ConfigError.of(
@@ -109,13 +132,25 @@ def _distill_eagle(
     tokens = draft_vocabulary(trained, given.vocab_size)
     student = EagleStudent(shape, len(states.layers), tokens, options.seed)
     student.begin_as(target)
-    loss = eagle_loss(target, states, student, options.seed)
-    done = train(student, loss, trained, _schedule(options, clock), on_step)
-    round_weights(student)
-    figures = eagle_figures(target, states, student, held_out)
-    write_eagle(student, shape, states.layers, options.output)
-    _write_beside(options, folder, {**asdict(done), **figures})
-    return figures
+    return _Method(
+        student,
+        eagle_loss(target, states, student, options.seed),
+        partial(eagle_figures, target, states, student),
+        partial(write_eagle, student, shape, states.layers),
+    )
+
+
+def _medusa(
+    options: DistillOptions, target: transformers.PreTrainedModel, trained: Tensor
+) -> _Method:
+    vocab_size = target.config.vocab_size
+    student = MedusaStudent(target, draft_vocabulary(trained, vocab_size), options.seed)
+    return _Method(
+        student,
+        medusa_loss(target, student),
+        partial(medusa_figures, target, student),
+        partial(write_medusa, student, vocab_size),
+    )
 
 
 def _schedule(options: DistillOptions, clock: Callable[[], float]) -> Schedule:

@@ -1,47 +1,67 @@
-"""KV blocks of a model that has windowed and full layers, in two pieces of memory: a block has the
-KV of full layers, and a slot that of windowed ones, of a block in somebody's window."""
+"""KV blocks of a model that has windowed and full layers, in two pools: a block has the KV of full
+layers, and a slot that of windowed ones, of a block in somebody's window."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-import torch
 
-from baton.engine.interface import HostOrdered, SlotTable
+from baton.engine.interface import HostOrdered, KvPool, SlotTable
 from baton.engine.packed_pool import PackedPart, PackedPool
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvGroup, KvLayout, KvRange
 
 
-class GroupedKvPool(HostOrdered, PackedPool):
-    """See baton.engine.interface.KvPool. full: the KV of full layers, by block; windowed: that of
-    windowed layers, by slot; both number the layers that they have from 0 on.
+class LayersPool(KvPool, Protocol):
+    """Blocks of layers that lie side by side, in host memory."""
 
-    tensor, scales: see TorchKvPool, of full layers.
-    """
+    def pack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
+        """See PackedPool."""
+        ...
+
+    def unpack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
+        """See PackedPool."""
+        ...
+
+
+P = TypeVar("P", bound=LayersPool)
+
+
+class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
+    """See baton.engine.interface.KvPool. full: the KV of full layers, by block; windowed: that of
+    windowed layers, by slot; both number the layers that they have from 0 on."""
 
     slots: SlotTable
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, num_window_slots: int, device: torch.device
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_window_slots: int,
+        make_pool: Callable[[KvLayout, int], P],
     ) -> None:
-        """layout: of the whole model's KV. num_window_slots: at least 1."""
+        """layout: of the whole model's KV. num_window_slots: at least 1. make_pool: called for the
+        full layers, then for the windowed ones, with the layout of these and how many blocks there
+        are to be."""
         super().__init__(layout, num_blocks)
         table = SlotTable.of_blocks(num_blocks, num_window_slots)
         self.slots, self._slot_of = table, table.of_block
         # The same memory.
         self._slots = np.frombuffer(table.of_block, dtype=np.int64)
-        self.full = TorchKvPool(layout.of_group(KvGroup.FULL), num_blocks, device)
-        self.windowed = TorchKvPool(layout.of_group(KvGroup.WINDOWED), num_window_slots, device)
-        self.pools: Mapping[KvGroup, TorchKvPool] = MappingProxyType(
+        self.full = make_pool(layout.of_group(KvGroup.FULL), num_blocks)
+        self.windowed = make_pool(layout.of_group(KvGroup.WINDOWED), num_window_slots)
+        self.pools: Mapping[KvGroup, P] = MappingProxyType(
             {KvGroup.FULL: self.full, KvGroup.WINDOWED: self.windowed}
         )
         """See kv_transfer.codec.GroupedPool."""
-        self.tensor, self.scales = self.full.tensor, self.full.scales
 
     def window_table(self, block_table: Sequence[int], start: int, end: int) -> array[int]:
         """A block table as windowed layers have it, of a sequence whose tokens [start, end) are

@@ -11,18 +11,19 @@ not been asked for long begins anew as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from baton.engine.interface import Batch, SequenceSlice
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.torch_engine import OnStates, TorchEngine
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import pack_batch
 from baton.model.checkpoint import HeadFiles
 from baton.model.draft_head import (
+    IMPOSSIBLE,
     DraftHead,
     head_kv_config,
     head_layout,
@@ -42,10 +43,25 @@ MAX_IDLE_LAUNCHES = 24
 
 @dataclass(slots=True)
 class _Waiting:
-    """States [positions, width] of the positions from `first` on."""
+    """States [positions, width] of the positions from `first` on.
+
+    branches: of the sequence's further slices in the last launch, which have other drafts: the
+    first position that there are new tokens of, those, and the states of the last ones of them.
+    """
 
     first: int
     states: torch.Tensor
+    branches: list[tuple[int, Sequence[int], torch.Tensor]] = field(default_factory=list)
+
+    def settle(self, token_ids: Sequence[int]) -> None:
+        """Go on from the branch that has the sequence's tokens, if any has."""
+        for start, drafted, states in self.branches:
+            first = start + len(drafted) - len(states)
+            end = min(start + len(drafted), len(token_ids))
+            if first < end and list(token_ids[start:end]) == list(drafted[: end - start]):
+                kept = self.states[: first - self.first]
+                self.states = torch.cat((kept, states[: end - first]))
+        self.branches = []
 
 
 class HiddenStates:
@@ -80,19 +96,27 @@ class HiddenStates:
         if self._num_idle_launches > MAX_IDLE_LAUNCHES:
             self._stop()
             return
-        row = 0
+        row, seen = 0, set[Hashable]()
         for part in batch.slices:
             if part.key is not None and part.rows:
-                self._add(part, states[row : row + len(part.rows)])
+                own = states[row : row + len(part.rows)]
+                if part.key in seen:
+                    branch = part.start, part.token_ids, own
+                    self._waiting[part.key].branches.append(branch)
+                else:
+                    self._add(part, own)
+                seen.add(part.key)
             row += len(part.rows)
 
     def _add(self, part: SequenceSlice, states: torch.Tensor) -> None:
         # Several choices of one sequence are drawn after one position.
+        known = self._waiting.get(part.key)
         offset, num = part.rows[0].offset, len(part.rows)
+        if known is not None:
+            known.settle(part.rows[0].token_ids)
         if part.rows[-1].offset != offset + num - 1:
             offset, num, states = part.rows[-1].offset, 1, states[-1:]
         first = part.start + offset
-        known = self._waiting.get(part.key)
         if known is not None and known.first < first <= known.first + len(known.states):
             states = torch.cat((known.states[: first - known.first], states))
             first = known.first
@@ -100,20 +124,22 @@ class HiddenStates:
             first, states = first + excess, states[excess:].clone()
         self._waiting[part.key] = _Waiting(first, states)
 
-    def first(self, key: Hashable, num_tokens: int) -> int | None:
+    def first(self, key: Hashable, token_ids: Sequence[int]) -> int | None:
         """From which position on there are states up to that of the last but one of a sequence's
         tokens, which its next draft is made of; None if there are not."""
-        found = self._waiting.get(key)
+        found, num_tokens = self._waiting.get(key), len(token_ids)
+        if found is not None:
+            found.settle(token_ids)
         if found is None or not found.first <= num_tokens - 2 < found.first + len(found.states):
             return None
         return found.first
 
-    def take(self, key: Hashable, num_tokens: int) -> tuple[int, torch.Tensor]:
-        """What `first` says there is: the first position, and [positions, width] up to position
-        num_tokens - 2. They are here no longer."""
+    def take(self, key: Hashable, token_ids: Sequence[int]) -> tuple[int, torch.Tensor]:
+        """What `first` says there is: the first position, and [positions, width] up to that of the
+        last but one. They are here no longer."""
         self._num_idle_launches = 0
         found = self._waiting.pop(key)
-        return found.first, found.states[: num_tokens - 1 - found.first]
+        return found.first, found.states[: len(token_ids) - 1 - found.first]
 
     def forget(self, key: Hashable) -> None:
         """Unknown keys are ignored."""
@@ -123,10 +149,28 @@ class HiddenStates:
         return len(self._waiting)
 
 
-class HeadDrafts(NamedTuple):
-    """One token for each slice, and the head's own states behind them [slices, hidden]."""
+def draw_several(
+    logits: torch.Tensor, rows: Sequence[SampleRow], num_tokens: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """For each row num_tokens different tokens: what is drawn, then what would be if the tokens
+    before were impossible, with the same random numbers. logits [rows, vocab] float32: changed.
+    None if nothing can be drawn for a row."""
+    drawn: list[list[int]] = []
+    for _ in range(min(num_tokens, logits.shape[1])):
+        if drawn:
+            logits.scatter_(1, torch.tensor(drawn[-1])[:, None], IMPOSSIBLE)
+        try:
+            drawn.append([sample.token_id for sample in draw(logits, rows).samples()])
+        except RowsError:
+            return None
+    return tuple(tuple(dict.fromkeys(tokens)) for tokens in zip(*drawn, strict=True))
 
-    token_ids: tuple[int, ...]
+
+class HeadDrafts(NamedTuple):
+    """Tokens for each slice, the likeliest first, and the head's own states behind them [slices,
+    hidden]."""
+
+    token_ids: tuple[tuple[int, ...], ...]
     states: torch.Tensor
 
 
@@ -154,19 +198,18 @@ class HeadRunner:
         with torch.inference_mode():
             return self._head.fuse(states)
 
-    def step(self, batch: Batch, states: Sequence[torch.Tensor]) -> HeadDrafts | None:
-        """One token after each slice, which has one row, at its end. states [new tokens of it,
-        hidden]: of each slice, of the position before each token's. None if nothing can be drawn
-        for one of them."""
+    def step(
+        self, batch: Batch, states: Sequence[torch.Tensor], num_tokens: int
+    ) -> HeadDrafts | None:
+        """num_tokens different tokens after each slice, which has one row, at its end. states [new
+        tokens of it, hidden]: of each slice, of the position before each token's. None if nothing
+        can be drawn for one of them."""
         with torch.inference_mode():
             packed = pack_batch(batch, self._config, self._rope, self._pool, self._head.dtype)
             of_all = states[0] if len(states) == 1 else torch.cat(list(states))
             own, logits = self._head.forward_head(packed, of_all, self._pool)
-            try:
-                samples = draw(logits, [part.rows[0] for part in batch.slices]).samples()
-            except RowsError:
-                return None
-            return HeadDrafts(tuple(sample.token_id for sample in samples), own)
+            found = draw_several(logits, [part.rows[0] for part in batch.slices], num_tokens)
+            return None if found is None else HeadDrafts(found, own)
 
 
 def open_head(

@@ -45,8 +45,8 @@ class SampleRow(NamedTuple):
     follows the prompt.
     num_undrawn_tokens: how many of those at the end are not in token_ids, because they are still
     being drawn: 0, or 1 in a slice that follows a row. Then nothing may be asked of the sample that
-    depends on them, as penalties and bad words do. The random number is keyed by (sampling.seed,
-    number of output tokens so far, choice).
+    depends on them, as penalties and bad words do; but of drafts, which may be wrong. The random
+    number is keyed by (sampling.seed, number of output tokens so far, choice).
     allowed: bit t % 8 of byte t // 8 says whether token t may be chosen; None allows all. At least
     one is allowed.
     scored_token_id: if set, nothing is drawn: the sample is this token, with

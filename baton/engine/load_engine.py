@@ -15,7 +15,6 @@ import torch
 from baton.engine.device_tables import table_bytes, table_width
 from baton.engine.dtype import choose_dtype
 from baton.engine.graph_device import GraphDevice
-from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.engine.interface import EngineSpec
 from baton.engine.model_source import EnginePlan, Graphs, ModelSource, model_source
 from baton.engine.numerics import numerics_of
@@ -143,7 +142,7 @@ def load_engine(
         num_ranks=size,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_blocks=num_blocks,
-        max_window_slots=max_window_slots(source, sizes, where, size, *limits)
+        max_window_slots=max_window_slots(source, sizes, where, *limits)
         if frees_windows and graphs is None
         else 0,
     )
@@ -157,7 +156,14 @@ def load_engine(
     (on_plan or _log_plan)(memory)
     report_phase("loading weights")
     with naming_model(model):
-        loaded = source.load(replace(settled, num_blocks=memory.num_blocks), progress)
+        loaded = source.load(
+            replace(
+                settled,
+                num_blocks=memory.num_blocks,
+                num_window_slots=memory.num_window_slots,
+            ),
+            progress,
+        )
     digests = [loaded.digest, source.kv_digest]
     if adapters:
         digests.append(adapters_digest(adapters))
@@ -194,9 +200,7 @@ def _make_pool(
 ) -> TensorPool:
     if layout.has_states:
         return StatefulKvPool(layout, memory.num_blocks, memory.max_num_seqs)
-    if memory.num_window_slots:
-        return GroupedKvPool(layout, memory.num_blocks, memory.num_window_slots, device)
-    return followers.make_pool(layout, memory.num_blocks, device)
+    return followers.make_pool(layout, memory.num_blocks, memory.num_window_slots, device)
 
 
 def kv_layout(source: ModelSource, dtype: str, block_size: int) -> KvLayout:
@@ -221,7 +225,6 @@ def max_window_slots(
     source: ModelSource,
     layout: KvLayout,
     device: torch.device,
-    num_ranks: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
@@ -230,14 +233,12 @@ def max_window_slots(
 
     * if no layer has a window; or if all have: then the blocks themselves go back;
     * on a GPU: block tables in its memory, and recorded steps, are of one pool;
-    * of several ranks, which share the memory of one pool;
     * of layers that transformers' code runs, which are given one pool.
 
     And of a draft model, whose sequences do not slide (load_engine's frees_windows), where steps
     are recorded without a GPU, and where blocks would be no more than slots (plan_blocks)."""
     has_both = bool(layout.windowed_layers) and layout.has_full_layers
-    is_served = device.type == "cpu" and num_ranks == 1 and source.takes_grouped_kv
-    if not (has_both and is_served):
+    if not (has_both and device.type == "cpu" and source.takes_grouped_kv):
         return 0
     return layout.max_window_slots(max_num_seqs, max_num_batched_tokens)
 

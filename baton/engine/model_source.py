@@ -16,6 +16,7 @@ from baton.engine.attention_choice import check_batch_invariant, choose_attentio
 from baton.engine.device_tables import DeviceTables, table_width
 from baton.engine.graph_device import GraphDevice
 from baton.engine.step_runner import EagerSteps, Followers, StepModel, StepRunner, TensorPool
+from baton.engine.tensor_parallel.kv_pool import pool_sizes
 from baton.engine.tensor_parallel.start import check_ranks, start_followers
 from baton.errors import ConfigError, UnsupportedModel
 from baton.model.adapters import Adapter, load_adapter
@@ -23,6 +24,7 @@ from baton.model.checkpoint import HeadFiles
 from baton.model.config import ModelConfig, choose_implementation, read_config
 from baton.model.draft_head import head_layout, read_head_config, stored_sizes
 from baton.model.load import keeps_stored_levels, load_parameters
+from baton.model.medusa import read_medusa_config
 from baton.model.memory_plan import HeadMemory, activation_bytes, weight_bytes
 from baton.model.mtp import mtp_weight_bytes, read_mtp_config
 from baton.model.native_decoder import make_decoder
@@ -50,8 +52,8 @@ class Graphs:
 class EnginePlan:
     """What is settled before a model is loaded. dtype: of weights and of what is computed; layout:
     of the whole model's KV, without a fingerprint; max_len: in tokens; max_seqs: sequences of a
-    step; adapters: by name; attention: who computes it; batch_invariant: no row's result depends on
-    which others are computed with it."""
+    step; num_window_slots: see MemoryPlan; adapters: by name; attention: who computes it;
+    batch_invariant: no row's result depends on which others are computed with it."""
 
     device: torch.device
     dtype: str
@@ -63,6 +65,7 @@ class EnginePlan:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     attention: AttentionBackend = REFERENCE
     batch_invariant: bool = False
+    num_window_slots: int = 0
 
 
 class ModelSource(Protocol):
@@ -253,6 +256,9 @@ class NativeModel:
     def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:
         """See ModelSource."""
         folder, size = files.folder, DTYPE_BYTES[dtype]
+        if files.method == "medusa":
+            read_medusa_config(folder, self._config)
+            return HeadMemory(sum(stored_sizes(folder).values()) * size)
         if files.method == "mtp":
             head = read_mtp_config(folder, self._config)
             weights = mtp_weight_bytes(folder, head, size)
@@ -263,9 +269,10 @@ class NativeModel:
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
         """See ModelSource."""
-        config, device, layout = self._config, plan.device, plan.layout
+        config, device = self._config, plan.device
+        pools = pool_sizes(plan.layout, plan.num_blocks, plan.num_window_slots)
         followers = start_followers(
-            plan.num_ranks, self._folder, config, plan.dtype, layout, plan.num_blocks, plan.max_len
+            plan.num_ranks, self._folder, config, plan.dtype, pools, plan.max_len
         )
         shard = followers.ranks.shard
         try:

@@ -2,12 +2,13 @@
 changes the output.
 
 The KV of a token is a hash of the prefix that ends with it, spread over layers, keys, values, heads
-and dimensions. The next token is a hash of all KV of the sequence as it stands in the blocks, read
-through the block table; and, of a model that has layers with a state, of the sequence's states,
-which are hashes of the prefix, too, each computed from those before it as they stand in the
-sequence's slot. So the right output is known in advance (`oracle_tokens`), and no other
-output can come from wrong blocks but by a collision of 64-bit hashes. Not for secrets: the hashes
-only have to mix well.
+and dimensions. The next token is a hash of all KV that the layout lets it see, of windowed layers
+that in their window, as it stands in the blocks, read through the block table, or through that of
+the windowed layers where their KV lies apart; and, of a model that has layers with a state, of the
+sequence's states, which are hashes of the prefix, too, each computed from those before it as they
+stand in the sequence's slot. So the right output is known in advance (`oracle_tokens`), and no
+other output can come from wrong blocks but by a collision of 64-bit hashes. Not for secrets: the
+hashes only have to mix well.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.engine.interface import (
     Batch,
     Engine,
@@ -36,6 +38,7 @@ from baton.engine.interface import (
     SequenceSlice,
 )
 from baton.engine.oracle_choice import choose, mix
+from baton.engine.state_memory import StateMemory
 from baton.errors import EngineFault
 from baton.sampling.beam_search import BeamSearch, Hypothesis
 from baton.types import (
@@ -80,6 +83,19 @@ class OracleLayers(NamedTuple):
 
 
 FULL_LAYERS = OracleLayers()
+
+
+def oracle_layout(layers: OracleLayers, block_size: int, num_layers: int = 4) -> KvLayout:
+    """Without a fingerprint."""
+    first_windowed = int(layers.has_full_layers)
+    windowed = range(first_windowed, num_layers, 1 + first_windowed)
+    return KvLayout(
+        *("", num_layers, 1, 2, "int64", block_size),
+        window=layers.window,
+        windowed_layers=tuple(windowed) if layers.window else (),
+        num_state_layers=_STATE_SHAPE[0] if layers.has_states else 0,
+        state_layer_bytes=_STATE_SHAPE[1] * 8 if layers.has_states else 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +147,21 @@ class OracleEngine(Engine):
     given to others too early are written all the same, and so the output of these changes."""
 
     def __init__(self, options: OracleOptions) -> None:
-        fingerprint = ":".join(("oracle", *sorted(options.adapters)))
-        layers, first_windowed = options.layers, int(options.layers.has_full_layers)
-        windowed = range(first_windowed, options.num_layers, 1 + first_windowed)
-        layout = KvLayout(
-            *(fingerprint, options.num_layers, 1, 2, "int64", options.block_size),
-            window=layers.window,
-            windowed_layers=tuple(windowed) if layers.window else (),
-            num_state_layers=_STATE_SHAPE[0] if layers.has_states else 0,
-            state_layer_bytes=_STATE_SHAPE[1] * 8 if layers.has_states else 0,
+        layers = options.layers
+        layout = replace(
+            oracle_layout(layers, options.block_size, options.num_layers),
+            fingerprint=":".join(("oracle", *sorted(options.adapters))),
         )
         self._options = options
-        self._kv = ArrayKvPool(
-            layout, options.num_blocks, options.num_window_slots, options.num_state_slots
-        )
+        self._states: StateMemory | None = None
+        self._kv: ArrayKvPool | GroupedKvPool[ArrayKvPool]
+        if options.num_window_slots:
+            self._kv = GroupedKvPool(
+                layout, options.num_blocks, options.num_window_slots, ArrayKvPool
+            )
+        else:
+            self._kv = ArrayKvPool(layout, options.num_blocks, options.num_state_slots)
+            self._states = self._kv.states
         self._weights = _slot_weights(layout)
         self._end_s = 0.0
         self._launched: deque[_OracleLaunch] = deque()
@@ -168,20 +185,20 @@ class OracleEngine(Engine):
         return self._spec
 
     @property
-    def kv(self) -> ArrayKvPool:
+    def kv(self) -> ArrayKvPool | GroupedKvPool[ArrayKvPool]:
         return self._kv
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
         """See Engine.launch. Whatever goes wrong is raised when the samples are asked for."""
         seconds = self._options.step_s + batch.num_tokens * self._options.token_s
         self._end_s = max(self._end_s, time.perf_counter()) + seconds
-        slots, kept = self._kv.slots, _kept(batch)
-        tables = tuple(
-            [slots.of_block[block_id] for block_id in part.block_table]
-            if slots
-            else part.block_table
-            for part in kept.slices
-        )
+        kv, kept = self._kv, _kept(batch)
+        tables: tuple[Sequence[int], ...] = tuple(part.block_table for part in kept.slices)
+        if isinstance(kv, GroupedKvPool):
+            tables = tuple(
+                kv.window_table(part.block_table, part.start, part.start + len(part.token_ids))
+                for part in kept.slices
+            )
         launched = _OracleLaunch(kept, tables, layers_done, self._end_s, self._finish)
         self._launched.append(launched)
         return launched
@@ -194,15 +211,17 @@ class OracleEngine(Engine):
         before, self._drawn = self._drawn, ()
         slices = [_followed(part, before) for part in launched.batch.slices]
         tables = launched.window_tables
+        if self._kv.slots and any(min(table) < 0 for table in tables):
+            raise EngineFault("windowed layers have no KV of what a sequence attends to")
         for part, table in zip(slices, tables, strict=True):
             self._write(part, table)
         states = [self._write_states(part) for part in slices]
         if any(self._options.poison_token_id in part.token_ids for part in slices):
             raise EngineFault(f"token {self._options.poison_token_id} is poison")
-        if self._kv.states:
+        if self._states:
             for part in slices:
                 end = part.start + len(part.token_ids)
-                self._kv.states.end_step(part.block_table, part.start, end)
+                self._states.end_step(part.block_table, part.start, end)
         samples = tuple(
             tuple(self._sample(part, table, row, after) for row in part.rows)
             for part, table, after in zip(slices, tables, states, strict=True)
@@ -221,12 +240,12 @@ class OracleEngine(Engine):
 
     def _write(self, part: SequenceSlice, window_table: Sequence[int]) -> None:
         size = self._options.block_size
-        data = self._kv.data.view(np.uint64)
+        groups = self._groups(part.block_table, window_table)
         state = _ROOT
         if part.start:
             position = part.start - 1
-            block_id = part.block_table[position // size]
-            slot = int(data[block_id, 0, 0, 0, position % size, 0])
+            _, data, table = groups[0]
+            slot = int(data[table[position // size], 0, 0, 0, position % size, 0])
             state = slot ^ int(self._weights[0, 0, 0, 0])
         states = np.empty(len(part.token_ids), dtype=np.uint64)
         own = zlib.crc32(part.adapter.encode())
@@ -238,15 +257,13 @@ class OracleEngine(Engine):
             first, stop = max(part.start, index * size), min(end, (index + 1) * size)
             inside = slice(first - index * size, stop - index * size)
             written = slice(first - part.start, stop - part.start)
-            for layers, table in self._kinds(part.block_table, window_table):
-                if table[index] < 0:
-                    raise EngineFault("a token is written where windowed layers have no slot")
-                data[table[index], layers, :, :, inside] = slots[layers, :, :, written]
+            for layers, data, table in groups:
+                data[table[index], :, :, :, inside] = slots[layers, :, :, written]
 
     def _write_states(self, part: SequenceSlice) -> Sequence[int]:
         """After each of the new tokens, of which the last is written; 0 if no layer has a state.
         Raises EngineFault if those before them are not there."""
-        memory = self._kv.states
+        memory = self._states
         if memory is None:
             return [0] * len(part.token_ids)
         try:
@@ -264,13 +281,16 @@ class OracleEngine(Engine):
         memory.data[place].view(np.uint64)[...] = np.uint64(state) ^ _STATE_WORDS
         return after
 
-    def _kinds(
+    def _groups(
         self, block_table: Sequence[int], window_table: Sequence[int]
-    ) -> tuple[tuple[slice, Sequence[int]], ...]:
-        """Layers that lie alike, and where their blocks are."""
-        if self._kv.slots is None:
-            return ((slice(None), block_table),)
-        return (slice(0, None, 2), block_table), (slice(1, None, 2), window_table)
+    ) -> tuple[tuple[slice, _Words, Sequence[int]], ...]:
+        """Layers that lie together, the first one of the model first: which these are, the words of
+        their blocks, and the blocks there."""
+        kv = self._kv
+        if isinstance(kv, ArrayKvPool):
+            return ((slice(None), kv.data.view(np.uint64), block_table),)
+        full, windowed = (own.data.view(np.uint64) for own in (kv.full, kv.windowed))
+        return (slice(0, None, 2), full, block_table), (slice(1, None, 2), windowed, window_table)
 
     def _sample(
         self,
@@ -290,17 +310,17 @@ class OracleEngine(Engine):
         from the blocks, which depends on each word and its place."""
         size = self._options.block_size
         num_blocks = -(-num_tokens // size)
-        places = _places_of(self._kv.data.shape[1:], 1 << num_blocks.bit_length())[:num_blocks]
-        data = self._kv.data.view(np.uint64)
-        mixed = data[list(block_table[:num_blocks])]
-        for layers, table in self._kinds(block_table, window_table)[1:]:
-            mixed[:, layers] = data[list(table[:num_blocks]), layers]
+        layout = self._kv.layout
+        shape = (layout.num_layers, 2, layout.num_kv_heads, size, layout.head_dim)
+        places = _places_of(shape, 1 << num_blocks.bit_length())[:num_blocks]
+        mixed = np.empty((num_blocks, *shape), dtype=np.uint64)
+        for layers, data, table in self._groups(block_table, window_table):
+            mixed[:, layers] = data[list(table[:num_blocks])]
         mixed ^= places
         mixed *= np.uint64(0x94D049BB133111EB)
         mixed ^= mixed >> np.uint64(29)
         mixed *= places | np.uint64(1)
         mixed[-1, :, :, :, num_tokens - (num_blocks - 1) * size :] = 0
-        layout = self._kv.layout
         if layout.window:
             begin = max(0, num_tokens - layout.window)
             windowed = list(layout.windowed_layers)

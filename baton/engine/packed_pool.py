@@ -1,4 +1,4 @@
-"""What pools of tensors share: the bytes of a range, seen as the arrays that each of them
+"""What pools share: the bytes of a range, seen as the arrays that each of them
 copies."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PackedPart = NDArray[np.signedinteger]
 
 #: Integers as wide as an element: packing moves bits, and numpy knows neither bfloat16 nor fp8.
 _BITS: Mapping[int, np.dtype[Any]] = MappingProxyType(
-    {4: np.dtype(np.int32), 2: np.dtype(np.int16), 1: np.dtype(np.int8)}
+    {8: np.dtype(np.int64), 4: np.dtype(np.int32), 2: np.dtype(np.int16), 1: np.dtype(np.int8)}
 )
 
 

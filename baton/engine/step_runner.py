@@ -11,10 +11,16 @@ from typing import Protocol
 import torch
 
 from baton.engine.device_tables import DeviceTables
-from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.engine.interface import Batch, KvPool
-from baton.engine.torch_kv_pool import TorchKvPool
-from baton.engine.torch_step import PlanAttention, pack_batch, take_drawn
+from baton.engine.torch_kv_pool import GroupedTensorPool, TorchKvPool, host_pool
+from baton.engine.torch_step import (
+    NOT_APART,
+    PlanAttention,
+    WindowedStep,
+    pack_batch,
+    take_drawn,
+    window_tables,
+)
 from baton.model.adapters import Adapter
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder, Watch
@@ -57,12 +63,17 @@ class Followers(Protocol):
         StartupError."""
         ...
 
-    def make_pool(self, layout: KvLayout, num_blocks: int, device: torch.device) -> TensorPool:
-        """The blocks of all ranks, `layout` being that of the whole model."""
+    def make_pool(
+        self, layout: KvLayout, num_blocks: int, num_window_slots: int, device: torch.device
+    ) -> TensorPool:
+        """The blocks of all ranks, `layout` being that of the whole model. num_window_slots: 0
+        where blocks have the KV of all layers, see GroupedKvPool."""
         ...
 
-    def step(self, batch: Batch, *, is_told: bool) -> AbstractContextManager[None]:
-        """A forward, and whether it has a `layers_done`."""
+    def step(
+        self, batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool
+    ) -> AbstractContextManager[None]:
+        """A forward, and whether it has a `layers_done`. tables: see WindowedStep."""
         ...
 
     def logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
@@ -82,11 +93,21 @@ class NoFollowers:
     def wait_ready(self, digest: str) -> None:
         """See Followers."""
 
-    def make_pool(self, layout: KvLayout, num_blocks: int, device: torch.device) -> TensorPool:
+    def make_pool(
+        self, layout: KvLayout, num_blocks: int, num_window_slots: int, device: torch.device
+    ) -> TensorPool:
         """See Followers."""
+        if num_window_slots:
+            return GroupedTensorPool(layout, num_blocks, num_window_slots, host_pool)
         return TorchKvPool(layout, num_blocks, device)
 
-    def step(self, batch: Batch, *, is_told: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def step(
+        self,
+        batch: Batch,  # noqa: ARG002
+        tables: Sequence[Sequence[int]],  # noqa: ARG002
+        *,
+        is_told: bool,  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
         """See Followers."""
         return nullcontext()
 
@@ -186,11 +207,11 @@ class EagerSteps:
         """See StepRunner."""
         model, config, decoder = self._model, self._model.config, self._model.decoder
         pool = model.kv
-        grouped = pool if isinstance(pool, GroupedKvPool) else None
         if not batch.slices:
             states = torch.empty(0, config.hidden_size)
             return EagerStep(states, decoder, self._followers)
-        with self._followers.step(batch, is_told=layer_done is not None):
+        apart = _windowed(batch, pool)
+        with self._followers.step(batch, apart.tables, is_told=layer_done is not None):
             packed = pack_batch(
                 batch,
                 config,
@@ -200,7 +221,7 @@ class EagerSteps:
                 model.adapters,
                 self._tables,
                 model.plan_attention,
-                grouped,
+                apart,
             )
             if drawn is not None:
                 take_drawn(packed.token_ids, batch, drawn)
@@ -210,3 +231,12 @@ class EagerSteps:
             return EagerStep(states, decoder, self._followers)
         watched = states if watch is None else watch.take()
         return EagerStep(states, decoder, self._followers, watched)
+
+
+def _windowed(batch: Batch, pool: TensorPool) -> WindowedStep:
+    """What windowed layers of a step see of a pool. Raises EngineFault, see window_tables: before
+    any rank has been given the step."""
+    if not isinstance(pool, GroupedTensorPool):
+        return NOT_APART
+    own = pool.windowed
+    return WindowedStep(window_tables(batch, pool), own.tensor, own.scales)

@@ -95,7 +95,7 @@ class TorchEngine(Engine):
         transformers' code runs the layers."""
         is_alone = isinstance(self._followers, NoFollowers)
         if not isinstance(self._steps, EagerSteps) or not is_alone or self.device.type != "cpu":
-            raise ConfigError.of("speculative_method", "eagle or mtp", NO_STATES)
+            raise ConfigError.of("speculative_method", "eagle, medusa or mtp", NO_STATES)
         return self._steps
 
     def watch(self, layers: Sequence[int], on_states: OnStates | None) -> None:

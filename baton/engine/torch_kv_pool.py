@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from baton.engine.copy_order import copy_order
 from baton.engine.cuda_memory import cuda_memory
 from baton.engine.device_copy import DeviceCopy
+from baton.engine.grouped_kv_pool import GroupedKvPool, LayersPool
 from baton.engine.packed_pool import PackedPart, PackedPool
 from baton.engine.prefault import prefault
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout, KvRange
@@ -132,6 +134,33 @@ class TorchKvPool(PackedPool):
     def checked_copy(self) -> CheckedCopy | None:
         """Copies rows and hashes them in one pass; None where there is no such kernel."""
         return self._checked_copy
+
+
+class LayersTensor(LayersPool, Protocol):
+    """tensor, scales: what this process's forward reads and writes, as TorchKvPool's."""
+
+    tensor: torch.Tensor
+    scales: torch.Tensor | None
+
+
+class GroupedTensorPool(GroupedKvPool[LayersTensor]):
+    """Over tensors. tensor, scales: of full layers."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_window_slots: int,
+        make_pool: Callable[[KvLayout, int], LayersTensor],
+    ) -> None:
+        """See GroupedKvPool."""
+        super().__init__(layout, num_blocks, num_window_slots, make_pool)
+        self.tensor, self.scales = self.full.tensor, self.full.scales
+
+
+def host_pool(layout: KvLayout, num_blocks: int) -> TorchKvPool:
+    """In memory of its own."""
+    return TorchKvPool(layout, num_blocks, torch.device("cpu"))
 
 
 def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,19 @@ from baton_kernels.paged_attention import AttentionSlice, plan_attention
 PlanAttention = Callable[..., Any]
 
 NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
+
+
+class WindowedStep(NamedTuple):
+    """Where windowed layers' KV of a step is, if apart from that of the others: each slice's block
+    table there, see GroupedKvPool.window_table, and the pool and its scales. No pool: it is not
+    apart."""
+
+    tables: Sequence[Sequence[int]] = ()
+    pool: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+
+NOT_APART = WindowedStep()
 
 
 def fault(reason: str, slices: Sequence[int]) -> EngineFault:
@@ -120,18 +133,16 @@ def _placed_in(
     return to_device(_tensor(rows), pool.device), slices
 
 
-def _in_windows(batch: Batch, kv: GroupedKvPool) -> list[SequenceSlice]:
-    """A batch's slices with the block tables of windowed layers. Raises EngineFault of slices that
-    would read or write where there is no slot."""
+def window_tables(batch: Batch, kv: GroupedKvPool[Any]) -> list[array[int]]:
+    """The block tables of a batch's slices as windowed layers have them. Raises EngineFault of
+    slices that would read or write where there is no slot."""
     tables = [
         kv.window_table(part.block_table, part.start, part.start + len(part.token_ids))
         for part in batch.slices
     ]
     if wrong := [index for index, table in enumerate(tables) if min(table) < 0]:
         raise fault("windowed layers have no KV of what a sequence attends to", wrong)
-    return [
-        part._replace(block_table=table) for part, table in zip(batch.slices, tables, strict=True)
-    ]
+    return tables
 
 
 def pack_batch(
@@ -143,11 +154,11 @@ def pack_batch(
     adapters: Mapping[str, Adapter] = NO_ADAPTERS,
     tables: DeviceTables | None = None,
     plan: PlanAttention = plan_attention,
-    grouped: GroupedKvPool | None = None,
+    apart: WindowedStep = NOT_APART,
 ) -> PackedBatch:
     """The metadata of one step over `pool`, on its device, of a model that computes in `dtype`.
     adapters: those that slices may name. tables: the device's own, which are sent what is new.
-    plan: that of the device. grouped: what `pool` is the full layers' part of, if it is one's."""
+    plan: that of the device. apart: then `pool` has the KV of full layers alone."""
     tokens = pack_tokens(batch, pool)
     positions = tokens.positions
     lengths = to_device(_rope_lengths(batch), pool.device) if rope.is_dynamic else positions
@@ -156,10 +167,12 @@ def pack_batch(
     heads, scale = config.num_heads, config.traits.attention_scale
     placed = tables.placed([part.block_table for part in batch.slices]) if tables else None
     windowed, windows_pool, windows_slices = None, pool, tokens.slices
-    if grouped is not None:
-        windows_pool, scales = grouped.windowed.tensor, grouped.windowed.scales
-        first_rows, windows_slices = _placed_in(windows_pool, _in_windows(batch, grouped))
-        windowed = WindowedKv(windows_pool, scales, first_rows)
+    if apart.pool is not None:
+        parts = zip(batch.slices, apart.tables, strict=True)
+        in_windows = [part._replace(block_table=table) for part, table in parts]
+        windows_pool = apart.pool
+        first_rows, windows_slices = _placed_in(windows_pool, in_windows)
+        windowed = WindowedKv(windows_pool, apart.scales, first_rows)
     plans = {
         window: plan(
             tokens.slices if window is None else windows_slices,

@@ -24,7 +24,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """Of a head that drafts for a model. method: "eagle", or "mtp", whose folder is the model's."""
+    """Of a head that drafts for a model, or of several. method: "eagle", "medusa", or "mtp", whose
+    folder is the model's."""
 
     method: str
     folder: Path

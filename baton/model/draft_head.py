@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 
 #: What is no likely token, but a number.
-_IMPOSSIBLE = -1e30
+IMPOSSIBLE = -1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,19 @@ class HeadConfig:
     draft_vocab_size: int | None
 
 
-def read_head_config(folder: Path, target: ModelConfig) -> HeadConfig:
-    """Raises ModelError, UnsupportedModel."""
+def read_raw_config(folder: Path, what: str) -> dict[str, Any]:
+    """config.json of the folder of heads. what: those, for the error. Raises ModelError."""
     path = folder / "config.json"
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path}: cannot be read: {error}; give the folder of an EAGLE head"
-        ) from error
+        raise ModelError(f"{path}: cannot be read: {error}; give the folder of {what}") from error
+    return raw
+
+
+def read_head_config(folder: Path, target: ModelConfig) -> HeadConfig:
+    """Raises ModelError, UnsupportedModel."""
+    raw = read_raw_config(folder, "an EAGLE head")
     names = raw.get("architectures") or [""]
     kind = ARCHITECTURES.get(names[0])
     if kind is None:
@@ -161,7 +165,7 @@ class DraftHead(Decoder):
         found = parts.lm_head(last, None, torch.float32)
         if parts.tokens is None:
             return hidden, found
-        logits = found.new_full((len(found), self.head.model.vocab_size), _IMPOSSIBLE)
+        logits = found.new_full((len(found), self.head.model.vocab_size), IMPOSSIBLE)
         return hidden, logits.index_copy_(1, parts.tokens, found)
 
 
@@ -183,7 +187,7 @@ class HeadParts:
 
 def load_head(folder: Path, config: HeadConfig, target: Decoder, device: torch.device) -> DraftHead:
     """Raises MissingTensor, TensorMismatch, ModelError."""
-    tensors = _Tensors(folder, target.dtype, device)
+    tensors = HeadTensors(folder, target.dtype, device, ("model.",))
     model, is_eagle3 = config.model, config.kind == "eagle3"
     size, inner = model.hidden_size, model.intermediate_size
     num_q, num_kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -248,19 +252,26 @@ def load_head(folder: Path, config: HeadConfig, target: Decoder, device: torch.d
     return DraftHead(config, parts, target)
 
 
-class _Tensors:
-    """The tensors of a head's folder, by name without a leading "model."."""
+class HeadTensors:
+    """The tensors of a head's folder, by name without a prefix."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, prefixes: Sequence[str]
+    ) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._found: dict[str, torch.Tensor] = {}
         for path in find_shards(folder):
             with safe_open(path, framework="pt", device="cpu") as shard:
                 for name in shard.keys():  # noqa: SIM118, it is no mapping
-                    self._found[name.removeprefix("model.")] = shard.get_tensor(name)
+                    prefix = next((p for p in prefixes if name.startswith(p)), "")
+                    self._found[name.removeprefix(prefix)] = shard.get_tensor(name)
 
     def has(self, name: str) -> bool:
         return name in self._found
+
+    def size(self, name: str) -> int:
+        """How many numbers; 0 where it is missing."""
+        return self._found[name].numel() if self.has(name) else 0
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """In the target's type."""

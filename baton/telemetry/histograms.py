@@ -72,7 +72,7 @@ class SdkHistograms:
         )
 
 
-class ReadHistograms:
+class ObservableHistograms:
     """Those of one meter, whose scope this is. All readers are added before the first histogram."""
 
     def __init__(self, scope: InstrumentationScope) -> None:
@@ -103,7 +103,7 @@ class HistogramReader(MetricReader):
     """Mixed into a reader, before it: adds `histograms` to what OpenTelemetry's instruments of the
     same meter measured. One of these has to be observed at each collection, as a gauge is."""
 
-    def __init__(self, histograms: ReadHistograms, *arguments: Any, **options: Any) -> None:
+    def __init__(self, histograms: ObservableHistograms, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         preferred = (self._preferred_temporality or {}).get(Histogram)
         self._histograms = histograms

@@ -14,7 +14,7 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from baton.errors import ConfigError
-from baton.telemetry.histograms import HistogramReader, ReadHistograms
+from baton.telemetry.histograms import HistogramReader, ObservableHistograms
 
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -66,7 +66,7 @@ class _Reader(HistogramReader, PeriodicExportingMetricReader):
     """With our histograms."""
 
 
-def metric_reader(protocol: OtlpProtocol, histograms: ReadHistograms) -> MetricReader:
+def metric_reader(protocol: OtlpProtocol, histograms: ObservableHistograms) -> MetricReader:
     """Exports by itself, each OTEL_METRIC_EXPORT_INTERVAL."""
     return _Reader(histograms, _metric_exporter(protocol))
 

@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 
 from baton.errors import ConfigError
 from baton.telemetry import names
-from baton.telemetry.histograms import HistogramReader, ReadHistograms
+from baton.telemetry.histograms import HistogramReader, ObservableHistograms
 from baton.telemetry.vllm_names import VllmNames
 
 #: By path, what is served as JSON beside /metrics; called by the server's threads, once for each
@@ -46,7 +46,9 @@ class _Reader(HistogramReader, PrometheusMetricReader):
     """With our histograms."""
 
 
-def prometheus_metrics(histograms: ReadHistograms, vllm_model: str | None) -> PrometheusMetrics:
+def prometheus_metrics(
+    histograms: ObservableHistograms, vllm_model: str | None
+) -> PrometheusMetrics:
     """vllm_model: also under vLLM's names, for this model's name."""
     registry = CollectorRegistry()
     reader = _Reader(

@@ -28,7 +28,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NoOpTracer, Tracer
 
 from baton.telemetry import names
-from baton.telemetry.histograms import ReadHistograms, SdkHistograms, SecondsHistograms
+from baton.telemetry.histograms import ObservableHistograms, SdkHistograms, SecondsHistograms
 from baton.telemetry.otlp import (
     OtlpProtocol,
     metric_reader,
@@ -113,7 +113,7 @@ def open_telemetry(
     resource = _resource(settings, environ)
     closers: Closers = []
     readers: list[MetricReader] = []
-    histograms = ReadHistograms(InstrumentationScope(_SCOPE, settings.version))
+    histograms = ObservableHistograms(InstrumentationScope(_SCOPE, settings.version))
     # What may be refused comes first, so that nothing is open then.
     prometheus = None
     if settings.metrics_port or settings.has_page:
@@ -172,7 +172,7 @@ def _open_traces(
 
 
 def _open_prometheus(
-    settings: TelemetrySettings, histograms: ReadHistograms, pages: Pages, closers: Closers
+    settings: TelemetrySettings, histograms: ObservableHistograms, pages: Pages, closers: Closers
 ) -> PrometheusMetrics:
     # Most workers have no port for it, and need not wait for the import.
     from baton.telemetry.prometheus import prometheus_metrics, serve_prometheus

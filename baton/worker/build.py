@@ -16,7 +16,7 @@ from baton.cache.state_slots import StateSlots
 from baton.cache.window_slots import WindowSlots
 from baton.config import DecodeOptions, EngineOptions
 from baton.engine.interface import Engine
-from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.engine.oracle import OracleEngine, OracleLayers, OracleOptions, oracle_layout
 from baton.grammar import GrammarVocabulary, Matchers, load_vocabulary, synthetic_vocabulary
 from baton.model.checkpoint import (
     HeadFiles,
@@ -46,7 +46,7 @@ def build_engine(
     draft_head, frees_windows: see load_engine.
     """
     if options.engine == "oracle":
-        return _build_oracle(options)
+        return _build_oracle(options, frees_windows=frees_windows)
     return _build_torch(options, max_graph_seqs, draft_head, frees_windows=frees_windows)
 
 
@@ -57,9 +57,9 @@ def build_decode_engine(options: DecodeOptions, *, frees_windows: bool = True) -
 
 
 def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
-    """Of the head that the options name, if they do. Raises ModelError."""
+    """Of the heads that the options name, if they do. Raises ModelError."""
     method = options.speculative_method
-    if options.engine == "oracle" or method not in ("eagle", "mtp"):
+    if options.engine == "oracle" or method not in ("eagle", "medusa", "mtp"):
         return None
     if method == "mtp":
         return HeadFiles(method, resolve_checkpoint(options.model, options.revision))
@@ -101,16 +101,27 @@ def build_matchers(options: EngineOptions, engine: Engine) -> Matchers:
     return Matchers(load, ThreadPoolExecutor(1, thread_name_prefix="grammar"))
 
 
-def _build_oracle(options: EngineOptions) -> OracleEngine:
+def _build_oracle(options: EngineOptions, *, frees_windows: bool) -> OracleEngine:
+    num_blocks = options.num_gpu_blocks_override or _ORACLE_BLOCKS
+    layers = OracleLayers(options.oracle_window, has_states=options.oracle_has_states)
+    is_apart = layers.window > 0 and not layers.has_states and frees_windows
+    num_slots = 0
+    if is_apart:
+        layout = oracle_layout(layers, options.block_size)
+        num_slots = layout.max_window_slots(options.max_num_seqs, options.max_num_batched_tokens)
     return OracleEngine(
         OracleOptions(
-            num_blocks=options.num_gpu_blocks_override or _ORACLE_BLOCKS,
+            num_blocks=num_blocks,
             block_size=options.block_size,
             max_model_len=options.max_model_len or 4096,
             step_s=options.oracle_step_ms / 1000,
             token_s=options.oracle_token_us / 1e6,
             model=options.model_name,
             adapters=tuple(options.adapter_paths),
+            layers=layers,
+            # As plan_blocks has it.
+            num_window_slots=num_slots if num_slots < num_blocks else 0,
+            num_state_slots=options.max_num_seqs,
         )
     )
 

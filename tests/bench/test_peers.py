@@ -24,7 +24,6 @@ from bench.peers.processes import (
     orders,
 )
 from bench.peers.task import Answer, Task, prompts_of
-from bench.peers.transformers_peers import GenerateContender
 from tests.support.tiny_models import make_tiny_model
 
 TASK = Task(batch=2, context=5, num_tokens=3)
@@ -114,6 +113,8 @@ def test_figures_are_medians_of_all_rounds() -> None:
 
 @pytest.mark.slow
 def test_baton_writes_what_generate_writes_in_float32(model: str) -> None:
+    from bench.peers.transformers_peers import GenerateContender
+
     task = Task(batch=3, context=20, num_tokens=5)
     ours = BatonContender(model, "float32").run(task)
     theirs = GenerateContender(model, "float32").run(task)

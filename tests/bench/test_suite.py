@@ -42,6 +42,7 @@ def page_of(parts: Mapping[str, str]) -> str:
     )
 
 
+@pytest.mark.slow
 @given(TEXT, TEXT, TEXT)
 def test_one_part_is_replaced_and_all_else_stays(first: str, second: str, news: str) -> None:
     page = page_of({"one": first, "two": second})

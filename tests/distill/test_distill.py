@@ -18,6 +18,7 @@ from baton.distill.text import read_documents
 from baton.distill.training import Progress, learning_rate_scale, sample_batch
 from baton.engine.head_runner import open_head
 from baton.engine.load_engine import load_engine
+from baton.engine.medusa_runner import open_medusa
 from baton.errors import ConfigError
 from baton.model.checkpoint import HeadFiles
 from baton.types import Sampling
@@ -78,24 +79,30 @@ def test_the_loss_falls_and_the_draft_serves(tmp_path: Path, data: Path) -> None
     pool = BlockPool(16, 16, secret=bytes(32), enable_prefix_caching=False)
     proposer = DraftModelProposer(engine, pool, 64, lambda: 0.0)
     (drafts,) = proposer.propose([DraftRequest(0, [1, 2, 3], 3, 4, Sampling())])
-    assert len(drafts) == 4
+    assert len(drafts.token_ids) == 4
 
 
 @pytest.mark.long
-def test_a_head_learns(tmp_path: Path, data: Path) -> None:
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_a_head_learns(tmp_path: Path, data: Path, method: str) -> None:
     target = make_tiny_model(tmp_path / "target", num_hidden_layers=3)
     losses: list[float] = []
     ticks = itertools.count()
     figures = distill(
-        options_of(tmp_path, data, method="eagle"),
+        options_of(tmp_path, data, method=method),
         lambda: float(next(ticks)),
         lambda _, loss: losses.append(loss),
     )
     assert sum(losses[-5:]) < 0.98 * sum(losses[:5])
     assert 0 < figures["acceptance"] < 1
     engine = load_engine(str(target), num_blocks=16, on_plan=lambda _: None)
-    head, states = open_head(engine, HeadFiles("eagle", tmp_path / "draft"), 4)
-    assert (head.num_blocks, len(states)) == (16, 0)
+    files = HeadFiles(method, tmp_path / "draft")
+    if method == "medusa":
+        heads, _ = open_medusa(engine, files)
+        assert heads.num_heads == 4
+    else:
+        head, states = open_head(engine, files, 4)
+        assert (head.num_blocks, len(states)) == (16, 0)
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:

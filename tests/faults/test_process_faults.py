@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from baton.client import AsyncClient
+from baton.engine.oracle import OracleLayers
 from bench.fault_proxy import ProxiedCluster
 from gateway.request.assignment import MAX_FAILURES
 from tests.support.broken_streams import merged, without_times
@@ -82,6 +83,26 @@ async def test_killed_workers_cost_no_stream_a_token(
         assert not await streams.finish()
         if victims[0].startswith("decode"):
             assert streams.num_resumes
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        OracleLayers(40),
+        pytest.param(OracleLayers(has_states=True), marks=pytest.mark.long),
+    ],
+    ids=["groups", "states"],
+)
+async def test_nor_where_layers_have_windows_or_states_of_their_own(layers: OracleLayers) -> None:
+    kinds = {"oracle_window": layers.window, "oracle_has_states": layers.has_states}
+    async with proxied_cluster(1, 2, **kinds) as cluster, using(cluster) as client:
+        has_slots = [worker.num_window_slots > 0 for worker in (await client.model()).workers]
+        assert all(has_slots) if layers.window else not any(has_slots)
+        streams = Streams(client, seed=5, num_streams=12, num_tokens=80, layers=layers)
+        await streams.all_run()
+        send(cluster, signal.SIGKILL, "decode-1")
+        assert not await streams.finish()
+        assert streams.num_resumes
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,16 @@ def check(history: History, outputs: list[list[int]]) -> None:
         assert isinstance(history.error, WorkerLost | NoWorkers | HandoffFailed), history.error
 
 
-def run_seed(seed: int, *, has_states: bool = False) -> None:
+def run_seed(seed: int, *, has_states: bool = False, has_groups: bool = False) -> None:
+    """has_groups: windowed layers' KV lies apart on both tiers, in few slots."""
+
     async def main() -> None:
         rng = random.Random(seed)
         layers = rng.choice([FULL_LAYERS, OracleLayers(7), OracleLayers(7, has_full_layers=False)])
-        max_num_seqs = 16
+        max_num_seqs, max_num_batched_tokens = 16, 32
+        if has_groups:
+            layers = OracleLayers(rng.choice([3, 7]))
+            max_num_seqs, max_num_batched_tokens = rng.choice([4, 6]), 8
         if has_states:
             layers = OracleLayers(layers.window, has_states=True)
             max_num_seqs = rng.choice([5, 16])  # as many slots
@@ -75,6 +80,8 @@ def run_seed(seed: int, *, has_states: bool = False) -> None:
         has_slots = (
             [rng.random() < 0.5 for _ in range(2)] if layers == OracleLayers(7) else [False] * 2
         )
+        if has_groups:
+            has_slots = [True] * 2
         system = System(
             seed,
             num_prefill=rng.randint(1, 3),
@@ -82,6 +89,7 @@ def run_seed(seed: int, *, has_states: bool = False) -> None:
             decode_shape=SimShape(
                 num_blocks=rng.choice([60, 300]),
                 max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
                 swap_bytes=20_000,
                 max_num_launches=rng.choice([1, 2, 2]),
                 layers=layers,
@@ -91,6 +99,7 @@ def run_seed(seed: int, *, has_states: bool = False) -> None:
                 block_size=8,
                 num_blocks=200,
                 max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
                 min_fetched_tokens=1,
                 layers=layers,
                 has_window_slots=has_slots[1],
@@ -121,3 +130,7 @@ def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
 
 def test_nor_does_one_of_a_model_with_states(chaos_seed: int) -> None:
     run_seed(chaos_seed, has_states=True)
+
+
+def test_nor_does_one_of_a_model_whose_windowed_layers_lie_apart(chaos_seed: int) -> None:
+    run_seed(chaos_seed, has_groups=True)

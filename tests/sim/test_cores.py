@@ -10,17 +10,14 @@ from itertools import product
 
 import pytest
 
-from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
+from baton.engine.oracle import OracleLayers, oracle_tokens
 from baton.types import FinishReason, Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_client import Choice, SimClient
-from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
+from tests.support.sim_tiers import GROUPS, KV, STATES, SimDecode, SimPrefill, SimShape
 
 VOCAB = 1000
-STATES = OracleLayers(has_states=True)
-of_each_kind = pytest.mark.parametrize(
-    "layers", [pytest.param(FULL_LAYERS, id="kv"), pytest.param(STATES, id="states")]
-)
+of_each_kind = pytest.mark.parametrize("kind", [KV, STATES, GROUPS], ids=["kv", "states", "groups"])
 
 
 def draw_spec(
@@ -75,14 +72,22 @@ SHAPES = [
         id="no-cache",
     ),
     pytest.param(
-        SimShape(max_num_seqs=3, max_local_prefill_tokens=12, layers=STATES),
-        SimShape(block_size=7, max_num_seqs=2, max_num_batched_tokens=5, layers=STATES),
+        replace(STATES, max_num_seqs=3, max_local_prefill_tokens=12),
+        replace(STATES, block_size=7, max_num_seqs=2, max_num_batched_tokens=5),
         id="few-states",
     ),
     pytest.param(
-        SimShape(num_blocks=24, layers=STATES),
-        SimShape(num_blocks=23, layers=STATES),
+        replace(STATES, num_blocks=24),
+        replace(STATES, num_blocks=23),
         id="states-full",
+    ),
+    pytest.param(
+        replace(GROUPS, num_blocks=32, max_local_prefill_tokens=12),
+        replace(GROUPS, block_size=7),
+        id="groups",
+    ),
+    pytest.param(
+        replace(GROUPS, num_blocks=30), replace(GROUPS, has_window_slots=False), id="groups-to-one"
     ),
 ]
 
@@ -124,13 +129,13 @@ def test_two_tiers_give_what_one_request_alone_gives(
 @pytest.mark.slow
 @of_each_kind
 def test_cancels_at_any_moment_leave_no_block_behind_and_disturb_nobody(
-    core_seed: int, layers: OracleLayers
+    core_seed: int, kind: SimShape
 ) -> None:
     seed = core_seed
     client = make(
         seed,
-        decode_shape=SimShape(num_blocks=40, layers=layers),
-        prefill_shape=SimShape(block_size=8, layers=layers),
+        decode_shape=replace(kind, num_blocks=40),
+        prefill_shape=replace(kind, block_size=8),
         num=2,
     )
     specs = [draw_spec(client.rng, index, (0.0, 0.5 * (seed % 3))) for index in range(24)]
@@ -155,13 +160,13 @@ def test_memory_pressure_preempts() -> None:
 @pytest.mark.slow
 @of_each_kind
 def test_sequences_that_move_between_decode_workers_and_are_swapped_lose_nothing(
-    core_seed: int, layers: OracleLayers
+    core_seed: int, kind: SimShape
 ) -> None:
     seed = core_seed
     client = make(
         seed,
-        decode_shape=SimShape(num_blocks=30, swap_bytes=4000 if seed % 2 else 0, layers=layers),
-        prefill_shape=SimShape(block_size=8, layers=layers),
+        decode_shape=replace(kind, num_blocks=30, swap_bytes=4000 if seed % 2 else 0),
+        prefill_shape=replace(kind, block_size=8),
         num=2 + seed % 2,
     )
     client.move_rate = 0.1
@@ -175,12 +180,12 @@ def test_sequences_that_move_between_decode_workers_and_are_swapped_lose_nothing
 
 @pytest.mark.slow
 @of_each_kind
-def test_moves_and_swaps_do_happen(layers: OracleLayers) -> None:
+def test_moves_and_swaps_do_happen(kind: SimShape) -> None:
     seen: set[str] = set()
     num_swaps = 0
     for seed in range(6):
-        shape = SimShape(num_blocks=24, swap_bytes=20_000, layers=layers)
-        client = make(seed, decode_shape=shape, prefill_shape=SimShape(layers=layers), num=2)
+        shape = replace(kind, num_blocks=24, swap_bytes=20_000)
+        client = make(seed, decode_shape=shape, prefill_shape=kind, num=2)
         client.move_rate = 0.1
         client.waiting += [draw_spec(client.rng, index) for index in range(20)]
         client.run()
@@ -192,7 +197,7 @@ def test_moves_and_swaps_do_happen(layers: OracleLayers) -> None:
 
 def test_all_slots_of_states_are_in_use_at_once() -> None:
     """And nobody lacks one, see EnoughSlots."""
-    decode_shape = SimShape(max_num_seqs=3, layers=STATES)
+    decode_shape = replace(STATES, max_num_seqs=3)
     prefill_shape = replace(decode_shape, max_num_seqs=1)
     client = make(0, decode_shape=decode_shape, prefill_shape=prefill_shape, num=1)
     client.waiting += [draw_spec(client.rng, index) for index in range(12)]
@@ -203,6 +208,7 @@ def test_all_slots_of_states_are_in_use_at_once() -> None:
         assert worker.state_slots.fewest == 0
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_next_turn_of_a_conversation_fetches_what_the_decode_worker_kept(seed: int) -> None:
     fetcher = SimShape(block_size=8, min_fetched_tokens=1)
@@ -227,9 +233,9 @@ def test_the_next_turn_of_a_conversation_fetches_what_the_decode_worker_kept(see
 @pytest.mark.slow
 @of_each_kind
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
-def test_a_fault_in_a_step_is_charged_to_its_request_alone(tier: str, layers: OracleLayers) -> None:
+def test_a_fault_in_a_step_is_charged_to_its_request_alone(tier: str, kind: SimShape) -> None:
     poison = 777
-    shape, sound = SimShape(poison_token_id=poison, layers=layers), SimShape(layers=layers)
+    shape, sound = replace(kind, poison_token_id=poison), kind
     client = make(
         3,
         decode_shape=shape if tier == "decode" else sound,
@@ -245,13 +251,13 @@ def test_a_fault_in_a_step_is_charged_to_its_request_alone(tier: str, layers: Or
         else next(
             (m, n)
             for m, n in product((5, 6, 7), range(VOCAB))
-            if oracle_tokens((m, n), sampling, VOCAB, layers=layers)[1] == poison
+            if oracle_tokens((m, n), sampling, VOCAB, layers=kind.layers)[1] == poison
         )
     )
     client.waiting += [*specs[:5], SequenceSpec("bad", prompt, sampling), *specs[5:]]
     client.run()
     client.quiet()
     assert client.failed["bad"].reason == "ENGINE_FAULT"
-    for choice, tokens in expected(specs, layers):
+    for choice, tokens in expected(specs, kind.layers):
         if poison not in tokens[:-1]:
             assert client.output_of(choice) == tokens

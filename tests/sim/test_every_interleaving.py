@@ -40,6 +40,7 @@ def test_one_request_undisturbed() -> None:
     assert found.num_states > 100
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "bounds",
     [
@@ -131,6 +132,7 @@ def a_lost_connection_ends_no_handoff(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SendConnection, "_end_all", end_all)
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     ("mutate", "bounds"),
     [

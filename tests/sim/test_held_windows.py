@@ -92,6 +92,7 @@ def serve(client: WatchedClient, layers: OracleLayers, most_decoding: int) -> No
         assert client.most_blocks >= (num_tokens - 1) // BLOCK
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_long_sequence_that_is_handed_over(layers: OracleLayers, drafts: bool) -> None:
     client = make_client(layers, drafts=drafts)
@@ -99,11 +100,13 @@ def test_a_long_sequence_that_is_handed_over(layers: OracleLayers, drafts: bool)
     assert client.most["p0"] > 0
 
 
+@pytest.mark.few_cases(1)
 def test_a_long_sequence_that_moves(layers: OracleLayers) -> None:
     client = make_client(layers, move_rate=0.1, num_decodes=2)
     serve(client, layers, MOST_COMING_BACK)
 
 
+@pytest.mark.few_cases(1)
 def test_a_long_prompt_that_is_computed_where_it_decodes(layers: OracleLayers) -> None:
     client = make_client(layers, num_local=len(REQUEST.prompt_token_ids))
     serve(client, layers, MOST_PREFILLING)

@@ -115,6 +115,7 @@ def test_a_wait_for_a_launch_is_told_with_its_own_tokens() -> None:
     assert set(beats[1:]) == {9}
 
 
+@pytest.mark.slow
 def test_the_last_token_that_a_request_may_have_is_not_gone_beyond() -> None:
     world = World()
     world.open(plain("a", 1, 2, 3, max_tokens=5))

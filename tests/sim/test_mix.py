@@ -9,6 +9,7 @@ runs more seeds than the suite does.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +26,9 @@ from worker_core.speculation.interface import Speculation
 
 #: Requests of one seed.
 NUM_REQUESTS = 8
+#: That the blocks of a small decode worker hold; the longest request takes most of them. A model
+#: with states takes one more for each of its beams.
+FEW_TOKENS, MAX_NUM_BEAMS = 120, 4
 
 
 def draw_shape(
@@ -45,6 +49,16 @@ def draw_shape(
     )
 
 
+def draw_decode_shape(rng: random.Random, draw: Callable[[], SimShape]) -> SimShape:
+    """Of some workers the blocks hold one request, or two: there sequences take turns, and wait
+    swapped or are placed anew."""
+    shape = draw()
+    if rng.random() < 0.6:
+        num_states = MAX_NUM_BEAMS if shape.layers.has_states else 0
+        return replace(shape, num_blocks=-(-FEW_TOKENS // shape.block_size) + num_states)
+    return shape
+
+
 def draw_speculation(rng: random.Random, layers: OracleLayers) -> Speculation | None:
     if rng.random() >= 0.5:
         return None
@@ -63,7 +77,7 @@ def make(rng: random.Random, layers: OracleLayers, *, has_window_slots: bool) ->
             SimDecode(
                 hub,
                 lambda: client.now,
-                shape(),
+                draw_decode_shape(rng, shape),
                 f"d{index}",
                 seed=index,
                 speculation=draw_speculation(rng, layers),

@@ -138,6 +138,7 @@ def run_seeds() -> None:
         run_seed(seed, OracleLayers(has_states=True))
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     "mutate",
     [

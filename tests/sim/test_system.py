@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,11 +13,10 @@ from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 from baton.errors import NoWorkers, Overloaded, WorkerLost
 from baton.types import Sampling, SequenceSpec
 from tests.support.sim_system import History, System
-from tests.support.sim_tiers import SimShape
+from tests.support.sim_tiers import GROUPS, KV, STATES, SimShape
 from tests.support.virtual_loop import run_virtual
 
 VOCAB = 1000
-STATES = OracleLayers(has_states=True)
 
 
 def draw_spec(rng: random.Random, index: int) -> SequenceSpec:
@@ -88,10 +88,11 @@ SHAPES = [
         id="small-chunks",
     ),
     pytest.param(
-        SimShape(num_blocks=40, max_num_seqs=4, layers=STATES),
-        SimShape(max_num_seqs=2, max_num_batched_tokens=5, layers=STATES),
+        replace(STATES, num_blocks=40, max_num_seqs=4),
+        replace(STATES, max_num_seqs=2, max_num_batched_tokens=5),
         id="states",
     ),
+    pytest.param(replace(GROUPS, num_blocks=40), replace(GROUPS, block_size=8), id="groups"),
 ]
 
 
@@ -120,27 +121,26 @@ def test_streams_are_whole_and_right_with_cancels_and_full_workers(
     run_virtual(main())
 
 
-@pytest.mark.parametrize("layers", [FULL_LAYERS, STATES], ids=["kv", "states"])
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("kind", [KV, STATES, GROUPS], ids=["kv", "states", "groups"])
 @pytest.mark.parametrize("killed", [("d0",), ("p0",), ("p0", "d1")])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))]
 )
-def test_streams_outlive_their_workers(
-    seed: int, killed: tuple[str, ...], layers: OracleLayers
-) -> None:
+def test_streams_outlive_their_workers(seed: int, killed: tuple[str, ...], kind: SimShape) -> None:
     async def main() -> None:
         system = System(
             seed,
             num_prefill=2,
             num_decode=2,
-            decode_shape=SimShape(num_blocks=40, layers=layers),
-            prefill_shape=SimShape(block_size=8, layers=layers),
+            decode_shape=replace(kind, num_blocks=40),
+            prefill_shape=replace(kind, block_size=8),
         )
         specs = [draw_spec(system.rng, index) for index in range(20)]
         histories = await serve(system, specs, num_cancels=3, kills=killed)
         for spec, history in zip(specs, histories, strict=True):
             assert history.error is None
-            history.check(expected(spec, layers))
+            history.check(expected(spec, kind.layers))
 
     run_virtual(main())
 

@@ -156,6 +156,7 @@ def test_what_no_decode_worker_runs_at_once_is_refused_and_all_else_served() -> 
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_a_worker_with_many_live_streams_is_drained_and_nothing_is_computed_again() -> None:
     async def main() -> None:
         shape = SimShape(num_blocks=600, max_num_seqs=64, max_num_batched_tokens=256)

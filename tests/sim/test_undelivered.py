@@ -69,6 +69,7 @@ def in_system(test: Callable[[System], Any], **options: Any) -> None:
     run_virtual(main())
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize(("how", "bound_s"), [("refused", 1.5), ("mute", CONNECT_TIMEOUT_S + 1.5)])
 def test_the_decode_worker_computes_the_prompt_if_nobody_else_can(
@@ -85,6 +86,7 @@ def test_the_decode_worker_computes_the_prompt_if_nobody_else_can(
     in_system(test, hub_of=cut(how, p0="d0"))
 
 
+@pytest.mark.slow
 def test_the_pair_is_not_tried_again_for_a_while() -> None:
     async def test(system: System) -> None:
         await ask(system, spec_of("first"))
@@ -117,6 +119,7 @@ def test_others_do_it_if_there_are_others(how: str) -> None:
     in_system(test, num_prefill=2, num_decode=2, hub_of=cut(how, p0="d1"))
 
 
+@pytest.mark.slow
 def test_a_decode_worker_that_nobody_reaches_is_taken_last() -> None:
     async def test(system: System) -> None:
         for number in range(12):
@@ -128,6 +131,7 @@ def test_a_decode_worker_that_nobody_reaches_is_taken_last() -> None:
     in_system(test, num_prefill=2, num_decode=2, hub_of=cut("refused", p0="d1", p1="d1"))
 
 
+@pytest.mark.slow
 def test_a_request_does_not_try_every_prefill_worker() -> None:
     """Once its KV did not get to the only decode worker, it is computed there: failures are
     counted, and five are too many."""

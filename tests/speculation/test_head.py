@@ -9,37 +9,50 @@ import random
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaModel
 
 from baton.cache.pool import BlockPool
 from baton.config import DecodeOptions
-from baton.distill.eagle import EagleStudent, shape_for, write_eagle
 from baton.engine.head_runner import MAX_IDLE_LAUNCHES, MAX_WAITING, HiddenStates, open_head
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
+from baton.engine.medusa_runner import open_medusa
 from baton.engine.model_source import model_source
 from baton.engine.torch_engine import TorchEngine
-from baton.errors import ConfigError, MissingTensor, ModelError, TensorMismatch
-from baton.events import Committed, Offered, Paused, Tokens
+from baton.errors import (
+    ConfigError,
+    MissingTensor,
+    ModelError,
+    TensorMismatch,
+    UnsafeCheckpoint,
+    UnsupportedModel,
+)
+from baton.events import Committed, Deferred, Offered, Paused, Preempted, Tokens
 from baton.model.checkpoint import HeadFiles
 from baton.model.memory_plan import MemoryPlan, format_bytes
 from baton.types import KvSource, Sampling, SequenceSpec
 from baton.worker.build import build_decode_engine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
-from tests.support.tiny_heads import MTP_LAYER, make_tiny_head, make_tiny_mtp_model
+from tests.support.tiny_heads import (
+    MTP_LAYER,
+    make_tiny_head,
+    make_tiny_medusa,
+    make_tiny_mtp_model,
+)
 from tests.support.tiny_models import Family, make_tiny_model
 from worker_core.commands import Abort, HandOff, Open, Pause
 from worker_core.speculation.head import HeadProposer
-from worker_core.speculation.interface import DraftRequest
+from worker_core.speculation.interface import NO_PROPOSAL, DraftRequest, Proposal, Proposer
+from worker_core.speculation.medusa import MedusaProposer
 from worker_core.speculation.speculator import Speculator, build_speculation
 
-KINDS = ("eagle", "eagle3")
+KINDS = ("eagle", "eagle3", "medusa")
 SHAPE = SimShape(num_blocks=48, block_size=4)
 
 
@@ -59,8 +72,8 @@ class CheckingHead:
         return states
 
     def step(
-        self, batch: Batch, states: Sequence[torch.Tensor]
-    ) -> tuple[tuple[int, ...], torch.Tensor]:
+        self, batch: Batch, states: Sequence[torch.Tensor], num_tokens: int
+    ) -> tuple[tuple[tuple[int, ...], ...], torch.Tensor]:
         drafts = []
         for part, own in zip(batch.slices, states, strict=True):
             (row,) = part.rows
@@ -74,7 +87,7 @@ class CheckingHead:
             assert len(context) == part.start, "what lies before a slice was computed"
             context += part.token_ids
             assert text[len(text) - len(context) :] == context
-            drafts.append(sum(text) % 7)
+            drafts.append(tuple((sum(text) + i) % 7 for i in range(num_tokens)))
         own_states = [
             [state_of(part.rows[0].token_ids, len(part.rows[0].token_ids) - 1)]
             for part in batch.slices
@@ -82,16 +95,52 @@ class CheckingHead:
         return tuple(drafts), torch.tensor(own_states, dtype=torch.float64)
 
 
+class CheckingMedusa:
+    """Heads that know what they should be given."""
+
+    num_heads = 4
+
+    def draft(
+        self,
+        states: Sequence[torch.Tensor],
+        rows: Sequence[Sequence[SampleRow]],
+        num_tokens: int,
+    ) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        drafts = []
+        for state, own in zip(states, rows, strict=True):
+            text = list(own[0].token_ids)
+            assert state.tolist() == [[state_of(text, len(text) - 2)]]
+            places = [row.num_output_tokens for row in own]
+            first = len(text) - own[0].num_prompt_tokens
+            assert places == list(range(first, first + len(own)))
+            drafts.append(
+                tuple(
+                    tuple((sum(text) + place + i) % 7 for i in range(num_tokens))
+                    for place in places
+                )
+            )
+        return tuple(drafts)
+
+
+@pytest.mark.parametrize("is_medusa", [False, True])
+@pytest.mark.slow
 @settings(max_examples=40)
-@given(st.integers(0, 2**32))
-def test_each_token_meets_the_state_before_it_whatever_was_accepted(seed: int) -> None:
+@given(seed=st.integers(0, 2**32))
+def test_each_token_meets_the_state_before_it_whatever_was_accepted(
+    is_medusa: bool, seed: int
+) -> None:
     rng = random.Random(seed)
     states = HiddenStates(lambda _: None)
     num_blocks = rng.choice((40, 300))  # too few of them, or enough
     pool = BlockPool(num_blocks, 4, secret=bytes(32), enable_prefix_caching=False)
-    proposer = HeadProposer(CheckingHead(), states, pool, lambda: 0.0)
+    widths = rng.choice(((), (3, 2), (2,)))
+    proposer = (
+        MedusaProposer(CheckingMedusa(), states, lambda: 0.0, widths)
+        if is_medusa
+        else HeadProposer(CheckingHead(), states, pool, lambda: 0.0, widths)
+    )
     texts = {key: [rng.randrange(7) for _ in range(5)] for key in range(3)}
-    drafts: dict[int, tuple[int, ...]] = dict.fromkeys(texts, ())
+    drafts = dict.fromkeys(texts, NO_PROPOSAL)
     num_quiet = 0
     for _ in range(60):
         num_quiet = num_quiet - 1 if num_quiet else (MAX_IDLE_LAUNCHES + 2) * (rng.random() < 0.02)
@@ -100,14 +149,23 @@ def test_each_token_meets_the_state_before_it_whatever_was_accepted(seed: int) -
         for key, text in texts.items():
             if rng.random() < 0.2:
                 continue  # it rests, or is paused
-            new = [text[-1], *drafts[key]]
-            asked = tuple(SampleRow(i, Sampling(), text, 3) for i in range(len(new)))
-            parts.append(SequenceSlice(new, len(text) - 1, [0] * 40, asked, 3, key=key))
-            along = [*text, *drafts[key]]
-            rows += [[state_of(along, len(text) - 1 + i)] for i in range(len(new))]
-            num_right = rng.randint(0, len(drafts[key]))
-            text += [*drafts[key][:num_right], rng.randrange(7)]
-            drafts[key] = ()
+            chain, alternatives = drafts[key]
+            paths = [chain]
+            paths += [
+                (*chain[:i], other) for i, others in enumerate(alternatives) for other in others
+            ]
+            for path in paths:
+                new = [text[-1], *path]
+                first = 0 if path is chain else len(path)
+                asked = tuple(SampleRow(i, Sampling(), text, 3) for i in range(first, len(new)))
+                parts.append(SequenceSlice(new, len(text) - 1, [0] * 40, asked, 3, key=key))
+                along = [*text, *path]
+                rows += [[state_of(along, len(text) - 1 + i)] for i in range(first, len(new))]
+            right = rng.choice(paths)
+            if right is chain:
+                right = right[: rng.randint(0, len(right))]
+            text += [*right, rng.randrange(7)]
+            drafts[key] = NO_PROPOSAL
         if states.is_kept:
             found_states = torch.tensor(rows, dtype=torch.float64).view(-1, 1)
             states.on_states(Batch(tuple(parts)), found_states)
@@ -123,11 +181,15 @@ def test_each_token_meets_the_state_before_it_whatever_was_accepted(seed: int) -
         ):
             assert isinstance(request.key, int)
             wanted = estimate.num_drafts if can_draft else 0
-            assert len(found) == wanted or (num_blocks == 40 and not found)
+            num_found = len(found.token_ids)
+            assert num_found == wanted or (num_blocks == 40 and not num_found)
+            assert [1 + len(others) for others in found.alternatives[: len(widths)]] == list(
+                widths[:num_found]
+            )
             drafts[request.key] = found
         for key in texts:
             if key not in [request.key for request in asked_for]:
-                drafts[key] = ()
+                drafts[key] = NO_PROPOSAL
         pool.check_integrity()
         if rng.random() < 0.1:
             proposer.forget(rng.randrange(3))
@@ -144,8 +206,8 @@ def test_states_that_nobody_takes_do_not_pile_up() -> None:
         row = SampleRow(0, Sampling(), (), 1)
         parts = [SequenceSlice((1,), position, [0], (row,), 1, key=key) for key in ("a", "b")]
         states.on_states(Batch(tuple(parts)), torch.full((2, 1), float(position)))
-        states.take("b", position + 2)
-    first, found = states.take("a", 3 * MAX_WAITING + 1)
+        states.take("b", range(position + 2))
+    first, found = states.take("a", range(3 * MAX_WAITING + 1))
     assert (first, found[:, 0].tolist()) == (
         2 * MAX_WAITING,
         list(range(2 * MAX_WAITING, 3 * MAX_WAITING)),
@@ -176,7 +238,7 @@ def test_states_are_kept_only_while_somebody_takes_them() -> None:
         request = DraftRequest("a", launch(num_tokens), 2, 2, Sampling())
         if not proposer.estimate([request])[0].num_drafts:
             return 0
-        return len(proposer.propose([request])[0])
+        return len(proposer.propose([request])[0].token_ids)
 
     assert watches == []
     # The first demand starts it, and a head that begins in the midst of an output waits.
@@ -197,15 +259,37 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("target"), "llama")
 
 
-def engine_of(target: Path) -> TorchEngine:
+def engine_of(target: Path, shape: SimShape = SHAPE) -> TorchEngine:
     return load_engine(
         str(target),
-        num_blocks=SHAPE.num_blocks,
-        block_size=SHAPE.block_size,
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
         max_num_batched_tokens=64,
         on_plan=lambda _: None,
         progress=lambda _: None,
     )
+
+
+def make_head(folder: Path, target: Path, kind: str) -> HeadFiles:
+    """Random heads of any kind for a tiny Llama."""
+    if kind == "medusa":
+        return HeadFiles("medusa", make_tiny_medusa(folder, target))
+    return HeadFiles("eagle", make_tiny_head(folder, target, kind))
+
+
+def open_proposer(
+    engine: TorchEngine, head: HeadFiles, max_num_seqs: int, widths: Sequence[int] = ()
+) -> tuple[Proposer, HiddenStates, BlockPool]:
+    """What drafts, and what it holds: Medusa heads hold no blocks."""
+    if head.method == "medusa":
+        heads, states = open_medusa(engine, head)
+        pool = BlockPool(1, SHAPE.block_size, secret=bytes(32), enable_prefix_caching=False)
+        return MedusaProposer(heads, states, lambda: 0.0, widths), states, pool
+    runner, states = open_head(engine, head, max_num_seqs)
+    pool = BlockPool(
+        runner.num_blocks, runner.block_size, secret=bytes(32), enable_prefix_caching=False
+    )
+    return HeadProposer(runner, states, pool, lambda: 0.0, widths), states, pool
 
 
 class EagerDrafts:
@@ -216,13 +300,13 @@ class EagerDrafts:
 
     def __init__(
         self,
-        proposer: HeadProposer,
+        proposer: Proposer,
         right: dict[str, tuple[int, ...]],
         rng: random.Random,
     ) -> None:
         """right: what sequences get in the end, by their prompts' digits."""
         self._proposer, self._right, self._rng = proposer, right, rng
-        self.num_drafts = 0
+        self.num_drafts = self.num_alternatives = 0
 
     def is_due(self, key: Hashable) -> bool:  # noqa: ARG002
         return self._rng.random() < 0.9
@@ -232,14 +316,24 @@ class EagerDrafts:
         requests: Sequence[DraftRequest],
         num_rows: int,  # noqa: ARG002
         max_num_drafts: int,  # noqa: ARG002
-    ) -> list[tuple[int, ...]]:
+    ) -> list[Proposal]:
         planned = []
-        for request, drafts in zip(requests, self._proposer.propose(requests), strict=True):
+        for request, proposal in zip(requests, self._proposer.propose(requests), strict=True):
+            drafts, others = proposal
             self.num_drafts += len(drafts)
             text = self._right.get(str(list(request.token_ids[: request.num_prompt_tokens])), ())
             at = len(request.token_ids) - request.num_prompt_tokens
-            own = text[at : at + len(drafts)]
-            planned.append(own if self._rng.random() < 0.5 else drafts)
+            own, place = text[at : at + len(drafts)], self._rng.randrange(5)
+            if place < len(own) and any(others[place : place + 1]) and self._rng.random() < 0.5:
+                # The right token of a place is an alternative alone.
+                wrong = next(t for t in (*drafts, 0, 1) if t != own[place])
+                drafts = (*own[:place], wrong, *drafts[place + 1 :])
+                others = (*((),) * place, (*others[place][:1], own[place]))
+                others = tuple(tuple(t for t in dict.fromkeys(o) if t != wrong) for o in others)
+                self.num_alternatives += 1
+                planned.append(Proposal(drafts, others))
+            else:
+                planned.append(Proposal(own) if self._rng.random() < 0.5 else proposal)
         return planned
 
     def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
@@ -267,21 +361,22 @@ class Workers:
     """Decode workers that draft by one head, joined by loopback."""
 
     def __init__(
-        self, target: Path, head: HeadFiles, num: int, right: dict[str, tuple[int, ...]]
+        self,
+        target: Path,
+        head: HeadFiles,
+        num: int,
+        right: dict[str, tuple[int, ...]],
+        shape: SimShape = SHAPE,
+        widths: Sequence[int] = (),
     ) -> None:
         hub = LoopbackHub()
         self.workers, self.drafts, self.pools, self.states = [], [], [], []
         for index in range(num):
-            engine = engine_of(target)
-            runner, states = open_head(engine, head, 8)
-            pool = BlockPool(
-                runner.num_blocks, runner.block_size, secret=bytes(32), enable_prefix_caching=False
-            )
-            drafts = EagerDrafts(
-                HeadProposer(runner, states, pool, lambda: 0.0), right, random.Random(index)
-            )
+            engine = engine_of(target, shape)
+            proposer, states, pool = open_proposer(engine, head, 8, widths)
+            drafts = EagerDrafts(proposer, right, random.Random(index))
             worker = SimDecode(
-                hub, lambda: 0.0, SHAPE, f"d{index}", speculation=drafts, given_engine=engine
+                hub, lambda: 0.0, shape, f"d{index}", speculation=drafts, given_engine=engine
             )
             self.workers.append(worker)
             self.drafts.append(drafts)
@@ -469,12 +564,17 @@ def test_memory_is_left_for_a_head(target: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("widths", [(), (3, 2)], ids=["chain", "tree"])
 def test_tokens_are_those_of_the_target_alone(
-    target: Path, tmp_path: Path, alone: dict[int, tuple[int, ...]], kind: str
+    target: Path,
+    tmp_path: Path,
+    alone: dict[int, tuple[int, ...]],
+    kind: str,
+    widths: tuple[int, ...],
 ) -> None:
     """Greedy and sampled ones, all at once; one is aborted in between, and nothing of it stays."""
-    head = HeadFiles("eagle", make_tiny_head(tmp_path / "head", target, kind))
-    rig = Workers(target, head, 1, right_of(alone))
+    head = make_head(tmp_path / "head", target, kind)
+    rig = Workers(target, head, 1, right_of(alone), widths=widths)
     (worker,) = rig.workers
     outputs: dict[int, list[int]] = {}
     for handle, spec in enumerate(SPECS):
@@ -488,16 +588,51 @@ def test_tokens_are_those_of_the_target_alone(
     run(worker, outputs, set(range(len(SPECS))))
     assert {handle: tuple(outputs[handle]) for handle in alone} == alone
     assert rig.drafts[0].num_drafts > 20
+    assert bool(rig.drafts[0].num_alternatives) == bool(widths)
+    rig.check_empty()
+    assert worker.pool.counts().leased == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_the_same_after_a_preemption(
+    target: Path, tmp_path: Path, alone: dict[int, tuple[int, ...]], kind: str
+) -> None:
+    """Blocks for less than half of the sequences: others are preempted, and placed anew."""
+    shape = replace(SHAPE, num_blocks=16)
+    head = make_head(tmp_path / "head", target, kind)
+    rig = Workers(target, head, 1, right_of(alone), shape, widths=(3, 2))
+    (worker,) = rig.workers
+    outputs: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(SPECS)), ())
+    for handle, spec in enumerate(SPECS):
+        worker.submit(Open(0, handle, spec, KvSource.LOCAL))
+    ended, num_preempted = set[int](), 0
+    while len(ended) < len(SPECS):
+        for event in worker.step().events:
+            handle = event.handle
+            match event.event:
+                case Tokens(_, samples, finish):
+                    outputs[handle] += tuple(sample.token_id for sample in samples)
+                    ended |= {handle} if finish else set()
+                case Preempted() | Deferred():
+                    num_preempted += isinstance(event.event, Preempted)
+                    again = replace(SPECS[handle], output_token_ids=outputs[handle])
+                    worker.submit(Open(0, handle, again, KvSource.LOCAL))
+        worker.pool.check_integrity()
+    assert outputs == alone
+    assert num_preempted > 0
+    assert rig.drafts[0].num_drafts > 0
+    assert worker.pool.counts().leased == 0
     rig.check_empty()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_a_sequence_that_moves_in_midstream_is_drafted_for_there(
-    target: Path, tmp_path: Path, alone: dict[int, tuple[int, ...]]
+    target: Path, tmp_path: Path, alone: dict[int, tuple[int, ...]], kind: str
 ) -> None:
     """Nothing of the head's crosses: it begins anew with the next token there."""
-    head = HeadFiles("eagle", make_tiny_head(tmp_path / "head", target, "eagle3"))
-    check_move(target, head, alone)
+    check_move(target, make_head(tmp_path / "head", target, kind), alone)
 
 
 @pytest.mark.slow
@@ -552,19 +687,14 @@ def drafts_of(
 ) -> tuple[int, ...]:
     """After a target that computed all tokens but the last one by one, from the second on."""
     engine = engine_of(target)
-    runner, states = open_head(engine, head, 4)
-    pool = BlockPool(
-        runner.num_blocks, runner.block_size, secret=bytes(32), enable_prefix_caching=False
-    )
+    proposer, states, _ = open_proposer(engine, head, 4)
     states.start()
     blocks = list(range(16))
     for position, token in enumerate(token_ids[:-1]):
         row = SampleRow(0, Sampling(), token_ids[: position + 1], 1)
         engine.forward(Batch((SequenceSlice((token,), position, blocks, (row,), 1, key="a"),)))
-    (found,) = HeadProposer(runner, states, pool, lambda: 0.0).propose(
-        [DraftRequest("a", token_ids, 1, num_drafts, Sampling())]
-    )
-    return found
+    (found,) = proposer.propose([DraftRequest("a", token_ids, 1, num_drafts, Sampling())])
+    return found.token_ids
 
 
 @pytest.mark.slow
@@ -572,6 +702,7 @@ def test_an_eagle_head_says_what_its_layer_says(target: Path, tmp_path: Path) ->
     """Compared with transformers' layer without its first norm, which EAGLE's has not."""
     import transformers
     from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaModel
 
     head = make_tiny_head(tmp_path / "head", target, "eagle")
     tensors = load_file(head / "model.safetensors")
@@ -601,6 +732,8 @@ def test_an_eagle3_head_says_what_it_was_trained_to_say(target: Path, tmp_path: 
     """Compared with the training's own forward, which unrolls all places at once."""
     import transformers
 
+    from baton.distill.eagle import EagleStudent, shape_for, write_eagle
+
     whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     shape = replace(shape_for(whole), intermediate_size=48)
     kept = torch.arange(0, whole.config.vocab_size, 2)
@@ -623,6 +756,79 @@ def test_an_eagle3_head_says_what_it_was_trained_to_say(target: Path, tmp_path: 
             logits = student.unroll(embedded, padded, 4096, step + 1)[step]
             drafts.append(int(kept[logits[0, -1].argmax()]))
     assert drafts_of(target, HeadFiles("eagle", tmp_path / "head"), tokens, 3) == tuple(drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"num_layers": 2, "has_bias": False, "num_tokens": 60},
+        {"is_published": True},
+        {"is_published": True, "num_layers": 2},
+        {"one_output": "own", "num_tokens": 60},
+        {"one_output": "target"},
+    ],
+    ids=str,
+)
+def test_medusa_heads_say_what_their_layers_say(
+    target: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """Compared with products by hand, of the states of transformers' model."""
+    import transformers
+    from safetensors.torch import load_file
+
+    heads = make_tiny_medusa(tmp_path / "heads", target, **layout)
+    tensors = load_file(heads / "model.safetensors")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    num_layers, drafts = layout.get("num_layers", 1), []
+    with torch.no_grad():
+        state = whole.model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1]
+        for head in range(3):
+            hidden = state
+            for layer in range(num_layers):
+                name = f"{head}.{layer}.linear"
+                if "is_published" not in layout:
+                    name = f"blocks.{head}.layers.{layer}"
+                y = tensors[f"{name}.weight"] @ hidden + tensors.get(f"{name}.bias", 0)
+                hidden = hidden + y * torch.sigmoid(y)
+            own = 0 if layout.get("one_output") else head
+            output = tensors.get(f"lm_heads.{own}.weight", whole.lm_head.weight)
+            if "is_published" in layout:
+                output = tensors[f"{head}.{num_layers}.weight"]
+            likeliest = int((output @ hidden).argmax())
+            drafts.append(
+                int(tensors["token_map"][likeliest]) if "token_map" in tensors else likeliest
+            )
+    assert drafts_of(target, HeadFiles("medusa", heads), tokens, 3) == tuple(drafts)
+    # Of four heads there are no more drafts.
+    assert len(drafts_of(target, HeadFiles("medusa", heads), tokens, 9)) == 4
+
+
+def test_medusa_heads_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    engine = engine_of(target)
+    other = make_tiny_model(
+        tmp_path / "other", "llama", hidden_size=32, num_attention_heads=2, num_key_value_heads=1
+    )
+    with pytest.raises(ModelError, match="hidden_size=32, vocab_size="):
+        open_medusa(engine, HeadFiles("medusa", make_tiny_medusa(tmp_path / "small", other)))
+    with pytest.raises(UnsupportedModel, match=r"model_type=llama.*Medusa heads have medusa"):
+        open_medusa(engine, HeadFiles("medusa", target))
+    folder = make_tiny_medusa(tmp_path / "heads", target, num_tokens=60)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "token_map": tensors["token_map"] - 1000}, folder / "model.safetensors")
+    with pytest.raises(TensorMismatch, match="'token_map' names tokens"):
+        open_medusa(engine, HeadFiles("medusa", folder))
+    del tensors["lm_heads.3.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(MissingTensor, match=r"lm_heads\.3\.weight"):
+        open_medusa(engine, HeadFiles("medusa", folder))
+    (folder / "model.safetensors").rename(folder / "medusa_lm_head.pt")
+    with pytest.raises(UnsafeCheckpoint, match="pickles only"):
+        open_medusa(engine, HeadFiles("medusa", folder))
 
 
 def test_transformers_code_keeps_no_states(target: Path, tmp_path: Path) -> None:

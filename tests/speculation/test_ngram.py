@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.types import Sampling
-from worker_core.speculation.interface import DraftRequest
+from worker_core.speculation.interface import DraftRequest, Proposal
 from worker_core.speculation.ngram import (
     MAX_NUM_CANDIDATES,
     Match,
@@ -82,7 +82,7 @@ def test_a_copy_is_drafted_and_a_grade_tells_how_long_the_match_is() -> None:
     (estimate,) = proposer.estimate([request_of(0, text)])
     assert estimate.drafts == (5, 9, 2, 3)
     assert estimate.confidence == 3
-    assert proposer.propose([request_of(0, text, 2)]) == [(5, 9)]
+    assert proposer.propose([request_of(0, text, 2)]) == [Proposal((5, 9))]
 
 
 def test_a_forgotten_sequence_leaves_nothing_behind() -> None:

@@ -57,6 +57,7 @@ def test_tokenizers_with_other_ids_are_refused(tmp_path: Path) -> None:
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "--prompt-lookup-max"),
         ({"num_speculative_tokens": 0}, "--num-speculative-tokens"),
         ({"speculative_method": "eagle"}, "--speculative-model"),
+        ({"speculative_method": "medusa"}, "--speculative-model"),
         ({"speculative_method": "mtp", "speculative_model": "x"}, "--speculative-model"),
         ({"speculative_method": "mtp", "async_scheduling": True}, "--async-scheduling"),
         ({"speculative_method": "magic"}, "--speculative-method"),
@@ -81,9 +82,10 @@ def test_options_make_speculation(values: Mapping[str, object], kind: type[objec
     assert isinstance(build_speculation(options, engine, lambda: 0.0), kind)
 
 
-def test_a_head_needs_a_model() -> None:
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_a_head_needs_a_model(method: str) -> None:
     options = DecodeOptions.model_validate(
-        {"model": "m", "engine": "oracle", "speculative_method": "eagle", "speculative_model": "h"}
+        {"model": "m", "engine": "oracle", "speculative_method": method, "speculative_model": "h"}
     )
     with pytest.raises(ConfigError, match="an oracle engine has no hidden states"):
         build_speculation(options, OracleEngine(OracleOptions(num_blocks=8)), lambda: 0.0)

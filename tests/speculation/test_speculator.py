@@ -11,7 +11,7 @@ import pytest
 
 from baton.types import Sampling
 from worker_core.drafting import verify
-from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate
+from worker_core.speculation.interface import NO_PROPOSAL, NOTHING, DraftRequest, Estimate, Proposal
 from worker_core.speculation.speculator import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Speculator
 
 StepTime = Callable[[int, int], float]
@@ -35,10 +35,10 @@ class FakeProposer:
         found = [self._guess(request) for request in requests]
         return [Estimate(len(drafts), 0, drafts) if drafts else NOTHING for drafts in found]
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         most = max(request.max_num_drafts for request in requests)
         self.clock.now_s += self.cost_s(len(requests), most)
-        return [self._guess(request) for request in requests]
+        return [Proposal(self._guess(request)) for request in requests]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:
         return self.draft_s * num_drafts if num_sequences else 0.0
@@ -81,8 +81,8 @@ class World:
             DraftRequest(key, self.texts[key], 1, self.max_num_drafts, Sampling()) for key in asked
         ]
         planned = self.speculator.plan(requests, self.num_sequences, 1000)
-        drafts = dict(zip(asked, planned, strict=True))
-        num_drafts = sum(map(len, planned))
+        drafts = {key: proposal.token_ids for key, proposal in zip(asked, planned, strict=True)}
+        num_drafts = sum(map(len, drafts.values()))
         self.num_drafted += num_drafts
         self.proposer.clock.now_s += self.step_s(
             self.num_sequences, self.num_sequences + num_drafts
@@ -115,6 +115,7 @@ def steep(num_sequences: int, num_rows: int) -> float:  # noqa: ARG001
     return 0.0002 * num_rows
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("chance", "at_least"), [(0.95, 3.5), (0.8, 2.2), (0.5, 1.2)])
 @pytest.mark.parametrize("num_sequences", [1, 8])
 def test_good_drafts_gain_where_rows_are_nearly_free(
@@ -124,6 +125,7 @@ def test_good_drafts_gain_where_rows_are_nearly_free(
     assert World(proposer, num_sequences, flat).gain() > at_least
 
 
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.99])
 @pytest.mark.parametrize("is_free", [True, False])
 @pytest.mark.parametrize("num_sequences", [1, 5, 64])
@@ -134,6 +136,7 @@ def test_a_saturated_machine_loses_next_to_nothing(
     assert World(proposer, num_sequences, steep).gain() > 0.98
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("is_free", [True, False])
 @pytest.mark.parametrize("num_sequences", [1, 16])
 def test_bad_drafts_lose_next_to_nothing(num_sequences: int, is_free: bool) -> None:
@@ -161,6 +164,7 @@ def test_free_drafts_are_taken_up_when_they_begin_to_be_right() -> None:
     assert len(world.texts[0]) > 480 + 100 * 2.5
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_begins_to_be_right_is_noticed_by_probes() -> None:
     proposer = FakeProposer(
         Clock(), lambda token: 0.95 if token > 500 else 0.0, is_free=False, draft_s=0.0002
@@ -203,7 +207,7 @@ def test_nothing_is_drafted_before_a_step_of_about_that_size_was_timed() -> None
     request = DraftRequest("a", (1, 2, 3), 3, 4, Sampling(), 0)
 
     def step(num_rows: int) -> int:
-        (drafts,) = speculator.plan([request], num_rows, 4)
+        ((drafts, _),) = speculator.plan([request], num_rows, 4)
         clock.now_s += 1.0
         speculator.record("a", range(3, 7))
         speculator.on_step_end(num_rows, len(drafts))
@@ -220,10 +224,10 @@ class LateProposer(FakeProposer):
 
     num_late = 0
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         if self.num_late:
             self.num_late -= 1
-            return [()] * len(requests)
+            return [NO_PROPOSAL] * len(requests)
         return super().propose(requests)
 
 

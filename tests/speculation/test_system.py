@@ -117,6 +117,7 @@ def test_an_output_ends_in_the_midst_of_accepted_drafts(max_tokens: int) -> None
     assert worker.pool.counts().leased == 0
 
 
+@pytest.mark.slow
 def test_what_is_cached_of_a_sequence_that_ended_within_drafts_is_right() -> None:
     """Blocks that hold rejected drafts, or accepted ones after the end, are no prefix of
     anything."""

@@ -123,6 +123,7 @@ def test_emitted_tokens_are_those_of_no_speculation() -> None:
         assert step[:NUM_DRAFTS] == one[: len(step)]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("salt", [1, 3])
 def test_coupled_drafts_are_accepted_nearly_as_often_as_rejection_sampling_can(salt: int) -> None:
     seeds = list(range(5_000))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB_SIZE = 96
 
@@ -225,6 +224,8 @@ def model_type(name: str) -> str:
 def make_checkpoint(path: Path, name: str, **changes: Any) -> Path:
     """Write an architecture's checkpoint into `path`. Every tensor is random, and wide enough that
     greedy outputs vary; no token ends them. changes: to its config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     known = {**ARCHITECTURES[name], **changes}
     settings = {key: value for key, value in known.items() if key != "model_type"}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -248,6 +249,8 @@ def make_checkpoint(path: Path, name: str, **changes: Any) -> Path:
 
 def write_config(path: Path, name: str) -> Path:
     """Write the config.json of an architecture of REFUSED into `path`."""
+    from transformers import AutoConfig
+
     config = AutoConfig.for_model(name, **REFUSED[name][0])
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config.to_dict(), default=str))

@@ -13,6 +13,7 @@ import pytest
 from baton.check.stream_history import StreamHistory
 from baton.client import AsyncClient, Chunk
 from baton.config import ServeOptions
+from baton.engine.oracle import FULL_LAYERS, OracleLayers
 from baton.errors import BatonError
 from bench.fault_proxy import ProxiedCluster
 from bench.oracle_requests import OracleRequest, draw_request
@@ -95,12 +96,13 @@ class Streams:
         num_streams: int = 6,
         num_tokens: int = 60,
         max_prompt_tokens: int = 200,
+        layers: OracleLayers = FULL_LAYERS,
     ) -> None:
         """client: or what stands for it."""
         rng = random.Random(seed)
         source = by_grpc(client) if isinstance(client, AsyncClient) else client
         self.streams = [
-            Stream(source, draw_request(rng, max_prompt_tokens, num_tokens))
+            Stream(source, draw_request(rng, max_prompt_tokens, num_tokens, layers))
             for _ in range(num_streams)
         ]
 

@@ -15,7 +15,12 @@ from baton.types import UNKNOWN_NUMERICS, NumericsClass, Sampling, SequenceSpec,
 from baton.v1 import inference_pb2
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import ChoiceSoFar, TextOptions, ValidatedRequest
-from gateway.request.driver import RequestDeps, RequestDriver, resumed_outputs_of
+from gateway.request.driver import (
+    RequestDeps,
+    RequestDriver,
+    resumed_outputs_of,
+    starting_specs_of,
+)
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.migrator import Migrator
@@ -141,6 +146,7 @@ class World:
             account=account,
         )
         outputs = await resumed_outputs_of(request, self.deps.decodings)
+        await self.dispatcher.prepare(starting_specs_of(request))
         await RequestDriver(self.deps, request, outputs, client.write, now_s + timeout_s).run()
         return client
 

@@ -516,7 +516,7 @@ class World:
             return False
         wire = session.connection
         assert isinstance(wire, Wire)
-        is_late = bool(connection._handoffs) and connection.next_deadline() <= self.now
+        is_late = not connection.is_idle and connection.next_deadline() <= self.now
         return bool(wire.answers) or (bool(wire.lost) and not wire.is_lost_seen) or is_late
 
     # What happens
@@ -565,7 +565,7 @@ class World:
             tickets = node.worker.tickets._tickets.values()
             times += [ticket.deadline for ticket in tickets if ticket.is_open]
             connections = [r.connection for r in node.runners if not r.is_over]
-            times += [c.next_deadline() for c in connections if c._handoffs]
+            times += [c.next_deadline() for c in connections if not c.is_idle]
         return min(times, default=None)
 
     def _node(self, name: str) -> Node:
@@ -678,6 +678,7 @@ class World:
         tokens = request.spec.prompt_token_ids
         wanted = prefilled(tokens, self.bounds.layers)
         block_id, kv = owner.block_ids[0], node.worker.engine.kv
+        assert isinstance(kv, ArrayKvPool)
         is_own = bool((kv.data[block_id] == wanted.data[0]).all())
         require(is_own, f"{request.name}: committed KV is not its own")
         if kv.states and wanted.states:
@@ -750,6 +751,7 @@ def prefilled(tokens: Sequence[int], layers: OracleLayers) -> ArrayKvPool:
             engine.kv.state_slots.of_block[0] = 0
         row = SampleRow(len(tokens) - 1, Sampling(), list(tokens), len(tokens), 0, None)
         engine.forward(Batch((SequenceSlice(list(tokens), 0, [0], (row,)),)))
+        assert isinstance(engine.kv, ArrayKvPool)
         _KV[key] = engine.kv
     return _KV[key]
 

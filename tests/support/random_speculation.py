@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 from tests.support.grammar_walks import allowed_after
-from worker_core.speculation.interface import DraftRequest
+from worker_core.speculation.interface import DraftRequest, Proposal
 
 
 class RandomSpeculation:
@@ -32,13 +32,16 @@ class RandomSpeculation:
         requests: Sequence[DraftRequest],
         num_rows: int,  # noqa: ARG002
         max_num_drafts: int,
-    ) -> list[tuple[int, ...]]:
+    ) -> list[Proposal]:
         planned = []
         for request in requests:
             most = min(request.max_num_drafts, max_num_drafts)
             drafts = self._guess(request)[: self._rng.randint(0, most)]
+            alternatives = tuple(
+                self._others(request, place, drafts) for place in range(len(drafts))
+            )
             max_num_drafts -= len(drafts)
-            planned.append(drafts)
+            planned.append(Proposal(drafts, alternatives))
         return planned
 
     def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
@@ -56,6 +59,13 @@ class RandomSpeculation:
         right += [self._any() for _ in range(request.max_num_drafts - len(right))]
         share = self._rng.choice([0.0, 0.2, 1.0])
         return tuple(self._any() if self._rng.random() < share else token for token in right)
+
+    def _others(self, request: DraftRequest, place: int, drafts: Sequence[int]) -> tuple[int, ...]:
+        """Up to two other tokens for a place, the right one often among them."""
+        start = len(request.token_ids) - request.num_prompt_tokens + place
+        right = self._output(request)[start : start + 1]
+        others = [*right, self._any()] if self._rng.random() < 0.5 else [self._any()]
+        return tuple(token for token in dict.fromkeys(others) if token != drafts[place])
 
     def _any(self) -> int:
         return self._rng.randrange(self._vocab_size)

@@ -19,10 +19,16 @@ from baton.cache.state_slots import StateSlots
 from baton.cache.window_slots import WindowSlots
 from baton.engine.interface import Engine
 from baton.engine.loop import Step
-from baton.engine.oracle import FULL_LAYERS, OracleEngine, OracleLayers, OracleOptions
+from baton.engine.oracle import (
+    FULL_LAYERS,
+    OracleEngine,
+    OracleLayers,
+    OracleOptions,
+    oracle_layout,
+)
 from baton.errors import BatonError
 from baton.grammar import Matchers
-from baton.types import KvLayout, KvSource, SequenceSpec, WorkerIdentity
+from baton.types import KvSource, SequenceSpec, WorkerIdentity
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import KvSender, SendDone, Sender
@@ -71,13 +77,18 @@ class SimShape:
     def num_window_slots(self) -> int:
         if not self.has_window_slots:
             return 0
-        layout = KvLayout(
-            *("", 2, 1, 1, "int64", self.block_size),
-            window=self.layers.window,
-            windowed_layers=(1,),
-        )
+        layout = oracle_layout(self.layers, self.block_size)
         most = layout.max_window_slots(self.max_num_seqs, self.max_num_batched_tokens)
         return min(most, self.num_blocks)
+
+
+#: Workers of models with layers of each kind. The last have few slots for windowed layers, and many
+#: blocks beside.
+KV = SimShape()
+STATES = SimShape(layers=OracleLayers(has_states=True))
+GROUPS = SimShape(
+    layers=OracleLayers(6), has_window_slots=True, max_num_seqs=4, max_num_batched_tokens=8
+)
 
 
 def _engine(shape: SimShape) -> OracleEngine:

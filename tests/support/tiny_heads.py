@@ -67,6 +67,47 @@ def make_tiny_head(
     return folder
 
 
+def make_tiny_medusa(
+    folder: Path,
+    target: Path,
+    *,
+    num_heads: int = 4,
+    num_layers: int = 1,
+    is_published: bool = False,
+    num_tokens: int | None = None,
+    one_output: str = "",
+    has_bias: bool = True,
+    seed: int = 0,
+) -> Path:
+    """Medusa heads for the tiny model in `target`. is_published: as FasterDecoding's code writes
+    them, else as vLLM reads them. num_tokens: of their vocabulary, if it is not the target's.
+    one_output: of all heads: "own", or "target"."""
+    given = json.loads((target / "config.json").read_text())
+    size, vocab = given["hidden_size"], given["vocab_size"]
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            name = f"{head}.{layer}.linear" if is_published else f"blocks.{head}.layers.{layer}"
+            tensors[f"{name}.weight"] = 0.3 * torch.randn((size, size), generator=generator)
+            if has_bias:
+                tensors[f"{name}.bias"] = 0.3 * torch.randn(size, generator=generator)
+        name = f"{head}.{num_layers}.weight" if is_published else f"lm_heads.{head}.weight"
+        if not one_output or (one_output == "own" and head == 0):
+            tensors[name] = 0.3 * torch.randn((num_tokens or vocab, size), generator=generator)
+    config: dict[str, object] = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers}
+    if not is_published:
+        config |= {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": size}
+        config |= {"vocab_size": vocab, "original_lm_head": bool(one_output)}
+    if num_tokens is not None:
+        config["truncated_vocab_size"] = num_tokens
+        tensors["token_map"] = torch.randperm(vocab, generator=generator)[:num_tokens].sort()[0]
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 #: What tensors of make_tiny_mtp_model's layer for multi-token prediction begin with.
 MTP_LAYER = "model.layers.2."
 

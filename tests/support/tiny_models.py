@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 Family = Literal[
@@ -142,6 +141,8 @@ def make_tiny_model(
     biases too, and wide enough that greedy outputs vary. The tokenizer maps each byte to its own
     id; it is left out where vocab_size is too small for it.
     """
+    import transformers
+
     config_class, model_class = (getattr(transformers, name) for name in _CLASSES[family])
     settings = {**_DEFAULTS, **_OF_FAMILY.get(family, {}), **overrides}
     if family in ("llama", "qwen2", "glm4_moe", "gemma", "olmo2", "deepseek_v2", "deepseek_v3"):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from baton.types import EarlyStopping, Sampling
 
@@ -21,6 +20,8 @@ def transformers_beams(
     path: Path, prompt: Sequence[int], sampling: Sampling
 ) -> list[tuple[list[int], float]]:
     """(output without what follows its end, score) of transformers' search."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     beam = sampling.beam
     assert beam is not None

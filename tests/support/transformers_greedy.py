@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 
 def greedy_outputs(
     path: Path, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[list[int]]:
     """num_tokens ids behind each prompt, computed in float32; no token ends an output."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return [greedy_output(model, prompt, num_tokens) for prompt in prompts]
 

@@ -38,14 +38,24 @@ SLICES = st.builds(
     ).map(tuple),
     num_prompt_tokens=st.integers(0, 2**40),
 )
-STEPS = st.tuples(st.lists(SLICES, max_size=4).map(tuple).map(Batch), st.booleans())
+#: Slices, each with its window's table.
+PARTS = st.lists(st.tuples(SLICES, IDS), max_size=4)
+STEPS = st.tuples(PARTS, st.booleans(), st.booleans()).map(lambda drawn: step_of(*drawn))
 COMMANDS = st.lists(st.one_of(STEPS, IDS), max_size=5)
 
 
-def encode(command: tuple[Batch, bool] | tuple[int, ...]) -> bytes:
+def step_of(
+    parts: list[tuple[SequenceSlice, tuple[int, ...]]], is_apart: bool, is_told: bool
+) -> StepCommand:
+    """is_apart: whether windowed layers have tables of their own."""
+    tables = tuple(table if is_apart else () for _, table in parts)
+    return StepCommand(Batch(tuple(part for part, _ in parts)), tables, is_told)
+
+
+def encode(command: StepCommand | tuple[int, ...]) -> bytes:
     match command:
-        case (Batch() as batch, bool(is_told)):
-            return encode_step(batch, is_told=is_told)
+        case StepCommand(batch, tables, is_told):
+            return encode_step(batch, tables if any(tables) else (), is_told=is_told)
         case rows:
             return encode_logits(rows)
 
@@ -65,14 +75,15 @@ def plain(batch: Batch) -> list[object]:
 
 
 @given(COMMANDS)
-def test_commands_arrive_as_they_were(commands: list[tuple[Batch, bool] | tuple[int, ...]]) -> None:
+def test_commands_arrive_as_they_were(commands: list[StepCommand | tuple[int, ...]]) -> None:
     read = list(read_commands(io.BytesIO(b"".join(map(encode, commands)))))
     assert len(read) == len(commands)
     for sent, got in zip(commands, read, strict=True):
         match sent:
-            case (Batch() as batch, bool(is_told)):
+            case StepCommand(batch, tables, is_told):
                 assert isinstance(got, StepCommand)
                 assert (plain(got.batch), got.is_told) == (plain(batch), is_told)
+                assert [tuple(table) for table in got.tables] == list(tables)
             case rows:
                 assert isinstance(got, LogitsCommand)
                 assert list(got.rows) == list(rows)
@@ -80,7 +91,7 @@ def test_commands_arrive_as_they_were(commands: list[tuple[Batch, bool] | tuple[
 
 @given(STEPS, st.data())
 def test_a_stream_that_ends_within_a_command_gives_no_part_of_it(
-    step: tuple[Batch, bool], data: st.DataObject
+    step: StepCommand, data: st.DataObject
 ) -> None:
     whole = encode(step)
     end = data.draw(st.integers(0, len(whole) - 1))

@@ -69,6 +69,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path, family, **settings)
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_logits_and_kv_are_those_of_one_rank(
     model: Path, dtype: str, load_ranks: LoadRanks
@@ -87,6 +88,7 @@ def test_logits_and_kv_are_those_of_one_rank(
             assert error < (1e-5 if dtype == "float32" else 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_level")
 def test_tokens_do_not_depend_on_ranks_batch_or_chunks(
     tmp_path: Path, load_ranks: LoadRanks
@@ -109,6 +111,7 @@ def packed_4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tenso
     return packed_pieces(rounded, True, False), rounded.dense()
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantised_weights_are_shared_too(
     tmp_path: Path, dtype: str, load_ranks: LoadRanks
@@ -143,6 +146,7 @@ def test_pools_of_any_type_are_shared(
     assert sum(a != b for a, b in pairs) < 0.01 * len(pairs)
 
 
+@pytest.mark.slow
 def test_layers_are_told_once_all_ranks_have_written_them(
     tmp_path: Path, load_ranks: LoadRanks
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 from baton.engine.interface import Batch, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.engine.tensor_parallel import start
+from baton.engine.tensor_parallel.kv_pool import pool_sizes
 from baton.engine.tensor_parallel.rank_spec import RankSpec, staging_bytes
 from baton.engine.tensor_parallel.team import RankTeam
 from baton.engine.torch_engine import TorchEngine
@@ -88,7 +89,8 @@ def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None
     config = read_config(model)
     layout = KvLayout("", config.num_layers, config.num_kv_heads, config.head_dim, "float32", 8)
     room = staging_bytes(config, 2, "float32")
-    spec = RankSpec(0, 2, str(tmp_path), config, "float32", layout, 4, 256, 1, room, -1, -1)
+    pools = pool_sizes(layout, num_blocks=4, num_window_slots=0)
+    spec = RankSpec(0, 2, str(tmp_path), config, "float32", pools, 256, 1, room, -1, -1)
     without_model, with_another = RankTeam(spec), RankTeam(replace(spec, folder=str(model)))
     with pytest.raises(StartupError, match=r"rank 1 of 2 \(pid \d+\) ended before it had loaded"):
         without_model.wait_ready("")

@@ -5,6 +5,7 @@ those that are right.
     ngram          drafts from what the sequence's own tokens repeat
     draft_model    drafts by a smaller model
     head           drafts by a head over the target's hidden states
+    medusa         drafts by several, all from one state
     draft_lengths  how many drafts are worth their cost
     speculator     drafts and lengths, as the core sees them
 """

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 
+from worker_core.speculation.interface import Proposal
+
 #: Share of a chance that is counted on: chances and costs are estimates, and what is certain should
 #: not be risked for less.
 CAUTION = 0.8
@@ -39,21 +41,27 @@ _NUM_FINE, _COARSENESS = 16, 16
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A sequence that may have drafts. first, later: chances that its first draft, and each after a
-    right one, is right."""
+    right one, is right. rows: that a step has more for each of its first places; one for any
+    other."""
 
     first: float
     later: float
     max_num_drafts: int
+    rows: tuple[int, ...] = ()
+
+    def rows_of(self, place: int) -> int:
+        """place: from 1."""
+        return self.rows[place - 1] if place <= len(self.rows) else 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepPrices:
     """What the step costs, by what is added to it.
 
-    num_rows: of the step without drafts; each gives a token. max_num_drafts: most drafts in all,
-    each of which adds a row.
-    step_s: seconds of the step, by its drafts. draft_s: seconds of drafting, by sequences and most
-    drafts of one.
+    num_rows: of the step without drafts; each gives a token. max_num_drafts: most rows for drafts,
+    in all.
+    step_s: seconds of the step, by its rows for drafts. draft_s: seconds of drafting, by sequences
+    and most drafts of one.
     """
 
     num_rows: int
@@ -75,17 +83,19 @@ def choose_lengths(candidates: Sequence[Candidate], prices: StepPrices) -> list[
             drafts.append((-chance, place, index))
             chance *= candidate.later
     drafts.sort()
-    del drafts[prices.max_num_drafts :]
-    num_tokens, num_drafting, longest = float(prices.num_rows), 0, 0
+    num_tokens, num_drafting, longest, num_more = float(prices.num_rows), 0, 0, 0
     best_rate = num_tokens / prices.step_s(0)
     best_count = 0
-    for count, (less_chance, place, _) in enumerate(drafts, start=1):
+    for count, (less_chance, place, index) in enumerate(drafts, start=1):
+        num_more += candidates[index].rows_of(place)
+        if num_more > prices.max_num_drafts:
+            break
         num_tokens -= CAUTION * less_chance
         num_drafting += place == 1
         longest = max(longest, place)
         if count > _NUM_FINE and count % (count // _COARSENESS) and count < len(drafts):
             continue
-        step_s = prices.step_s(count)
+        step_s = prices.step_s(num_more)
         rate = num_tokens / (step_s + prices.draft_s(num_drafting, longest))
         if rate > best_rate:
             best_rate, best_count = rate, count
@@ -143,13 +153,16 @@ class Acceptance:
         return own[category].share(prior, _PRIOR_TRIALS) if category in own else prior
 
     def record(
-        self, own: Rates, confidence: int, drafts: Sequence[int], tokens: Sequence[int]
+        self, own: Rates, confidence: int, proposal: Proposal, tokens: Sequence[int]
     ) -> None:
         """Compare drafts, also ones that nobody verified, with what the sequence got at their
-        places. own: changed."""
-        category = confidence
-        for draft, token in zip(drafts, tokens, strict=False):
-            is_right = draft == token
+        places. own: changed. A place whose alternative is right is right; what is proposed behind
+        it is wrong."""
+        category, is_on_track = confidence, True
+        for place, (draft, token) in enumerate(zip(proposal.token_ids, tokens, strict=False)):
+            others = proposal.alternatives[place] if place < len(proposal.alternatives) else ()
+            is_right = is_on_track and (draft == token or token in others)
+            is_on_track = is_on_track and draft == token
             self._all[category].add(is_right, _ALL_DECAY)
             own.setdefault(category, _Rate()).add(is_right, _OWN_DECAY)
             if not is_right:

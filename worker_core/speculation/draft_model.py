@@ -26,7 +26,13 @@ from baton.engine.interface import (
 from baton.errors import BatonError, ConfigError
 from baton.types import Sampling
 from worker_core.speculation.draft_lengths import DraftCosts
-from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate
+from worker_core.speculation.interface import (
+    NO_PROPOSAL,
+    NOTHING,
+    DraftRequest,
+    Estimate,
+    Proposal,
+)
 
 
 def check_specs(target: EngineSpec, draft: EngineSpec) -> None:
@@ -158,7 +164,7 @@ class DraftModelProposer:
     def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
         return [self._estimate(request) for request in requests]
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         start_s = self._clock()
         jobs = self._start(requests)
         working = list(jobs.values())
@@ -167,7 +173,10 @@ class DraftModelProposer:
         longest = max((request.max_num_drafts for request in requests), default=0)
         if jobs:
             self._costs.observe(len(requests), longest, self._clock() - start_s)
-        return [jobs[request.key].drafts if request.key in jobs else () for request in requests]
+        return [
+            Proposal(jobs[request.key].drafts) if request.key in jobs else NO_PROPOSAL
+            for request in requests
+        ]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:
         return self._costs.seconds(num_sequences, num_drafts)

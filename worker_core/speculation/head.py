@@ -12,14 +12,14 @@ begins anew, with the tokens from there on.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from baton.cache.pool import BlockLease, BlockPool
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.types import Sampling
 from worker_core.speculation.draft_lengths import DraftCosts
-from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate
+from worker_core.speculation.interface import NO_PROPOSAL, NOTHING, DraftRequest, Estimate, Proposal
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +36,8 @@ class Head(Protocol):
     def fuse(self, states: torch.Tensor) -> torch.Tensor: ...
 
     def step(
-        self, batch: Batch, states: Sequence[torch.Tensor]
-    ) -> tuple[tuple[int, ...], torch.Tensor] | None: ...
+        self, batch: Batch, states: Sequence[torch.Tensor], num_tokens: int
+    ) -> tuple[tuple[tuple[int, ...], ...], torch.Tensor] | None: ...
 
 
 class States(Protocol):
@@ -48,9 +48,9 @@ class States(Protocol):
 
     def start(self) -> None: ...
 
-    def first(self, key: Hashable, num_tokens: int) -> int | None: ...
+    def first(self, key: Hashable, token_ids: Sequence[int]) -> int | None: ...
 
-    def take(self, key: Hashable, num_tokens: int) -> tuple[int, torch.Tensor]: ...
+    def take(self, key: Hashable, token_ids: Sequence[int]) -> tuple[int, torch.Tensor]: ...
 
     def forget(self, key: Hashable) -> None: ...
 
@@ -76,10 +76,12 @@ class _Job:
     token_ids: list[int]
     num_computed: int
     states: torch.Tensor
+    alternatives: list[tuple[int, ...]] = field(default_factory=list)
 
     @property
-    def drafts(self) -> tuple[int, ...]:
-        return tuple(self.token_ids[len(self.request.token_ids) :])
+    def proposal(self) -> Proposal:
+        drafts = self.token_ids[len(self.request.token_ids) :]
+        return Proposal(tuple(drafts), tuple(self.alternatives))
 
     @property
     def num_drafts(self) -> int:
@@ -108,9 +110,11 @@ class HeadProposer:
         states: States,
         pool: BlockPool,
         clock: Callable[[], float],
+        widths: Sequence[int] = (),
     ) -> None:
         """states: of the target's sequences, by the keys of requests. pool: over the head's blocks.
-        clock: in seconds."""
+        clock: in seconds. widths: tokens to propose for each place, as far as it is not one."""
+        self._widths = widths
         self._head, self._states, self._pool = head, states, pool
         self._clock = clock
         self._contexts: dict[Hashable, _Context] = {}
@@ -125,10 +129,10 @@ class HeadProposer:
             for request in requests
         ]
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         if not self._states.is_kept:
             self._states.start()
-            return [()] * len(requests)
+            return [NO_PROPOSAL] * len(requests)
         start_s = self._clock()
         jobs = {request.key: job for request in requests if (job := self._start(request))}
         working = list(jobs.values())
@@ -137,7 +141,10 @@ class HeadProposer:
         longest = max((request.max_num_drafts for request in requests), default=0)
         if jobs:
             self._costs.observe(len(requests), longest, self._clock() - start_s)
-        return [jobs[request.key].drafts if request.key in jobs else () for request in requests]
+        return [
+            jobs[request.key].proposal if request.key in jobs else NO_PROPOSAL
+            for request in requests
+        ]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:
         return self._costs.seconds(num_sequences, num_drafts)
@@ -155,7 +162,7 @@ class HeadProposer:
         """Whether the target's states are here: those after what the head has computed, or enough
         to begin anew with."""
         num_tokens = len(request.token_ids)
-        first = self._states.first(request.key, num_tokens)
+        first = self._states.first(request.key, request.token_ids)
         if first is None:
             return False
         context = self._contexts.get(request.key)
@@ -170,7 +177,7 @@ class HeadProposer:
         key, num_tokens = request.key, len(request.token_ids)
         if not self._can_draft(request):
             return None
-        position, states = self._states.take(key, num_tokens)
+        position, states = self._states.take(key, request.token_ids)
         context = self._contexts.get(key)
         # A token goes in with the state of the position before it.
         if context is not None and context.first + context.num_computed != position + 1:
@@ -193,16 +200,20 @@ class HeadProposer:
 
     def _extend(self, working: Sequence[_Job]) -> list[_Job]:
         """One draft more for each job; the jobs that want another."""
+        place = working[0].num_drafts
         found = self._head.step(
-            Batch(tuple(job.next_slice() for job in working)), [job.states for job in working]
+            Batch(tuple(job.next_slice() for job in working)),
+            [job.states for job in working],
+            self._widths[place] if place < len(self._widths) else 1,
         )
         if found is None:
             for job in working:
                 self._drop(job.request.key)
             return []
         token_ids, states = found
-        for index, (job, token_id) in enumerate(zip(working, token_ids, strict=True)):
+        for index, (job, (token_id, *others)) in enumerate(zip(working, token_ids, strict=True)):
             job.num_computed = len(job.token_ids) - job.context.first
             job.token_ids.append(token_id)
+            job.alternatives.append(tuple(others))
             job.states = states[index : index + 1]
         return [job for job in working if job.num_drafts < job.request.max_num_drafts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.types import Sampling
 
@@ -34,6 +34,28 @@ class DraftRequest:
         return replace(self.sampling, logprobs=-1, prompt_logprobs=-1, grammar=b"")
 
 
+class Proposal(NamedTuple):
+    """Tokens that may follow a sequence's, one after the other. alternatives: other tokens for the
+    place of each, all different, of which none is gone on from; of places beyond them none."""
+
+    token_ids: tuple[int, ...] = ()
+    alternatives: tuple[tuple[int, ...], ...] = ()
+
+    def first(self, num_drafts: int) -> Proposal:
+        """The first places of it."""
+        return Proposal(self.token_ids[:num_drafts], self.alternatives[:num_drafts])
+
+
+NO_PROPOSAL = Proposal()
+
+
+def rows_of_places(widths: Sequence[int]) -> tuple[int, ...]:
+    """Rows that a step has more for each place of a proposal, of which place i has widths[i] tokens
+    to choose from: one for the draft itself, and for each alternative one for every token from the
+    last known one on, which are computed again for it."""
+    return tuple(1 + (width - 1) * (2 + place) for place, width in enumerate(widths))
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """What a request may get. num_drafts: at most so many. confidence: how good the first draft
@@ -56,7 +78,7 @@ class Proposer(Protocol):
         end, too."""
         ...
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Drafts of each request, at most as many as it asks for; none if there is nothing to guess
         from."""
         ...
@@ -87,9 +109,9 @@ class Speculation(Protocol):
 
     def plan(
         self, requests: Sequence[DraftRequest], num_rows: int, max_num_drafts: int
-    ) -> list[tuple[int, ...]]:
-        """The drafts to verify, of each request, at most `max_num_drafts` in all, in a step that
-        decodes `num_rows` tokens without them, of these sequences and perhaps others."""
+    ) -> list[Proposal]:
+        """The drafts to verify, of each request, at most `max_num_drafts` rows in all, in a step
+        that decodes `num_rows` tokens without them, of these sequences and perhaps others."""
         ...
 
     def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
@@ -97,8 +119,8 @@ class Speculation(Protocol):
         ...
 
     def on_step_end(self, num_rows: int, num_drafts: int) -> None:
-        """The step that was planned is over; it computed so many tokens, and so many drafts
-        beside."""
+        """The step that was planned is over; it computed so many tokens, and so many rows
+        for drafts beside."""
         ...
 
     def forget(self, key: Hashable) -> None:

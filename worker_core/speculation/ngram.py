@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate
+from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate, Proposal
 
 #: Positions that a search compares, latest first.
 MAX_NUM_CANDIDATES = 16
@@ -102,8 +102,8 @@ class NgramProposer:
             estimates.append(Estimate(len(drafts), match.num_tokens, drafts))
         return estimates
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
-        return [estimate.drafts for estimate in self.estimate(requests)]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return [Proposal(estimate.drafts) for estimate in self.estimate(requests)]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:  # noqa: ARG002
         return 0.0

@@ -10,12 +10,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from baton.cache.pool import BlockPool
 from baton.config import DecodeOptions
 from baton.engine.interface import Engine, EngineSpec
 from baton.errors import ConfigError
-from baton.model.checkpoint import resolve_checkpoint
+from baton.model.checkpoint import HeadFiles, resolve_checkpoint
 from baton.worker.build import build_decode_engine, draft_head_files
 from worker_core.speculation.draft_lengths import (
     LATER,
@@ -30,12 +31,19 @@ from worker_core.speculation.draft_lengths import (
 from worker_core.speculation.draft_model import DraftModelProposer, check_specs, check_tokenizers
 from worker_core.speculation.head import HeadProposer
 from worker_core.speculation.interface import (
+    NO_PROPOSAL,
     DraftRequest,
     Estimate,
+    Proposal,
     Proposer,
     Speculation,
+    rows_of_places,
 )
+from worker_core.speculation.medusa import MedusaProposer
 from worker_core.speculation.ngram import NgramProposer
+
+if TYPE_CHECKING:
+    from baton.engine.torch_engine import TorchEngine
 
 
 def build_speculation(
@@ -43,7 +51,7 @@ def build_speculation(
 ) -> Speculation | None:
     """What the options name, for a target that is loaded; None for no drafts. Takes as long as
     loading a draft model; raises StartupError."""
-    most = options.num_speculative_tokens
+    most, widths = options.num_speculative_tokens, options.tree_widths
     match speculative_method(options, engine.spec):
         case "ngram":
             proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
@@ -51,7 +59,9 @@ def build_speculation(
         case "draft":
             return Speculator(_draft_model(options, engine, clock), most, clock)
         case "eagle" | "mtp":
-            return Speculator(_head(options, engine, clock), most, clock)
+            return Speculator(_head(options, engine, clock), most, clock, widths)
+        case "medusa":
+            return Speculator(_medusa(options, engine, clock), most, clock, widths)
         case _:
             return None
 
@@ -108,6 +118,29 @@ def _draft_model(
 def _head(options: DecodeOptions, target: Engine, clock: Callable[[], float]) -> HeadProposer:
     # Imports torch, which an oracle engine's worker does without.
     from baton.engine.head_runner import open_head
+
+    engine, files = _watchable(options, target)
+    head, states = open_head(engine, files, options.max_num_seqs)
+    pool = BlockPool(
+        head.num_blocks,
+        head.block_size,
+        secret=secrets.token_bytes(32),
+        enable_prefix_caching=False,
+    )
+    return HeadProposer(head, states, pool, clock, options.tree_widths)
+
+
+def _medusa(options: DecodeOptions, target: Engine, clock: Callable[[], float]) -> MedusaProposer:
+    from baton.engine.medusa_runner import open_medusa
+
+    engine, files = _watchable(options, target)
+    heads, states = open_medusa(engine, files)
+    return MedusaProposer(heads, states, clock, options.tree_widths)
+
+
+def _watchable(options: DecodeOptions, target: Engine) -> tuple[TorchEngine, HeadFiles]:
+    """A target that may give its states, and the heads that the options name. Raises
+    ConfigError."""
     from baton.engine.torch_engine import TorchEngine
 
     files = draft_head_files(options)
@@ -117,14 +150,7 @@ def _head(options: DecodeOptions, target: Engine, clock: Callable[[], float]) ->
             options.speculative_method,
             "an oracle engine has no hidden states; give ngram, or another engine",
         )
-    head, states = open_head(target, files, options.max_num_seqs)
-    pool = BlockPool(
-        head.num_blocks,
-        head.block_size,
-        secret=secrets.token_bytes(32),
-        enable_prefix_caching=False,
-    )
-    return HeadProposer(head, states, pool, clock)
+    return target, files
 
 
 _NO_CANDIDATE = Candidate(0.0, 0.0, 0)
@@ -161,7 +187,7 @@ class _Track:
 
     rates: Rates = field(default_factory=dict)
     confidence: int = 0
-    drafts: tuple[int, ...] = ()
+    drafts: Proposal = NO_PROPOSAL
     rest: int = 0
     rest_left: int = 0
 
@@ -169,8 +195,16 @@ class _Track:
 class Speculator:
     """Implements Speculation."""
 
-    def __init__(self, proposer: Proposer, max_num_drafts: int, clock: Callable[[], float]) -> None:
-        """max_num_drafts: of one sequence in one step. clock: in seconds."""
+    def __init__(
+        self,
+        proposer: Proposer,
+        max_num_drafts: int,
+        clock: Callable[[], float],
+        widths: Sequence[int] = (),
+    ) -> None:
+        """max_num_drafts: of one sequence in one step. clock: in seconds. widths: tokens to choose
+        from that the proposer gives for each place, as far as it is not one."""
+        self._rows = rows_of_places(widths)
         self.max_num_drafts = max_num_drafts
         self._proposer = proposer
         self._clock = clock
@@ -192,21 +226,21 @@ class Speculator:
 
     def plan(
         self, requests: Sequence[DraftRequest], num_rows: int, max_num_drafts: int
-    ) -> list[tuple[int, ...]]:
+    ) -> list[Proposal]:
         """See Speculation.plan. From here to on_step_end() is the step, less the drafting."""
         self._num_steps += 1
         self._start_s = self._clock()
         curve = self._curves.get(rounded(num_rows, 3))
         if curve is None or not requests or curve.num_steps_since_plain >= REFRESH_INTERVAL:
-            return [()] * len(requests)
+            return [NO_PROPOSAL] * len(requests)
         tracks = [self._tracks.setdefault(request.key, _Track()) for request in requests]
         estimates = self._proposer.estimate(requests)
         before = self._last_drafted_step, self._probe_interval
         lengths = self._lengths(tracks, estimates, num_rows, max_num_drafts, curve)
         start_s = self._clock()
-        chosen = [e.drafts[:length] for e, length in zip(estimates, lengths, strict=True)]
+        chosen = [Proposal(e.drafts[:length]) for e, length in zip(estimates, lengths, strict=True)]
         # Those that are not known already are asked for.
-        asked = [i for i, length in enumerate(lengths) if length and not chosen[i]]
+        asked = [i for i, length in enumerate(lengths) if length and not chosen[i].token_ids]
         if asked:
             made = self._proposer.propose(
                 [replace(requests[i], max_num_drafts=lengths[i]) for i in asked]
@@ -214,12 +248,12 @@ class Speculator:
             for index, drafts in zip(asked, made, strict=True):
                 chosen[index] = drafts
         self._start_s += self._clock() - start_s
-        if not any(chosen):
+        if not any(proposal.token_ids for proposal in chosen):
             # A proposer that was asked had to make ready first: it is asked again.
             self._last_drafted_step, self._probe_interval = before
         for track, estimate, length, drafts in zip(tracks, estimates, lengths, chosen, strict=True):
             track.confidence = estimate.confidence
-            track.drafts = estimate.drafts or drafts
+            track.drafts = Proposal(estimate.drafts) if estimate.drafts else drafts
             longest_rest = num_rows // _SEQUENCES_PER_REST
             if estimate.num_drafts and not estimate.drafts:
                 longest_rest = max(longest_rest, _COSTLY_REST)
@@ -229,9 +263,9 @@ class Speculator:
 
     def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
         track = self._tracks.get(key)
-        if track is not None and track.drafts:
+        if track is not None and track.drafts.token_ids:
             self._acceptance.record(track.rates, track.confidence, track.drafts, token_ids)
-            track.drafts = ()
+            track.drafts = NO_PROPOSAL
 
     def on_step_end(self, num_rows: int, num_drafts: int) -> None:
         curve = self._curves.get(rounded(num_rows, 3))
@@ -260,6 +294,7 @@ class Speculator:
                 chance(track.rates, estimate.confidence),
                 chance(track.rates, LATER),
                 estimate.num_drafts,
+                self._rows,
             )
             if estimate.num_drafts
             else _NO_CANDIDATE

@@ -14,16 +14,16 @@ from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.types import Sampling
 
 _HEADER_BYTES = 16
-#: Of each slice, before its token ids, block ids and offsets of rows: start, num_prompt_tokens, and
-#: how many of each.
-_SLICE_NUMBERS = 5
+#: Of each slice, before its token ids, block ids, offsets of rows and window's table: start,
+#: num_prompt_tokens, and how many of each.
+_SLICE_NUMBERS = 6
 #: Only rank 0 samples.
 _UNUSED = Sampling()
 
 
 class _Kind(IntEnum):
     STEP = 1
-    """A batch: how many slices, _SLICE_NUMBERS of each, then each one's ids and offsets."""
+    """A batch: how many slices, _SLICE_NUMBERS of each, then each one's numbers."""
     TOLD_STEP = 2
     """The same, of a forward with a `layers_done`: ranks meet at every layer."""
     LOGITS = 3
@@ -32,9 +32,11 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Write the batch's KV and keep its states. Of its rows only the offsets are true."""
+    """Write the batch's KV and keep its states. Of its rows only the offsets are true. tables: of
+    each slice, see WindowedStep; empty ones where windowed layers' KV is not apart."""
 
     batch: Batch
+    tables: Sequence[Sequence[int]]
     is_told: bool
 
 
@@ -45,16 +47,18 @@ class LogitsCommand:
     rows: Sequence[int]
 
 
-def encode_step(batch: Batch, *, is_told: bool) -> bytes:
-    """The frame of a StepCommand."""
+def encode_step(batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool) -> bytes:
+    """The frame of a StepCommand. tables: none, or one of each slice."""
     numbers = array("q", [len(batch.slices)])
-    for part in batch.slices:
-        counts = (len(part.token_ids), len(part.block_table), len(part.rows))
+    parts = list(zip(batch.slices, tables or [()] * len(batch.slices), strict=True))
+    for part, table in parts:
+        counts = (len(part.token_ids), len(part.block_table), len(part.rows), len(table))
         numbers.extend((part.start, part.num_prompt_tokens, *counts))
-    for part in batch.slices:
+    for part, table in parts:
         numbers.extend(part.token_ids)
         numbers.extend(part.block_table)
         numbers.extend(row.offset for row in part.rows)
+        numbers.extend(table)
     return _frame(_Kind.TOLD_STEP if is_told else _Kind.STEP, numbers)
 
 
@@ -80,17 +84,18 @@ def read_commands(stream: IO[bytes]) -> Iterator[StepCommand | LogitsCommand]:
 def _command(kind: _Kind, numbers: array[int]) -> StepCommand | LogitsCommand:
     if kind is _Kind.LOGITS:
         return LogitsCommand(numbers)
-    return StepCommand(_batch(numbers), kind is _Kind.TOLD_STEP)
+    return StepCommand(*_batch(numbers), kind is _Kind.TOLD_STEP)
 
 
-def _batch(numbers: array[int]) -> Batch:
+def _batch(numbers: array[int]) -> tuple[Batch, Sequence[Sequence[int]]]:
     at = 1 + numbers[0] * _SLICE_NUMBERS
-    slices = []
+    slices, tables = [], []
     for first in range(1, at, _SLICE_NUMBERS):
         start, num_prompt_tokens, *counts = numbers[first : first + _SLICE_NUMBERS]
         ends = list(accumulate(counts, initial=at))
-        token_ids, block_table, offsets = (numbers[i:end] for i, end in pairwise(ends))
+        token_ids, block_table, offsets, table = (numbers[i:end] for i, end in pairwise(ends))
         rows = tuple(SampleRow(offset, _UNUSED, (), 0) for offset in offsets)
         slices.append(SequenceSlice(token_ids, start, block_table, rows, num_prompt_tokens))
+        tables.append(table)
         at = ends[-1]
-    return Batch(tuple(slices))
+    return Batch(tuple(slices)), tables

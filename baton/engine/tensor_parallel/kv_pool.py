@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,9 +11,26 @@ from baton.engine.interface import HostOrdered
 from baton.engine.packed_pool import PackedPart, PackedPool
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.model.shard import Shard
-from baton.types import KvLayout, KvRange
+from baton.types import KvGroup, KvLayout, KvRange
 
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """layout: of all heads; its fingerprint may be missing."""
+
+    layout: KvLayout
+    num_blocks: int
+
+
+def pool_sizes(layout: KvLayout, num_blocks: int, num_window_slots: int) -> tuple[PoolSize, ...]:
+    """The pools that each rank has: one, or that of full layers and that of windowed ones, see
+    GroupedKvPool. layout: of the whole model's KV."""
+    if not num_window_slots:
+        return (PoolSize(layout, num_blocks),)
+    full, windowed = layout.of_group(KvGroup.FULL), layout.of_group(KvGroup.WINDOWED)
+    return PoolSize(full, num_blocks), PoolSize(windowed, num_window_slots)
 
 
 def shard_layout(layout: KvLayout, shard: Shard) -> KvLayout:
@@ -24,6 +41,13 @@ def shard_layout(layout: KvLayout, shard: Shard) -> KvLayout:
 def pool_bytes(layout: KvLayout, num_blocks: int, size: int) -> int:
     """Bytes of the pools of all ranks."""
     return size * num_blocks * shard_layout(layout, Shard(0, size)).block_bytes
+
+
+def pool_memories(
+    memory: torch.Tensor, pools: Sequence[PoolSize], size: int
+) -> tuple[torch.Tensor, ...]:
+    """The memory of all ranks, uint8, as that of each pool, in order."""
+    return memory.split([pool_bytes(pool.layout, pool.num_blocks, size) for pool in pools])  # type: ignore[no-any-return, no-untyped-call]
 
 
 def rank_memory(

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.interface import Batch
 from baton.engine.tensor_parallel.commands import LogitsCommand, StepCommand, read_commands
-from baton.engine.tensor_parallel.kv_pool import rank_memory, rank_pool
+from baton.engine.tensor_parallel.kv_pool import pool_memories, rank_memory, rank_pool
 from baton.engine.tensor_parallel.rank_spec import RankSpec
 from baton.engine.tensor_parallel.segment import map_segment
 from baton.engine.tensor_parallel.shared_ranks import SharedRanks
-from baton.engine.torch_step import pack_batch
+from baton.engine.torch_step import NOT_APART, WindowedStep, pack_batch
 from baton.model.decoder import Decoder
 from baton.model.load import load_parameters
 from baton.model.rope import make_rope
@@ -46,10 +45,13 @@ class Rank:
         torch.set_num_threads(spec.num_threads)
         whole, shard = spec.config, spec.shard
         dtype = getattr(torch, spec.dtype)
-        memory, meeting = map_segment(spec.kv_fd), map_segment(spec.meeting_fd)
-        # Each rank touches its own pages: they lie near it, and no step pays for it.
-        rank_memory(memory, spec.layout, spec.num_blocks, shard).zero_()
-        self._pool = rank_pool(memory, spec.layout, spec.num_blocks, shard)
+        memories = pool_memories(map_segment(spec.kv_fd), spec.pools, spec.size)
+        meeting = map_segment(spec.meeting_fd)
+        self._pools = []
+        for memory, pool in zip(memories, spec.pools, strict=True):
+            # Each rank touches its own pages: they lie near it, and no step pays for it.
+            rank_memory(memory, pool.layout, pool.num_blocks, shard).zero_()
+            self._pools.append(rank_pool(memory, pool.layout, pool.num_blocks, shard))
         parameters, self.digest = load_parameters(
             Path(spec.folder), whole, dtype, _CPU, _untold, shard
         )
@@ -64,11 +66,16 @@ class Rank:
         if isinstance(command, LogitsCommand):
             self._decoder.logits(self._states[torch.tensor(command.rows)])
         else:
-            self._states = self._step(command.batch, _meet_only if command.is_told else None)
+            self._states = self._step(command, _meet_only if command.is_told else None)
 
-    def _step(self, batch: Batch, layer_done: Callable[[int], None] | None) -> torch.Tensor:
-        pool, decoder = self._pool, self._decoder
-        packed = pack_batch(batch, self._config, self._rope, pool.tensor, decoder.dtype)
+    def _step(self, command: StepCommand, layer_done: Callable[[int], None] | None) -> torch.Tensor:
+        (pool, *apart), decoder = self._pools, self._decoder
+        windowed = NOT_APART
+        if apart:
+            windowed = WindowedStep(command.tables, apart[0].tensor, apart[0].scales)
+        packed = pack_batch(
+            command.batch, self._config, self._rope, pool.tensor, decoder.dtype, apart=windowed
+        )
         return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
 
 

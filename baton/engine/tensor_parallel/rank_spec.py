@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
+from baton.engine.tensor_parallel.kv_pool import PoolSize
 from baton.model.config import ModelConfig
 from baton.model.shard import Shard
-from baton.types import DTYPE_BYTES, KvLayout
+from baton.types import DTYPE_BYTES
 
 _MIN_STAGING_BYTES = 1 << 20
 
@@ -18,8 +19,7 @@ class RankSpec:
     """Alike for all ranks of an engine but for `rank`.
 
     folder: of the checkpoint. config: what its config.json says; reading it would take the imports
-    of transformers. dtype: of weights. layout: of the whole model's KV; its fingerprint is not
-    known yet. num_threads: of this rank.
+    of transformers. dtype: of weights. pools: see pool_sizes. num_threads: of this rank.
     kv_fd, meeting_fd: segments that the process inherits, for pools (see kv_pool) and for
     SharedRanks.
     """
@@ -29,8 +29,7 @@ class RankSpec:
     folder: str
     config: ModelConfig
     dtype: str
-    layout: KvLayout
-    num_blocks: int
+    pools: tuple[PoolSize, ...]
     max_model_len: int
     num_threads: int
     staging_bytes: int

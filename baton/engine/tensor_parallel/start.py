@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from baton.engine.step_runner import Followers, NoFollowers
+from baton.engine.tensor_parallel.kv_pool import PoolSize
 from baton.engine.tensor_parallel.rank_spec import RankSpec, staging_bytes
 from baton.engine.tensor_parallel.team import RankTeam
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
 from baton.model.shard import check_size
-from baton.types import KvLayout
 
 
 def check_ranks(config: ModelConfig, size: int, device: torch.device) -> None:
@@ -31,14 +31,13 @@ def start_followers(
     folder: Path,
     config: ModelConfig,
     dtype: str,
-    layout: KvLayout,
-    num_blocks: int,
+    pools: tuple[PoolSize, ...],
     max_model_len: int,
 ) -> Followers:
     """The processes of all ranks but this one, which load from now on, each with as many threads as
     this one has.
 
-    layout: of the whole model's KV; its fingerprint may be missing. dtype: of the weights.
+    dtype: of the weights. pools: that each rank has.
     """
     if size == 1:
         return NoFollowers()
@@ -48,8 +47,7 @@ def start_followers(
         folder=str(folder),
         config=config,
         dtype=dtype,
-        layout=layout,
-        num_blocks=num_blocks,
+        pools=pools,
         max_model_len=max_model_len,
         num_threads=torch.get_num_threads(),
         staging_bytes=staging_bytes(config, size, dtype),

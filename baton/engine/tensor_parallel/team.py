@@ -17,10 +17,16 @@ import torch
 
 from baton.engine.interface import Batch
 from baton.engine.tensor_parallel.commands import encode_logits, encode_step
-from baton.engine.tensor_parallel.kv_pool import ShardedKvPool, pool_bytes, rank_memory
+from baton.engine.tensor_parallel.kv_pool import (
+    ShardedKvPool,
+    pool_bytes,
+    pool_memories,
+    rank_memory,
+)
 from baton.engine.tensor_parallel.rank_spec import RankSpec
 from baton.engine.tensor_parallel.segment import create_segment, map_segment
 from baton.engine.tensor_parallel.shared_ranks import SharedRanks, prepare, segment_bytes
+from baton.engine.torch_kv_pool import GroupedTensorPool
 from baton.errors import ModelError, StartupError
 from baton.types import KvLayout
 
@@ -80,10 +86,12 @@ class RankTeam:
         """
         self._on_loss = on_loss
         self._is_closing = threading.Event()
-        kv_fd = create_segment("baton-kv", pool_bytes(spec.layout, spec.num_blocks, spec.size))
+        sizes = [pool_bytes(pool.layout, pool.num_blocks, spec.size) for pool in spec.pools]
+        kv_fd = create_segment("baton-kv", sum(sizes))
         meeting_fd = create_segment("baton-ranks", segment_bytes(spec.size, spec.staging_bytes))
         self._size = spec.size
-        self._kv_memory, meeting = map_segment(kv_fd), map_segment(meeting_fd)
+        self._memories = pool_memories(map_segment(kv_fd), spec.pools, spec.size)
+        meeting = map_segment(meeting_fd)
         prepare(meeting, spec.size)
         self.ranks = SharedRanks(meeting, spec.shard, spec.staging_bytes)
         started = replace(spec, kv_fd=kv_fd, meeting_fd=meeting_fd)
@@ -95,7 +103,8 @@ class RankTeam:
         os.close(kv_fd)
         os.close(meeting_fd)
         # As each rank does with its own: no step pays for the first touch.
-        rank_memory(self._kv_memory, spec.layout, spec.num_blocks, spec.shard).zero_()
+        for memory, pool in zip(self._memories, spec.pools, strict=True):
+            rank_memory(memory, pool.layout, pool.num_blocks, spec.shard).zero_()
 
     def wait_ready(self, digest: str) -> None:
         """See Followers. They are watched from then on."""
@@ -109,15 +118,25 @@ class RankTeam:
         self,
         layout: KvLayout,
         num_blocks: int,
+        num_window_slots: int,
         device: torch.device,  # noqa: ARG002
-    ) -> ShardedKvPool:
+    ) -> ShardedKvPool | GroupedTensorPool:
         """See Followers."""
-        return ShardedKvPool(self._kv_memory, layout, num_blocks, self._size)
+        memories, size = iter(self._memories), self._size
+
+        def make(own: KvLayout, count: int) -> ShardedKvPool:
+            return ShardedKvPool(next(memories), own, count, size)
+
+        if num_window_slots:
+            return GroupedTensorPool(layout, num_blocks, num_window_slots, make)
+        return make(layout, num_blocks)
 
     @contextmanager
-    def step(self, batch: Batch, *, is_told: bool) -> Iterator[None]:
+    def step(
+        self, batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool
+    ) -> Iterator[None]:
         """See Followers."""
-        with self._together(encode_step(batch, is_told=is_told)):
+        with self._together(encode_step(batch, tables, is_told=is_told)):
             yield
 
     @contextmanager
