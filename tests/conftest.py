@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import random
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -33,6 +35,8 @@ settings.load_profile("busy machine")
 #: Between two edits (make test-fast): few examples of each property, however many it asks for.
 _FEW = settings(settings.get_profile("busy machine"), max_examples=10)
 settings.register_profile("few examples", _FEW)
+#: And few cases of each test that is parametrised, unless its mark few_cases says another number.
+_FEW_CASES = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,14 +98,36 @@ def pytest_collection() -> Generator[None, object, object]:
         atexit.register(gc.unfreeze)
 
 
+# Last: cases that -m leaves out are none of the few.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--long"):
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="takes long: --long, as in .ci/run"))
     if settings.get_current_profile_name() == "few examples":
+        left_out = cases_beyond_few(items)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
         for item in items:
             _bound_examples(item)
+
+
+def cases_beyond_few(items: list[pytest.Item]) -> set[pytest.Item]:
+    """All but the first case of each test and some more, which are the same in every run.
+
+    They are drawn: cases at equal distances would have but one value of an inner parameter.
+    """
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for test, (_, *others) in cases.items():
+        mark = others[0].get_closest_marker("few_cases") if others else None
+        num_left_out = len(others) + 1 - (mark.args[0] if mark else _FEW_CASES)
+        if num_left_out > 0:
+            left_out.update(random.Random(test).sample(others, num_left_out))
+    return left_out
 
 
 def _bound_examples(item: pytest.Item) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
@@ -95,6 +94,8 @@ def prompts() -> list[list[int]]:
 
 
 def greedy_of(path: Path) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
     read: Any = AutoModelForCausalLM.from_pretrained
     model = read(path, dtype=torch.float32)
     options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
@@ -220,6 +221,7 @@ def test_a_worker_without_adapters_is_what_it_was(case_of: Callable[[str], Case]
     assert plain.spec.layout.fingerprint in layouts
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_not_there_fails_its_slice_alone(case_of: Callable[[str], Case]) -> None:
     engine, prompt = case_of("qwen2").engine(), prompts()[0]
     with pytest.raises(EngineFault, match="adapter 'green' is not loaded") as caught:

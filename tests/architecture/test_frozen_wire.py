@@ -24,6 +24,7 @@ def breaks(protos: Path) -> str:
     return found.stdout
 
 
+@pytest.mark.slow
 def test_todays_protos_fit_the_release():
     assert not breaks(ROOT / "protos")
 
@@ -51,6 +52,7 @@ def test_a_change_that_breaks_a_peer_is_found(tmp_path, frozen, changed):
     assert "kv.proto" in breaks(protos)
 
 
+@pytest.mark.slow
 def test_a_field_more_breaks_nobody(tmp_path):
     protos = tmp_path / "protos"
     shutil.copytree(ROOT / "protos", protos)

@@ -6,6 +6,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 HEAVY = ("torch", "transformers", "baton_kernels")
 LIGHT = (
     "gateway.server",

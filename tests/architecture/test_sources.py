@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 #: All of a file's syntax tree, the module first.
 Nodes = tuple[ast.AST, ...]
 

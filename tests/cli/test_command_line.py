@@ -42,6 +42,7 @@ def test_the_version_is_an_option_too(run: Run) -> None:
     assert run("--version").stdout == f"baton {baton.__version__}\n"
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("line", "wanted"), [("baton st", "status"), ("baton status --bl", "--blocks")]
 )
@@ -97,6 +98,7 @@ def test_the_list_of_commands_needs_nothing_heavy() -> None:
     assert not loaded.intersection(HEAVY)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there_is_told_once_and_no_process_is_started() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "baton", "serve", "./no/such/model", "--port=0"],

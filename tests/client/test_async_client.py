@@ -382,6 +382,7 @@ async def test_closed_clients_leave_no_connections(async_client: AsyncClient) ->
         gc.enable()
 
 
+@pytest.mark.slow
 def test_the_sdk_needs_no_torch() -> None:
     code = (
         "import sys, baton.client; "

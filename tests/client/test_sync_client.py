@@ -283,6 +283,7 @@ def test_what_cannot_be_sent_is_not_sent(client: Client, service: FakeInThread) 
     assert service.fake.requests == []
 
 
+@pytest.mark.slow
 def test_several_prompts_are_answered_in_their_order(client: Client, service: FakeInThread) -> None:
     texts = [f"no. {i}" for i in range(MAX_AT_ONCE + 5)]
     answers = client.generate_all(texts, seed=3, request_id="all")

@@ -82,6 +82,7 @@ def run(
     return kv, [torch.cat(part) for part in logits]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.usefixtures("each_level")
 @pytest.mark.parametrize(
     ("dtype", "kv_cache_dtype"),

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from baton.cache.window_slots import WindowSlots
-from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_kv_pool import TorchKvPool
-from baton.engine.torch_step import pack_batch
+from baton.engine.torch_kv_pool import GroupedTensorPool, TorchKvPool, host_pool
+from baton.engine.torch_step import WindowedStep, pack_batch, window_tables
 from baton.model.config import ModelConfig, parse_config
 from baton.model.decoder import Decoder
 from baton.model.memory_plan import token_bytes
@@ -129,7 +128,7 @@ def run_in_two_pools(
         window=window,
         windowed_layers=windowed,
     )
-    kv = GroupedKvPool(layout, NUM_BLOCKS, NUM_BLOCKS, CPU)
+    kv = GroupedTensorPool(layout, NUM_BLOCKS, NUM_BLOCKS, host_pool)
     slots = WindowSlots(NUM_BLOCKS, kv.slots.of_block)
     for block_id in torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)):
         slots.take(int(block_id))
@@ -139,7 +138,9 @@ def run_in_two_pools(
     data = memory.numpy().data
     kv.unpack(range(NUM_BLOCKS), everything, data)
     rope = make_rope(config, 200, CPU)
-    packed = pack_batch(batch, config, rope, kv.tensor, decoder.dtype, grouped=kv)
+    own = kv.windowed
+    apart = WindowedStep(window_tables(batch, kv), own.tensor, own.scales)
+    packed = pack_batch(batch, config, rope, kv.tensor, decoder.dtype, apart=apart)
     assert packed.windowed is not None
     done: list[int] = []
     with torch.inference_mode():

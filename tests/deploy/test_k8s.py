@@ -133,6 +133,7 @@ def comparable(manifest: Any) -> Any:
     return clean(spec)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("overlay", ["base", "gpu", "rdma"])
 def test_kustomize_builds_it_and_its_options_are_accepted(overlay: str) -> None:
     built = [one for one in kustomized(K8S / overlay) if one["kind"] == "StatefulSet"]
@@ -260,6 +261,7 @@ def test_the_operator_finds_every_pod_that_has_metrics_and_has_the_alerts(tmp_pa
     assert rules["spec"] == alerts
 
 
+@pytest.mark.slow
 def test_what_is_scaled_is_there(tmp_path: Path) -> None:
     built = with_monitoring_and_autoscaling(tmp_path)
     names = {(one["kind"], one["metadata"]["name"]) for one in built}
@@ -285,6 +287,7 @@ def test_the_model_is_fetched_into_the_claim_that_the_pods_mount() -> None:
         assert spec["securityContext"]["runAsUser"] == 10001
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("overlay", VALUES)
 def test_the_chart_makes_what_kustomize_makes(overlay: str) -> None:
     plain = {

@@ -186,6 +186,7 @@ async def test_a_death_of_another_cause_fails_that_request_alone(compiler: Gramm
     assert Grammar.from_bytes(await compiler.compile(output(regex="y"))) == Grammar.regex("y")
 
 
+@pytest.mark.slow
 async def test_one_requests_cancellation_disturbs_no_other(compiler: GrammarCompiler) -> None:
     first = asyncio.create_task(compiler.compile(output(regex="z")))
     second = asyncio.create_task(compiler.compile(output(regex="z")))
@@ -208,6 +209,7 @@ async def test_white_space_in_json_is_what_the_option_says() -> None:
             await compiler.close()
 
 
+@pytest.mark.slow
 async def test_a_flood_of_grammars_is_turned_away() -> None:
     compiler = GrammarCompiler(FOLDER, max_waiting=3)
     try:
@@ -219,6 +221,7 @@ async def test_a_flood_of_grammars_is_turned_away() -> None:
         await compiler.close()
 
 
+@pytest.mark.slow
 async def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     compiler = GrammarCompiler(tmp_path)
     try:

@@ -150,6 +150,7 @@ def test_of_any_kind(vocabulary: GrammarVocabulary, answer: Grammar) -> None:
     assert not taken(grammar, vocabulary, "<think>what?</think>what?")
 
 
+@pytest.mark.few_cases(1)
 async def test_the_compiler_makes_it_of_the_message(
     folder: Path, vocabulary: GrammarVocabulary
 ) -> None:

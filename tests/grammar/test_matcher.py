@@ -169,6 +169,7 @@ def test_a_token_that_is_not_allowed_is_an_error_of_its_own() -> None:
         matcher.advance(ord("x"))
 
 
+@pytest.mark.slow
 def test_what_costs_too_much_to_follow_fails_in_the_end() -> None:
     """It has 2**60 states, and each is found when it is needed: the limit on them is met."""
     matcher = matcher_of(Grammar.regex(r"(.|\n)*[aeiou](.|\n){60}"), small_vocabulary(), ())
@@ -176,6 +177,7 @@ def test_what_costs_too_much_to_follow_fails_in_the_end() -> None:
         walk(matcher, random.Random(1), 100_000)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("vocab_size", [300, 4000, 4096, 4097, 4200])
 def test_only_tokens_that_model_and_tokenizer_know_are_allowed(vocab_size: int) -> None:
     vocabulary = load_vocabulary(BOX_MODEL, vocab_size)

@@ -15,6 +15,8 @@ from tests.support.live_tiers import live_system
 from tests.support.tiny_models import END_OF_TEXT, make_tiny_model
 from tests.support.transformers_beams import transformers_beams
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ([40, 77, 5, 200, 33, 12, 9, 101, 64], [7] * 30, [250])
 STOPS = frozenset((END_OF_TEXT, *range(0, 120, 3)))
 BEAMS = (BeamSearch(4), BeamSearch(3, 0.5, True), BeamSearch(5, 2.0, "never"))

@@ -19,6 +19,7 @@ PROMPT = [*range(30), 5, 6, 7]
 STOPS = frozenset(range(0, VOCAB, 7))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("n", [1, 2, 8])
 async def test_each_choice_is_a_request_of_its_own(n: int) -> None:
     sampling = Sampling(temperature=0.8, seed=11, max_tokens=9)
@@ -36,6 +37,7 @@ async def test_each_choice_is_a_request_of_its_own(n: int) -> None:
         await system.until_quiet()
 
 
+@pytest.mark.slow
 async def test_the_best_of_several_are_returned() -> None:
     params = SamplingParams(
         n=2, best_of=5, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True, logprobs=0
@@ -92,6 +94,7 @@ async def test_a_beam_search_finds_what_one_process_finds(
         await system.until_quiet()
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("max_local_prefill_tokens", [0, 1000])
 async def test_a_prompt_is_echoed_and_scored(max_local_prefill_tokens: int) -> None:
     """Whichever tier computes it."""
@@ -119,6 +122,7 @@ async def test_a_prompt_is_echoed_and_scored(max_local_prefill_tokens: int) -> N
         await system.until_quiet()
 
 
+@pytest.mark.slow
 async def test_bad_words_do_not_come() -> None:
     tokenizer = load_tokenizer(str(BOX_MODEL))
     plain = Sampling(max_tokens=12)

@@ -112,6 +112,7 @@ def test_zeros_at_the_end_count(data: bytes, count: int) -> None:
     assert checksum(data + bytes(count)) != checksum(data)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("flips", [(63,), (63, 31), (62, 30), (31,), (0,), (0, 63)])
 def test_the_same_bits_flipped_in_two_words_do_not_cancel(flips: tuple[int, ...]) -> None:
     """What a line that is stuck would do. Were differences not spread, one in two of these would
@@ -129,6 +130,7 @@ def test_the_same_bits_flipped_in_two_words_do_not_cancel(flips: tuple[int, ...]
         assert word_sum(damaged, key) != before
 
 
+@pytest.mark.slow
 def test_checksums_of_random_data_are_spread_evenly() -> None:
     """Each of the 64 bits is set in half of them; 5 sigma of 4096 draws is 160."""
     sums = [checksum(number.to_bytes(16, "little")) for number in range(4096)]

@@ -7,11 +7,13 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.kv_transports import kv_transport
 from baton.rpc.tls import TlsFiles
 from baton.types import (
@@ -106,8 +108,8 @@ def make_rig() -> Iterator[MakeRig]:
         *,
         source_layout: KvLayout | None = None,
         target_layout: KvLayout | None = None,
-        make_source: type[ArrayKvPool] | None = None,
-        make_target: type[ArrayKvPool] | None = None,
+        make_source: Callable[[KvLayout, int], Any] | None = None,
+        make_target: Callable[[KvLayout, int], Any] | None = None,
         sender_chunk_bytes: int = 400,
         receiver_chunk_bytes: int = 512,
         num_credits: int = 2,
@@ -130,7 +132,8 @@ def make_rig() -> Iterator[MakeRig]:
         target = (make_target or make_pool)(target_layout or layout_of(3), 16)
         rng = np.random.default_rng(0)
         most = 1 << (50 if source.layout.dtype == "int64" else 15)
-        source.data[...] = rng.integers(1, most, source.data.shape)
+        for own in source.pools.values() if isinstance(source, GroupedKvPool) else (source,):
+            own.data[...] = rng.integers(1, most, own.data.shape)
         hub = LoopbackHub()
         events: queue.SimpleQueue[TicketEvent] = queue.SimpleQueue()
         dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()

@@ -206,12 +206,62 @@ def test_a_key_that_is_used_again_gets_nothing_of_its_former_handoff():
     desk.begin("k", 2)
     desk.peer.num_credits = 9
     desk.say(ACCEPT)
-    assert [type(frame) for frame in desk.peer.sent] == [kv_pb2.KvHello, kv_pb2.KvBegin]
+    kinds = [kv_pb2.KvHello, kv_pb2.KvBegin, kv_pb2.KvAbort, kv_pb2.KvBegin]
+    assert [type(frame) for frame in desk.peer.sent] == kinds
     assert len(desk.dones) == 1
     desk.sender.submit(Send("k", (2, 3), KvRange(0, 4, 0, 1)))
     chunk = desk.peer.sent[-1]
     assert isinstance(chunk, kv_pb2.KvChunk)
     assert chunk.ticket_id == 2
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["alone", "behind another"])
+def test_a_handoff_cancelled_before_its_begin_was_sent_is_aborted_at_the_receiver(is_first: bool):
+    """Who reserved its blocks would wait for the lease to end."""
+    desk = Desk()
+    if not is_first:
+        desk.begin("other", 2)
+    desk.begin("k", 1)
+    desk.sender.submit(Cancel("k", "CANCELLED", "enough"))
+    assert len(desk.dones) == 1
+    desk.say(ACCEPT)
+    begin, abort = desk.peer.sent[-2:]
+    assert isinstance(begin, kv_pb2.KvBegin)
+    assert begin.ticket == ticket_of(WorkerIdentity("d0", 7), LAYOUT, 16, ticket_id=1)
+    assert abort == kv_pb2.KvAbort(ticket_id=1, epoch=1, reason="CANCELLED", message="enough")
+    num_sent = len(desk.peer.sent)
+    desk.pass_time(100.0)
+    assert abort not in desk.peer.sent[num_sent:]
+
+
+def test_a_handoff_cancelled_before_its_connection_was_made_is_aborted_at_the_receiver():
+    desk = Desk()
+    peer, config = WorkerIdentity("d0", 7), desk.sender._config
+    connection = SendConnection(peer, config, lambda: desk.now, desk.dones.append)
+    ticket = KvTicket(peer, 1, 1, "k", b"", 0, 16, LAYOUT, (), lease_s=30.0)
+    connection.handle(Begin("k", ticket, b"t"))
+    connection.handle(Cancel("k", "CANCELLED", "enough"))
+    assert connection.next_deadline() <= desk.now
+    desk.peer.replies.append(ACCEPT)
+    while connection.pump():
+        pass
+    abort = kv_pb2.KvAbort(ticket_id=1, epoch=1, reason="CANCELLED", message="enough")
+    assert desk.peer.sent[1:] == [kv_pb2.KvBegin(ticket=b"t"), abort]
+    assert connection.is_idle
+
+
+def test_a_peer_that_does_not_greet_is_left_though_all_handoffs_were_cancelled():
+    desk = Desk()
+    desk.begin("k", 1)
+    desk.sender.submit(Cancel("k", "CANCELLED", "enough"))
+    desk.pass_time(4.9)
+    assert not desk.peer.is_closed
+    desk.pass_time(0.2)
+    assert desk.peer.is_closed
+    assert len(desk.dones) == 1
+    num_sent = len(desk.peer.sent)
+    desk.pass_time(10.0)
+    assert len(desk.peer.sent) == num_sent, "nothing is left to say"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from baton.cache.window_slots import WindowSlots
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.grouped_kv_pool import GroupedKvPool
-from baton.engine.torch_kv_pool import TorchKvPool
+from baton.engine.packed_pool import PackedPool
+from baton.engine.torch_kv_pool import GroupedTensorPool, TorchKvPool, host_pool
 from baton.types import KvGroup, KvLayout, KvRange, Sample
 from baton.v1 import kv_pb2
 from kv_transfer.codec import ChunkCodec
@@ -36,27 +37,26 @@ def layout_of(
     return KvLayout(*shape, window=window, windowed_layers=windowed)
 
 
-def grouped_pool(layout: KvLayout) -> GroupedKvPool:
+def grouped_pool(layout: KvLayout) -> GroupedTensorPool:
     """All blocks have slots, in another order."""
-    pool = GroupedKvPool(layout, NUM_BLOCKS, NUM_BLOCKS, CPU)
+    pool = GroupedTensorPool(layout, NUM_BLOCKS, NUM_BLOCKS, host_pool)
     slots = WindowSlots(NUM_BLOCKS, pool.slots.of_block)
     for block_id in reversed(range(NUM_BLOCKS)):
         slots.take(block_id)
     return pool
 
 
-class SlottedArrayPool(ArrayKvPool):
-    """An array whose windowed layers have slots: see grouped_pool."""
+class GroupedArrayPool(GroupedKvPool[ArrayKvPool]):
+    """Over arrays: see grouped_pool."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
-        super().__init__(layout, num_blocks, num_blocks)
-        assert self.slots
+        super().__init__(layout, num_blocks, num_blocks, ArrayKvPool)
         slots = WindowSlots(num_blocks, self.slots.of_block)
         for block_id in reversed(range(num_blocks)):
             slots.take(block_id)
 
 
-def read(pool: TorchKvPool | GroupedKvPool, table: tuple[int, ...], piece: KvRange) -> bytes:
+def read(pool: TorchKvPool | GroupedTensorPool, table: tuple[int, ...], piece: KvRange) -> bytes:
     data = bytearray(piece.num_bytes(pool.layout.token_layer_bytes))
     pool.pack(table, piece, memoryview(data))
     return bytes(data)
@@ -138,7 +138,7 @@ def test_whole_blocks_of_a_group_are_lent_as_they_lie_in_its_pool(
 
 def test_blocks_without_a_slot_are_neither_lent_nor_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
-    pool = GroupedKvPool(layout_of((0, 2, 3)), NUM_BLOCKS, 4, CPU)
+    pool = GroupedTensorPool(layout_of((0, 2, 3)), NUM_BLOCKS, 4, host_pool)
     codec = ChunkCodec(pool, wire_format("float32", pool.layout))
     piece = KvRange(0, 8, 0, 3, KvGroup.WINDOWED)
     payload = memoryview(bytearray(codec.wire.num_bytes(piece)))
@@ -162,7 +162,7 @@ def test_a_sequence_arrives_with_its_window_and_no_more(
         monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     rng = random.Random(seed)
     windowed = tuple(sorted(rng.sample(range(NUM_LAYERS), rng.randint(1, NUM_LAYERS - 1))))
-    make_source, make_target = (SlottedArrayPool if apart else ArrayKvPool for apart in is_grouped)
+    make_source, make_target = (GroupedArrayPool if apart else ArrayKvPool for apart in is_grouped)
     sizes = rng.choice([(4, 4), (4, 3), (3, 4)])
     source_layout, target_layout = (layout_of(windowed, "int64", size) for size in sizes)
     rig = make_rig(
@@ -205,17 +205,17 @@ def test_a_sequence_arrives_with_its_window_and_no_more(
 
 @pytest.mark.parametrize(
     ("make_source", "groups"),
-    [(SlottedArrayPool, {KvGroup.FULL, KvGroup.WINDOWED}), (ArrayKvPool, {KvGroup.ALL})],
+    [(GroupedArrayPool, {KvGroup.FULL, KvGroup.WINDOWED}), (ArrayKvPool, {KvGroup.ALL})],
 )
 def test_a_chunk_lies_in_one_pool_of_its_sender(make_rig, monkeypatch, make_source, groups) -> None:
     seen: set[KvGroup] = set()
 
-    def pack(pool: ArrayKvPool, table: tuple[int, ...], piece: KvRange, out: memoryview) -> None:
+    def pack(pool: PackedPool, table: tuple[int, ...], piece: KvRange, out: memoryview) -> None:
         seen.add(piece.group)
         plain(pool, table, piece, out)
 
-    plain = ArrayKvPool.pack
-    monkeypatch.setattr(ArrayKvPool, "pack", pack)
+    plain = PackedPool.pack
+    monkeypatch.setattr(PackedPool, "pack", pack)
     layout = layout_of((0, 2), "int64")
     rig = make_rig("loopback", source_layout=layout, target_layout=layout, make_source=make_source)
     rig.sender.begin("k", rig.offer((3, 1, 2), 0, 11).data)

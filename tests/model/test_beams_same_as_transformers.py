@@ -86,6 +86,7 @@ CASES = {
 }
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )

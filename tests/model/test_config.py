@@ -12,8 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from baton.errors import ConfigError, UnsupportedModel
 from baton.model.config import ModelConfig, parse_config, read_config
@@ -60,6 +58,9 @@ def raw(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ROPES)
 def test_frequencies_are_those_of_transformers(name: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     config = parse_config(raw(rope_parameters=ROPES[name]))
     rope = make_rope(config, 160, torch.device("cpu"))
     theirs = LlamaRotaryEmbedding(LlamaConfig(**raw(rope_parameters=dict(ROPES[name]))))

@@ -9,33 +9,31 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.errors import UnsupportedModel
 from baton.model.config import FAMILIES, ROPE_TYPES, ModelConfig, parse_config
 from baton.model.rope import make_rope
 
 CLASSES = {
-    "llama": transformers.LlamaConfig,
-    "mistral": transformers.MistralConfig,
-    "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config,
-    "mixtral": transformers.MixtralConfig,
-    "qwen3_moe": transformers.Qwen3MoeConfig,
-    "glm4_moe": transformers.Glm4MoeConfig,
-    "gemma": transformers.GemmaConfig,
-    "gemma2": transformers.Gemma2Config,
-    "gemma3_text": transformers.Gemma3TextConfig,
-    "gpt_oss": transformers.GptOssConfig,
-    "phi3": transformers.Phi3Config,
-    "olmo2": transformers.Olmo2Config,
-    "deepseek_v2": transformers.DeepseekV2Config,
-    "deepseek_v3": transformers.DeepseekV3Config,
-    "kimi_k2": transformers.DeepseekV3Config,
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "mixtral": "MixtralConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "glm4_moe": "Glm4MoeConfig",
+    "gemma": "GemmaConfig",
+    "gemma2": "Gemma2Config",
+    "gemma3_text": "Gemma3TextConfig",
+    "gpt_oss": "GptOssConfig",
+    "phi3": "Phi3Config",
+    "olmo2": "Olmo2Config",
+    "deepseek_v2": "DeepseekV2Config",
+    "deepseek_v3": "DeepseekV3Config",
+    "kimi_k2": "DeepseekV3Config",
 }
 #: Those whose config.json is drawn at random; of the others the defaults are compared, and their
 #: tokens: see test_families.
@@ -130,16 +128,23 @@ def configs(draw: st.DrawFn, *, oddities: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """transformers warns of each key that it does not need."""
+    """transformers warns of each key that it does not need; imported, it has set its own level."""
+    import transformers  # noqa: F401
+
     caplog.set_level(logging.ERROR, logger="transformers")
 
 
 def theirs_of(raw: dict[str, Any]) -> Any:
-    return CLASSES[raw["model_type"]].from_dict(copy.deepcopy(raw))
+    import transformers
+
+    config_class: Any = getattr(transformers, CLASSES[raw["model_type"]])
+    return config_class.from_dict(copy.deepcopy(raw))
 
 
 def frequencies_of(theirs: Any, length: int) -> tuple[torch.Tensor, float]:
     """As the model's own rotary embedding has them for a context of `length` tokens."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     rope_type = theirs.rope_parameters["rope_type"]
     if rope_type == "default":
         head_dim = getattr(theirs, "head_dim", None)

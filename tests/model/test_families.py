@@ -173,6 +173,7 @@ def greedy(engine: TorchEngine, chunk_tokens: int = 1 << 20) -> list[list[int]]:
     return token_ids(generate(engine, prompts(), Sampling(), NUM_TOKENS, chunk_tokens=chunk_tokens))
 
 
+@pytest.mark.few_cases(2)
 def test_greedy_tokens_are_those_of_generate(
     case: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
@@ -188,11 +189,13 @@ def test_greedy_tokens_are_those_of_generate(
     record_property("kernels", "one call" if isinstance(decoder, NativeDecoder) else "by operation")
 
 
+@pytest.mark.few_cases(2)
 @mostly_long
 def test_chunks_change_nothing(case: Path) -> None:
     assert greedy(engine_of(case, 5), chunk_tokens=7) == expected(case)
 
 
+@pytest.mark.few_cases(2)
 @mostly_long
 def test_drafts_change_nothing(case: Path) -> None:
     """Drafts, of which each second run ends in a wrong one, are verified in one step beside the
@@ -223,6 +226,7 @@ def drawn(engine: TorchEngine, part: SequenceSlice) -> list[int]:
 WIDE = {"intermediate_size": 96, "moe_intermediate_size": 64}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", params_of((name for name in CASES if name != "gpt-oss"), pytest.mark.long)
@@ -255,6 +259,7 @@ def meaning(tensors: dict[str, torch.Tensor], layer: str) -> torch.Tensor:
     return groups.flatten(1)
 
 
+@pytest.mark.few_cases(2)
 @mostly_long
 def test_logits_after_a_handoff_are_the_same(case: Path) -> None:
     """To a worker with blocks of another size, as the KV channel moves it."""
@@ -271,6 +276,7 @@ def test_logits_after_a_handoff_are_the_same(case: Path) -> None:
     torch.testing.assert_close(there, stayed, atol=1e-4 if library() is None else 0.0, rtol=0)
 
 
+@pytest.mark.few_cases(4)
 @mostly_long
 @pytest.mark.skipif(library() is None, reason="no native kernels on this machine")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -289,6 +295,7 @@ def test_logits_are_the_same_to_the_bit_in_any_batch(case: Path, dtype: str) -> 
     assert torch.equal(torch.cat(parts), wanted)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", params_of(SHARED, pytest.mark.long))
 def test_ranks_give_the_same_bits(
     tiny_model: MakeModel, name: str, monkeypatch: pytest.MonkeyPatch
@@ -316,6 +323,7 @@ def latent_model(tiny_model: MakeModel, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_model(family, **overrides), tmp_path / "changed")
 
 
+@pytest.mark.slow
 def test_a_kimi_is_a_deepseek_by_another_name(latent_model: Path) -> None:
     wanted = expected(latent_model)
     path = latent_model / "config.json"
@@ -330,6 +338,7 @@ def test_latent_attention_has_no_kernel_for_a_gpu(latent_model: Path) -> None:
         source.check_ranks(1, torch.device("cuda"))
 
 
+@pytest.mark.slow
 def test_layers_for_other_uses_are_not_read(latent_model: Path) -> None:
     """DeepSeek's checkpoints have one that predicts a further token, behind the last."""
     wanted, path = expected(latent_model), latent_model / "model.safetensors"
@@ -344,6 +353,7 @@ def test_layers_for_other_uses_are_not_read(latent_model: Path) -> None:
     assert greedy(engine_of(latent_model)) == wanted
 
 
+@pytest.mark.slow
 def test_what_makes_keys_and_values_of_a_latent_may_be_quantised(
     latent_model: Path, tmp_path: Path
 ) -> None:

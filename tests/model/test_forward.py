@@ -134,6 +134,7 @@ def test_a_slice_outside_its_own_is_refused_before_anything_is_written(
     assert not engine.kv.tensor.any()
 
 
+@pytest.mark.slow
 def test_layers_are_told_in_order_once_written(tiny_engine: MakeEngine) -> None:
     for num_layers, group_size in ((1, 4), (2, 1), (5, 2), (8, 4)):
         engine = tiny_engine(

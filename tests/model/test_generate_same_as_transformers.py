@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from baton.engine.torch_engine import TorchEngine
 from baton.types import FinishReason, Sampling, finish_reason
@@ -41,6 +40,8 @@ CASES = {
 
 
 def theirs(path: Path, s: Sampling) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     out = model.generate(
         torch.tensor([PROMPT]),
@@ -65,6 +66,7 @@ def up_to_its_end(tokens: list[int], s: Sampling) -> list[int]:
     return tokens
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CASES)
 def test_same_tokens(tiny_model: MakeModel, tiny_engine: MakeEngine, name: str, seed: int) -> None:
@@ -76,6 +78,7 @@ def test_same_tokens(tiny_model: MakeModel, tiny_engine: MakeEngine, name: str, 
     )
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"nothing"}))
 def test_each_case_changes_something(tiny_engine: MakeEngine, name: str) -> None:
     """Else its equality would prove nothing."""

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.cache.window_slots import WindowSlots
-from baton.engine.grouped_kv_pool import GroupedKvPool
-from baton.engine.torch_kv_pool import TorchKvPool
+from baton.engine.torch_kv_pool import GroupedTensorPool, TorchKvPool, host_pool
 from baton.model.memory_plan import MemoryPlan, plan_blocks
 from baton.types import KvLayout, KvRange
 
@@ -33,7 +32,7 @@ def layout_of(windowed: tuple[int, ...], dtype: str) -> KvLayout:
     )
 
 
-def read(kv: TorchKvPool | GroupedKvPool, table: list[int], piece: KvRange) -> bytes:
+def read(kv: TorchKvPool | GroupedTensorPool, table: list[int], piece: KvRange) -> bytes:
     data = bytearray(piece.num_bytes(kv.layout.token_layer_bytes))
     kv.pack(table, piece, memoryview(data))
     return bytes(data)
@@ -52,7 +51,7 @@ def test_it_holds_what_one_pool_holds(
     layout = layout_of(tuple(sorted(windowed)), dtype)
     whole, grouped = (
         TorchKvPool(layout, NUM_BLOCKS, CPU),
-        GroupedKvPool(layout, NUM_BLOCKS, 4, CPU),
+        GroupedTensorPool(layout, NUM_BLOCKS, 4, host_pool),
     )
     slots, own = WindowSlots(4, grouped.slots.of_block), table[:3]
     for block_id in data.draw(st.permutations(own)):
@@ -86,7 +85,7 @@ def test_it_holds_what_one_pool_holds(
 
 
 def test_a_window_table_names_the_slots_of_what_new_tokens_attend_to() -> None:
-    kv = GroupedKvPool(layout_of((0, 2), "float32"), NUM_BLOCKS, 4, CPU)
+    kv = GroupedTensorPool(layout_of((0, 2), "float32"), NUM_BLOCKS, 4, host_pool)
     slots = WindowSlots(4, kv.slots.of_block)
     for block_id in (5, 1):
         slots.take(block_id)

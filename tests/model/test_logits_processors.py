@@ -11,14 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from baton.engine.interface import SampleRow
 from baton.sampling.edits import edit
@@ -64,6 +56,15 @@ def row_of(
 
 def theirs(logits: torch.Tensor, row: SampleRow, allowed: set[int] | None) -> torch.Tensor:
     """Scores [1, vocab] after transformers' processors, in the order of its generate."""
+    from transformers import (
+        LogitsProcessorList,
+        MinNewTokensLengthLogitsProcessor,
+        NoBadWordsLogitsProcessor,
+        PrefixConstrainedLogitsProcessor,
+        RepetitionPenaltyLogitsProcessor,
+        SequenceBiasLogitsProcessor,
+    )
+
     s = row.sampling
     stops = sorted(s.stop_token_ids)
     steps: list[Any] = []

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.torch_engine import NUM_SCORED_ROWS, TorchEngine
@@ -53,6 +52,8 @@ def run(engine: TorchEngine, cut: int) -> list[Sample]:
 
 @pytest.mark.parametrize("cut", [1, 10, len(PROMPT) - 1])
 def test_same_as_transformers(tiny_model: MakeModel, tiny_engine: MakeEngine, cut: int) -> None:
+    from transformers import AutoModelForCausalLM
+
     *found, drawn = run(tiny_engine("llama", **MODEL), cut)
     model = AutoModelForCausalLM.from_pretrained(tiny_model("llama", **MODEL), dtype=torch.float32)
     with torch.inference_mode():

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
@@ -118,6 +117,8 @@ def prompts() -> list[list[int]]:
 @cache
 def unused(path: Path, dtype: torch.dtype) -> Any:
     """Its copies are used: dynamic RoPE scaling remembers what a model has seen."""
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
@@ -137,6 +138,7 @@ def expected(path: Path) -> list[list[int]]:
     return [greedy_output(reference(path), prompt, NUM_TOKENS) for prompt in prompts()]
 
 
+@pytest.mark.few_cases(2)
 def test_greedy_tokens_are_those_of_generate(case: Path) -> None:
     wanted = expected(case)
     for block_size, chunk_tokens in ((16, 1 << 20), (5, 7), (3, 33), (32, 1)):
@@ -194,6 +196,8 @@ def test_half_precision_is_as_close_as_transformers_is_to_itself(
 ) -> None:
     """In low precision no two implementations agree to the bit: ours may differ from exact
     arithmetic about as much as transformers' own does."""
+    from transformers import AutoModelForCausalLM
+
     path = tiny_model("llama")
     engine = load_engine(str(path), dtype=dtype, block_size=8, num_blocks=16)
     prompt = prompts()[2]

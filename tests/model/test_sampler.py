@@ -12,13 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from baton.engine.interface import SampleRow
 from baton.sampling.sampler import BrokenRowsError, draw, draw_key
@@ -47,6 +40,13 @@ def draws(logits: torch.Tensor, count: int, **options: float) -> Counter[int]:
 
 def warped(logits: Any, **options: float) -> torch.Tensor:
     """Probabilities [vocab] after transformers' warpers, in its order."""
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
     ids: Any = torch.zeros(1, 1, dtype=torch.int64)
     scores: Any = TemperatureLogitsWarper(options["temperature"])(ids, logits)
     if options.get("top_k"):
@@ -59,6 +59,7 @@ def warped(logits: Any, **options: float) -> torch.Tensor:
     return probabilities
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -99,6 +100,13 @@ def test_draws_follow_the_distribution(options: dict[str, float]) -> None:
 def test_filters_keep_what_transformers_keeps(
     seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
     logits = random_logits(3, seed)
     ids = torch.zeros(3, 1, dtype=torch.int64)
     scaled = TemperatureLogitsWarper(temperature)(ids, logits)
@@ -124,6 +132,8 @@ def test_filters_keep_what_transformers_keeps(
 def test_repetition_penalty_is_transformers(
     seed: int, penalty: float, prompt: list[int], output: list[int]
 ) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
     logits = random_logits(1, seed)
     ids = torch.tensor([prompt + output])
     wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())

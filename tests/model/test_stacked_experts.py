@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.load_engine import load_engine
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel, UnsupportedSetting
@@ -32,6 +31,8 @@ def bytes_of(*shape: int, seed: int, low: int = 0, high: int = 256) -> torch.Ten
 
 def test_mxfp4_is_read_as_transformers_reads_it() -> None:
     """All bytes, and powers of two far from one."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 4, 4, 16)
     scales = torch.tensor([[118, 127, 130, 140]] * 4, dtype=torch.uint8)[None]
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
@@ -41,6 +42,8 @@ def test_mxfp4_is_read_as_transformers_reads_it() -> None:
 @pytest.fixture
 def packed(tiny_model: MakeModel, tmp_path: Path) -> tuple[Path, Path]:
     """A model whose experts are in mxfp4, and the same with what these mean."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     plain = tiny_model("gpt_oss", intermediate_size=64)
     folder = tmp_path / "packed"
     folder.mkdir()

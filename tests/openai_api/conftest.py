@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from tests.openai_api.cases import KEY, MODEL, World
+from tests.openai_api.world import KEY, MODEL, World
 from tests.support.http_connection import Connection
 from tests.support.live_tiers import LiveSystem, live_system
 from tests.support.oracle_model import make_oracle_model

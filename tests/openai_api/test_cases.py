@@ -17,7 +17,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
 from gateway.server import serve_gateway
-from tests.openai_api.cases import CASES, KEY, MODEL, Case, World
+from tests.openai_api.cases import CASES, Case
+from tests.openai_api.world import KEY, MODEL, World
 from tests.support.live_tiers import LiveSystem, options_of_gateway, reporting
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -14,9 +14,9 @@ from jsonschema import Draft202012Validator
 from baton.sampling_params import OPTIONS
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH
 from gateway.http.openapi import openapi
-from tests.openai_api.cases import CASES, MODEL
 from tests.openai_api.test_bad_input import BODIES, GOOD
 from tests.openai_api.test_door import fetch
+from tests.openai_api.world import MODEL
 from tests.support.http_connection import Connection
 from tests.support.live_tiers import LiveSystem
 
@@ -71,7 +71,10 @@ def test_every_field_that_is_read_is_described_and_no_other() -> None:
         Draft202012Validator.check_schema(schema)
 
 
+@pytest.mark.slow
 def test_the_page_lists_every_case_of_the_openai_package() -> None:
+    from tests.openai_api.cases import CASES
+
     page = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
     listed = re.sub(r"\n  +", " ", page.partition("## What is tested")[2])
     nums = {name: int(num) for name, num in re.findall(r"^### (.+) \((\d+)\)$", listed, re.M)}

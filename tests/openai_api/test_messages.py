@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 
-from tests.openai_api.cases import KEY, MESSAGES, MODEL, World
+from tests.openai_api.world import KEY, MESSAGES, MODEL, World
 from tests.support.live_tiers import LiveSystem
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import InvalidRequest
 from gateway.http.chat_style import chat_style
 from gateway.http.messages import MessagesBody, MessagesFormat
-from tests.openai_api.cases import MESSAGES
+from tests.openai_api.world import MESSAGES
 from tests.support.http_bodies import parsed
 
 WEATHER: dict[str, Any] = {"name": "get_weather", "input_schema": {"type": "object"}}

@@ -494,6 +494,7 @@ async def test_a_failure_is_the_calls_before_acceptance_and_an_event_after_it(
             assert "stopping.max_tokens: 9" in event.error.message
 
 
+@pytest.mark.slow
 async def test_workers_that_were_never_reached_count_for_nothing() -> None:
     """With several models each lists them, for nobody knows whose they are."""
     reached = inference_pb2.WorkerStatus(

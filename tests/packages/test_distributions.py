@@ -131,6 +131,7 @@ def test_the_client_needs_nothing_but_what_it_asks_for(wheel: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_client_is_typed(wheel: Path) -> None:
     assert (wheel / "baton" / "py.typed").is_file()
     assert (wheel / "baton" / "v1" / "inference_pb2.pyi").is_file()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from baton.cli.main import app
@@ -31,12 +30,15 @@ BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
 PIECES = [list(range(7, 60)), [9], [200, 3, 3, 41] * 5]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("family", "window"), [("llama", None), ("mistral", 7), ("qwen3", None), ("deepseek_v3", None)]
 )
 def test_grams_are_those_of_transformers(
     family: Family, window: int | None, tmp_path: Path
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     path = make_tiny_model(
         tmp_path / "model", family, sliding_window=window, first_k_dense_replace=2
     )

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
@@ -163,7 +162,10 @@ def logits_of(path: Path, dtype: str) -> torch.Tensor:
     return engine.logits(Batch((SequenceSlice(PROMPT, 0, range(4), rows, len(PROMPT)),)))
 
 
+@pytest.mark.few_cases(3)
 def test_logits_are_those_of_the_dense_model(checkpoints: tuple[Path, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
     quantized, dense = checkpoints
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64)
     wanted = model(torch.tensor([PROMPT])).logits[0].detach().float()
@@ -173,6 +175,7 @@ def test_logits_are_those_of_the_dense_model(checkpoints: tuple[Path, Path]) -> 
     assert error < 0.15
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("name", "group_size"), [("float8", 0), ("float8-by-output", 0), ("float8-in-blocks", 16)]
 )
@@ -181,6 +184,8 @@ def test_float8_that_is_kept_is_multiplied_as_it_is(
 ) -> None:
     """As on a GPU that can; by the kernel's twin. Logits are transformers' with each layer's inputs
     rounded to float8."""
+    from transformers import AutoModelForCausalLM
+
     quantized, dense = make_quantized(tmp_path, *CASES[name])
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     for layer in model.model.layers.modules():
@@ -210,6 +215,7 @@ def rounded_rows(x: torch.Tensor, group_size: int) -> torch.Tensor:
     return ((runs / scales).to(torch.float8_e4m3fn).float() * scales).view(x.shape)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_blocks_of_families_that_are_published_so(
@@ -352,6 +358,7 @@ def test_a_second_group_is_for_the_output_layer_alone(targets: list[str]) -> Non
         parse_quantization(INT8 | {"config_groups": {"a": INT4_GROUP, "b": second}})
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from baton.cli.main import app
@@ -108,6 +107,8 @@ def test_what_is_written(model: Path, tmp_path: Path, scheme: Scheme) -> None:
 
 
 def test_pruned_weights_run_as_transformers_runs_them(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     quantize_checkpoint(model, tmp_path / "new", "sparse24")
     for name, tensor in tensors_of(tmp_path / "new").items():
         if name.endswith("_proj.weight"):

@@ -179,6 +179,7 @@ async def test_a_cancel_that_the_client_library_swallows_still_ends_the_task(
     assert task.cancelled()
 
 
+@pytest.mark.slow
 async def test_many_workers_are_all_seen(server: RedisServer) -> None:
     async with Redis.from_url(server.url) as client:
         entries = {

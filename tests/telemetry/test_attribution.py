@@ -97,6 +97,7 @@ def test_parts_of_a_request_that_met_everything() -> None:
     run_virtual(main())
 
 
+@pytest.mark.slow
 async def test_parts_of_real_services_name_the_prefill() -> None:
     async with live_system(worker_options={"oracle_step_ms": 20.0}) as system:
         params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

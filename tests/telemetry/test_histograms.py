@@ -26,7 +26,7 @@ from baton.telemetry import TelemetrySettings, names, open_telemetry
 from baton.telemetry.histograms import (
     SEQUENCE_BOUNDS_S,
     HistogramReader,
-    ReadHistograms,
+    ObservableHistograms,
     SdkHistograms,
     SecondsHistograms,
 )
@@ -76,7 +76,7 @@ class Meters:
             self._histograms[which].record(amount, attributes)
 
 
-def meters_of(reader: MetricReader, histograms: ReadHistograms, *, sdk: bool) -> Meters:
+def meters_of(reader: MetricReader, histograms: ObservableHistograms, *, sdk: bool) -> Meters:
     resource = Resource({"service.name": "s", names.TIER: "gateway"})
     provider = MeterProvider([reader], resource, shutdown_on_exit=False)
     scope = histograms.scope
@@ -85,8 +85,8 @@ def meters_of(reader: MetricReader, histograms: ReadHistograms, *, sdk: bool) ->
     return Meters(provider, SdkHistograms(meter) if sdk else histograms)
 
 
-def new_histograms() -> ReadHistograms:
-    return ReadHistograms(InstrumentationScope("baton", "1"))
+def new_histograms() -> ObservableHistograms:
+    return ObservableHistograms(InstrumentationScope("baton", "1"))
 
 
 def records_of(rng: random.Random, count: int) -> list[Record]:
@@ -190,6 +190,7 @@ def exporting(collector: OtlpReceiver, *, sdk: bool) -> Iterator[Callable[[list[
         collector.messages.pop()  # of the shutdown
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("preference", ["cumulative", "Delta", "lowmemory"])
 @pytest.mark.parametrize("seed", range(2))
 def test_otlp_gets_the_same_points(
@@ -287,6 +288,7 @@ def eager_switches() -> Iterator[None]:
     sys.setswitchinterval(interval_s)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_switches")
 def test_what_is_collected_while_others_record_is_whole_records() -> None:
     num_threads, num_records = 2, 20_000

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
@@ -71,6 +70,8 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 def _generate(path: Path) -> list[list[int]]:
     """One prompt after the other, with no padding; in a batch positions of some would be others."""
+    from transformers import AutoModelForCausalLM
+
     read: Any = AutoModelForCausalLM.from_pretrained
     model = read(path, dtype=torch.float32)
     options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}

@@ -60,6 +60,7 @@ def test_greedy_tokens_are_those_of_generate(name: str, case_of: CaseOf) -> None
     assert len({tuple(output) for output in case.expected}) == len(PROMPT_LENGTHS)
 
 
+@pytest.mark.few_cases(1)
 @each
 def test_chunks_change_nothing(name: str, case_of: CaseOf) -> None:
     """Prompts go in by chunks beside sequences that decode; the last chunk of one is a single
@@ -70,6 +71,7 @@ def test_chunks_change_nothing(name: str, case_of: CaseOf) -> None:
         assert token_ids(outputs) == case.expected
 
 
+@pytest.mark.few_cases(1)
 @each
 def test_a_handoff_changes_nothing(name: str, case_of: CaseOf) -> None:
     """One engine computes a prompt, another, with other blocks, goes on from its KV alone."""
@@ -107,6 +109,7 @@ def test_drafts_change_nothing(name: str, case_of: CaseOf) -> None:
         assert output[:NUM_TOKENS] == expected
 
 
+@pytest.mark.few_cases(1)
 @each
 def test_logits_are_the_same_to_the_bit_in_any_batch(name: str, case_of: CaseOf) -> None:
     """In chunks, in a batch with another sequence, and alone."""

@@ -15,19 +15,23 @@ from baton.engine.model_source import model_source
 from baton.errors import ConfigError, MissingTensor, UnsupportedModel, UnsupportedSetting
 from baton.model.checkpoint import check_checkpoint
 from baton.model.config import choose_implementation
-from baton.model.transformers_backend.describe import describe
 from tests.support.architectures import REFUSED, make_checkpoint, write_config
 from tests.transformers_backend.conftest import load
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_is_refused_with_its_name_and_the_reason(name: str, tmp_path: Path) -> None:
+    from baton.model.transformers_backend.describe import describe
+
     with pytest.raises(UnsupportedModel, match=REFUSED[name][1]) as refused:
         describe(write_config(tmp_path, name))
     assert repr(name) in str(refused.value)
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    from baton.model.transformers_backend.describe import describe
+
     config = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text("raise SystemExit('ran')")
@@ -116,6 +120,7 @@ def test_what_is_wrong_or_cannot_be_read_does_not_go_to_transformers(
         choose_implementation(tmp_path, "auto")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_looked_at_without_transformers(tmp_path: Path) -> None:
     """Before any worker starts, in a process that has not even torch."""
     path = make_checkpoint(tmp_path, "gpt2")

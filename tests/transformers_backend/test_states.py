@@ -14,7 +14,6 @@ import torch
 from baton.engine.interface import Batch, SampleRow, SequenceSlice, forward_guarded
 from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
-from baton.engine.transformers_source import TransformersModel
 from baton.errors import AdapterError, ConfigError, EngineFault
 from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
@@ -88,6 +87,7 @@ def test_a_fault_of_one_sequence_leaves_the_states_of_others(name: str, case_of:
     assert tokens[len(prompt) :] == case.expected[2][:4]
 
 
+@pytest.mark.slow
 def test_states_that_are_not_there_are_a_fault(case_of: CaseOf) -> None:
     """Neither a step nor a handoff goes on from the states after another token."""
     engine, prompt = case_of(FEW[0]).engine, prompts()[2]
@@ -224,12 +224,16 @@ def test_sequences_that_are_cancelled_leave_no_slot(case_of: CaseOf) -> None:
         assert set(worker.engine.kv.state_slots.of_block) == {-1}
 
 
+@pytest.mark.slow
 def test_a_prompt_is_found_by_no_other(case_of: CaseOf) -> None:
     """A block without the states at its end cannot be gone on from."""
     assert not load(case_of(FEW[0]).path).spec.shares_prefixes(1)
 
 
+@pytest.mark.slow
 def test_devices_and_ranks_that_such_layers_have_no_code_for_are_refused(case_of: CaseOf) -> None:
+    from baton.engine.transformers_source import TransformersModel
+
     source = TransformersModel(case_of(FEW[0]).path)
     source.check_ranks(1, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"device=cuda: .* layers with a state.*; use cpu"):
@@ -238,6 +242,7 @@ def test_devices_and_ranks_that_such_layers_have_no_code_for_are_refused(case_of
         source.check_ranks(2, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_refused(case_of: CaseOf, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="no adapters here; merge the adapter into the model"):
         load(case_of(FEW[0]).path, lora_modules={"red": str(tmp_path)})

@@ -62,6 +62,7 @@ def test_no_more_gaps_are_long_than_their_share_whoever_decodes(widths: list[int
     assert num_long <= LONG_SHARE * num_gaps + max(widths)
 
 
+@pytest.mark.slow
 def test_only_a_few_whole_chunks_are_saved_up() -> None:
     budget = ItlBudget()
     for _ in range(100_000):

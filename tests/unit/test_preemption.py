@@ -10,6 +10,7 @@ from itertools import count
 import numpy as np
 
 from baton.cache.pool import BlockPool
+from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.types import Sampling, SequenceSpec
 from tests.support.recording_sender import RecordingSender
@@ -81,6 +82,7 @@ def test_kv_that_waits_in_host_memory_is_still_found_as_a_prefix() -> None:
 def test_what_comes_back_writes_no_block_that_holds_its_kv_already() -> None:
     """Others may share such blocks, and read them now."""
     worker = Worker()
+    assert isinstance(worker.engine.kv, ArrayKvPool)
     kv = worker.engine.kv.data
     kv[...] = np.arange(kv.size).reshape(kv.shape)
     worker.swap.put("k", (0, 1, 2), NUM_TOKENS)
