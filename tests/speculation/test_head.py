@@ -33,6 +33,7 @@ from baton.errors import (
     UnsupportedModel,
 )
 from baton.events import Committed, Deferred, Offered, Paused, Preempted, Tokens
+from baton.grammar import Grammar
 from baton.model.checkpoint import HeadFiles
 from baton.model.memory_plan import MemoryPlan, format_bytes
 from baton.types import KvSource, Sampling, SequenceSpec
@@ -346,14 +347,15 @@ class EagerDrafts:
         self._proposer.forget(key)
 
 
+#: Greedy and sampled ones, and one that a grammar holds to few tokens.
 SPECS = [
     SequenceSpec(
         f"r{index}",
         tuple(range(3 + index, 12 + 2 * index)),
-        Sampling(temperature=0.9 * (index % 2), seed=index, max_tokens=16 + index),
+        Sampling(temperature=0.9 * (index % 2), seed=index, max_tokens=16 + index, grammar=grammar),
         arrival_ns=index,
     )
-    for index in range(4)
+    for index, grammar in enumerate([b"", b"", b"", b"", Grammar.regex("[a-f0-9]{30}").to_bytes()])
 ]
 
 
@@ -421,8 +423,8 @@ MTP_FAMILIES: tuple[Family, ...] = ("glm4_moe", "deepseek_v3")
 def test_a_layer_of_the_checkpoint_drafts_and_changes_no_token(
     tmp_path: Path, family: Family
 ) -> None:
-    """Greedy and sampled; half of its drafts are replaced by the tokens that come, for those of
-    random weights are never right."""
+    """Greedy and sampled, in chains and trees; half of its drafts are replaced by the tokens that
+    come, for those of random weights are never right."""
     target = make_tiny_mtp_model(tmp_path / "target", family)
     alone: dict[int, list[int]] = {}
     plain = SimDecode(LoopbackHub(), lambda: 0.0, SHAPE, given_engine=engine_of(target))
@@ -430,13 +432,14 @@ def test_a_layer_of_the_checkpoint_drafts_and_changes_no_token(
         plain.submit(Open(0, handle, SPECS[handle], KvSource.LOCAL))
     run(plain, alone, {0, 1})
     right = right_of({handle: tuple(output) for handle, output in alone.items()})
-    rig = Workers(target, HeadFiles("mtp", target), 1, right)
+    rig = Workers(target, HeadFiles("mtp", target), 1, right, widths=(3, 2))
     found: dict[int, list[int]] = {}
     for handle in (0, 1):
         rig.workers[0].submit(Open(0, handle, SPECS[handle], KvSource.LOCAL))
     run(rig.workers[0], found, {0, 1})
     assert found == alone
     assert rig.drafts[0].num_drafts > 10
+    assert rig.drafts[0].num_alternatives > 0
     rig.check_empty()
 
 
@@ -572,7 +575,7 @@ def test_tokens_are_those_of_the_target_alone(
     kind: str,
     widths: tuple[int, ...],
 ) -> None:
-    """Greedy and sampled ones, all at once; one is aborted in between, and nothing of it stays."""
+    """All at once; one is aborted in between, and nothing of it stays."""
     head = make_head(tmp_path / "head", target, kind)
     rig = Workers(target, head, 1, right_of(alone), widths=widths)
     (worker,) = rig.workers
