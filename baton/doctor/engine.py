@@ -111,7 +111,10 @@ def _check_weights(folder: Path, dtype: str, block_size: int) -> Iterator[Findin
 
     try:
         source = model_source(folder, "auto")
-        what = f"{source.name}, {source.num_layers} layers, {source.max_len} tokens, {source.dtype}"
+        layers = f"{source.num_layers} layers"
+        if source.num_state_layers:
+            layers += f" with attention and {source.num_state_layers} with a state"
+        what = f"{source.name}, {layers}, {source.max_len} tokens, {source.dtype}"
         yield ok("model", what)
         shards = find_shards(folder)
         yield _check_shards(list(shards))

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from baton.doctor import machine
+from baton.doctor.engine import check_model
 from baton.doctor.finding import Finding, Level
+from tests.support.architectures import make_checkpoint
 
 Run = Callable[..., Any]
 BATON = str(Path(sys.executable).with_name("baton"))
@@ -63,6 +65,13 @@ def test_what_prevents_serving_is_reported_with_its_fix(tmp_path: Path) -> None:
     assert problems == {"CPU kernels", "address", "registry", "model", "weights", "tokenizer"}
     assert all(found[check]["fix"] for check in problems)
     assert "avx1024" in found["CPU kernels"]["found"]
+
+
+@pytest.mark.slow
+def test_layers_with_a_state_are_told_apart(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "jamba")
+    model = next(finding for finding in check_model(str(tmp_path), "auto", 16))
+    assert "1 layers with attention and 3 with a state" in model.found
 
 
 def test_a_wrong_option_is_refused_as_serve_refuses_it(run: Run) -> None:
