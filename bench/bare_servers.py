@@ -1,5 +1,5 @@
-"""The floors under a gateway: servers that answer with chunks like its own, of one text, and have
-nothing but their protocol around them."""
+"""The floors under a gateway: servers that answer with chunks like its own, of one text and at the
+same pace, and have nothing but their protocol around them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,40 @@ _HEAD = (
 )
 
 
+class Steps:
+    """As those of an engine: all streams write a chunk when one ends, and nothing until the next.
+    To the caches it is another thing to write as many chunks without a pause.
+
+    step_s: from one's end to the next; 0 to wait only until others have had their turn.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._end_s = 0.0
+        """Of the last one that was waited for, on the event loop's clock."""
+        self._has_ended: asyncio.Event | None = None
+        """Of the one that is waited for."""
+
+    async def next(self) -> None:
+        """Wait for the end of the step that runs."""
+        if self._has_ended is None:
+            loop = asyncio.get_running_loop()
+            self._has_ended = asyncio.Event()
+            self._end_s = max(self._end_s + self._step_s, loop.time())
+            loop.call_at(self._end_s, self._end)
+        await self._has_ended.wait()
+
+    def _end(self) -> None:
+        if self._has_ended is not None:
+            self._has_ended.set()
+            self._has_ended = None
+
+
 class BareInference(inference_pb2_grpc.InferenceServiceServicer):
     """Of gRPC. token_ids: of each chunk."""
 
-    def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int], steps: Steps) -> None:
+        self._steps = steps
         self._token_ids = tuple(token_ids)
         self._text: str = tokenizer.decode(list(token_ids))
 
@@ -32,10 +62,11 @@ class BareInference(inference_pb2_grpc.InferenceServiceServicer):
                 request_id="bare", token_index=index, token_ids=self._token_ids, text=self._text
             )
             await context.write(chunk)
+            await self._steps.next()
 
 
 @asynccontextmanager
-async def start_bare_sse(host: str, text: str, num_tokens: int) -> AsyncIterator[str]:
+async def start_bare_sse(host: str, text: str, num_tokens: int, steps: Steps) -> AsyncIterator[str]:
     """Of server-sent events, on asyncio's streams; its host:port. text: of each chunk, which is
     counted as num_tokens."""
 
@@ -47,8 +78,8 @@ async def start_bare_sse(host: str, text: str, num_tokens: int) -> AsyncIterator
         for _ in range(0, asked["max_tokens"], num_tokens):
             writer.write(data + _chunked(f"data: {json.dumps(_event(text))}\n\n".encode()))
             data = b""
-            await asyncio.sleep(0)  # each goes out by itself
             await writer.drain()
+            await steps.next()
         writer.write(_chunked(b"data: [DONE]\n\n") + _chunked(b""))
         writer.close()
 

@@ -65,8 +65,8 @@ class Flow:
 class GatewayCosts:
     """tokens_per_core_s: over the CPU time of all threads of the gateway's process, which others on
     the machine hardly add to. chunk_tokens: in the mean, as clients get them. chunk_cpu_us: of the
-    gateway, for each chunk. bare_cpu_us: of a server that writes chunks of a step's tokens and does
-    nothing else, in the same run."""
+    gateway, for each chunk. bare_cpu_us: of a server that writes chunks of a step's tokens, at the
+    pace of the steps, and does nothing else, in the same run."""
 
     flow: Flow
     tokens_per_s: float

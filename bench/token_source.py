@@ -30,7 +30,7 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from baton.wire import info_to_proto, load_to_proto
-from bench.bare_servers import BareInference, start_bare_sse
+from bench.bare_servers import BareInference, Steps, start_bare_sse
 
 _TEXT = Path(__file__).with_name("README.md")
 _MODEL_LEN = 1 << 20
@@ -171,12 +171,14 @@ async def serve_source(options: DecodeOptions, stop: asyncio.Event, on_ready: On
         max_local_prefill_tokens=_MODEL_LEN,
     )
     # Nobody asks for Drain and ListBlocks, nor for the other methods of InferenceService.
+    step_s = options.oracle_step_ms / 1000
     source = TokenSource(  # type: ignore[abstract]
-        info, text, options.num_speculative_tokens, options.oracle_step_ms / 1000
+        info, text, options.num_speculative_tokens, step_s
     )
 
     step = text[: options.num_speculative_tokens]
-    bare = BareInference(tokenizer, step)  # type: ignore[abstract]
+    steps = Steps(step_s)
+    bare = BareInference(tokenizer, step, steps)  # type: ignore[abstract]
 
     def register(server: grpc.aio.Server) -> Sequence[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(source, server)
@@ -186,7 +188,8 @@ async def serve_source(options: DecodeOptions, stop: asyncio.Event, on_ready: On
 
     server = await start_server(f"{options.host}:{options.port}", register)
     try:
-        async with start_bare_sse(options.host, tokenizer.decode(step), len(step)) as http_address:
+        bare_text = tokenizer.decode(step)
+        async with start_bare_sse(options.host, bare_text, len(step), steps) as http_address:
             on_ready(ReadyReport(server.address, {}, http_address=http_address))
             await stop.wait()
     finally:

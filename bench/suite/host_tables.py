@@ -75,6 +75,8 @@ def gateway_table(document: Mapping[str, Any]) -> str:
             ttft = document[f"added_ttft_ms{end}"]
             lines = [_CHUNKS[end], _TOKENS]
             goals = [goal_line(goal, _flow_values(goal, flows)) for goal in lines]
+            if single := _single(flows):
+                goals.insert(1, _times_bare_line(single))
             if end:
                 goals.append(goal_line(_TTFT, {"added": ttft["beside_bare_ms"]}, " ms"))
             goals.append(_first_token_line(ttft))
@@ -104,8 +106,21 @@ def _flow_values(goal: Goal, flows: Sequence[Mapping[str, Any]]) -> Mapping[str,
         # A gateway that is offered less takes more, and smaller, chunks than it could do with.
         busy = [one for one in flows if _offered_per_s(one["flow"]) > goal.bound]
         return {_source(one["flow"]): one["tokens_per_core_s"] for one in busy}
-    single = [one for one in flows if one["chunk_tokens"] < _MOST_OF_ONE]
-    return {_source(one["flow"]): one["chunk_cpu_us"] for one in single}
+    return {_source(one["flow"]): one["chunk_cpu_us"] for one in _single(flows)}
+
+
+def _single(flows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those whose chunks are of one token."""
+    return [one for one in flows if one["chunk_tokens"] < _MOST_OF_ONE]
+
+
+def _times_bare_line(single: Sequence[Mapping[str, Any]]) -> str:
+    """The goal's figures again, since not every machine is as fast."""
+    times = (
+        f"{_source(one['flow'])} {number(one['chunk_cpu_us'] / one['bare_cpu_us'])} times"
+        for one in single
+    )
+    return f"* The same beside a bare server at the same pace: {', '.join(times)}."
 
 
 def _first_token_line(ttft: Mapping[str, float]) -> str:

@@ -3,12 +3,14 @@ reach clients."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from baton.events import LocalPrefill, Tokens
 from bench.ahead import measure_ahead, measure_host, measure_prompts
+from bench.bare_servers import Steps
 from bench.host import steps_for
 from bench.host_connections import measure_idle, measure_slow_readers
 from bench.host_gateway import Door, Flow, measure_added_ttft, measure_flow
@@ -71,6 +73,22 @@ async def test_all_tokens_of_a_source_come_through_the_gateway(door: Door) -> No
     costs = await measure_flow(MODEL, flow, door)
     assert 8 <= costs.chunk_tokens <= 40
     assert costs.tokens_per_s > 0
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.002])
+async def test_streams_of_a_bare_server_write_at_the_ends_of_the_same_steps(step_s: float) -> None:
+    steps = Steps(step_s)
+    ended: list[int] = []
+
+    async def stream(index: int) -> None:
+        for _ in range(3):
+            await steps.next()
+            ended.append(index)
+
+    begin_s = asyncio.get_running_loop().time()
+    await asyncio.gather(*map(stream, range(4)))
+    assert ended == [0, 1, 2, 3] * 3
+    assert asyncio.get_running_loop().time() - begin_s >= 2 * step_s
 
 
 @pytest.mark.slow
