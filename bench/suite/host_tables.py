@@ -117,10 +117,10 @@ def _single(flows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _times_bare_line(single: Sequence[Mapping[str, Any]]) -> str:
     """The goal's figures again, since not every machine is as fast."""
     times = (
-        f"{_source(one['flow'])} {number(one['chunk_cpu_us'] / one['bare_cpu_us'])} times"
+        f"{_source(one['flow'])} {number(one['chunk_cpu_us'] / one['bare_cpu_us'])}"
         for one in single
     )
-    return f"* The same beside a bare server at the same pace: {', '.join(times)}."
+    return f"* As times of the bare server's: {', '.join(times)}."
 
 
 def _first_token_line(ttft: Mapping[str, float]) -> str:

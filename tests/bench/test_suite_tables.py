@@ -198,7 +198,7 @@ def test_the_gateway_has_a_line_for_each_flow_and_for_each_goal() -> None:
     assert (
         "at most 50 us of CPU for a chunk of one token: 1 token each 20 ms 60.0 (**missed" in text
     )
-    assert text.count("server at the same pace: 1 token each 20 ms 2.00 times.") == 2
+    assert text.count("times of the bare server's: 1 token each 20 ms 2.00.") == 2
     assert text.count("added 1.25 ms (**missed**)") == 1
     assert "5,000 idle HTTP connections: 4.50 KiB of memory each, and 1.00% of a core" in text
     assert "200 bytes of memory for each token" in text
