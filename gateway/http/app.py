@@ -30,7 +30,7 @@ from gateway.http.messages import MessagesBody, MessagesFormat, messages_error
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
 from gateway.http.requests import BodyT, ModelBody, field_namer, parsed, put_token_ids
 from gateway.http.responses import ResponsesBody, ResponsesFormat
-from gateway.http.tokens import DetokenizeBody, TokenizeBody, tokenized_prompt
+from gateway.http.tokens import DetokenizeBody, TokenizeBody, put_tokenized_prompt
 from gateway.intake.token_bytes import text_of
 from gateway.long_work import in_pieces, let_others_run
 from gateway.models import Models
@@ -242,8 +242,8 @@ class HttpApp:
         body = await self._parsed(TokenizeBody, request, response)
         serving = self._models.of(body.model or "")
         bytes_of = serving.tokenizer.bytes_of
-        prompt, names = tokenized_prompt(body, bytes_of, self._styles[serving])
-        asked = inference_pb2.TokenizeRequest(model=body.model or "", prompt=prompt)
+        asked = inference_pb2.TokenizeRequest(model=body.model or "")
+        names = put_tokenized_prompt(body, bytes_of, self._styles[serving], asked.prompt)
         try:
             token_ids = await serving.tokenize(asked)
         except BatonError as error:

@@ -242,15 +242,16 @@ class ChatFormat:
             and "skip_special_tokens" not in body.model_fields_set
         ):
             sampling.skip_special_tokens = False  # some families' marks are such
-        return generate_request(body, self._prompt(), sampling)
+        request = generate_request(body, sampling)
+        self._put_prompt(request.prompt.chat)
+        return request
 
-    def _prompt(self) -> inference_pb2.Prompt:
+    def _put_prompt(self, chat: inference_pb2.ChatPrompt) -> None:
         body = self.body
         kwargs = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-        prompt = chat_prompt(body.messages, self._style.developer_role)
-        chat = prompt.chat
+        put_messages(body.messages, self._style.developer_role, chat)
         chat.tools.extend(self._choice_of_tools.tools)
         if kwargs:
             field = "chat_template_kwargs"
@@ -260,7 +261,6 @@ class ChatFormat:
             body.continue_final_message and not body.add_generation_prompt
         ):
             chat.add_generation_prompt = body.add_generation_prompt
-        return prompt
 
     @property
     def _has_calls(self) -> bool:
@@ -488,16 +488,16 @@ class ChatChoice:
         return list(calls.values())
 
 
-def chat_prompt(messages: Sequence[Any], developer_role: str) -> inference_pb2.Prompt:
+def put_messages(
+    messages: Sequence[Any], developer_role: str, chat: inference_pb2.ChatPrompt
+) -> None:
     """developer_role: what the template calls that role. Raises InvalidRequest."""
-    chat = inference_pb2.ChatPrompt()
     violations = tuple(islice(_put_messages(messages, chat), MAX_SHOWN))
     if violations:
         raise InvalidRequest.of(*violations)
     for message in chat.messages:
         if message.role == "developer":
             message.role = developer_role
-    return inference_pb2.Prompt(chat=chat)
 
 
 def _put_messages(messages: Sequence[Any], chat: inference_pb2.ChatPrompt) -> Violations:

@@ -183,8 +183,6 @@ class CompletionFormat:
 
 def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     prompts = _prompts(body.prompt)
-    for prompt in prompts:
-        prompt.omit_special_tokens = body.add_special_tokens is False
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=("max_tokens", max_tokens))
     violations = []
@@ -197,27 +195,32 @@ def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
         sampling.echo = True
         if body.logprobs is not None and body.prompt_logprobs is None:
             sampling.prompt_logprobs = body.logprobs
-    return [generate_request(body, prompt, sampling) for prompt in prompts]
+    requests = []
+    for field, value in prompts.items():
+        request = generate_request(body, sampling)
+        put_text_prompt(field, value, request.prompt)
+        request.prompt.omit_special_tokens = body.add_special_tokens is False
+        requests.append(request)
+    return requests
 
 
-def _prompts(value: Any) -> list[inference_pb2.Prompt]:
-    """Text, a list of texts, token ids, or a list of lists of them."""
+def _prompts(value: Any) -> dict[str, Any]:
+    """By field, of text, a list of texts, token ids, or a list of lists of them."""
     is_list = isinstance(value, list) and value and not isinstance(value[0], int)
     if not is_list:
-        return [text_prompt(value)]
+        return {"prompt": value}
     if len(value) > MAX_PROMPTS:
         fault = f"{len(value)} prompts; give at most {MAX_PROMPTS}"
         raise InvalidRequest.of(FieldViolation("prompt", fault))
-    return [text_prompt(part, f"prompt[{index}]") for index, part in enumerate(value)]
+    return {f"prompt[{index}]": part for index, part in enumerate(value)}
 
 
-def text_prompt(value: Any, field: str = "prompt") -> inference_pb2.Prompt:
-    """Of text, or of token ids. Raises InvalidRequest."""
+def put_text_prompt(field: str, value: Any, prompt: inference_pb2.Prompt) -> None:
+    """Text, or token ids, into an empty prompt. Raises InvalidRequest."""
     if isinstance(value, str):
-        return inference_pb2.Prompt(text=value)
-    if value and isinstance(value, list | inference_pb2.TokenIds):
-        prompt = inference_pb2.Prompt()
+        prompt.text = value
+    elif value and isinstance(value, list | inference_pb2.TokenIds):
         put_token_ids(field, value, prompt.token_ids.ids)
-        return prompt
-    fault = f"{shown_value(value)}: give text, token ids, or a list of either"
-    raise InvalidRequest.of(FieldViolation(field, fault))
+    else:
+        fault = f"{shown_value(value)}: give text, token ids, or a list of either"
+        raise InvalidRequest.of(FieldViolation(field, fault))

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.http.errors import shown_value
-from gateway.http.long_json import outlines, read_long_json
+from gateway.http.long_json import Received, outlines, read_long_json
 from gateway.intake.violations import MAX_SHOWN
 from gateway.long_work import LONG_PIECE, Pacer, let_others_run
 
@@ -48,7 +48,9 @@ _OF_NUMBERS = b"+-.0123456789Ee, \t\r\n"
 _Span: TypeAlias = tuple[int, int]
 
 
-async def read_fields(data: bytes, id_fields: Sequence[str], max_model_len: int) -> dict[str, Any]:
+async def read_fields(
+    data: Received, id_fields: Sequence[str], max_model_len: int
+) -> dict[str, Any]:
     """A body's fields. id_fields: those that may be a list of token ids, or a list of such lists; a
     long one is a TokenIds. max_model_len: of the model, in tokens. Raises InvalidRequest."""
     if len(data) < LONG_PIECE:  # too short for too many of anything
@@ -87,7 +89,7 @@ def wrong_ids(field: str, values: Sequence[Any], first: int = 0) -> InvalidReque
     )
 
 
-async def _rest_of(data: bytes, *, has_all: bool) -> dict[str, Any]:
+async def _rest_of(data: Received, *, has_all: bool) -> dict[str, Any]:
     """A body's fields. has_all: long lists among them."""
     if len(data) < _LONG_REST_BYTES:
         return _fields_of(data, has_all=has_all)
@@ -98,7 +100,7 @@ async def _rest_of(data: bytes, *, has_all: bool) -> dict[str, Any]:
     return _checked(fields)
 
 
-def _fields_of(data: bytes, *, has_all: bool = True) -> dict[str, Any]:
+def _fields_of(data: Received, *, has_all: bool = True) -> dict[str, Any]:
     """has_all: whether long lists are among them, so that a fault is where the library says."""
     try:
         fields = from_json(data, cache_strings=False)
@@ -116,7 +118,7 @@ def _checked(fields: Any) -> dict[str, Any]:
     return fields
 
 
-async def _scanned(data: bytes) -> tuple[list[_Span], int]:
+async def _scanned(data: Received) -> tuple[list[_Span], int]:
     """Long lists of numbers, and how many values there are in all. Raises InvalidRequest."""
     spans: list[_Span] = []
     num_nodes = num_members = num_values = 0
@@ -141,7 +143,7 @@ async def _scanned(data: bytes) -> tuple[list[_Span], int]:
     return spans, num_values
 
 
-def _is_long_list(data: bytes, opened: int, closed: int) -> bool:
+def _is_long_list(data: Received, opened: int, closed: int) -> bool:
     """Of numbers. opened, closed: where its brackets are."""
     if closed - opened < _LONG_LIST_BYTES:
         return False
@@ -149,13 +151,15 @@ def _is_long_list(data: bytes, opened: int, closed: int) -> bool:
     return not inner.translate(None, _OF_NUMBERS) and not inner.isspace()
 
 
-def _num_values(data: bytes, span: _Span) -> int:
+def _num_values(data: Received, span: _Span) -> int:
     return data.count(b",", *span) + 1
 
 
-def _without(data: bytes, cut: Mapping[str, _Span]) -> bytes:
+def _without(data: Received, cut: Mapping[str, _Span]) -> Received:
     """A body with names in place of its long lists."""
-    parts: list[bytes] = []
+    if not cut:
+        return data
+    parts: list[Received] = []
     at = 0
     for name, (begin, end) in cut.items():
         parts += (data[at:begin], b'"%b"' % name.encode())
@@ -189,7 +193,9 @@ def _check_lengths(lengths: Mapping[str, int], max_model_len: int) -> None:
         raise _wrong(f"{total} token ids; send at most {MAX_VALUES + max_model_len} in all")
 
 
-async def _token_ids(field: str, data: bytes, span: _Span, pacer: Pacer) -> inference_pb2.TokenIds:
+async def _token_ids(
+    field: str, data: Received, span: _Span, pacer: Pacer
+) -> inference_pb2.TokenIds:
     made = inference_pb2.TokenIds()
     at, end = span[0] + 1, span[1] - 1
     while at <= end:
@@ -197,7 +203,7 @@ async def _token_ids(field: str, data: bytes, span: _Span, pacer: Pacer) -> infe
         until = comma if comma >= 0 else end
         num_before = len(made.ids)
         try:
-            ids = from_json(b"[0,%b]" % data[at:until])[1:]  # a piece of nothing is none
+            ids = from_json(b"[0," + data[at:until] + b"]")[1:]  # a piece of nothing is none
         except ValueError as error:
             why = str(error).partition(" at line ")[0]
             fault = f"is not JSON behind its first {num_before} values: {why}"

@@ -13,11 +13,14 @@ import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic_core import from_json
 
 from gateway.long_work import LONG_PIECE, Pacer
+
+#: What a connection has read.
+Received: TypeAlias = bytes | bytearray
 
 #: As many lists and objects within each other as the library takes; within these, empty ones.
 MAX_DEPTH = 200
@@ -40,7 +43,7 @@ _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 _PAIR_BYTES = len(r"\ud83d\ude00")
 
 
-async def read_long_json(data: bytes, piece_bytes: int = PIECE_BYTES) -> Any:
+async def read_long_json(data: Received, piece_bytes: int = PIECE_BYTES) -> Any:
     """What `data` says. Raises ValueError, with no word of where the fault is."""
     reader = _Reader(data, await _long_containers(data, piece_bytes), piece_bytes)
     try:
@@ -49,7 +52,7 @@ async def read_long_json(data: bytes, piece_bytes: int = PIECE_BYTES) -> Any:
         raise ValueError(str(error).partition(" at line ")[0]) from None
 
 
-async def outlines(data: bytes) -> AsyncIterator[tuple[int, bytes]]:
+async def outlines(data: Received) -> AsyncIterator[tuple[int, bytes]]:
     """JSON with spaces for its texts, in pieces, each with where it begins; others run between
     them."""
     begin, is_text, pacer = 0, False, Pacer()
@@ -64,12 +67,12 @@ async def outlines(data: bytes) -> AsyncIterator[tuple[int, bytes]]:
         begin += len(piece)
 
 
-def _outline(piece: bytes, *, is_text: bool) -> tuple[bytes, int]:
+def _outline(piece: Received, *, is_text: bool) -> tuple[bytes, int]:
     """A piece with spaces for texts, and how many begin or end in it. is_text: whether it begins
     within one."""
     if b"\\" in piece:
         piece = piece.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
-    parts = piece.split(b'"')
+    parts: list[Received] = [*piece.split(b'"')]
     for index in range(0 if is_text else 1, len(parts), 2):
         parts[index] = b" " * len(parts[index])
     return b" ".join(parts), len(parts) - 1
@@ -88,7 +91,7 @@ class _Container:
 
 
 async def _long_containers(  # noqa: PLR0912, one arm per mark
-    data: bytes, piece_bytes: int
+    data: Received, piece_bytes: int
 ) -> dict[int, _Container]:
     """By their begins, those of so many bytes or more. Raises ValueError where brackets do not
     match."""
@@ -130,7 +133,9 @@ class _Reader:
     """Reads values of `data`, which begin and end anywhere in the spaces around them. containers:
     all of piece_bytes or more."""
 
-    def __init__(self, data: bytes, containers: Mapping[int, _Container], piece_bytes: int) -> None:
+    def __init__(
+        self, data: Received, containers: Mapping[int, _Container], piece_bytes: int
+    ) -> None:
         self._data = data
         self._containers = containers
         self._piece_bytes = piece_bytes
@@ -223,7 +228,7 @@ class _Reader:
         return begin, end
 
 
-def _cut(data: bytes, begin: int, near: int, end: int) -> int:
+def _cut(data: Received, begin: int, near: int, end: int) -> int:
     """Where a text may be cut near a place: between two characters, each of one escape, or of two
     that are a pair. begin: where a character begins, before that place; end: of the text."""
     if near >= end:

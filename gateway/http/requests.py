@@ -27,6 +27,7 @@ from baton.sampling_params import MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.errors import FieldNames, from_validation, shown_value
 from gateway.http.json_body import read_fields, wrong_ids
+from gateway.http.long_json import Received
 from gateway.intake.sampling_rules import MAX_STRUCTURED_CHARS
 from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
 from gateway.intake.violations import Violations
@@ -234,7 +235,7 @@ class GenerationBody(ModelBody):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-async def parsed(cls: type[BodyT], data: bytes, max_model_len: int = 0) -> BodyT:
+async def parsed(cls: type[BodyT], data: Received, max_model_len: int = 0) -> BodyT:
     """A body's fields. max_model_len: of the model, in tokens. Raises InvalidRequest, naming each
     wrong one."""
     return validated(cls, await read_fields(data, cls.id_fields, max_model_len))
@@ -320,14 +321,12 @@ def refusals(body: Body) -> list[FieldViolation]:
 
 
 def generate_request(
-    body: GenerationBody, prompt: inference_pb2.Prompt, sampling: sampling_pb2.SamplingParams
+    body: GenerationBody, sampling: sampling_pb2.SamplingParams
 ) -> inference_pb2.GenerateRequest:
-    """The request of one prompt."""
+    """A request whose prompt is the caller's to put: a copy of a long one takes tens of
+    milliseconds."""
     request = inference_pb2.GenerateRequest(
-        model=body.model or "",
-        prompt=prompt,
-        sampling=sampling,
-        cache_salt=body.cache_salt or "",
+        model=body.model or "", sampling=sampling, cache_salt=body.cache_salt or ""
     )
     try:
         request.priority = body.priority or 0

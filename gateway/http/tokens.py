@@ -10,7 +10,7 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.http.chat import MESSAGES, ChatBody, ChatFormat
 from gateway.http.chat_style import ChatStyle
-from gateway.http.completions import PROMPT_NAMES, TOKEN_IDS, text_prompt
+from gateway.http.completions import PROMPT_NAMES, TOKEN_IDS, put_text_prompt
 from gateway.http.errors import FieldNames
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import ModelBody, field_namer, validated
@@ -56,18 +56,20 @@ class DetokenizeBody(ModelBody):
     id_fields = ("tokens",)
 
 
-def tokenized_prompt(
-    body: TokenizeBody, bytes_of: BytesOf, style: ChatStyle
-) -> tuple[inference_pb2.Prompt, FieldNames]:
-    """The prompt, and what its parts are called in errors. Raises InvalidRequest."""
+def put_tokenized_prompt(
+    body: TokenizeBody, bytes_of: BytesOf, style: ChatStyle, prompt: inference_pb2.Prompt
+) -> FieldNames:
+    """The prompt into an empty one; and what its parts are called in errors. Raises
+    InvalidRequest."""
     if body.messages is None:
-        prompt = text_prompt(body.prompt)
+        put_text_prompt("prompt", body.prompt, prompt)
         prompt.omit_special_tokens = body.add_special_tokens is False
-        return prompt, field_namer(PROMPT_NAMES)
+        return field_namer(PROMPT_NAMES)
     if body.add_special_tokens:
         fault = "true: the chat template writes the special tokens; leave it out, or give prompt"
         raise InvalidRequest.of(FieldViolation("add_special_tokens", fault))
     chat = ChatFormat(
         validated(ChatBody, {name: getattr(body, name) for name in _OF_CHAT}), bytes_of, style
     )
-    return chat.requests[0].prompt, chat.field_names
+    prompt.CopyFrom(chat.requests[0].prompt)
+    return chat.field_names

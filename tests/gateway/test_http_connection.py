@@ -37,10 +37,17 @@ class Wire(asyncio.Transport):
         self.connection: HttpConnection | None = None
         self.is_open = True
         self.was_aborted = False
+        self.is_read = True
 
     def write(self, data: Any) -> None:
         if self.is_open:
             self.sent += bytes(data)
+
+    def pause_reading(self) -> None:
+        self.is_read = False
+
+    def resume_reading(self) -> None:
+        self.is_read = True
 
     def is_closing(self) -> bool:
         return not self.is_open
@@ -442,3 +449,33 @@ def test_a_server_that_has_stopped_has_no_connections() -> None:
         assert [wire.was_aborted for wire in (*wires, stuck)] == [False, False, False, True]
 
     run(test)
+
+
+def test_others_get_something_while_a_long_body_comes() -> None:
+    async def main() -> None:
+        world = World()
+        world.state.limits = HttpLimits()
+        connection, wire = world.connect()
+        piece, num_pieces = b"x" * 2**18, 16
+        head = f"POST /a HTTP/1.1\r\ncontent-length: {num_pieces * len(piece)}\r\n\r\n"
+        connection.data_received(head.encode())
+        num_in_a_row, longest = 0, 0
+        for _ in range(num_pieces):
+            while not wire.is_read:
+                num_in_a_row = 0
+                await asyncio.sleep(0.001)
+            connection.data_received(piece)
+            num_in_a_row += 1
+            longest = max(longest, num_in_a_row)
+        await asyncio.sleep(0.1)
+        assert longest == 4
+        assert wire.is_read
+        assert [body for _, _, body in world.handler.seen] == [piece * num_pieces]
+        # One that has closed meanwhile stays so.
+        connection.data_received(head.encode() + piece * 4)
+        wire.is_read = False
+        wire.close()
+        await asyncio.sleep(0.1)
+        assert not wire.is_read
+
+    run_virtual(main(), max_time_s=60)
