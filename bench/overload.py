@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -252,10 +253,13 @@ async def measure(client: AsyncClient, plan: Plan) -> dict[str, Any]:
     for times in plan.times:
         rate = times * capacity
         options = DriveOptions(cache_salt=secrets.token_hex(8), timeout_s=plan.timeout_s)
+        requests = requests_at(rate, plan.for_s)
+        gc.collect()
+        gc.freeze()  # or this process stands still for up to 90 ms, and refusals seem late
         async with asyncio.TaskGroup() as group:
             if times == plan.times[-1]:
                 group.create_task(probe(options.cache_salt))
-            records = await drive(client, requests_at(rate, plan.for_s), options)
+            records = await drive(client, requests, options)
         levels.append(level_of(times, rate, plan.timeout_s, records))
         typer.echo(f"{levels[-1]}", err=True)
     return {
