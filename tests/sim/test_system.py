@@ -125,7 +125,12 @@ def test_streams_are_whole_and_right_with_cancels_and_full_workers(
 @pytest.mark.parametrize("kind", [KV, STATES, GROUPS], ids=["kv", "states", "groups"])
 @pytest.mark.parametrize("killed", [("d0",), ("p0",), ("p0", "d1")])
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))]
+    "seed",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(2, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
 )
 def test_streams_outlive_their_workers(seed: int, killed: tuple[str, ...], kind: SimShape) -> None:
     async def main() -> None:
