@@ -63,6 +63,8 @@ def check_batch_invariant(config: ModelConfig, dtype: str, device: torch.device)
         why = "Triton is not installed, whose kernels it needs; pip install triton"
     elif config.traits.experts is not None:
         why = "products of a mixture's experts follow how many rows each has; leave it out"
+    elif config.traits.latent is not None:
+        why = "products of each head of latent attention follow the number of rows; leave it out"
     elif config.quantization is not None:
         why = "products of quantised weights follow the number of rows; serve the model in 16 bits"
     if why:

@@ -216,12 +216,6 @@ class NativeModel:
 
     def check_ranks(self, size: int, device: torch.device) -> None:
         """See ModelSource."""
-        if self._config.traits.latent is not None and device.type != "cpu":
-            raise ConfigError.of(
-                "device",
-                device.type,
-                f"the latent attention of a {self.name} model has no kernel for it yet; use cpu",
-            )
         check_ranks(self._config, size, device)
 
     def choose_attention(
@@ -334,7 +328,10 @@ def _plan_graphs(config: ModelConfig, plan: EnginePlan, graphs: Graphs) -> Graph
 
     layout = plan.layout
     pool = torch.empty(
-        (0, config.num_layers, 2, config.num_kv_heads, layout.block_size, config.head_dim),
+        (
+            *(0, config.num_layers, layout.num_parts),
+            *(config.num_kv_heads, layout.block_size, config.head_dim),
+        ),
         dtype=torch.int8 if layout.dtype in SCALED_DTYPES else getattr(torch, layout.dtype),
         device="meta",
     )

@@ -56,7 +56,7 @@ class StaticStep:
         self.windows = sorted(set(model.config.windows), key=lambda window: window or 0)
         self._device = device
         pool = model.kv.tensor
-        self._partials = empty_partials(largest.num_items, pool, tile)
+        self._partials = empty_partials(largest.num_items, pool, tile, model.config.num_heads)
         self._tables = tables
         num_numbers = _NUM_ROWS * largest.num_seqs
         self._buffer = torch.zeros(num_numbers, dtype=torch.int64, device=pool.device)

@@ -27,6 +27,7 @@ from baton_kernels.gpu.attention_plan import (
     Tile,
     choose_tile,
     fixed_tile,
+    head_blocks,
     most_items,
 )
 from baton_kernels.gpu.padded_plan import partial_bytes
@@ -65,8 +66,8 @@ def plan_graphs(
     batch_invariant: see EnginePlan."""
     windows = set(config.windows)
     choose = fixed_tile if batch_invariant else choose_tile
-    tile = choose(config.num_heads // config.num_kv_heads, pool, dtype)
-    one_part = partial_bytes(pool, tile)
+    tile = choose(config.num_heads // head_blocks(pool, config.num_heads), pool, dtype)
+    one_part = partial_bytes(pool, tile, config.num_heads)
     items_per_seq = max(most_items(max_model_len, window, tile) for window in windows)
     max_items = max(largest_batch, MAX_PARTIAL_BYTES // one_part)
     shapes = step_shapes(largest_batch, items_per_seq, max_items)

@@ -18,7 +18,8 @@ from baton.model.shard import Alone, Ranks
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 from baton_kernels.experts import GroupedLinear, combine, grouped_linear, route
 from baton_kernels.gated_activation import clamped_swiglu, geglu, swiglu
-from baton_kernels.kv_write import head_rows, kv_write
+from baton_kernels.kv_write import head_rows
+from baton_kernels.latent_kv_write import latent_kv_write
 from baton_kernels.layer import Attention, AttentionShape, Experts, LatentAttention, Mlp, Norm
 from baton_kernels.linear import Linear
 from baton_kernels.paged_attention import (
@@ -28,7 +29,6 @@ from baton_kernels.paged_attention import (
     ScoreTerms,
 )
 from baton_kernels.rms_norm import rms_norm
-from baton_kernels.rope import rope
 from baton_kernels.rope_kv_write import rope_kv_write
 
 PackedNorm = Norm[torch.Tensor]
@@ -253,9 +253,12 @@ class Decoder:
             )
             terms = ScoreTerms(shape.softcap, attention.sinks)
         else:
-            query, key = self._heads[index].query_and_row(attention, x, cos, sin)
-            kv_write(pool, number, rows, key, None, scales)
-            value, terms = key, NO_TERMS
+            absorbed, turned = self._heads[index].queries(attention, x)
+            latent, norm = attention.latent(x), attention.latent_norm
+            query, key = latent_kv_write(
+                absorbed, turned, latent, norm, cos, sin, pool, number, rows, scales
+            )
+            value, terms = key[..., : absorbed.shape[2]], NO_TERMS
         if layer_done is not None:
             self._ranks.meet()
             layer_done(index)
@@ -338,29 +341,20 @@ class _Heads:
     def of(cls, attention: LatentAttention[Linear, torch.Tensor]) -> _Heads:
         return cls(GroupedLinear(attention.keys), GroupedLinear(attention.values))
 
-    def query_and_row(
-        self,
-        attention: LatentAttention[Linear, torch.Tensor],
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+    def queries(
+        self, attention: LatentAttention[Linear, torch.Tensor], x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of x [tokens, hidden], as they meet in attention: [tokens, heads, row] and [tokens, 1,
-        row]."""
-        rank, rope_dim = self.keys.num_out, attention.rope_dim
+        """Of x [tokens, hidden], as they meet latents, and what is to be rotated: [tokens, heads,
+        rank] and [tokens, heads, rope_dim]."""
         down = attention.query_down
         low = x if down is None else normed(attention.query_norm, down(x))
         heads = attention.query(low).view(len(x), attention.shape.num_heads, -1)
-        plain, turned = heads.split_with_sizes((self.keys.num_in, rope_dim), dim=2)
-        absorbed = self._grouped(plain, self.keys)
-        query = torch.cat((absorbed, rope(turned, cos, sin)), dim=2)
-        latent, shared = attention.latent(x)[:, None].split_with_sizes((rank, rope_dim), dim=2)
-        latent = normed(attention.latent_norm, latent.contiguous())
-        return query, torch.cat((latent, rope(shared, cos, sin)), dim=2)
+        plain, turned = heads.split_with_sizes((self.keys.num_in, attention.rope_dim), dim=2)
+        return self._grouped(plain, self.keys), turned
 
     def results(self, mixed: torch.Tensor) -> torch.Tensor:
-        """Of sums over rows [tokens, heads, row]: [tokens, heads * value_dim]."""
-        return self._grouped(mixed[..., : self.values.num_in], self.values).flatten(1)
+        """Of sums over latents [tokens, heads, rank]: [tokens, heads * value_dim]."""
+        return self._grouped(mixed, self.values).flatten(1)
 
     def _grouped(self, x: torch.Tensor, layers: GroupedLinear) -> torch.Tensor:
         """x [tokens, heads, num_in], each head by its own layer -> [tokens, heads, num_out]."""

@@ -36,10 +36,14 @@ class _Attention:
     softcap: float | None = None
     has_slopes: bool = False
     has_sinks: bool = False
+    latent_heads: int | None = None
+    """Of latent attention, whose values are all but the last 64 elements of a row."""
 
 
 def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> Trial:
     heads = Heads(*sizes.heads, about.head_dim)
+    if about.latent_heads is not None:
+        heads = Heads(about.latent_heads, 1, about.head_dim, about.head_dim - 64)
     is_quantised = about.dtype in (torch.int8, FP8)
     dtype = sizes.half if is_quantised or about.dtype is None else about.dtype
     batch = make_paged_batch(sizes.lengths, heads, about.block_size, dtype, generator)
@@ -47,10 +51,15 @@ def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> T
     if is_quantised and about.dtype is not None:
         pool, scales = in_one_memory(*quantize_op.twin(batch.pool, about.dtype))
         rounded = [
-            tuple(dequantize_rows(*quantize_op.twin(x, about.dtype), torch.float32) for x in kv)
+            [
+                dequantize_rows(*quantize_op.twin(x, about.dtype), torch.float32)
+                for x in (kv if heads.value_dim is None else kv[:1])
+            ]
             for kv in batch.history
         ]
-        batch = replace(batch, history=tuple((keys, values) for keys, values in rounded))
+        batch = replace(
+            batch, history=tuple((kv[0], kv[-1][..., : heads.value_dim]) for kv in rounded)
+        )
     powers = 2.0 ** -torch.arange(1, heads.num_heads + 1, device=pool.device).float()
     terms = ScoreTerms(
         about.softcap,
@@ -62,7 +71,9 @@ def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> T
         batch.slices, pool, heads.num_heads, scale, about.window, dtype
     )
     return Trial(
-        lambda: paged_attention.attend(batch.query, pool, scales, batch.layer, plan, terms),
+        lambda: paged_attention.paged_attention(
+            *(batch.query, batch.key, batch.value, pool, batch.layer, plan, scales, terms)
+        ),
         lambda got: relative_error(got, reference_attention(batch, scale, about.window, terms)),
         2e-5 if dtype == torch.float32 else 1e-2,
     )
@@ -82,7 +93,7 @@ def _decode_plan(window: int | None, generator: torch.Generator, sizes: Sizes) -
     sequences = Sequences(*torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous())
     room = PlanRoom(len(work.items) + 3, len(columns))
     fields = torch.full((room.num_fields,), -7, dtype=torch.int32, device=device)
-    partials = empty_partials(room.num_items, batch.pool, tile)
+    partials = empty_partials(room.num_items, batch.pool, tile, heads.num_heads)
     plan = padded_plan(fields, fields, room, tile, partials, 1.0, window)
 
     def run() -> list[tuple[int, ...]]:
@@ -125,6 +136,11 @@ def attention_cases() -> Sequence[Case]:
         "fp32": _Attention(dtype=torch.float32, head_dim=64),
         "int8": _Attention(dtype=torch.int8),
         "fp8": _Attention(dtype=FP8),
+        "latent": _Attention(576, latent_heads=128),
+        "latent few heads": _Attention(576, block_size=64, latent_heads=16),
+        "latent fp32": _Attention(576, dtype=torch.float32, latent_heads=16),
+        "latent int8": _Attention(576, dtype=torch.int8, latent_heads=128),
+        "latent fp8": _Attention(576, dtype=FP8, latent_heads=128),
     }
     return (
         [

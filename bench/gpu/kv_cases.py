@@ -11,6 +11,7 @@ from baton.types import KvRange
 from baton_kernels import kv_convert as convert_twins
 from baton_kernels import kv_pack as pack_twins
 from baton_kernels.gpu import kv_convert, kv_pack
+from baton_kernels.gpu.latent_kv_write import latent_kv_write
 from baton_kernels.gpu.rope_kv_write import rope_kv_write
 from baton_kernels.kv_convert import DTYPES, Conversion
 from baton_kernels.kv_pack import Runs
@@ -64,6 +65,49 @@ def _rope(
             relative_error(got[0], turn(query)),
             relative_error(got[1], turn(key)),
             relative_error(at, wanted_kv),
+        )
+
+    return Trial(run, error, 1e-2 if dtype in (None, torch.int8) else 5e-2)
+
+
+def _latent(dtype: torch.dtype | None, generator: torch.Generator, sizes: Sizes) -> Trial:
+    """DeepSeek's widths. dtype: of the pool, None for the 16-bit one."""
+    rank, dim, num_heads, device = 512, 64, 16, generator.device
+    absorbed = randn(generator, sizes.num_tokens, num_heads, rank).to(sizes.half)
+    turned = randn(generator, sizes.num_tokens, num_heads, dim).to(sizes.half)
+    latent = randn(generator, sizes.num_tokens, rank + dim).to(sizes.half)
+    positions = torch.randint(0, 8192, (len(latent),), generator=generator, device=device)
+    inv_freq = 10000.0 ** (-torch.arange(0, dim, 2, device=device) / dim)
+    cos, sin = rope_tables(positions, inv_freq[None], 1.0, sizes.half)
+    num_blocks = -(-len(latent) // 16)
+    shape = (num_blocks, 2, 1, 1, 16, rank + dim)
+    pool, scales = torch.zeros(shape, dtype=dtype or sizes.half, device=device), None
+    if dtype is not None:
+        pool, scales = in_one_memory(pool, torch.zeros(shape[:-1], device=device))
+    slots = torch.randperm(num_blocks * 16, generator=generator, device=device)[: len(latent)]
+    rows = slot_rows(slots, pool)
+    norm = Norm(randn(generator, rank).to(sizes.half), 1e-6)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return latent_kv_write(absorbed, turned, latent, norm, cos, sin, pool, 1, rows, scales)
+
+    def error(got: tuple[torch.Tensor, torch.Tensor]) -> float:
+        wide_cos, wide_sin = (torch.cat((t, t), -1).double() for t in (cos, sin))
+
+        def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            first, second = x.double().chunk(2, dim=-1)
+            return x.double() * cos + torch.cat((-second, first), -1) * sin
+
+        query = (absorbed.double(), turn(turned, wide_cos[:, None], wide_sin[:, None]))
+        plain = latent[:, :rank].double()
+        plain = plain * (plain.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        turned_row = turn(latent[:, rank:], wide_cos, wide_sin)
+        row = torch.cat((plain * norm.weight.double(), turned_row), -1)
+        written = pool if scales is None else dequantize_rows(pool, scales, torch.float32)
+        return max(
+            relative_error(got[0], torch.cat(query, -1)),
+            relative_error(got[1][:, 0], row),
+            relative_error(written[slots // 16, 1, 0, 0, slots % 16], row),
         )
 
     return Trial(run, error, 1e-2 if dtype in (None, torch.int8) else 5e-2)
@@ -148,6 +192,9 @@ def kv_cases() -> Sequence[Case]:
         Case("rope_kv_write with norms", partial(_rope, None, True)),
         Case("rope_kv_write int8", partial(_rope, torch.int8, False)),
         Case("rope_kv_write fp8", partial(_rope, FP8, False), 89, is_interpretable=False),
+        Case("latent_kv_write", partial(_latent, None)),
+        Case("latent_kv_write int8", partial(_latent, torch.int8)),
+        Case("latent_kv_write fp8", partial(_latent, FP8), 89, is_interpretable=False),
         Case("kv_pack and kv_unpack", _pack),
         Case("kv_pack_summed and kv_unpack_summed", _pack_summed),
         Case("kv_convert bfloat16 to fp8", partial(_convert, "bfloat16", "fp8")),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import KvLayout
+from baton.types import KEY_VALUE, LATENT, KvLayout
 from baton_kernels.paged_attention import NO_TERMS, AttentionSlice, ScoreTerms
 
 _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
@@ -18,9 +18,9 @@ _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 class PagedBatch:
     """Sequences whose KV is in `pool` at `layer`; what no token wrote there is NaN.
 
-    query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim] of the new tokens;
-    history: each sequence's keys and values [length, kv_heads, head_dim], new tokens included. All
-    of the pool's dtype.
+    query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim or value_dim] of the new
+    tokens; history: each sequence's keys and values [length, kv_heads, ...], new tokens included.
+    All of the pool's dtype.
     """
 
     slices: tuple[AttentionSlice, ...]
@@ -39,6 +39,8 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+    """Of values that are the beginning of keys, in a pool of one part; None: they are apart."""
 
 
 def make_paged_batch(
@@ -60,7 +62,8 @@ def make_paged_batch(
 
     widths = [-(-(cached + new) // block_size) for cached, new in lengths]
     num_blocks, layer = sum(widths), num_layers - 1
-    shape = (num_blocks, num_layers, 2, heads.num_kv_heads, block_size, heads.head_dim)
+    num_parts = 2 if heads.value_dim is None else 1
+    shape = (num_blocks, num_layers, num_parts, heads.num_kv_heads, block_size, heads.head_dim)
     pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
     order = (
         torch.randperm(num_blocks, generator=generator, device=device)
@@ -71,10 +74,10 @@ def make_paged_batch(
     first_row = first_block = 0
     for (cached, new), width in zip(lengths, widths, strict=True):
         table = order[first_block : first_block + width]
-        kv = tuple(randn(cached + new, heads.num_kv_heads, heads.head_dim) for _ in range(2))
+        kv = [randn(cached + new, heads.num_kv_heads, heads.head_dim) for _ in range(num_parts)]
         for kind, tokens in enumerate(kv):
             _fill(pool, table, layer, kind, tokens)
-        history.append((kv[0], kv[1]))
+        history.append((kv[0], kv[-1][..., : heads.value_dim]))
         queries.append(randn(new, heads.num_heads, heads.head_dim))
         slices.append(AttentionSlice(first_row, new, cached, table.tolist()))
         first_row += new
@@ -99,8 +102,11 @@ def _fill(
 def in_one_memory(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a pool as the engine keeps them: views of one memory, scales between the
     codes."""
-    num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = codes.shape
-    layout = KvLayout("bench", num_layers, num_kv_heads, head_dim, _NAMES[codes.dtype], block_size)
+    num_blocks, num_layers, num_parts, num_kv_heads, block_size, head_dim = codes.shape
+    layout = KvLayout(
+        *("bench", num_layers, num_kv_heads, head_dim, _NAMES[codes.dtype], block_size),
+        parts=KEY_VALUE if num_parts == 2 else LATENT,
+    )
     kv = TorchKvPool(layout, num_blocks, codes.device)
     if kv.scales is None:
         raise ValueError(f"a pool of {layout.dtype} has no scales")

@@ -52,8 +52,8 @@ def head_rows(first: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
 
 def head_stride(pool: torch.Tensor) -> int:
     """Elements from one head's rows of a block, or their scales, to the next head's."""
-    # The stride of the heads themselves means nothing where there is only one.
-    return pool.stride(2) // pool.shape[3]
+    # The stride of a dimension means nothing where it has only one element.
+    return next((pool.stride(dim) for dim in (3, 2, 1, 0) if pool.shape[dim] > 1), pool.stride(3))
 
 
 @op

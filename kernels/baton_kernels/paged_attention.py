@@ -3,7 +3,8 @@
 For a query at position p of its sequence, head h, KV head g = h // (heads / kv_heads):
     out = sum_j softmax_j(q . k_j * scale) v_j
     over positions j <= p, and j > p - window if there is a window.
-Some models have ScoreTerms besides. In a pool of one part v_j is k_j.
+Some models have ScoreTerms besides. In a pool of one part v_j is the beginning of k_j: as many
+elements as a value has.
 
 `plan_attention` works out on the host, once per step, what every layer with the same window reads.
 Sequences with few new tokens (decode, verification) are run together in groups of like length; the
@@ -308,14 +309,15 @@ def paged_attention(
     scales: torch.Tensor | None = None,
     terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
-    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> [tokens,
-    heads, head_dim].
+    """query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads,
+    value_dim] -> [tokens, heads, value_dim]; value_dim is head_dim, but in a pool of one part.
 
     The new keys and values are already in the pool, which has scales if it is of 8 bits: see
     kv_write. Slots of a sequence's blocks past its last token may hold anything.
     """
-    out = torch.empty_like(query)
-    kv = _Layer(pool, scales, layer, query.dtype)
+    value_dim = value.shape[2]
+    out = query.new_empty(*query.shape[:2], value_dim)
+    kv = _Layer(pool, scales, layer, value_dim, query.dtype)
     for group in plan.groups:
         _run_group(query, kv, plan.scale, group, terms, out)
     for long in plan.longs:
@@ -330,6 +332,7 @@ class _Layer:
     pool: torch.Tensor
     scales: torch.Tensor | None
     layer: int
+    value_dim: int
     dtype: torch.dtype
 
     @property
@@ -337,13 +340,13 @@ class _Layer:
         return self.pool.shape[3]
 
     def gather(self, kv_rows: torch.Tensor, num_seqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [seqs, kv_heads, blocks * block_size, head_dim]."""
+        """Keys [seqs, kv_heads, blocks * block_size, head_dim], and values."""
         num_parts = self.pool.shape[2]
         rows = kv_rows + self.layer * num_parts * self.num_kv_heads
         shape = (num_seqs, self.num_kv_heads, -1, self.pool.shape[5])
         keys = self._rows(rows).view(shape)
         if num_parts == 1:
-            return keys, keys
+            return keys, keys[..., : self.value_dim]
         return keys, self._rows(rows + self.num_kv_heads).view(shape)
 
     def _rows(self, at: torch.Tensor) -> torch.Tensor:
@@ -374,11 +377,11 @@ def _run_group(
     out: torch.Tensor,
 ) -> None:
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads = kv.num_kv_heads
+    num_kv_heads, value_dim = kv.num_kv_heads, kv.value_dim
     shape = (group.num_seqs, group.num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     keys, values = kv.gather(group.kv_rows, group.num_seqs)
     for gathered in (keys, values):
-        gathered.view(-1, head_dim).index_fill_(0, group.stale, 0)
+        gathered.flatten(0, 2).index_fill_(0, group.stale, 0)
     # The heads that share a KV head are rows of one matrix: [seqs, kv_heads, heads_per_kv * tokens,
     # head_dim].
     packed = query[group.rows].view(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -394,8 +397,8 @@ def _run_group(
         heads = F.pad(heads, (0, packed.shape[2] - num_rows))
         result = _attend_with_terms(packed, keys, values, group.bias, scale, terms, heads)
     result = result[:, :, :num_rows]
-    result = result.reshape(group.num_seqs, num_kv_heads, shape[3], group.num_tokens, head_dim)
-    out[group.rows] = result.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
+    result = result.reshape(group.num_seqs, num_kv_heads, shape[3], group.num_tokens, value_dim)
+    out[group.rows] = result.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, value_dim)
 
 
 def _run_long(
@@ -420,7 +423,7 @@ def _run_long(
     keys, values = (F.pad(x[:, :num_keys], padding) for x in (keys, values))
     heads_per_kv = num_heads // num_kv_heads
     queries = query[own].view(-1, num_kv_heads, heads_per_kv, head_dim).permute(1, 2, 0, 3)
-    results = out[own].view(-1, num_kv_heads, heads_per_kv, head_dim).permute(1, 2, 0, 3)
+    results = out[own].view(-1, num_kv_heads, heads_per_kv, kv.value_dim).permute(1, 2, 0, 3)
     for first in range(0, long.num_tokens, TILE_TOKENS):
         tile = slice(first, min(first + TILE_TOKENS, long.num_tokens))
         # Relative to the first gathered key: the tile's first query, and the keys [low, high) that
@@ -434,9 +437,10 @@ def _run_long(
         bias = plan.band[: tile.stop - tile.start, plan.reach + low - at : plan.reach + high - at]
         # KV heads are the batch here, and the heads that share one are its heads, so that no KV is
         # repeated.
-        shape = (num_kv_heads, heads_per_kv, high - low, head_dim)
         part = queries[:, :, tile]
-        seen_keys, seen_values = (x[:, None, low:high].expand(shape) for x in (keys, values))
+        seen_keys, seen_values = (
+            x[:, None, low:high].expand(-1, heads_per_kv, -1, -1) for x in (keys, values)
+        )
         if terms.is_none:
             results[:, :, tile] = F.scaled_dot_product_attention(
                 part, seen_keys, seen_values, attn_mask=bias, scale=plan.scale

@@ -36,6 +36,9 @@ ONLY_THERE = {
 VARIANTS = ONLY_THERE | {
     "attention int8",
     "attention fp32",
+    "attention latent few heads",
+    "attention latent fp32",
+    "attention latent int8",
     "attention bf16 head_dim 64 block 64",
     *(f"linear {weight} 40 rows" for weight in ("fp8", "int8", "int4")),
 }

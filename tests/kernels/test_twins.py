@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.torch_kv_pool import TorchKvPool
+from baton.types import KEY_VALUE, LATENT, KvLayout
 from baton_kernels.gated_activation import swiglu
-from baton_kernels.kv_write import kv_write, slot_rows
+from baton_kernels.kv_write import head_stride, kv_write, slot_rows
 from baton_kernels.paged_attention import (
     MAX_GROUPED_TOKENS,
     TILE_TOKENS,
@@ -71,6 +73,20 @@ def test_kv_write_touches_its_slots_alone() -> None:
         wanted[slot // 4, 1, 0, :, slot % 4] = key[token]
         wanted[slot // 4, 1, 1, :, slot % 4] = value[token]
     assert torch.equal(pool, wanted)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("parts", [KEY_VALUE, LATENT])
+def test_heads_of_a_pool_with_scales_are_so_far_apart(
+    parts: tuple[str, ...], num_heads: int, num_layers: int
+) -> None:
+    """Whatever strides torch gives dimensions of one element."""
+    layout = KvLayout("", num_layers, num_heads, 8, "int8", 4, parts=parts)
+    pool = TorchKvPool(layout, 3, torch.device("cpu"))
+    assert pool.scales is not None
+    assert head_stride(pool.tensor) == 4 * 8 + 4 * 4
+    assert head_stride(pool.scales) == (4 * 8 + 4 * 4) // 4
 
 
 def attend(

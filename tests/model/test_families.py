@@ -331,11 +331,11 @@ def test_a_kimi_is_a_deepseek_by_another_name(latent_model: Path) -> None:
     assert greedy(engine_of(latent_model)) == wanted
 
 
-def test_latent_attention_has_no_kernel_for_a_gpu(latent_model: Path) -> None:
-    source = model_source.model_source(latent_model, "auto")
-    source.check_ranks(1, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="latent attention of a deepseek_v3 model"):
-        source.check_ranks(1, torch.device("cuda"))
+def test_latent_attention_runs_on_one_gpu_and_is_refused_what_it_lacks(latent_model: Path) -> None:
+    source, gpu = model_source.model_source(latent_model, "auto"), torch.device("cuda")
+    source.check_ranks(1, gpu)
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        source.check_ranks(2, gpu)
 
 
 @pytest.mark.slow

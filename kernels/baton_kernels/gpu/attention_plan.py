@@ -24,6 +24,9 @@ MAX_SPLIT_ROWS = 64
 #: more still are programs enough, and its keys are not split.
 LONG_SPLIT_TOKENS = 2048
 MAX_SPLIT_TILES = 8
+#: Rows of the largest tile over a pool of one part, where a row's sums are 512 elements: with 64
+#: registers spill. No more heads than that are in a block.
+MAX_LATENT_ROWS = 32
 #: Rows of a tile that is the same for all sequences; and more keys than any sequence has.
 _FIXED_ROWS = 64
 _UNSPLIT = 1 << 30
@@ -52,6 +55,17 @@ class Tile:
         return _UNSPLIT if self.is_fixed else SPLIT_TOKENS
 
 
+def head_blocks(pool: torch.Tensor, num_heads: int) -> int:
+    """Blocks of equally many heads, of which a program takes one. Those that share a KV head are a
+    block; in a pool of one part, where all share one row, there are as few blocks as hold up to
+    MAX_LATENT_ROWS heads."""
+    num_kv_heads = pool.shape[3]
+    if pool.shape[2] == 2:
+        return num_kv_heads
+    blocks = range(-(-num_heads // MAX_LATENT_ROWS), num_heads + 1)
+    return next(count for count in blocks if num_heads % count == 0)
+
+
 def choose_tile(num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
     """The tile for a sequence with so many new rows, of `dtype`: what shared memory and registers
     hold without spilling.
@@ -59,12 +73,21 @@ def choose_tile(num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
     Of float32 less fits, because its products are not the tensor cores', and of 8-bit codes too,
     which are widened first.
     """
-    dim = triton.next_power_of_2(pool.shape[5])
     size = 4 if dtype == torch.float32 else pool.element_size()
+    if pool.shape[2] == 1:
+        return _latent_tile(num_rows, size)
+    dim = triton.next_power_of_2(pool.shape[5])
     widest = {1: 64, 2: max(16, min(MAX_ROWS, 16384 // dim)), 4: 16}[size]
     block_m = min(widest, max(16, triton.next_power_of_2(num_rows)))
     block_n = max(16, min(128, (4096 if size == 4 else 8192) // dim))
     return Tile(block_m, block_n, 8 if block_m > 64 or block_m * dim > 8192 else 4, 3)
+
+
+def _latent_tile(num_rows: int, size: int) -> Tile:
+    """Of a pool of one part: keys are loaded once, and are values, too. size: bytes of what is
+    multiplied, or of codes."""
+    block_m = min(MAX_LATENT_ROWS, max(16, triton.next_power_of_2(num_rows)))
+    return Tile(block_m, 16 if size == 4 else 32, 8, 3)
 
 
 def fixed_tile(_num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
@@ -77,9 +100,9 @@ def fixed_tile(_num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
 class Launch:
     """Items of one tile size.
 
-    items [items, ITEM_FIELDS] int32; merges [merges, MERGE_FIELDS] int32; part [parts, kv_heads,
-    block_m, head_dim] and lse [parts, kv_heads, block_m] float32, written and read within one call:
-    layers share them.
+    items [items, ITEM_FIELDS] int32; merges [merges, MERGE_FIELDS] int32; part [parts, blocks of
+    heads, block_m, head_dim] and lse [parts, blocks of heads, block_m] float32, written and read
+    within one call: layers share them. Blocks of heads: see head_blocks.
     """
 
     tile: Tile
@@ -117,8 +140,8 @@ def list_items(
     choose: the tile for a number of rows. Raises ValueError if more than a tile's rows share a KV
     head.
     """
-    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
-    group = num_heads // num_kv_heads
+    num_blocks, head_dim = head_blocks(pool, num_heads), pool.shape[5]
+    group = num_heads // num_blocks
     lists: dict[Tile, WorkList] = {}
     numbers = array("q")
     if placed is None:
@@ -142,7 +165,7 @@ def list_items(
     for tile, work in lists.items():
         end_items = first + len(work.items) * ITEM_FIELDS
         end = end_items + len(work.merges) * MERGE_FIELDS
-        shape = (work.num_parts, num_kv_heads, tile.block_m)
+        shape = (work.num_parts, num_blocks, tile.block_m)
         launches.append(
             Launch(
                 tile,
@@ -175,8 +198,7 @@ class WorkList:
     """Items and merges of one tile size, while a plan is made."""
 
     def __init__(self, tile: Tile, group: int, window: int | None) -> None:
-        """group: heads that share a KV head. Raises ValueError if they are more than a tile's
-        rows."""
+        """group: heads of a block, see head_blocks. Raises ValueError if a tile has fewer rows."""
         if group > tile.block_m:
             raise ValueError(f"{group} heads share a KV head; at most {tile.block_m} can")
         self._tokens_per_tile = tile.block_m // group

@@ -22,6 +22,7 @@ from baton_kernels.gpu.attention_plan import (
     AttentionPlan,
     Launch,
     Tile,
+    head_blocks,
 )
 
 
@@ -55,21 +56,22 @@ class Partials:
     """Room for partial results, which the plans of all windows and sizes share: steps run one after
     the other.
 
-    part [parts, kv_heads, block_m, head_dim], lse [parts, kv_heads, block_m], float32.
+    part [parts, blocks of heads, block_m, head_dim], lse [parts, blocks of heads, block_m],
+    float32: see head_blocks.
     """
 
     part: torch.Tensor
     lse: torch.Tensor
 
 
-def partial_bytes(pool: torch.Tensor, tile: Tile) -> int:
-    """Of one partial result of a pool's heads."""
-    return pool.shape[3] * tile.block_m * (pool.shape[5] + 1) * 4
+def partial_bytes(pool: torch.Tensor, tile: Tile, num_heads: int) -> int:
+    """Of one partial result of so many heads."""
+    return head_blocks(pool, num_heads) * tile.block_m * (pool.shape[5] + 1) * 4
 
 
-def empty_partials(num_parts: int, pool: torch.Tensor, tile: Tile) -> Partials:
-    """Room for `num_parts` of a pool's heads, on its device."""
-    shape = (num_parts, pool.shape[3], tile.block_m)
+def empty_partials(num_parts: int, pool: torch.Tensor, tile: Tile, num_heads: int) -> Partials:
+    """Room for `num_parts` of so many heads, on the pool's device."""
+    shape = (num_parts, head_blocks(pool, num_heads), tile.block_m)
     part = torch.empty(*shape, pool.shape[5], dtype=torch.float32, device=pool.device)
     return Partials(part, torch.empty(shape, dtype=torch.float32, device=pool.device))
 

@@ -11,7 +11,7 @@ Work is cut into items. An item is a run of one sequence's new tokens and a rang
 program takes one item and one KV head, and the GROUP heads that share it are rows of one matrix:
 BLOCK_M rows = tokens * GROUP. Few rows (decode, verification) make many items of SPLIT_TOKENS keys
 each, somewhat more (a prompt's end, or what follows a cached prefix) items of LONG_SPLIT_TOKENS a
-tile, whose results are put together by `_merge`. Softmax is taken online (Milakov and Gimelshein,
+tile, whose results attention_merge puts together. Softmax is taken online (Milakov and Gimelshein,
 2018; FlashAttention, Dao et al., 2022), in base 2.
 
 What a row yields depends on its own sequence alone: ranges begin at multiples of their size, tiles
@@ -33,16 +33,18 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_kernels.gpu.attention_merge import merge_parts
 from baton_kernels.gpu.attention_plan import (
     ITEM_FIELDS,
-    MERGE_FIELDS,
     AttentionPlan,
     Launch,
     Tile,
     choose_tile,
+    head_blocks,
     list_items,
     num_items,
 )
+from baton_kernels.gpu.latent_attention import attend_latent
 from baton_kernels.gpu.padded_plan import (
     PlanRoom,
     Sequences,
@@ -88,22 +90,19 @@ def plan_attention(
             choose=choose,
         ).launches  # fmt: skip
     if singles:
-        tile = choose(num_heads // pool.shape[3], pool, dtype or pool.dtype)
+        tile = choose(num_heads // head_blocks(pool, num_heads), pool, dtype or pool.dtype)
         count = sum(num_items(part.start, window, tile) for part, _ in singles)
         room = PlanRoom(count, len(singles) if count > len(singles) else 0)
         columns = torch.tensor(
             [(part.start, 0, begin, part.first_row) for part, begin in singles], dtype=torch.int32
         )
         fields = torch.empty(room.num_fields, dtype=torch.int32, device=pool.device)
-        partials = empty_partials(count if room.num_merges else 0, pool, tile)
+        partials = empty_partials(count if room.num_merges else 0, pool, tile, num_heads)
         plan = padded_plan(fields, placed.entries, room, tile, partials, scale, window)
         fill(Sequences(*to_device(columns.T.contiguous(), pool.device)), plan)
         launches += plan.launches
     return AttentionPlan(scale, window, placed.entries, launches)
 
-
-#: Partial results that _merge takes at once.
-MERGE_PARTS = 16
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -273,58 +272,10 @@ def _attend(
         tl.store(lse_ptr + part_row, peak + tl.log2(total), mask=token < num_tokens)
 
 
-@triton.jit(do_not_specialize_on_alignment=["merges_ptr"])
-def _merge(
-    merges_ptr, part_ptr, lse_ptr, out_ptr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, FIELDS: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Grid (merges, kv_heads, GROUP): out = sum_i 2^(lse_i) part_i / sum_i 2^(lse_i), in order of
-    i."""
-    kv_head = tl.program_id(1)
-    num_kv_heads = tl.num_programs(1)
-    merge = merges_ptr + tl.program_id(0) * FIELDS
-    token = tl.load(merge)
-    row = tl.load(merge + 1) * GROUP + tl.program_id(2)
-    first_part = tl.load(merge + 2)
-    num_parts = tl.load(merge + 3)
-    if num_parts > 0:
-        dims = tl.arange(0, BLOCK_D)
-        index = tl.arange(0, PARTS)
-        peak = float("-inf")
-        for start in range(0, num_parts, PARTS):
-            at = (
-                (first_part + start + index).to(tl.int64) * num_kv_heads + kv_head
-            ) * BLOCK_M + row
-            lse = tl.load(lse_ptr + at, mask=start + index < num_parts, other=float("-inf"))
-            peak = tl.maximum(peak, tl.max(lse, 0))
-        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-        total = 0.0
-        for start in range(0, num_parts, PARTS):
-            there = start + index < num_parts
-            at = (
-                (first_part + start + index).to(tl.int64) * num_kv_heads + kv_head
-            ) * BLOCK_M + row
-            weight = tl.exp2(tl.load(lse_ptr + at, mask=there, other=float("-inf")) - peak)
-            inside = there[:, None] & (dims < HEAD_DIM)[None, :]
-            part = tl.load(
-                part_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0
-            )
-            acc += tl.sum(part * weight[:, None], 0)
-            total += tl.sum(weight, 0)
-        head = kv_head * GROUP + tl.program_id(2)
-        out_at = (token.to(tl.int64) * (num_kv_heads * GROUP) + head) * HEAD_DIM
-        tl.store(
-            out_ptr + out_at + dims,
-            (acc / total).to(out_ptr.dtype.element_ty),
-            mask=dims < HEAD_DIM,
-        )
-
-
 def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,  # noqa: ARG001
-    value: torch.Tensor,  # noqa: ARG001
+    value: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
     plan: AttentionPlan,
@@ -333,6 +284,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """See the twin. query's heads and elements must be contiguous; its tokens may be apart. New
     keys and values are read from the pool."""
+    if pool.shape[2] == 1:
+        return attend_latent(query, pool, scales, layer, plan, value.shape[2], terms)
     return attend(query, pool, scales, layer, plan, terms)
 
 
@@ -344,7 +297,8 @@ def attend(
     plan: AttentionPlan,
     terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
-    """Attention over a pool of any dtype; scales if it is quantised: see kv_write."""
+    """Attention over a pool of keys and values of any dtype; scales if it is quantised: see
+    kv_write."""
     num_tokens, num_heads, head_dim = query.shape
     _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
     if query.stride(2) != 1 or query.stride(1) != head_dim:
@@ -368,10 +322,5 @@ def attend(
             HAS_SINKS=terms.sinks is not None, PRECISION="ieee",
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
-        if len(launch.merges):
-            _merge[(len(launch.merges), num_kv_heads, group)](
-                launch.merges, launch.part, launch.lse, out,
-                GROUP=group, HEAD_DIM=head_dim, FIELDS=MERGE_FIELDS, PARTS=MERGE_PARTS,
-                BLOCK_M=tile.block_m, BLOCK_D=block_d, num_warps=4, enable_fp_fusion=True,
-            )  # fmt: skip
+        merge_parts(launch, out)
     return out

@@ -17,6 +17,7 @@ from baton_kernels.dispatch import Op
 from baton_kernels.quantized_linear import IntLinear, pack_int_weight
 from tests.support.drive_engine import generate, token_ids
 from tests.support.tiny_models import Family, make_tiny_model
+from tests.support.transformers_greedy import greedy_outputs
 
 PROMPTS = [[5, 77, 200, 3] * 3, [9], list(range(40, 51))]
 SAMPLINGS = [
@@ -41,6 +42,31 @@ def test_same_tokens(
     assert answers() == wanted
     names = ("paged_attention", "rms_norm", "rope_kv_write", "sampling", "gated_activation")
     assert used >= {f"baton_kernels.gpu.{name}" for name in names}
+
+
+HEADS = {"num_attention_heads": 35, "num_key_value_heads": 35}
+#: Stretched as DeepSeek does it.
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "mscale_all_dim": 1.0}
+LATENT = {
+    "deepseek_v2": {"q_lora_rank": None, "hidden_size": 140, **HEADS},
+    "deepseek_v3": {"rope_parameters": {**YARN, "original_max_position_embeddings": 64}},
+}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_gives_the_tokens_of_transformers(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, by chunks, with heads in one block and in several."""
+    path = make_tiny_model(tmp_path / family, family, **LATENT[family])
+    wanted = greedy_outputs(path, PROMPTS, 3)
+    used = use_triton(monkeypatch)
+    engine = load_engine(str(path), num_blocks=40, block_size=4, num_threads=1, dtype="float32")
+    sampling = Sampling(temperature=0.0)
+    assert token_ids(generate(engine, PROMPTS, sampling, 3, chunk_tokens=5)) == wanted
+    assert used >= {
+        f"baton_kernels.gpu.{name}" for name in ("paged_attention", "latent_kv_write", "experts")
+    }
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

@@ -46,7 +46,7 @@ def test_same_bits_as_without_padding(window: int | None, spare: int) -> None:
         num_seqs = len(columns)
         num_merges = num_seqs if work.merges or spare else 0
         room = PlanRoom(len(work.items) + 2 * spare, num_merges)
-        partials = empty_partials(room.num_items, batch.pool, tile)
+        partials = empty_partials(room.num_items, batch.pool, tile, HEADS.num_heads)
         partials.part.fill_(torch.nan)
         partials.lse.fill_(torch.nan)
         plan = padded_plan(fields[: room.num_fields], table, room, tile, partials, 0.3, window)

@@ -10,7 +10,7 @@ import torch
 
 from baton.engine.device_tables import DeviceTables
 from baton_kernels import paged_attention as twins
-from baton_kernels.gpu import attention_plan
+from baton_kernels.gpu import attention_merge, attention_plan
 from baton_kernels.gpu import paged_attention as kernels
 from baton_kernels.paged_attention import NO_TERMS, ScoreTerms
 from baton_kernels.quantize_rows import dequantize_rows, quantize_rows
@@ -116,7 +116,7 @@ def test_split_keys(monkeypatch: pytest.MonkeyPatch, window: int | None, terms: 
     """Ranges whose keys no query, some queries or all queries see; the last one of a single key.
     A sink counts once."""
     monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", 32)
-    monkeypatch.setattr(kernels, "MERGE_PARTS", 2)
+    monkeypatch.setattr(attention_merge, "MERGE_PARTS", 2)
     lengths = [(96, 1), (63, 4), (126, 3), (5, 2)]
     batch = batch_of(lengths, Heads(6, 2, 16), 16, torch.float32)
     wanted = reference_attention(batch, 0.3, window, terms)

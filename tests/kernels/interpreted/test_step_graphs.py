@@ -23,6 +23,7 @@ from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
 from baton.model import native_decoder
 from baton.types import Sampling
+from baton_kernels import linear
 from baton_kernels.cpu.library import library
 from baton_kernels.gpu import attention_plan
 from bench.gpu.interpreter import kernels_on_cpu
@@ -43,6 +44,8 @@ MODELS: dict[str, tuple[Family, str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
     "norms, int8 KV": ("qwen3", "int8", {}),
+    "latent": ("deepseek_v3", "auto", {}),
+    "latent, int8 KV": ("deepseek_v3", "int8", {}),
     "dynamic RoPE": (
         "llama",
         "auto",
@@ -97,6 +100,21 @@ class CountedGraphs(CalledGraphs):
         return sum(graph.num_replays for graph in self.graphs)
 
 
+class LinearByRow(linear.PlainLinear):
+    """A weight as a GPU has it, which kernels of several layers' products read, too; and a row of
+    the product has the same bits among any others, as padded steps need."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        y = (x[:, None].float() * self.weight.float()).sum(-1)
+        y = y if self.bias is None else y + self.bias
+        return linear.finish(y.to(x.dtype), residual, out_dtype)
+
+
 @dataclass
 class Pair:
     """Engines that differ in nothing but graphs."""
@@ -114,6 +132,9 @@ def pair(
     settings = {"max_position_embeddings": 1024, **overrides}
     path = make_tiny_model(tmp_path / "model", family, **settings)
     monkeypatch.setattr(native_decoder, "can_run", lambda *_: False)
+    monkeypatch.setattr(linear, "can_pack", lambda _: False)
+    monkeypatch.setattr(linear, "onednn_has_bfloat16", lambda: False)
+    monkeypatch.setattr(linear, "PlainLinear", LinearByRow)
     monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", SPLIT_TOKENS)
     graphs = CountedGraphs(torch.device("cpu"))
 
