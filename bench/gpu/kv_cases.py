@@ -110,7 +110,9 @@ def _latent(dtype: torch.dtype | None, generator: torch.Generator, sizes: Sizes)
             relative_error(written[slots // 16, 1, 0, 0, slots % 16], row),
         )
 
-    return Trial(run, error, 1e-2 if dtype in (None, torch.int8) else 5e-2)
+    # A row of normed and weighted elements has its peak at several times their root mean square, so
+    # that a step of int8 is wider than for keys.
+    return Trial(run, error, {None: 1e-2, torch.int8: 2e-2}.get(dtype, 5e-2))
 
 
 def _pack(generator: torch.Generator, sizes: Sizes) -> Trial:
