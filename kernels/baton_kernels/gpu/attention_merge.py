@@ -1,4 +1,5 @@
-"""Puts the partial results of attention over ranges of keys together.
+"""What attention kernels share: items, the running softmax over tiles of keys, and how partial
+results over ranges of keys are put together.
 
     out = sum_i 2^(lse_i) part_i / sum_i 2^(lse_i), in order of i
 
@@ -15,6 +16,34 @@ from baton_kernels.gpu.attention_plan import MERGE_FIELDS, Launch
 
 #: Partial results that are taken at once.
 MERGE_PARTS = 16
+
+
+@triton.jit
+def read_item(items_ptr, ITEM: tl.constexpr):
+    """The fields of this program's item, see attention_plan."""
+    item = items_ptr + tl.program_id(0) * ITEM
+    return (
+        tl.load(item),
+        tl.load(item + 1),
+        tl.load(item + 2),
+        tl.load(item + 3),
+        tl.load(item + 4),
+        tl.load(item + 5),
+        tl.load(item + 6),
+    )
+
+
+@triton.jit
+def online_softmax(s, peak, total, MASKED: tl.constexpr):
+    """Take scores s [rows, keys], in base 2, into the running peak and total [rows]. Returns the
+    keys' weights, by what earlier sums fade, and both anew."""
+    new_peak = tl.maximum(peak, tl.max(s, 1))
+    # A row that has seen no key yet keeps its peak of -inf: the difference of two such would be
+    # NaN.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    p = tl.exp2(s - base[:, None])
+    fade = tl.exp2(peak - base)
+    return p, fade, new_peak, total * fade + tl.sum(p, 1)
 
 
 @triton.jit(do_not_specialize_on_alignment=["merges_ptr"])

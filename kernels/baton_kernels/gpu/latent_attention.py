@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.gpu.attention_merge import merge_parts
+from baton_kernels.gpu.attention_merge import merge_parts, online_softmax, read_item
 from baton_kernels.gpu.attention_plan import ITEM_FIELDS, AttentionPlan, head_blocks
 from baton_kernels.kv_write import head_stride
 from baton_kernels.paged_attention import NO_TERMS, ScoreTerms
@@ -76,17 +76,11 @@ def _tile(
     s *= scale * _LOG2_E
     if MASKED:
         s = tl.where(there[None, :] & (keys[None, :] <= positions[:, None]), s, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(s, 1))
-    # A row that has seen no key yet keeps its peak of -inf: the difference of two such would be
-    # NaN.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-    p = tl.exp2(s - base[:, None])
-    fade = tl.exp2(peak - base)
-    total = total * fade + tl.sum(p, 1)
+    p, fade, peak, total = online_softmax(s, peak, total, MASKED)
     if HAS_SCALES:
         p *= k_scale[None, :]
     acc = tl.dot(p.to(q.dtype), k, acc * fade[:, None], input_precision="ieee")
-    return acc, new_peak, total, block
+    return acc, peak, total, block
 
 
 @triton.jit(do_not_specialize_on_alignment=["items_ptr"])
@@ -102,14 +96,8 @@ def _attend_latent(
     BLOCK_M], float32."""
     head_block = tl.program_id(1)
     num_blocks = tl.num_programs(1)
-    item = items_ptr + tl.program_id(0) * ITEM
-    first_token = tl.load(item)
-    num_tokens = tl.load(item + 1)
-    position = tl.load(item + 2)
-    table_ptr += tl.load(item + 3)
-    begin = tl.load(item + 4)
-    end = tl.load(item + 5)
-    part = tl.load(item + 6)
+    first_token, num_tokens, position, first_entry, begin, end, part = read_item(items_ptr, ITEM)
+    table_ptr += first_entry
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_V)

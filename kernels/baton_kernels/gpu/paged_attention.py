@@ -33,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.gpu.attention_merge import merge_parts
+from baton_kernels.gpu.attention_merge import merge_parts, online_softmax, read_item
 from baton_kernels.gpu.attention_plan import (
     ITEM_FIELDS,
     AttentionPlan,
@@ -176,17 +176,11 @@ def _tile(
         if HAS_WINDOW:
             visible = visible & (keys[None, :] > positions[:, None] - window)
         s = tl.where(visible, s, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(s, 1))
-    # A row that has seen no key yet keeps its peak of -inf: the difference of two such would be
-    # NaN.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-    p = tl.exp2(s - base[:, None])
-    fade = tl.exp2(peak - base)
-    total = total * fade + tl.sum(p, 1)
+    p, fade, peak, total = online_softmax(s, peak, total, MASKED)
     if HAS_SCALES:
         p *= v_scale[None, :]
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
-    return acc, new_peak, total, block
+    return acc, peak, total, block
 
 
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["items_ptr"])
@@ -203,14 +197,8 @@ def _attend(
     HEAD_DIM] and its log2-sum-exp [parts, kv_heads, BLOCK_M], float32."""
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
-    item = items_ptr + tl.program_id(0) * ITEM
-    first_token = tl.load(item)
-    num_tokens = tl.load(item + 1)
-    position = tl.load(item + 2)
-    table_ptr += tl.load(item + 3)
-    begin = tl.load(item + 4)
-    end = tl.load(item + 5)
-    part = tl.load(item + 6)
+    first_token, num_tokens, position, first_entry, begin, end, part = read_item(items_ptr, ITEM)
+    table_ptr += first_entry
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
