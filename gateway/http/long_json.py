@@ -42,6 +42,9 @@ _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 #: Bytes of two escapes that are one character.
 _PAIR_BYTES = len(r"\ud83d\ude00")
 
+#: Bytes of the longest character in UTF-8.
+_CHARACTER_BYTES = 4
+
 
 async def read_long_json(data: Received, piece_bytes: int = PIECE_BYTES) -> Any:
     """What `data` says. Raises ValueError, with no word of where the fault is."""
@@ -235,7 +238,8 @@ def _cut(data: Received, begin: int, near: int, end: int) -> int:
         return end
     escape = data.rfind(b"\\", max(begin, near - _PAIR_BYTES), near)
     if escape < 0:
-        starts = (at for at in range(near, near - 3, -1) if data[at] & 0xC0 != 0x80)
+        first = near - _CHARACTER_BYTES
+        starts = (at for at in range(near, first, -1) if data[at] & 0xC0 != 0x80)
         return max(begin + 1, next(starts, near))
     before = data[begin : escape + 1]
     if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:

@@ -82,6 +82,12 @@ def test_what_the_library_reads_is_read_alike(text: str, piece_bytes: int) -> No
     assert same_as_the_library(text.encode(), piece_bytes)
 
 
+@pytest.mark.parametrize("character", ["é", "\u20ac", "\U0001f600"])
+@pytest.mark.parametrize("num_before", range(5))
+def test_no_character_is_cut(character: str, num_before: int) -> None:
+    assert same_as_the_library(quoted("x" * num_before + character * 40).encode(), SMALLEST_PIECE)
+
+
 @pytest.mark.slow
 @given(units=ODD_TEXTS, piece_bytes=PIECES)
 def test_texts_are_cut_between_characters(units: str, piece_bytes: int) -> None:
