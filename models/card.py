@@ -21,7 +21,7 @@ class TrainingRecord:
     parameters: int
     seed: int
     steps: int
-    wall_time_s: int
+    thread_time_s: int
     tokens_seen: int
     corpus: dict[str, int]
     validation: dict[str, float]
@@ -38,7 +38,7 @@ def draft_card(record: TrainingRecord) -> str:
 
 
 def _card(name: str, command: str, story: str, record: TrainingRecord) -> str:
-    corpus, minutes = record.corpus, round(record.wall_time_s / 60)
+    corpus, minutes = record.corpus, round(record.thread_time_s / 60)
     figures = "\n".join(f"| {key} | {value:.4f} |" for key, value in record.validation.items())
     versions = ", ".join(f"{library} {version}" for library, version in record.versions.items())
     return f"""---
@@ -56,13 +56,13 @@ serve, test and measure a real language model with no download and no GPU.
 ## How it was made
 {story}
 
-{record.steps:,} steps, {record.tokens_seen:,} tokens, {minutes} minutes on a shared 2-core CPU.
+{record.steps:,} steps, {record.tokens_seen:,} tokens, {minutes} minutes of two threads on a 2-core CPU.
 Seed {record.seed}; {versions}.
 Weights are bf16; the input and output embeddings are tied.
 
     python -m models.train {command} --minutes {minutes}
 
-The schedule follows the wall clock: another run gives a model like this one, not the same weights.
+The schedule follows the processor's clock: another run gives a model like this one, not the same weights.
 
 ## Data
 The source of the Python {record.versions["python"]} standard library without its tests:

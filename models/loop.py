@@ -1,4 +1,5 @@
-"""A training loop bounded by wall time.
+"""A training loop bounded by its threads' processor time, which neither a pause nor other work on
+the machine spends.
 
 Progress, which sets the learning rate and the window length, is the share of the minutes spent.
 """
@@ -68,11 +69,16 @@ def report(done: Progress, progress: float, context: int, loss: float) -> None:
     print(f"{line} {rate:.0f} tokens/s", flush=True)
 
 
+def processor_time_s() -> float:
+    """Of this process, in the mean of torch's threads: they all compute, or wait by spinning."""
+    return time.process_time() / torch.get_num_threads()
+
+
 def train(model: nn.Module, loss_fn: LossFn, stream: Tensor, plan: Plan, resume: bool) -> Progress:
     """Trains `model` in place until its minutes are spent."""
     optimizers = make_optimizers(model)
     done = load_checkpoint(plan.checkpoint, model, optimizers) if resume else Progress()
-    started, saved_s = time.monotonic() - done.elapsed_s, done.elapsed_s
+    started, saved_s = processor_time_s() - done.elapsed_s, done.elapsed_s
     while (progress := done.elapsed_s / (plan.minutes * 60)) < 1:
         context = context_at(progress, plan.contexts)
         num_windows = TOKENS_PER_STEP // context
@@ -81,7 +87,7 @@ def train(model: nn.Module, loss_fn: LossFn, stream: Tensor, plan: Plan, resume:
         torch.autograd.backward(loss)
         update(model, optimizers, learning_rate_scale(progress))
         done.step, done.tokens = done.step + 1, done.tokens + inputs.numel()
-        done.elapsed_s = time.monotonic() - started
+        done.elapsed_s = processor_time_s() - started
         if done.step % LOG_EVERY_STEPS == 0:
             report(done, progress, context, loss.item())
         if done.elapsed_s - saved_s > CHECKPOINT_EVERY_S:

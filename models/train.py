@@ -1,6 +1,7 @@
-"""Makes the model in the box: `python -m models.train target`, then `python -m models.train draft`.
+"""Makes the bundled model: `python -m models.train target`, then `python -m models.train draft`.
 
-Each phase takes the minutes it is given, so that a sensible model results at any machine's speed.
+Each phase takes the minutes it is given, of its threads' processor time: a sensible model results
+at any machine's speed, and other work beside it costs none of them.
 `--resume` goes on from the last checkpoint of an interrupted phase.
 """
 
@@ -34,7 +35,7 @@ CONTEXTS = ((0.0, 256), (0.45, 512), (0.85, 2048))
 
 app = typer.Typer(help=__doc__, add_completion=False)
 
-Minutes = Annotated[float, typer.Option(help="Wall time of the training loop.")]
+Minutes = Annotated[float, typer.Option(help="Of each thread's processor time.")]
 Out = Annotated[Path, typer.Option(help="The folder that receives the model folders.")]
 Work = Annotated[Path, typer.Option(help="The folder for checkpoints.")]
 Threads = Annotated[int, typer.Option(help="Threads for torch.")]
@@ -97,7 +98,7 @@ def training_record(
         parameters=sum(p.numel() for p in model.parameters()),
         seed=plan.seed,
         steps=done.step,
-        wall_time_s=round(done.elapsed_s),
+        thread_time_s=round(done.elapsed_s),
         tokens_seen=done.tokens,
         corpus=data.figures(),
         validation={name: round(value, 4) for name, value in figures.items()},
