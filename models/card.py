@@ -56,13 +56,15 @@ serve, test and measure a real language model with no download and no GPU.
 ## How it was made
 {story}
 
-{record.steps:,} steps, {record.tokens_seen:,} tokens, {minutes} minutes of two threads on a 2-core CPU.
+{record.steps:,} steps, {record.tokens_seen:,} tokens, {minutes} minutes of two threads on a
+2-core CPU.
 Seed {record.seed}; {versions}.
 Weights are bf16; the input and output embeddings are tied.
 
     python -m models.train {command} --minutes {minutes}
 
-The schedule follows the processor's clock: another run gives a model like this one, not the same weights.
+The schedule follows the processor's clock: another run gives a model like this one, not the
+same weights.
 
 ## Data
 The source of the Python {record.versions["python"]} standard library without its tests:
