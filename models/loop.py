@@ -16,6 +16,7 @@ from baton.distill.training import (
     Progress,
     learning_rate_scale,
     make_optimizers,
+    mixed_precision,
     sample_batch,
     update,
 )
@@ -83,7 +84,8 @@ def train(model: nn.Module, loss_fn: LossFn, stream: Tensor, plan: Plan, resume:
         context = context_at(progress, plan.contexts)
         num_windows = TOKENS_PER_STEP // context
         inputs, expected = sample_batch(stream, context, num_windows, plan.seed, done.step)
-        loss = loss_fn(inputs, expected)
+        with mixed_precision():
+            loss = loss_fn(inputs, expected)
         torch.autograd.backward(loss)
         update(model, optimizers, learning_rate_scale(progress))
         done.step, done.tokens = done.step + 1, done.tokens + inputs.numel()

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from baton.distill.student import distillation_loss, logits_of, round_weights
-from baton.distill.training import LossFn, Progress, mixed_precision
+from baton.distill.training import LossFn, Progress
 from models.card import TrainingRecord, draft_card, target_card
 from models.corpus import Corpus, read_corpus, training_stream
 from models.evaluation import acceptance_figures, language_figures
@@ -78,8 +78,7 @@ def language_loss(model: LlamaForCausalLM) -> LossFn:
     """Cross-entropy of the next id, in nats per token."""
 
     def loss(inputs: Tensor, expected: Tensor) -> Tensor:
-        with mixed_precision():
-            return F.cross_entropy(logits_of(model, inputs), expected.flatten())
+        return F.cross_entropy(logits_of(model, inputs), expected.flatten())
 
     return torch.compile(loss, dynamic=False)
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from baton.distill.training import LossFn, mixed_precision
+from baton.distill.training import LossFn
 
 #: Steps that the head learns to go on by itself, and what a step counts by the one before it.
 NUM_UNROLLED = 3
@@ -274,14 +274,13 @@ def eagle_loss(
 
     def loss(inputs: Tensor, _: Tensor) -> Tensor:
         context = CONTEXTS[int(torch.randint(len(CONTEXTS), (), generator=generator))]
-        with mixed_precision():
-            read, logits = states.read(inputs)
-            with torch.no_grad():
-                wanted = logits.float().softmax(-1)[..., student.tokens]
-                embedded = target.get_input_embeddings()(inputs)
-            # Place t has token t + 1 and the states at t; the target's logits at t + 1 are what it
-            # should say.
-            found = student.unroll(embedded[:, 1:], read[:, :-1], context, NUM_UNROLLED)
+        read, logits = states.read(inputs)
+        with torch.no_grad():
+            wanted = logits.float().softmax(-1)[..., student.tokens]
+            embedded = target.get_input_embeddings()(inputs)
+        # Place t has token t + 1 and the states at t; the target's logits at t + 1 are what it
+        # should say.
+        found = student.unroll(embedded[:, 1:], read[:, :-1], context, NUM_UNROLLED)
         total = torch.zeros(())
         for step, each in enumerate(found):
             log_probs = each.float().log_softmax(-1)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from baton.distill.training import LossFn, mixed_precision
+from baton.distill.training import LossFn
 from baton.model.medusa import ARCHITECTURE, MODEL_TYPE
 
 #: Heads, of one layer each; and what one counts by the one before it.
@@ -75,10 +75,9 @@ def medusa_loss(target: PreTrainedModel, student: MedusaStudent) -> LossFn:
     ids."""
 
     def loss(inputs: Tensor, _: Tensor) -> Tensor:
-        with mixed_precision():
-            states, logits = _read(target, inputs)
-            wanted = logits.float().softmax(-1)[..., student.tokens]
-            found = student(states)
+        states, logits = _read(target, inputs)
+        wanted = logits.float().softmax(-1)[..., student.tokens]
+        found = student(states)
         total = torch.zeros(())
         for head, each in enumerate(found):
             log_probs = each[:, : -1 - head].float().log_softmax(-1)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton.distill.training import LossFn, mixed_precision
+from baton.distill.training import LossFn
 
 #: Dimensions of a head, and the width of the feed-forward part by that of the model.
 _HEAD_DIM = 32
@@ -55,10 +55,9 @@ def distillation_loss(target: nn.Module, student: nn.Module) -> LossFn:
     ignores the next ids."""
 
     def loss(inputs: Tensor, _: Tensor) -> Tensor:
-        with mixed_precision():
-            with torch.no_grad():
-                wanted = logits_of(target, inputs).softmax(-1)
-            return F.cross_entropy(logits_of(student, inputs), wanted)
+        with torch.no_grad():
+            wanted = logits_of(target, inputs).softmax(-1)
+        return F.cross_entropy(logits_of(student, inputs), wanted)
 
     return loss
 

@@ -20,7 +20,8 @@ DECAY_FROM = 0.4
 #: Names of what is of a layer: of a model's, of Medusa heads', or of an EAGLE head's.
 _OF_LAYER = re.compile(r"\.layers\.|^midlayer\.|^fc\.")
 
-#: (inputs, next ids), both int64 [windows, context] -> scalar loss.
+#: (inputs, next ids), both int64 [windows, context] -> scalar loss. Called in mixed_precision,
+#: which a compiled one must not enter itself: its graph would break there.
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -106,7 +107,8 @@ def train(
         inputs, expected = sample_batch(
             stream, schedule.context, schedule.num_windows, schedule.seed, done.step
         )
-        loss = loss_fn(inputs, expected)
+        with mixed_precision():
+            loss = loss_fn(inputs, expected)
         torch.autograd.backward(loss)
         update(model, optimizers, learning_rate_scale(done.elapsed_s / schedule.seconds))
         done.step, done.tokens = done.step + 1, done.tokens + inputs.numel()
