@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -37,17 +37,19 @@ class Pacer:
             await let_others_run(done)
 
 
-async def in_pieces(values: Sequence[_T], size: int = LONG_PIECE) -> AsyncIterator[Sequence[_T]]:
-    """All of them, at most so many at a time; others run before each but the first."""
+async def in_pieces(
+    values: Sequence[_T], take: Callable[[Sequence[_T]], object], size: int = LONG_PIECE
+) -> None:
+    """Have all of them taken, at most so many at a time; others run before each but the first. Not
+    an iterator, for an asynchronous one costs a short request as much as its own work."""
     for begin in range(0, len(values), size):
         if begin:
             await let_others_run(LONG_PIECE)
-        yield values[begin : begin + size]
+        take(values[begin : begin + size])
 
 
 async def as_tuple(token_ids: Sequence[int]) -> tuple[int, ...]:
     """The same ids."""
     made: list[int] = []
-    async for piece in in_pieces(token_ids):
-        made += piece
+    await in_pieces(token_ids, made.extend)
     return tuple(made)

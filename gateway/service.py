@@ -10,6 +10,7 @@ import grpc.aio
 from baton.rpc.interceptor import send_headers, write_to
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from gateway.intake.request import ValidatedRequest
 from gateway.long_work import in_pieces
 from gateway.models import Models
 from gateway.serving import Call
@@ -28,8 +29,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Streams by context.write, so that a slow client is seen."""
 
-        async def on_admitted(request_id: str) -> None:
-            await send_headers(context, (REQUEST_ID_KEY, request_id))
+        async def on_admitted(admitted: ValidatedRequest) -> None:
+            await send_headers(context, (REQUEST_ID_KEY, admitted.spec.request_id))
 
         call = Call(
             metadata=context.invocation_metadata() or (),
@@ -47,8 +48,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Token ids of a prompt, as Generate would use them."""
         serving = self._models.of(request.model)
         response = inference_pb2.TokenizeResponse(max_model_len=serving.facts.max_model_len)
-        async for piece in in_pieces(await serving.tokenize(request)):
-            response.token_ids.extend(piece)
+        await in_pieces(await serving.tokenize(request), response.token_ids.extend)
         return response
 
     async def Detokenize(  # noqa: N802

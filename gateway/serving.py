@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from gateway.intake.violations import ModelFacts, given
 from gateway.long_work import let_others_run
 from gateway.output.delivery import Write
 from gateway.request.driver import (
+    OnAdmitted,
     RequestDeps,
     RequestDriver,
     resumed_outputs_of,
@@ -74,15 +75,14 @@ class Call:
     """How one request came, and where its output goes.
 
     metadata: header names in lower case with their values. timeout_s: until the client gives up;
-    None if it did not say. on_validated: called once the request is known to be good. on_admitted:
-    awaited with the request's id once it is in the queue, or has a place.
+    None if it did not say. on_admitted: awaited before anything is written, once the request is in
+    the queue or its opening on the way to a worker: so its work makes no first token later.
     """
 
     metadata: Iterable[tuple[str, str | bytes]]
     write: Write
     timeout_s: float | None = None
-    on_validated: Callable[[ValidatedRequest], None] | None = None
-    on_admitted: Callable[[str], Awaitable[None]] | None = None
+    on_admitted: OnAdmitted | None = None
 
 
 class Serving:
@@ -139,8 +139,6 @@ class Serving:
                 text = "the request's time was over before its prompt was tokenized"
                 raise DeadlineExceeded(text, request_id=request_id) from None
             record.spec = validated.spec
-            if call.on_validated is not None:
-                call.on_validated(validated)
             deps = self._deps
             outputs = await resumed_outputs_of(validated, deps.decodings)
             await deps.dispatcher.prepare(starting_specs_of(validated))

@@ -359,8 +359,12 @@ def _logged(error: Exception, request: HttpRequest) -> HttpError:
 
 async def _json_list(token_ids: Sequence[int], make: Callable[[int], Any]) -> str:
     """make: what to write of each."""
-    pieces = in_pieces(token_ids, _IDS_A_PIECE)
-    written = [json.dumps([make(token_id) for token_id in ids])[1:-1] async for ids in pieces]
+    written: list[str] = []
+
+    def write(ids: Sequence[int]) -> None:
+        written.append(json.dumps([make(token_id) for token_id in ids])[1:-1])
+
+    await in_pieces(token_ids, write, _IDS_A_PIECE)
     return f"[{', '.join(written)}]"
 
 

@@ -164,10 +164,10 @@ class Generation:
     async def _run_one(
         self, request: inference_pb2.GenerateRequest, index: int, write: Any
     ) -> None:
-        call = Call(self._metadata, functools.partial(write, index), on_validated=self._begin)
+        call = Call(self._metadata, functools.partial(write, index), on_admitted=self._begin)
         await self._serving.generate(request, call)
 
-    def _begin(self, validated: ValidatedRequest) -> None:
+    async def _begin(self, validated: ValidatedRequest) -> None:
         self._usage.num_prompt_tokens += len(validated.spec.prompt_token_ids)
         for so_far in validated.resume_from.values():  # of one prompt: several are refused
             self._usage.add_earlier(0, len(so_far.token_ids))

@@ -47,10 +47,13 @@ async def read_ids(field: str, token_ids: Sequence[int], most: int, vocab_size: 
         return ReadIds()
     made: list[int] = []
     wrong: list[FieldViolation] = []
-    async for piece in in_pieces(token_ids):
+
+    def read(piece: Sequence[int]) -> None:
         if len(wrong) < MAX_SHOWN:
-            wrong += id_violations(field, piece, vocab_size, first=len(made))
-        made += piece
+            wrong.extend(id_violations(field, piece, vocab_size, first=len(made)))
+        made.extend(piece)
+
+    await in_pieces(token_ids, read)
     return ReadIds(tuple(made), tuple(wrong[:MAX_SHOWN]))
 
 

@@ -155,8 +155,6 @@ async def _write_tokens(spec: SequenceSpec, message: sequence_pb2.SequenceState)
     prompt, output = spec.prompt_token_ids, spec.output_token_ids
     size = len(prompt) + len(output)
     await let_others_run(size)
-    async for piece in in_pieces(prompt):
-        message.prompt_token_ids.extend(piece)
-    async for piece in in_pieces(output):
-        message.output_token_ids.extend(piece)
+    await in_pieces(prompt, message.prompt_token_ids.extend)
+    await in_pieces(output, message.output_token_ids.extend)
     await let_others_run(size)

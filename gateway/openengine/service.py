@@ -20,6 +20,7 @@ from baton.rpc.interceptor import send_headers, write_to
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.sampling_params import MAX_CHOICES, MAX_LOGPROBS
 from baton.v1 import inference_pb2
+from gateway.intake.request import ValidatedRequest
 from gateway.models import Models
 from gateway.openengine.output import EventStream
 from gateway.openengine.requests import to_baton, with_openengine_fields
@@ -127,7 +128,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
             serving.tokenizer.bytes_of,
         )
 
-        async def on_admitted(_: str) -> None:
+        async def on_admitted(_: ValidatedRequest) -> None:
             self._running[request_id].events = events
             await send_headers(context)
 

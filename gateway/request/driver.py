@@ -50,8 +50,8 @@ from gateway.routing.migrator import Migrator
 from gateway.routing.placement import Placement
 from gateway.telemetry.timing import Timeline
 
-#: Takes the request's id.
-OnAdmitted = Callable[[str], Awaitable[None]]
+#: What is done once a request is in the queue, or has a place.
+OnAdmitted = Callable[[ValidatedRequest], Awaitable[None]]
 
 #: The worker's link, and the first of the handles there.
 _Opened = tuple[WorkerLink, int]
@@ -145,7 +145,7 @@ class RequestDriver:
             if on_admitted is not None and self._error is None:
                 # A task of its own: what was just put into the workers' streams goes out first, and
                 # they are at it meanwhile.
-                admitted = asyncio.ensure_future(on_admitted(self._request.spec.request_id))
+                admitted = asyncio.ensure_future(on_admitted(self._request))
                 self._delivery.wait_for(admitted)
                 admitted.add_done_callback(self._on_taken)
             else:
@@ -362,8 +362,8 @@ async def resumed_outputs_of(
     outputs = outputs_of(request, decodings)
     for index, so_far in request.resume_from.items():
         num_chars = max(0, so_far.num_chars - len(request.echo_text or ""))
-        async for token_ids in in_pieces(so_far.token_ids, _TOKENS_A_PIECE):
-            outputs[index].resume(token_ids, num_chars)
+        resume = partial(outputs[index].resume, num_chars=num_chars)
+        await in_pieces(so_far.token_ids, resume, _TOKENS_A_PIECE)
     return outputs
 
 

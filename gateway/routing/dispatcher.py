@@ -189,13 +189,11 @@ class Dispatcher:
         if all(spec.num_tokens < LONG_PIECE for spec in specs):
             return
         of_prompt = PrefixHasher(specs[0].prefix_key, self._key)
-        async for piece in in_pieces(specs[0].prompt_token_ids):
-            of_prompt.add(piece)
+        await in_pieces(specs[0].prompt_token_ids, of_prompt.add)
         pacer = Pacer()
         for spec in specs:
             self._hashers[spec.request_id, spec.choice] = hasher = of_prompt.copy()
-            async for piece in in_pieces(spec.output_token_ids):
-                hasher.add(piece)
+            await in_pieces(spec.output_token_ids, hasher.add)
             await pacer.did(len(spec.output_token_ids))
         while len(self._hashers) > _MAX_HASHERS:
             self._hashers.popitem(last=False)
