@@ -17,7 +17,7 @@ float32, in bfloat16 where the engine's result does not depend on how many rows 
 
 Workloads, each with one sequence at a time and with --batch of them:
     copy     Prompts are functions of this Python's standard library; answers are greedy. A
-             model as small as the one in the box soon repeats what stands before: text that
+             model as small as the bundled one soon repeats what stands before: text that
              copies, for which ngram is made.
     sampled  The same prompts at temperature 1: little repeats. What speculation costs where it
              cannot gain.

@@ -1,1 +1,1 @@
-"""The model in the box, a small Python-writing target and its draft, and what made them."""
+"""The bundled model, a small Python-writing target and its draft, and what made them."""

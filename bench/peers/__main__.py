@@ -5,7 +5,7 @@ cores, by turns.
         [--threads N] [--json FILE]
 
 Contenders are processes that take turns, first to last, then again from the next one. Prompts are
-random token ids and all answers are greedy. Models, see bench/peers/models.py: the box's, and
+random token ids and all answers are greedy. Models, see bench/peers/models.py: the bundled one, and
 Llamas of random weights. int8 is Baton's int8 by output and llama.cpp's Q8_0. `agreement` is the
 share of each answer before the first token that differs from transformers'.
 """
@@ -29,7 +29,7 @@ _TASKS = {
     "125m": (Task(1, 256, _TOKENS), Task(8, 128, _TOKENS)),
     "1.1b": (Task(1, 64, 8), Task(8, 8, 8)),
 }
-#: float32 is where all must write the same tokens; the model in the box is enough for that.
+#: float32 is where all must write the same tokens; the bundled model is enough for that.
 _DTYPES = {
     "tiny": ("float32", "int8"),
     "box": ("float32", "bfloat16", "int8"),

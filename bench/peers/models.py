@@ -1,4 +1,4 @@
-"""The models that are compared: the one in the box, and Llama shapes of random weights, in the
+"""The models that are compared: the bundled one, and Llama shapes of random weights, in the
 forms that contenders read.
 
 What is made is kept in bench/peers/.models, some gigabytes, and made only once.
@@ -105,7 +105,7 @@ def peer_versions(python: Path | None = None) -> dict[str, str]:
 
 
 def _random_model(shape: Shape, folder: Path) -> Path:
-    """bfloat16; with the tokenizer of the model in the box, since `baton serve` wants one."""
+    """bfloat16; with the tokenizer of the bundled model, since `baton serve` wants one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if folder.exists():

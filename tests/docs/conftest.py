@@ -1,4 +1,4 @@
-"""One server for all documents and examples: the model in the box, served as the documents say."""
+"""One server for all documents and examples: the bundled model, served as the documents say."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from baton_kernels.sparse_linear import is_sparse
 from tests.support.tiny_models import make_tiny_model
 
 BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
-#: What the box model's loss may rise by on Python text, in nats per token: weights rounded, and
+#: What the bundled model's loss may rise by on Python text, in nats per token: weights rounded, and
 #: with `bfloat16` on some CPUs activations too. Half of the weights cannot go without training:
 #: sparse24 is only kept from getting worse.
 BOUNDS: dict[Scheme, float] = {"int8": 0.015, "int4": 0.05, "fp8": 0.03, "sparse24": 0.7}

@@ -18,13 +18,13 @@ from baton.types import Sampling
 
 BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
 
-#: End of sequence of the model in the box; any token may serve in the synthetic vocabulary.
+#: End of sequence of the bundled model; any token may serve in the synthetic vocabulary.
 END = 0
 
 
 @cache
 def box_vocabulary() -> GrammarVocabulary:
-    """Of the model in the box, with the 4096 ids of its config."""
+    """Of the bundled model, with the 4096 ids of its config."""
     return load_vocabulary(BOX_MODEL, 4096)
 
 
@@ -40,7 +40,7 @@ def _box_tokenizer() -> tokenizers.Tokenizer:
 
 
 def box_text(token_ids: list[int]) -> str:
-    """What tokens of the model in the box say, the end's left out."""
+    """What tokens of the bundled model say, the end's left out."""
     return str(_box_tokenizer().decode(token_ids, skip_special_tokens=True))
 
 

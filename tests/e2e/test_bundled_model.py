@@ -1,4 +1,4 @@
-"""The model in the box, served by real processes as `baton serve` starts them, against
+"""The bundled model, served by real processes as `baton serve` starts them, against
 transformers."""
 
 from __future__ import annotations
