@@ -83,8 +83,9 @@ class _Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Before the imports of `serve` there is a sign of life: on a busy machine they take a
-        second."""
-        if args and args[0] == "serve" and not {"-h", "--help"} & set(args):
+        second. Not while a shell asks for completions: it would offer the line as one."""
+        is_help = bool({"-h", "--help"} & set(args))
+        if args and args[0] == "serve" and not is_help and not ctx.resilient_parsing:
             sys.stdout.write(f"Baton {__version__} is starting\n")
             sys.stdout.flush()
         return list(super().parse_args(ctx, args))

@@ -24,9 +24,13 @@ from baton.errors import ConfigError, StartupError
 
 ENV_PREFIX = "BATON_"
 
-#: Environment variables that are no options of a process: where clients look for the gateway, and
-#: the level of CPU kernels, which has to be known before there are options.
-_OTHER_VARIABLES = frozenset({"BATON_ADDRESS", "BATON_CPU_LEVEL"})
+#: The level of CPU kernels. It has to be known before there are options, so that it is none of
+#: them, and a process that is started by another takes it from the environment, too.
+CPU_LEVEL_VARIABLE = "BATON_CPU_LEVEL"
+
+#: Environment variables that are no options of a process; BATON_ADDRESS is where clients look for
+#: the gateway.
+_OTHER_VARIABLES = frozenset({"BATON_ADDRESS", CPU_LEVEL_VARIABLE})
 
 #: What the name of a variable says whose value is not to be shown.
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASS")

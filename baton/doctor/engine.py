@@ -52,14 +52,25 @@ def check_torch() -> Finding:
 
 def check_kernels() -> Finding:
     """The level of the native CPU kernels. Builds them where they have not been yet."""
-    from baton_kernels.cpu.library import LevelError, level, why_none
+    from baton_kernels.cpu.library import (
+        LevelError,
+        chosen_level,
+        level,
+        levels_of_machine,
+        why_none,
+    )
 
     try:
         found = level()
     except LevelError as error:
         return problem("CPU kernels", str(error), "leave BATON_CPU_LEVEL out, or give one of these")
     if found == NO_LEVEL:
-        fix = "install a C++ compiler, or a wheel that has them; see docs/kernels.md"
+        if chosen_level() != NO_LEVEL:
+            fix = "install a C++ compiler, or a wheel that has them; see docs/kernels.md"
+        elif levels_of_machine():
+            fix = "leave BATON_CPU_LEVEL out"
+        else:
+            fix = "a CPU with AVX2 or NEON has them; see docs/kernels.md"
         return warning("CPU kernels", f"none ({why_none()}): torch's operations run instead", fix)
     return ok("CPU kernels", f"level {found}")
 

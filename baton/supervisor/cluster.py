@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Self
 
 from baton.config import ServeOptions
-from baton.config.load import ENV_PREFIX
+from baton.config.load import CPU_LEVEL_VARIABLE, ENV_PREFIX
 from baton.grpc_environment import GRPC_ENVIRONMENT
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
@@ -266,6 +266,11 @@ def check_ports(options: ServeOptions) -> None:
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a child inherits: all but our own variables, whose meaning the child gets as flags."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
+    """What a child inherits: all but our own variables, whose meaning the child gets as flags. The
+    level of CPU kernels has no flag."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(ENV_PREFIX) or name == CPU_LEVEL_VARIABLE
+    }
     return {**GRPC_ENVIRONMENT, **kept}

@@ -44,7 +44,12 @@ def test_the_version_is_an_option_too(run: Run) -> None:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
-    ("line", "wanted"), [("baton st", "status"), ("baton status --bl", "--blocks")]
+    ("line", "wanted"),
+    [
+        ("baton serve --num-pre", "--num-prefill-workers"),
+        ("baton st", "status"),
+        ("baton status --bl", "--blocks"),
+    ],
 )
 def test_a_shell_completes_commands_and_options(line: str, wanted: str) -> None:
     done = subprocess.run(

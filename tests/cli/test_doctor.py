@@ -47,6 +47,7 @@ def test_what_is_slow_only_prevents_no_serving() -> None:
     assert "11.1 MiB" in found["weights"]["found"]
     assert found["CPU kernels"]["level"] == Level.WARNING
     assert "BATON_CPU_LEVEL=none" in found["CPU kernels"]["found"]
+    assert found["CPU kernels"]["fix"] == "leave BATON_CPU_LEVEL out"
     assert Level.PROBLEM not in {entry["level"] for entry in found.values()}
 
 

@@ -23,6 +23,7 @@ from baton.supervisor.plan import (
     plan_gateways,
     plan_workers,
 )
+from baton_kernels.cpu.library import LEVEL_VARIABLE
 
 RANKS = st.integers(1, 4)
 
@@ -153,6 +154,11 @@ def test_children_get_flags_in_place_of_our_variables() -> None:
     inherited = child_environment({"PATH": "/bin", "BATON_BLOCK_SIZE": "8"})
     assert inherited["PATH"] == "/bin"
     assert "BATON_BLOCK_SIZE" not in inherited
+
+
+def test_children_run_at_the_level_that_was_forced() -> None:
+    """It is no option, so that no flag has it."""
+    assert child_environment({LEVEL_VARIABLE: "avx2"})[LEVEL_VARIABLE] == "avx2"
 
 
 def share(spec: ChildSpec) -> float:
