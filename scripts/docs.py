@@ -143,8 +143,10 @@ CLI 0.169.0 with `wire_api = "responses"`, opencode 1.18.33; and lm-eval 0.4.13'
 `local-completions`, with `tokenizer_backend=huggingface` and `=remote`, on tasks that generate,
 choose and measure perplexity. Coding agents send 15,000 tokens and more before the first question.
 
-Each answer has `x-request-id`: the one that was sent, with an ending that makes it unique, or a
-fresh one. `traceparent` is continued.
+The answer to each request that was read whole, under `/v1`, `/tokenize` and `/detokenize`, has
+`x-request-id`, errors too: the one that was sent, with an ending that makes it unique, or a fresh
+one. That of `/v1/messages` has it as `request-id`, too, and an error there as `request_id`.
+`traceparent` is continued.
 
 An error is OpenAI's `{"error": {"message", "type", "param", "code"}}`, `param` with the whole path
 of the first wrong field. A stream that fails after its first piece has the error as its last event,

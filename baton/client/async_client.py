@@ -239,6 +239,7 @@ class AsyncCompletionStream:
         """closed: whether the client is."""
         self._calls = calls
         self._client_closed = closed
+        self._is_over = False
         self._is_closed = False
         self._open()
 
@@ -254,15 +255,16 @@ class AsyncCompletionStream:
         return self._calls.completion([chunk async for chunk in self])
 
     async def close(self) -> None:
-        """Cancel the request unless it has ended. Iterating ends then. May be called again, and by
-        any task."""
+        """Cancel the request unless it has ended: whoever reads on, or waits for a piece, gets
+        Cancelled. May be called again, and by any task."""
+        self._is_closed = True
         self._end()
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self
 
     async def __anext__(self) -> Chunk:
-        while not self._is_closed:
+        while not self._is_over:
             try:
                 response = await self._call.read()
             except asyncio.CancelledError:
@@ -272,7 +274,7 @@ class AsyncCompletionStream:
                 if _is_task_cancelled():
                     raise
             except grpc.RpcError as error:
-                if not self._is_closed:
+                if not self._is_over:
                     await self._retry(self._calls.error_of(error))
             else:
                 if response is grpc.aio.EOF:
@@ -286,15 +288,15 @@ class AsyncCompletionStream:
                     raise
                 if chunk is not None:
                     return chunk
-        if self._client_closed.is_set() and not self._calls.has_ended:
-            raise Cancelled("the client was closed", request_id=self.request_id)
+        if self._is_closed or self._client_closed.is_set():
+            self._calls.check_whole("client" if self._client_closed.is_set() else "stream")
         raise StopAsyncIteration
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self._end()
+        await self.close()
 
     def _open(self) -> None:
         # Read by read(): an unfinished aiter() keeps the call, and by it the connection, alive
@@ -305,7 +307,7 @@ class AsyncCompletionStream:
         self._cancel.atexit = False
 
     def _end(self) -> None:
-        self._is_closed = True
+        self._is_over = True
         self._cancel()
 
     async def _retry(self, error: BatonError) -> None:
@@ -318,7 +320,7 @@ class AsyncCompletionStream:
         if delay_s is None or await _is_set_within(self._client_closed, delay_s):
             self._end()
             raise error
-        if not self._is_closed:
+        if not self._is_over:
             self._cancel.detach()
             self._open()
 

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
@@ -318,9 +318,14 @@ class GenerateCalls(Generic[ChannelT]):
     def completion(self, chunks: Iterable[Chunk]) -> Completion:
         """What was read of an ended stream, put together. Raises Cancelled if it was closed
         before."""
-        if not self.has_ended:
-            raise Cancelled("the stream was closed before its end", request_id=self.request_id)
+        self.check_whole("stream")
         return completion_of(self.request_id, chunks)
+
+    def check_whole(self, closed: Literal["stream", "client"]) -> None:
+        """Raises Cancelled if what was closed is short of pieces."""
+        if not (self.is_whole or self.has_ended):
+            message = f"the {closed} was closed before the answer's end"
+            raise Cancelled(message, request_id=self.request_id)
 
     def error_of(self, error: grpc.RpcError) -> BatonError:
         """The typed error of a call that failed."""

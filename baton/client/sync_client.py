@@ -29,7 +29,7 @@ from baton.client.calls import (
 )
 from baton.client.requests import PromptLike, StreamOptions
 from baton.client.results import Chunk, Completion, Model, Tokenization
-from baton.errors import BatonError, Cancelled
+from baton.errors import BatonError
 from baton.rpc.channel import CLIENT_KEEPALIVE_MS, sync_channel
 from baton.rpc.tls import TlsFiles
 from baton.sampling_params import SamplingOptions, SamplingParams
@@ -239,6 +239,7 @@ class CompletionStream:
         """closed: whether the client is."""
         self._calls = calls
         self._client_closed = closed
+        self._is_over = False
         self._is_closed = False
         self._open()
 
@@ -254,34 +255,34 @@ class CompletionStream:
         return self._calls.completion(list(self))
 
     def close(self) -> None:
-        """Cancel the request unless it has ended. Iterating ends then. May be called again, and by
-        any thread."""
+        """Cancel the request unless it has ended: whoever reads on, or waits for a piece, gets
+        Cancelled. May be called again, and by any thread."""
         self._is_closed = True
-        self._cancel()
+        self._end()
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
-        while not self._is_closed:
+        while not self._is_over:
             try:
                 response = next(self._call)
             except StopIteration:
-                self.close()
+                self._end()
                 self._calls.end()
             except grpc.RpcError as error:
-                if not self._is_closed:
+                if not self._is_over:
                     self._retry(self._calls.error_of(error))
             else:
                 try:
                     chunk = self._calls.accept(response)
                 except BatonError:
-                    self.close()
+                    self._end()
                     raise
                 if chunk is not None:
                     return chunk
-        if self._client_closed.is_set() and not self._calls.has_ended:
-            raise Cancelled("the client was closed", request_id=self.request_id)
+        if self._is_closed or self._client_closed.is_set():
+            self._calls.check_whole("client" if self._client_closed.is_set() else "stream")
         raise StopIteration
 
     def __enter__(self) -> Self:
@@ -294,16 +295,20 @@ class CompletionStream:
         self._call = self._calls.open()
         self._cancel = weakref.finalize(self, self._call.cancel)
 
+    def _end(self) -> None:
+        self._is_over = True
+        self._cancel()
+
     def _retry(self, error: BatonError) -> None:
         """Open the stream anew, behind what came, or raise the error."""
         if self._calls.is_whole:
-            self.close()
+            self._end()
             self._calls.end()
             return
         delay_s = self._calls.retry_delay_s(error)
         if delay_s is None or self._client_closed.wait(delay_s):
-            self.close()
+            self._end()
             raise error
-        if not self._is_closed:
+        if not self._is_over:
             self._cancel.detach()
             self._open()

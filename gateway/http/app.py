@@ -24,9 +24,14 @@ from gateway.http.completions import CompletionBody, CompletionFormat
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH, Docs
 from gateway.http.errors import HttpError, from_baton, http_error
-from gateway.http.generation import Format, Generation
+from gateway.http.generation import ID_HEADERS, Format, Generation
 from gateway.http.logprobs import BytesOf
-from gateway.http.messages import MessagesBody, MessagesFormat, messages_error
+from gateway.http.messages import (
+    MESSAGES_ID_HEADERS,
+    MessagesBody,
+    MessagesFormat,
+    messages_error,
+)
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
 from gateway.http.requests import BodyT, ModelBody, field_namer, parsed, put_token_ids
 from gateway.http.responses import ResponsesBody, ResponsesFormat
@@ -142,7 +147,9 @@ class HttpApp:
             _show_key(request)
         if self._api_keys.admit(request.headers):
             return None
-        return _shaped(from_baton(refusal(), _unchanged), request)
+        error, request_id = from_baton(refusal(), _unchanged), unique_request_id(request.headers)
+        headers = (*error.headers, *_id_headers(request_id, request))
+        return _shaped(HttpError(error.status, error.body, headers, request_id), request)
 
     async def handle(self, request: HttpRequest, response: HttpResponse) -> None:
         """Answers, whatever happens; a client that is gone gets nothing."""
@@ -162,7 +169,7 @@ class HttpApp:
             await _send_error(_logged(error, request), request, response)
 
     def _handler_of(self, request: HttpRequest) -> _Handler:
-        if request.path.startswith(_MODELS):
+        if request.path.startswith(_MODELS) and request.path != _MODELS:
             methods: Mapping[str, _Handler] = {"GET": self._get_model}
         elif request.path in self._routes:
             methods = self._routes[request.path]
@@ -185,7 +192,7 @@ class HttpApp:
             return
         yield ("access-control-allow-origin", "*" if "*" in self._origins else origin)
         yield ("vary", "origin")
-        yield ("access-control-expose-headers", "x-request-id, retry-after, warning")
+        yield ("access-control-expose-headers", "x-request-id, request-id, retry-after, warning")
         if request.method == "OPTIONS":
             yield ("access-control-allow-methods", "GET, POST")
             asked = request.header("access-control-request-headers")
@@ -234,7 +241,7 @@ class HttpApp:
             token_ids = await serving.tokenize(tokenize)
         except BatonError as error:
             raise from_baton(error, form.field_names) from None
-        await _send_json({"input_tokens": len(token_ids)}, response)
+        await _send_json({"input_tokens": len(token_ids)}, request, response)
 
     # Tokens
 
@@ -253,7 +260,7 @@ class HttpApp:
         if body.return_token_strs:
             texts = await _json_list(token_ids, lambda token_id: text_of(bytes_of(token_id)))
         document = f'{json.dumps(facts)[:-1]}, "tokens": {tokens}, "token_strs": {texts}}}'
-        await response.send(HTTPStatus.OK, JSON, document.encode())
+        await _send_json_text(document, request, response)
 
     async def _detokenize(self, request: HttpRequest, response: HttpResponse) -> None:
         body = await self._parsed(DetokenizeBody, request, response)
@@ -264,9 +271,9 @@ class HttpApp:
         except BatonError as error:
             names = field_namer({"token_ids": "tokens"})
             raise from_baton(error, names) from None
-        await _send_json({"prompt": text}, response)
+        await _send_json({"prompt": text}, request, response)
 
-    async def _tokenizer_info(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
+    async def _tokenizer_info(self, request: HttpRequest, response: HttpResponse) -> None:
         """As tokenizer_config.json names it: what renders and counts prompts elsewhere."""
         serving = self._models.of("")
         facts = serving.tokenizer.facts
@@ -275,21 +282,21 @@ class HttpApp:
             "chat_template": facts.chat_template,
             "model_max_length": serving.facts.max_model_len,
         }
-        await _send_json(document, response)
+        await _send_json(document, request, response)
 
     # The gateway itself
 
-    async def _list_models(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
+    async def _list_models(self, request: HttpRequest, response: HttpResponse) -> None:
         models = [
             self._model(name, serving)
             for serving in self._models
             for name in (*serving.facts.names, *serving.facts.adapters)
         ]
-        await _send_json({"object": "list", "data": models}, response)
+        await _send_json({"object": "list", "data": models}, request, response)
 
     async def _get_model(self, request: HttpRequest, response: HttpResponse) -> None:
         name = unquote(request.path.removeprefix(_MODELS))
-        await _send_json(self._model(name, self._models.of(name)), response)
+        await _send_json(self._model(name, self._models.of(name)), request, response)
 
     def _model(self, name: str, serving: Serving) -> dict[str, Any]:
         facts = serving.facts
@@ -308,8 +315,8 @@ class HttpApp:
         status = HTTPStatus.OK if is_serving else HTTPStatus.SERVICE_UNAVAILABLE
         await response.send(status, _TEXT, b"")
 
-    async def _version(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
-        await _send_json({"version": __version__}, response)
+    async def _version(self, request: HttpRequest, response: HttpResponse) -> None:
+        await _send_json({"version": __version__}, request, response)
 
     async def _metrics(self, request: HttpRequest, response: HttpResponse) -> None:
         page, content_type = await self._probes.metrics(request.header("accept"))
@@ -368,20 +375,38 @@ async def _json_list(token_ids: Sequence[int], make: Callable[[int], Any]) -> st
     return f"[{', '.join(written)}]"
 
 
-async def _send_json(document: Any, response: HttpResponse) -> None:
-    await response.send(HTTPStatus.OK, JSON, json.dumps(document).encode())
+async def _send_json(document: Any, request: HttpRequest, response: HttpResponse) -> None:
+    await _send_json_text(json.dumps(document), request, response)
+
+
+async def _send_json_text(text: str, request: HttpRequest, response: HttpResponse) -> None:
+    _name_answer(unique_request_id(request.headers), request, response)
+    await response.send(HTTPStatus.OK, JSON, text.encode())
+
+
+def _name_answer(request_id: str, request: HttpRequest, response: HttpResponse) -> str:
+    """Put the request's name into the headers; the one that is there already stays. Returns it."""
+    for name, value in response.headers:
+        if name == "x-request-id":
+            return value
+    response.headers += _id_headers(request_id, request)
+    return request_id
+
+
+def _id_headers(request_id: str, request: HttpRequest) -> Iterator[tuple[str, str]]:
+    names = MESSAGES_ID_HEADERS if request.path.startswith(_MESSAGES) else ID_HEADERS
+    return ((name, request_id) for name in names)
 
 
 async def _send_error(error: HttpError, request: HttpRequest, response: HttpResponse) -> None:
     """Within a stream that has begun, the error is its last event, and no [DONE] follows."""
-    error = _shaped(error, request)
+    request_id = error.request_id or unique_request_id(request.headers)
+    request_id = _name_answer(request_id, request, response)
+    error = _shaped(HttpError(error.status, error.body, error.headers, request_id), request)
     if response.has_started:
         if not response.has_ended:
             kind = b"event: error\n" if request.path.startswith(_MESSAGES) else b""
             await response.end(b"%bdata: %b\n\n" % (kind, error.json))
         return
-    if all(name != "x-request-id" for name, _ in response.headers):
-        request_id = error.request_id or unique_request_id(request.headers)
-        response.headers.append(("x-request-id", request_id))
     response.headers += error.headers
     await response.send(error.status, JSON, error.json)

@@ -18,6 +18,7 @@ from gateway.http.chat_style import ChatStyle, choice_of_tools, free_text_of, sc
 from gateway.http.errors import FieldNames, shown_value
 from gateway.http.generation import (
     FINISHES,
+    ID_HEADERS,
     Answer,
     Chunk,
     by_choice,
@@ -160,6 +161,7 @@ class ChatFormat:
     """See generation.Format."""
 
     id_prefix = "chatcmpl"
+    id_headers = ID_HEADERS
 
     def __init__(self, body: ChatBody, bytes_of: BytesOf, style: ChatStyle) -> None:
         """Raises InvalidRequest."""

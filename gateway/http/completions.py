@@ -13,6 +13,7 @@ from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.errors import FieldNames, shown_value
 from gateway.http.generation import (
     FINISHES,
+    ID_HEADERS,
     Answer,
     Chunk,
     by_choice,
@@ -77,6 +78,7 @@ class CompletionFormat:
     """See generation.Format."""
 
     id_prefix = "cmpl"
+    id_headers = ID_HEADERS
 
     def __init__(self, body: CompletionBody, bytes_of: BytesOf) -> None:
         """Raises InvalidRequest."""

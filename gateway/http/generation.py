@@ -23,6 +23,9 @@ from gateway.serving import Call, Serving
 
 EVENTS = "text/event-stream; charset=utf-8"
 
+#: Of an answer, each with the name of its request.
+ID_HEADERS = ("x-request-id",)
+
 _DONE = "data: [DONE]\n\n"
 
 #: In a JSON document of ASCII: some readers of lines take more than "\n" for the end of one.
@@ -55,6 +58,7 @@ class Format(Protocol):
     """One kind of completion: what is asked of the tiers, and the form of the answer."""
 
     id_prefix: str
+    id_headers: Sequence[str]
 
     @property
     def body(self) -> GenerationBody:
@@ -174,7 +178,7 @@ class Generation:
         if self._answer is not None:
             return
         request_id = validated.spec.request_id
-        self._response.headers.append(("x-request-id", request_id))
+        self._response.headers += [(name, request_id) for name in self._form.id_headers]
         if validated.resume_from:  # the name that its first part had goes on
             request_id = given_request_id(self._metadata) or request_id
         self._answer = Answer(

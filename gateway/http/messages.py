@@ -15,7 +15,7 @@ from baton.errors import FieldViolation, InvalidRequest
 from gateway.http.chat import MAX_ARGUMENTS_CHARS
 from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import HttpError, shown_value
-from gateway.http.generation import FINISHES
+from gateway.http.generation import FINISHES, ID_HEADERS
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import (
     SEED,
@@ -115,6 +115,9 @@ _NAMES = {
 }
 
 #: By status, where it is not invalid_request_error for the client's faults and api_error for ours.
+#: Clients of Anthropic's read the second.
+MESSAGES_ID_HEADERS = (*ID_HEADERS, "request-id")
+
 _ERROR_TYPES: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -142,6 +145,7 @@ class MessagesFormat(TranslatedChat):
     """See generation.Format."""
 
     id_prefix = "msg"
+    id_headers = MESSAGES_ID_HEADERS
     tool_schema = "input_schema"
 
     def __init__(

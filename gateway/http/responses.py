@@ -12,7 +12,7 @@ from baton.errors import FieldViolation, InvalidRequest
 from gateway.http.chat import MAX_ARGUMENTS_CHARS
 from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import shown_value
-from gateway.http.generation import FINISHES, timing_of
+from gateway.http.generation import FINISHES, ID_HEADERS, timing_of
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import SEED, ChoiceSoFar, ModelBody, NumTokens, json_text
 from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
@@ -92,6 +92,7 @@ class ResponsesFormat(TranslatedChat):
     """See generation.Format."""
 
     id_prefix = "resp"
+    id_headers = ID_HEADERS
     tool_schema = "parameters"
 
     def __init__(self, body: ResponsesBody, bytes_of: BytesOf, style: ChatStyle) -> None:

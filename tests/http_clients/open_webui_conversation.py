@@ -1,74 +1,133 @@
-"""A conversation with a call of a tool, by the requests that Open WebUI's backend sends: aiohttp,
-its headers and fields, events read by lines. Argument: the base URL.
+"""A conversation with a call of a tool through Open WebUI: its backend as it is published, started
+here with a folder of its own, which lists Baton's models and passes on what its users say.
+Argument: the base URL of Baton's API."""
 
-Open WebUI itself is an application with a database and a page; its requests are those of
-open_webui/routers/openai.py, 0.12.4.
-"""
-
-import asyncio
 import json
+import os
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import aiohttp
 from weather import WEATHER
 
-HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer none"}
+START_S = 300
 
 
-async def stream(session: aiohttp.ClientSession, payload: dict[str, Any]) -> dict[str, Any]:
-    """The message that the events add up to, and `usage`."""
-    message: dict[str, Any] = {"content": "", "tool_calls": [], "usage": None}
-    asked = {**payload, "stream": True, "stream_options": {"include_usage": True}}
-    async with session.request(
-        method="POST",
-        url=f"{sys.argv[1]}/chat/completions",
-        data=json.dumps(asked),
-        headers=HEADERS,
-    ) as response:
-        assert response.status == 200, await response.text()
-        assert "text/event-stream" in response.headers["Content-Type"]
-        async for line in response.content:
-            data = line.decode().strip().removeprefix("data: ")
-            if not data or data == "[DONE]":
-                continue
-            event = json.loads(data)
-            message["usage"] = event.get("usage") or message["usage"]
-            for choice in event["choices"]:
-                add_delta(message, choice["delta"])
-    return message
+class Backend:
+    """Open WebUI's own API, as its page uses it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._token = ""
+
+    def is_up(self) -> bool:
+        try:
+            return bool(self.ask("/health")["status"])
+        except urllib.error.URLError:
+            return False
+
+    def sign_in(self) -> None:
+        """As the only user there is, without a password: WEBUI_AUTH is off."""
+        user = self.ask("/api/v1/auths/signin", {"email": "", "password": ""})
+        self._token = user["token"]
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        with self._open(path, body) as response:
+            return json.load(response)
+
+    def stream(self, body: Any) -> Iterator[Any]:
+        """The events of an answer."""
+        with self._open("/api/chat/completions", {**body, "stream": True}) as response:
+            for line in response:
+                data = line.decode().strip().removeprefix("data: ")
+                if data and data != "[DONE]":
+                    yield json.loads(data)
+
+    def _open(self, path: str, body: Any) -> Any:
+        headers = {"content-type": "application/json", "authorization": f"Bearer {self._token}"}
+        data = None if body is None else json.dumps(body).encode()
+        return urllib.request.urlopen(urllib.request.Request(self._url + path, data, headers))
 
 
-def add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    message["content"] += delta.get("content") or ""
-    for piece in delta.get("tool_calls") or []:
-        if piece["index"] == len(message["tool_calls"]):
-            message["tool_calls"].append(piece)
-        else:
-            function = message["tool_calls"][piece["index"]]["function"]
-            function["arguments"] += piece["function"]["arguments"]
+@contextmanager
+def open_webui(baton: str, folder: Path) -> Iterator[Backend]:
+    """Signed in."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ,
+        "OPENAI_API_BASE_URLS": baton,
+        "OPENAI_API_KEYS": "none",
+        "ENABLE_OLLAMA_API": "false",
+        "DATA_DIR": str(folder),
+        "STATIC_DIR": str(folder / "static"),
+        "FROM_INIT_PY": "true",
+        "USE_SLIM_DOCKER": "true",  # as installed: without models of its own, and torch
+        "OFFLINE_MODE": "true",
+        "WEBUI_AUTH": "false",
+        "WEBUI_SECRET_KEY": "of this test",
+    }
+    command = [sys.executable, "-m", "uvicorn", "open_webui.main:app", f"--port={port}"]
+    with subprocess.Popen(command, cwd=folder, env=environment) as process:
+        try:
+            backend = Backend(f"http://127.0.0.1:{port}")
+            deadline_s = time.monotonic() + START_S
+            while not backend.is_up():
+                assert process.poll() is None
+                assert time.monotonic() < deadline_s
+                time.sleep(0.5)
+            backend.sign_in()
+            yield backend
+        finally:
+            process.kill()
 
 
-async def main() -> None:
-    async with aiohttp.ClientSession(trust_env=True) as session:
-        async with session.get(f"{sys.argv[1]}/models", headers=HEADERS) as response:
-            model = (await response.json())["data"][0]["id"]
-        messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
-        common = {"model": model, "temperature": 0, "max_tokens": 64}
-        tools = {"tools": [WEATHER], "tool_choice": "required"}
-        said = await stream(session, {**common, **tools, "messages": messages})
-        assert said["tool_calls"]
-        for call in said["tool_calls"]:
-            assert call["function"]["name"] == "weather"
-            assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
-        calls = {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}
-        answers = [
-            {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
-            for call in said["tool_calls"]
-        ]
-        final = await stream(session, {**common, "messages": [*messages, calls, *answers]})
-        assert not final["tool_calls"]
-        assert final["usage"]["completion_tokens"] > 0
+def message_of(events: Iterator[Any]) -> tuple[str, list[Any]]:
+    """The text and the calls that the events add up to."""
+    text, calls = "", list[Any]()
+    for event in events:
+        for choice in event["choices"]:
+            text += choice["delta"].get("content") or ""
+            for piece in choice["delta"].get("tool_calls") or []:
+                if piece["index"] == len(calls):
+                    calls.append(piece)
+                else:
+                    function = calls[piece["index"]]["function"]
+                    function["arguments"] += piece["function"]["arguments"]
+    return text, calls
 
 
-asyncio.run(main())
+def converse(backend: Backend) -> None:
+    (model,) = backend.ask("/api/models")["data"]
+    question = {"role": "user", "content": "How is the weather in Paris?"}
+    common = {"model": model["id"], "temperature": 0, "max_tokens": 64, "messages": [question]}
+    tools = {"tools": [WEATHER], "tool_choice": "required"}
+    whole = backend.ask("/api/chat/completions", {**common, **tools})
+    _, calls = message_of(backend.stream({**common, **tools}))
+    assert whole["choices"][0]["finish_reason"] == "tool_calls"
+    told = whole["choices"][0]["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [call["function"] for call in told]
+    for call in calls:
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    answers = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls]
+    text, more = message_of(backend.stream({**common, "messages": [question, said, *answers]}))
+    assert text
+    assert not more
+
+
+with (
+    tempfile.TemporaryDirectory() as folder,
+    open_webui(sys.argv[1], Path(folder)) as backend,
+):
+    converse(backend)

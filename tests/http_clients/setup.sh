@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Install what the tests of this folder run against Baton's HTTP, unmodified, in environments of their own beside this file:
-# load tools (.venv-load, about 2 GB with torch, which guidellm and vLLM import) and frameworks (.venv-frameworks).
+# load tools (.venv-load, about 2 GB with torch, which guidellm and vLLM import), frameworks (.venv-frameworks), and Open WebUI
+# (.venv-open-webui, 0.8 GB).
 # Baton depends on none of it. Safe to run again. TORCH_INDEX_URL: as for scripts/venv.sh.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -31,4 +32,11 @@ if ! made frameworks; then
     make frameworks
     .venv-frameworks/bin/pip install --quiet --requirement frameworks.txt
     cp frameworks.txt .venv-frameworks/installed.txt
+fi
+if ! made open-webui; then
+    make open-webui
+    # What its slim image has, which the wheel lists: without torch, and without models of its own.
+    .venv-open-webui/bin/pip install --quiet --no-deps --requirement open-webui.txt
+    .venv-open-webui/bin/pip install --quiet --requirement .venv-open-webui/lib/python3*/site-packages/requirements-slim.txt
+    cp open-webui.txt .venv-open-webui/installed.txt
 fi

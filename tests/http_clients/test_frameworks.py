@@ -10,12 +10,15 @@ from tests.http_clients.conftest import HERE, Run, runner
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def run() -> Run:
-    return runner("frameworks")
+@pytest.fixture
+def run(environment: str) -> Run:
+    return runner(environment)
 
 
-@pytest.mark.parametrize("name", ["langchain", "litellm", "open_webui"])
+@pytest.mark.parametrize(
+    ("name", "environment"),
+    [("langchain", "frameworks"), ("litellm", "frameworks"), ("open_webui", "open-webui")],
+)
 def test_a_conversation_with_a_call_of_a_tool(name: str, run: Run, base_url: str) -> None:
     """run is asked for first: without the frameworks no server is started."""
     run("python", HERE / f"{name}_conversation.py", f"{base_url}/v1")

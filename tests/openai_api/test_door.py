@@ -109,6 +109,23 @@ async def test_special_tokens_are_put_to_text_where_they_are_wanted(tmp_path: Pa
         assert (info["eos_token"], info["chat_template"]) == (mark[0], CHAT_TEMPLATE)
 
 
+async def test_answers_have_the_name_of_their_request(tmp_path: Path) -> None:
+    async with oracle_system(tmp_path) as system:
+        for path, asked in (
+            ("/v1/models", None),
+            ("/v1/models/oracle", None),
+            ("/tokenize", {"prompt": "a"}),
+            ("/detokenize", {"tokens": [1]}),
+            ("/v1/models/other", None),
+            ("/v1/models/", None),
+        ):
+            response, _ = await fetch(system.http, path, asked, x_request_id="mine-6")
+            request_id = response.getheader("x-request-id") or ""
+            assert request_id.startswith("mine-6-"), path
+            is_found = not path.endswith(("/other", "/"))
+            assert response.status == (200 if is_found else 404), path
+
+
 async def test_pages_headers_and_bytes(tmp_path: Path) -> None:
     async with oracle_system(tmp_path) as system:
         response, body = await fetch(system.http, "/health")

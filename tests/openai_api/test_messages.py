@@ -48,6 +48,7 @@ async def client(system: LiveSystem) -> AsyncIterator[AsyncAnthropic]:
 
 async def test_a_conversation_in_a_message_out(client: AsyncAnthropic, world: World) -> None:
     message = await client.messages.create(messages=MESSAGES, **GREEDY)
+    assert message.id == f"msg-{message._request_id}"
     (block,) = message.content
     assert (block.type, block.text) == ("text", world.reply(MESSAGES))
     assert (message.role, message.model, message.stop_reason) == (
@@ -182,6 +183,7 @@ async def test_errors_have_its_form(
     assert caught.value.body["type"] == "error"
     assert caught.value.body["error"]["type"] == kind
     assert shown in caught.value.body["error"]["message"]
+    assert caught.value.request_id == caught.value.body["request_id"] is not None
 
 
 async def test_a_wrong_key(system: LiveSystem) -> None:
@@ -191,3 +193,4 @@ async def test_a_wrong_key(system: LiveSystem) -> None:
         with pytest.raises(anthropic.AuthenticationError) as caught:
             await stranger.messages.create(messages=MESSAGES, **GREEDY)
     assert caught.value.body["error"]["type"] == "authentication_error"
+    assert caught.value.request_id == caught.value.body["request_id"] is not None
