@@ -114,7 +114,7 @@ class GrpcWorkerLink:
             await asyncio.wait((writer, auditor))
 
     def lose(self, reason: str) -> None:
-        """The worker is gone: every sequence hears of it. Idempotent."""
+        """The worker is gone: every sequence gets Failed. Idempotent."""
         self._lost = reason
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():

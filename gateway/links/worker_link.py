@@ -17,7 +17,7 @@ class WorkerLink(Protocol):
     """A way to one worker.
 
     When the worker is lost, its owner takes it out of the fleet first and reports to the sinks
-    then: whoever hears of it looks for another place at once, and must not find this one.
+    then: whoever gets the event looks for another place at once, and must not find this one.
     """
 
     def open(

@@ -189,7 +189,7 @@ class EventStream:
 
 
 def _forget_failure(sending: asyncio.Task[None]) -> None:
-    """Whoever waits for it hears of it; with nobody left, the connection is lost anyway."""
+    """Passed on to whoever waits for it; with nobody left, the connection is lost anyway."""
     if not sending.cancelled():
         sending.exception()
 

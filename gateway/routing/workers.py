@@ -138,7 +138,7 @@ async def _connect_once(
     except ValueError as error:
         state, reason = WorkerState.REFUSED, f"speaks something that is not understood: {error}"
     finally:
-        # First nobody is sent there any more, then those who are there hear of it.
+        # First nobody is sent there any more, then those who are there get the event.
         if link is not None:
             fleet.leave(worker.address, WorkerState.UNREACHABLE, "the connection ended")
             link.lose(f"the worker at {worker.address} was lost")
