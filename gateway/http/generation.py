@@ -24,7 +24,7 @@ from gateway.serving import Call, Serving
 EVENTS = "text/event-stream; charset=utf-8"
 
 #: Of an answer, each with the name of its request.
-ID_HEADERS = ("x-request-id",)
+ID_HEADERS: tuple[str, ...] = ("x-request-id",)
 
 _DONE = "data: [DONE]\n\n"
 
@@ -58,7 +58,7 @@ class Format(Protocol):
     """One kind of completion: what is asked of the tiers, and the form of the answer."""
 
     id_prefix: str
-    id_headers: Sequence[str]
+    id_headers: tuple[str, ...]
 
     @property
     def body(self) -> GenerationBody:

@@ -116,7 +116,7 @@ _NAMES = {
 
 #: By status, where it is not invalid_request_error for the client's faults and api_error for ours.
 #: Clients of Anthropic's read the second.
-MESSAGES_ID_HEADERS = (*ID_HEADERS, "request-id")
+MESSAGES_ID_HEADERS: tuple[str, ...] = (*ID_HEADERS, "request-id")
 
 _ERROR_TYPES: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",

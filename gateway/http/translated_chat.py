@@ -60,7 +60,7 @@ class TranslatedChat(ABC):
     beginning and the end of a stream, and the document."""
 
     id_prefix: str
-    id_headers: Sequence[str]
+    id_headers: tuple[str, ...]
     tool_schema: str
     """What the schema of a tool's parameters is called there."""
 
