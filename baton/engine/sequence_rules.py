@@ -18,8 +18,7 @@ from baton.types import BeamParams, Sampling, SequenceSpec
 #: Choices, and beams, that no worker has places for, wherever the sequence goes on.
 MAX_WIDTH = 4096
 
-#: Of a tenant, unless there is none. Longer ones are no keys of the digest that an adapter's prefixes
-#: have.
+#: Of a tenant, unless there is none. Longer ones are no keys of the digest of adapters' prefixes.
 TENANT_BYTES = 16
 
 #: What holds of fields of Sampling. NaN breaks each.
