@@ -42,6 +42,13 @@ DEFAULT_MAX_PREFIXES = 131_072
 #: Sort key of service order, total over the sequences of a gateway: see SequenceSpec.rank.
 Rank = tuple[int, int, str, int]
 
+
+def across_accounts(rank: Rank) -> Rank:
+    """Sort key among sequences of several accounts. Who asks chooses the priority: a high number
+    lets others go first, but a negative one, which counts among an account's own, is none here."""
+    return (max(0, rank[0]), *rank[1:])
+
+
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 #: KvLayout.parts of most models; and of multi-head latent attention, whose latent and rotated key

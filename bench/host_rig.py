@@ -126,7 +126,7 @@ def draw_spec(index: int, num_prompt_tokens: int) -> SequenceSpec:
         request_id=f"r{index}",
         prompt_token_ids=tuple(rng.choices(range(VOCAB_SIZE), k=num_prompt_tokens)),
         sampling=Sampling(max_tokens=MAX_MODEL_LEN),
-        tenant=b"bench",
+        tenant=b"t" * 16,
         arrival_ns=index,
     )
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from baton.cache.pool import BlockLease
 from baton.engine.interface import wants_prompt_logprobs
@@ -26,7 +25,7 @@ from baton.engine.sequence_rules import refusal
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest
 from baton.events import Committed, Deferred, Failed, LocalPrefill, Offered
 from baton.grammar import Matchers
-from baton.types import KvSource
+from baton.types import KvSource, Rank, across_accounts
 from kv_transfer.ticket import TicketAborted, TicketCommitted
 from kv_transfer.ticket_table import TicketTable
 from worker_core.commands import Destination, Open, SequenceKey
@@ -123,7 +122,7 @@ class Admission:
         """Give blocks to queued prompts, best rank first, until blocks or places run out. Whether
         any came in."""
         num_before = len(self._queued)
-        for queued in sorted(self._queued.values(), key=attrgetter("command.spec.rank")):
+        for queued in sorted(self._queued.values(), key=_rank_of):
             if self._no_room(queued.command) or self._admit(queued):
                 break
             del self._queued[queued.key]
@@ -381,6 +380,10 @@ class Admission:
         sequence = self._by_ticket.pop(ticket_id, None) or self._fetching.pop(ticket_id)
         sequence.ticket_id = None
         return sequence
+
+
+def _rank_of(queued: _Queued) -> Rank:
+    return across_accounts(queued.command.spec.rank)
 
 
 def _handles_of(command: Open) -> range:

@@ -18,7 +18,7 @@ from baton.engine.interface import (
 )
 from baton.events import ChunkTime
 from baton.grammar import Matcher, MatcherOrder
-from baton.types import Rank, SequenceSpec, TokenLogprobs
+from baton.types import Rank, SequenceSpec, TokenLogprobs, across_accounts
 from worker_core.commands import Destination, SequenceKey
 
 
@@ -155,7 +155,8 @@ class WorkerSequence:
     num_growing_places: int = field(init=False)
     """Those of them that take further blocks as outputs grow: none of a sequence that leaves."""
     rank: Rank = field(init=False)
-    """Of its spec, as the next three are: asked for in each step, and then from here."""
+    """Among all of the worker. Of its spec, as the next three are: asked for in each step, and then
+    from here."""
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
     """Of the prompt and the longest output."""
@@ -168,7 +169,7 @@ class WorkerSequence:
         self.choices = list(range(self.spec.num_choices))
         self.width = 1 if self.destination else self.spec.width
         self.num_growing_places = 0 if self.destination else self.width
-        self.rank = self.spec.rank
+        self.rank = across_accounts(self.spec.rank)
         self.num_prompt_tokens = len(self.spec.prompt_token_ids)
         sampling = self.spec.sampling
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_tokens

@@ -36,6 +36,9 @@ DEFAULT_TIMEOUT_S = 600.0
 MAX_AT_ONCE = 64
 """Requests that generate_all has under way at a time."""
 DEFAULT_MAX_RETRIES = 2
+MIN_RESUMPTIONS = 5
+"""Retries in a row that a stream has at least, once pieces of it have come, unless there are to be
+none: after 31 s a gateway that died has been started again, and what was paid for is not lost."""
 MAX_METADATA_BYTES = 8192
 """Servers may refuse more; each entry counts 32 bytes beside its text, as HTTP/2 counts it."""
 
@@ -147,10 +150,16 @@ class Attempts:
         """Time left for the call; never negative."""
         return max(0.0, self.deadline_s - now_s)
 
-    def delay_s(self, error: BatonError, now_s: float) -> float | None:
+    def delay_s(
+        self, error: BatonError, now_s: float, *, is_resumption: bool = False
+    ) -> float | None:
         """How long to wait before the next attempt, which is then counted: as long as the server
-        asks for, and twice as long with each in a row; None if there is to be none."""
-        if not isinstance(error, RetriableError) or self.num_failed >= self.max_retries:
+        asks for, and twice as long with each in a row; None if there is to be none. is_resumption:
+        of a stream of which pieces have come."""
+        most = self.max_retries
+        if most and is_resumption:
+            most = max(most, MIN_RESUMPTIONS)
+        if not isinstance(error, RetriableError) or self.num_failed >= most:
             return None
         delay_s = float((error.retry_after_s or 0.0) * 2**self.num_failed)
         if now_s + delay_s >= self.deadline_s:
@@ -336,7 +345,8 @@ class GenerateCalls(Generic[ChannelT]):
         is_in_pieces = not all(choice.has_ended for choice in self._choices.values())
         if self._comes_at_end and is_in_pieces:
             return None
-        return self._attempts.delay_s(error, time.monotonic())
+        is_resumption = bool(self._choices)
+        return self._attempts.delay_s(error, time.monotonic(), is_resumption=is_resumption)
 
     def _broken(self, how: str) -> BatonError:
         return BatonError(f"the stream {how}", request_id=self.request_id)

@@ -47,7 +47,8 @@ class Client:
     metadata: sent with every call.
     max_retries: how often in a row a call is tried again where it may succeed later, after the
     time the server asks for, or a second, and twice as long the next time. A stream of which
-    pieces have come goes on behind them.
+    pieces have come goes on behind them, and is tried five times in a row at least, unless this
+    is 0.
     tls: files by which the two ends know each other; TlsFiles() trusts the usual roots. None for
     plain text.
     api_key: shown with every call; only ever together with tls where others can listen.

@@ -18,6 +18,9 @@ from baton.types import BeamParams, Sampling, SequenceSpec
 #: Choices, and beams, that no worker has places for, wherever the sequence goes on.
 MAX_WIDTH = 4096
 
+#: Of a tenant, unless there is none. Longer ones are no keys of the digest of adapters' prefixes.
+TENANT_BYTES = 16
+
 #: What holds of fields of Sampling. NaN breaks each.
 _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(
     {
@@ -50,6 +53,8 @@ def _faults(spec: SequenceSpec, engine: EngineSpec) -> Iterator[str]:
         yield f"prompt.token_ids: {largest} {_not_below(engine.vocab_size)}"
     if spec.adapter and spec.adapter not in engine.adapters:
         yield f"adapter: {spec.adapter!r} is not loaded here; start the worker with --lora-modules"
+    if len(spec.tenant) not in (0, TENANT_BYTES):
+        yield f"tenant: {len(spec.tenant)} bytes, must be 0 or {TENANT_BYTES}"
     if not 1 <= spec.num_choices <= MAX_WIDTH:
         yield f"num_choices: {spec.num_choices}, must be 1 to {MAX_WIDTH}"
     yield from _sampling_faults(spec.sampling, engine.vocab_size)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeGuard, get_args
 
-from baton.errors import EngineFault
+from baton.errors import EngineFault, FieldViolation, InvalidRequest
 from baton.types import DEFAULT_MAX_WHITESPACE, MAX_WHITESPACE
 
 GrammarKind = Literal["json_schema", "regex", "lark", "llguidance"]
@@ -72,19 +72,23 @@ class Grammar:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Grammar:
-        """The inverse of to_bytes. Raises EngineFault if it is of another make: gateway and tier do
-        not fit together."""
+        """The inverse of to_bytes. Raises EngineFault if it is of a kind of a later make, and
+        InvalidRequest if it is none."""
         try:
             parsed = json.loads(data)
-        except ValueError as error:
-            raise EngineFault(f"a grammar's bytes are not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise _no_grammar(f"is not JSON: {error}") from None
         match parsed:
-            case {"kind": kind, "text": str(text)} if _is_kind(kind):
+            case {"kind": str(kind), "text": str(text)}:
                 # Gateways of 0.1.0 do not say.
                 most = parsed.get("max_whitespace", DEFAULT_MAX_WHITESPACE)
-                if isinstance(most, int):
-                    return cls(kind, text, min(max(most, 0), MAX_WHITESPACE))
-        raise EngineFault("a grammar of a kind that this worker does not know; update it")
+                if not isinstance(most, int):
+                    raise _no_grammar("its max_whitespace is no integer")
+                if not _is_kind(kind):
+                    fault = "a grammar of a kind that this worker does not know; update it"
+                    raise EngineFault(fault)
+                return cls(kind, text, min(max(most, 0), MAX_WHITESPACE))
+        raise _no_grammar("has no kind or no text")
 
     def to_bytes(self) -> bytes:
         """As TokenSampling.grammar holds it."""
@@ -107,6 +111,10 @@ class Grammar:
                 )
             case "llguidance":
                 return self.text
+
+
+def _no_grammar(fault: str) -> InvalidRequest:
+    return InvalidRequest.of(FieldViolation("sampling.grammar", fault))
 
 
 def _is_kind(kind: object) -> TypeGuard[GrammarKind]:

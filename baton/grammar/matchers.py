@@ -104,6 +104,8 @@ class Matchers:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
             grammar = Grammar.from_bytes(data)
+        except InvalidRequest:
+            raise
         except Exception as error:
             # Whatever it is, it is charged to the sequences that have this grammar, not to the
             # engine's thread.

@@ -236,7 +236,8 @@ class GenerateRequest(message.Message):
     """Name of the model, or of a LoRA adapter that its workers have; empty means the model that is served."""
     priority: builtins.int
     """Lower numbers are served first among the requests of one API key, or cache_salt where there are no keys; equal ones in
-    order of arrival. Range -1000..1000; default 0.
+    order of arrival. Workers, which serve all of them side by side, take numbers below 0 for 0: one may let others go
+    first, and not push past them. Range -1000..1000; default 0.
     """
     cache_salt: builtins.str
     """Requests with different salts never share cached prefixes. At most 256 characters."""

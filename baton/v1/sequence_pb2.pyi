@@ -44,7 +44,7 @@ class SequenceState(message.Message):
     tenant: builtins.bytes
     """Keeps prefixes of tenants apart in caches; 0 or 16 bytes."""
     priority: builtins.int
-    """Lower numbers first."""
+    """Lower numbers first, but those below 0 are as 0."""
     arrival_ns: builtins.int
     """Order of arrival at the gateway, in nanoseconds of its clock; breaks ties of priority."""
     traceparent: builtins.str

@@ -207,7 +207,8 @@ class GenerationBody(ModelBody):
         int | None,
         WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY)),
     ] = None
-    """Lower ones are served first; 0 if not given."""
+    """Lower ones are served first among the requests of one API key, or cache_salt where there are
+    no keys; 0 if not given."""
     cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
     """Prefixes in the KV cache are shared with requests of the same salt alone."""
 

@@ -59,7 +59,15 @@ from baton.events import (
     joined,
 )
 from baton.telemetry.names import Phase, RequestEvent
-from baton.types import KvSource, NumericsClass, Rank, SequenceSpec, Tier, TokenLogprobs
+from baton.types import (
+    KvSource,
+    NumericsClass,
+    Rank,
+    SequenceSpec,
+    Tier,
+    TokenLogprobs,
+    across_accounts,
+)
 from gateway.output.output import Output
 from gateway.request.assignment import (
     Abort,
@@ -302,7 +310,8 @@ class RequestState:
         )
 
     def rank_of(self, choice: Choice) -> Rank:
-        return self._spec.choice_alone(choice.index).rank
+        """Among the running choices of all accounts."""
+        return across_accounts(self._spec.choice_alone(choice.index).rank)
 
     def spec_of(self, choices: Sequence[Choice]) -> SequenceSpec:
         """What is to be placed: all choices as one while they have no tokens, else one that has

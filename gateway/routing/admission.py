@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Generic, Protocol, TypeVar
 
 from baton.errors import Overloaded
-from baton.types import Rank
+from baton.types import Rank, across_accounts
 
 #: What estimates are made of: the latest of each kind.
 _NUM_LATEST = 64
@@ -54,7 +54,8 @@ class AdmissionQueue(Generic[QueuedT]):
         self.max_size = max_size
         self._weights = weights or {}
         self._heaps: dict[bytes, list[Rank]] = {}
-        self._returns: list[Rank] = []
+        self._returns: list[tuple[Rank, Rank]] = []
+        """Ranks of all accounts' returns, each behind that by which it is sorted."""
         self._items: dict[Rank, QueuedT] = {}
         self._widths: Counter[bytes] = Counter()
         """Places that each account waits for."""
@@ -78,7 +79,7 @@ class AdmissionQueue(Generic[QueuedT]):
             raise ValueError(f"rank {item.rank} is queued already")
         self._items[item.rank] = item
         if item.is_return:
-            heapq.heappush(self._returns, item.rank)
+            heapq.heappush(self._returns, (across_accounts(item.rank), item.rank))
             return
         account = item.account
         if not self._widths[account]:
@@ -89,19 +90,19 @@ class AdmissionQueue(Generic[QueuedT]):
 
     def pop(self) -> QueuedT | None:
         """Take out the item to be served next, if there is one; `charge` it once it is served."""
-        if (rank := self._first_of(self._returns)) is not None:
-            heapq.heappop(self._returns)
-            return self._items.pop(rank)
+        while self._returns:
+            _, returned = heapq.heappop(self._returns)
+            if (item := self._items.pop(returned, None)) is not None:
+                return item
         heads = [
-            (self._counters[account], rank, account)
+            (self._counters[account], across_accounts(rank), account)
             for account, heap in self._heaps.items()
             if (rank := self._first_of(heap)) is not None
         ]
         if not heads:
             return None
-        _, rank, account = min(heads)
-        heapq.heappop(self._heaps[account])
-        return self._take(rank)
+        _, _, account = min(heads)
+        return self._take(heapq.heappop(self._heaps[account]))
 
     def charge(self, item: QueuedT) -> None:
         """An item that was popped has been given its places."""
@@ -117,7 +118,7 @@ class AdmissionQueue(Generic[QueuedT]):
 
     def width_before(self, account: bytes, width: int) -> float:
         """Places that are given before an item of this width would be served, if it came last."""
-        returns = sum(self._items[rank].width for rank in self._returns if rank in self._items)
+        returns = sum(self._items[rank].width for _, rank in self._returns if rank in self._items)
         own = self._widths[account]
         # For each unit of its weight, each other account gets as many meanwhile as this one, or
         # what it waits for.

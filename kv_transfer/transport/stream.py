@@ -384,7 +384,7 @@ class StreamListener:
             waiting = [(g.leave_at_s, g) for g in self._peers.values() if g.leave_at_s is not None]
         for leave_at_s, peer in waiting:
             if leave_at_s <= now_s:
-                _log.info("a KV connection did not greet within %g s", GREETING_TIMEOUT_S)
+                _log.warning("a KV connection did not greet within %g s", GREETING_TIMEOUT_S)
                 _hang_up(peer.sock)
         return min((at_s - now_s for at_s, _ in waiting if at_s > now_s), default=None)
 
@@ -419,7 +419,7 @@ class StreamListener:
             finally:
                 stream.close()
         except OSError as error:
-            _log.info("a KV connection ended before its first frame: %s", error)
+            _log.warning("a KV connection ended before its first frame: %s", error)
         finally:
             sock.close()
             with self._lock:
@@ -462,6 +462,6 @@ def _serve(stream: ServerStream, session: ReceiverSession, peer: _Peer) -> str:
     except BlockingIOError:
         return "the sender does not read"
     except OSError as error:
-        _log.info("KV connection of %s is lost: %s", session.peer, error)
+        _log.warning("KV connection of %s is lost: %s", session.peer, error)
         return f"the connection is lost: {error}"
     return "the sender does not fit this worker"

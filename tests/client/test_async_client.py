@@ -29,7 +29,7 @@ from baton.client import (
     SamplingParams,
     WorkerLost,
 )
-from baton.client.calls import MAX_AT_ONCE
+from baton.client.calls import MAX_AT_ONCE, MIN_RESUMPTIONS
 from baton.errors import BY_REASON
 from tests.support.fake_inference import SERVICE, FakeInference, echo, whole_choices
 
@@ -270,10 +270,22 @@ async def test_a_stream_that_gets_nowhere_fails(
     async with AsyncClient(async_client.address, max_retries=2) as client:
         stream = client.stream("ab")
         await anext(stream)
-        fake.failures.extend([WorkerLost("gone", retry_after_s=0)] * 3)
+        fake.failures.extend([WorkerLost("gone", retry_after_s=0)] * 9)
         with pytest.raises(WorkerLost):
             await anext(stream)
-    assert len(fake.requests) == 3
+    assert len(fake.requests) == 1 + MIN_RESUMPTIONS
+
+
+async def test_a_stream_waits_longer_for_its_gateway_than_a_first_call(
+    async_client: AsyncClient, fake: FakeInference
+) -> None:
+    """To start a gateway again takes longer than the retries of a first call do."""
+    fake.failures_after_first.append(WorkerLost("gone", retry_after_s=0))
+    async with AsyncClient(async_client.address) as client:
+        stream = client.stream("ab")
+        await anext(stream)
+        fake.failures.extend([WorkerLost("gone", retry_after_s=0)] * 4)
+        assert "".join([chunk.text async for chunk in stream]) == "b"
 
 
 @pytest.mark.parametrize("params", [{"best_of": 4}, {"beam_search": BeamSearch(width=4)}])
@@ -293,11 +305,11 @@ async def test_what_comes_at_its_end_is_computed_again_and_comes_once(
 async def test_what_comes_again_is_no_progress(
     async_client: AsyncClient, fake: FakeInference
 ) -> None:
-    fake.failures_after_first.extend([WorkerLost("gone", retry_after_s=0)] * 3)
+    fake.failures_after_first.extend([WorkerLost("gone", retry_after_s=0)] * 9)
     async with AsyncClient(async_client.address, max_retries=2) as client:
         with pytest.raises(WorkerLost):
             await client.generate("ab", n=2, best_of=3)
-    assert len(fake.requests) == 3
+    assert len(fake.requests) == 1 + MIN_RESUMPTIONS
 
 
 async def test_a_choice_that_is_another_one_when_it_comes_again_is_an_error(

@@ -301,3 +301,13 @@ def test_retries_are_counted_and_end_before_the_deadline(
 def test_only_what_may_succeed_later_is_retried(error: BatonError) -> None:
     assert Attempts(3, 100.0).delay_s(error, 0.0) is None
     assert Attempts(3, 100.0).delay_s(WorkerLost("x", retry_after_s=0.5), 0.0) == 0.5
+
+
+@pytest.mark.parametrize(("max_retries", "waits_s"), [(0, 0.0), (2, 31.0), (6, 63.0)])
+def test_a_stream_that_has_begun_waits_for_a_gateway_to_start_again(
+    max_retries: int, waits_s: float
+) -> None:
+    attempts, lost, now_s = Attempts(max_retries, 100.0), WorkerLost("x", retry_after_s=1.0), 0.0
+    while (delay_s := attempts.delay_s(lost, now_s, is_resumption=True)) is not None:
+        now_s += delay_s
+    assert now_s == waits_s

@@ -191,7 +191,7 @@ async def test_kills_change_no_answer_of_a_chat(pairs: ProxiedCluster) -> None:
 
 async def test_a_killed_gateway_costs_no_stream_a_token(pairs: ProxiedCluster) -> None:
     """Its successor takes the streams up at the same address."""
-    async with AsyncClient(pairs.address, max_retries=5) as client:
+    async with AsyncClient(pairs.address) as client:
         streams = Streams(client, seed=2, num_streams=16, num_tokens=100)
         await streams.all_run()
         send(pairs, signal.SIGKILL, "gateway")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded, Overloaded
-from baton.types import Rank, SequenceSpec
+from baton.types import Rank, SequenceSpec, across_accounts
 from gateway.routing.admission import AdmissionQueue, WaitEstimate
 from gateway.routing.router import Need
 from tests.support.gateway_world import World, gateway_world, make_spec
@@ -65,7 +65,10 @@ def test_each_item_is_served_once_returns_first_and_an_account_by_rank(items: li
     assert sorted(i.rank for i in order) == sorted(i.rank for i in items)
     assert len(queue) == queue.width == 0
     returns = [item for item in order if item.is_return]
-    assert order[: len(returns)] == returns == sorted(returns, key=lambda item: item.rank)
+    assert order[: len(returns)] == returns
+    # Those of all accounts come together.
+    ranks = [across_accounts(item.rank) for item in returns]
+    assert ranks == sorted(ranks)
     for account in (b"a", b"b", b"c"):
         own = [item for item in order if item.account == account and not item.is_return]
         assert own == sorted(own, key=lambda item: item.rank)
@@ -147,6 +150,15 @@ def test_two_backlogged_keys_get_tokens_by_their_weights_and_another_waits_for_n
         assert 2.5 <= share <= 3.5
 
     run_virtual(main(), max_time_s=1e5)
+
+
+def test_a_negative_priority_counts_among_an_accounts_own_requests_alone() -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(10)
+    pushing = [Item(3, b"b", priority=-1000), Item(2, b"b")]
+    returning = [Item(4, b"a", is_return=True), Item(5, b"b", is_return=True, priority=-1000)]
+    for item in (*pushing, *returning, Item(1, b"a")):
+        queue.add(item)
+    assert [item.number for item in served(queue)] == [4, 5, 1, 3, 2]
 
 
 def test_one_with_five_hundred_requests_makes_another_wait_for_one() -> None:

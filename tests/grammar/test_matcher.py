@@ -210,11 +210,25 @@ def test_the_bytes_of_a_gateway_that_says_nothing_of_white_space_are_read() -> N
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xff", b"[]", b'{"kind": "gbnf", "text": ""}', b'{"kind": "regex"}']
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"[" * 100_000,
+        b'{"kind": "regex"}',
+        b'{"kind": ["regex"], "text": "a"}',
+        b'{"kind": "json_schema", "text": "{}", "max_whitespace": 1e400}',
+    ],
 )
-def test_bytes_of_another_make_are_an_error_not_a_crash(data: bytes) -> None:
-    with pytest.raises(EngineFault):
+def test_bytes_that_are_no_grammar_are_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling\.grammar"):
         Grammar.from_bytes(data)
+
+
+def test_a_grammar_of_a_later_make_is_the_workers_fault() -> None:
+    with pytest.raises(EngineFault, match="update it"):
+        Grammar.from_bytes(b'{"kind": "gbnf", "text": ""}')
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Any) -> None:

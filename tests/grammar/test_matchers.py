@@ -88,7 +88,12 @@ def test_few_grammars_are_kept_and_a_forgotten_one_still_serves_who_ordered_it()
 
 
 @pytest.mark.parametrize(
-    ("data", "kind"), [(b"?", EngineFault), (Grammar.regex("(").to_bytes(), InvalidRequest)]
+    ("data", "kind"),
+    [
+        (b'{"kind": "gbnf", "text": ""}', EngineFault),
+        (b"?", InvalidRequest),
+        (Grammar.regex("(").to_bytes(), InvalidRequest),
+    ],
 )
 def test_what_cannot_be_compiled_fails_each_sequence_by_an_error_of_its_own(
     data: bytes, kind: type[BatonError]

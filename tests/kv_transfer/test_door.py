@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -88,6 +90,37 @@ def test_who_does_not_prove_itself_in_time_leaves(make_rig: Any, says: str) -> N
             stranger.sendall(hello())
         assert is_hung_up(stranger)
     check_open(rig)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("says", ["nothing", "a part", "a greeting"])
+def test_what_a_stranger_makes_a_worker_log_is_limited(
+    make_rig: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lines at warning and above are: see AlikeLimit."""
+    caplog.set_level(logging.INFO)
+    rig = make_rig("tcp")
+    with knock(rig) as stranger:
+        if says == "a part":
+            stranger.sendall(hello()[:20])
+            reset(stranger)
+        elif says == "a greeting":
+            stranger.sendall(hello())
+            assert stranger.recv(4096), "it is accepted"
+            reset(stranger)
+        else:
+            assert is_hung_up(stranger)
+    end_s = time.monotonic() + PATIENCE_S
+    while not caplog.records and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def reset(sock: socket.socket) -> None:
+    """Leave without a word."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def draw_spec(
         f"r{index}",
         prompt,
         sampling,
-        tenant=rng.choice([b"", b"t"]),
+        tenant=rng.choice([b"", b"t" * 16]),
         priority=rng.choice([0, 0, 1]),
         arrival_ns=index,
         num_choices=rng.choice([1, 1, 1, 2, 3]),

@@ -50,7 +50,7 @@ def draw_request(rng: random.Random, index: int, plain_share: float = 0.0) -> Se
         f"r{index}",
         prompt,
         sampling,
-        tenant=rng.choice([b"", b"t"]),
+        tenant=rng.choice([b"", b"t" * 16]),
         priority=rng.choice([0, 0, 1]),
         arrival_ns=index,
         num_choices=beam.num_returned if beam else rng.choice([1, 1, 1, 2, 3]),

@@ -50,10 +50,10 @@ class Worker:
         looks = count()
         return lambda: next(looks) * self.tick_s
 
-    def run(self, handle: int) -> WorkerSequence:
+    def run(self, handle: int, priority: int = 0) -> WorkerSequence:
         """A sequence all of whose KV is here."""
         prompt = tuple(range(100 * handle, 100 * handle + NUM_TOKENS))
-        spec = SequenceSpec(f"r{handle}", prompt, Sampling(), arrival_ns=handle)
+        spec = SequenceSpec(f"r{handle}", prompt, Sampling(), priority=priority, arrival_ns=handle)
         lease = self.pool.lease(b"", prompt, NUM_TOKENS)
         assert lease is not None
         sequence = WorkerSequence(0, handle, spec, lease, Stage.RUNNING, NUM_TOKENS)
@@ -96,6 +96,14 @@ def test_what_comes_back_writes_no_block_that_holds_its_kv_already() -> None:
     assert (kv[7, :, :, :, in_last:] == -1).all()
     assert worker.swap.is_empty
     assert worker.swap.num_bytes == 0
+
+
+def test_a_negative_priority_takes_nobodys_blocks_and_a_positive_one_gives_way() -> None:
+    """Workers serve all accounts side by side, and anybody may give a priority."""
+    worker = Worker()
+    yielding, early, pushing = worker.run(1, 1), worker.run(2), worker.run(3, -1000)
+    # Blocks are taken from the last of these.
+    assert worker.state.in_stage(Stage.RUNNING) == [early, pushing, yielding]
 
 
 def test_nobody_comes_back_before_all_that_run_can_grow() -> None:

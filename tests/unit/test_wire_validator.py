@@ -50,6 +50,8 @@ BAD = {
     "prompt.token_ids": SequenceSpec("r", (1, VOCAB_SIZE), Sampling()),
     "prompt.token_ids ": SequenceSpec("r", (1,), Sampling(), output_token_ids=(VOCAB_SIZE,)),
     "prompt": SequenceSpec("r", (), Sampling()),
+    "tenant": SequenceSpec("r", (1,), Sampling(), tenant=b"t"),
+    "tenant ": SequenceSpec("r", (1,), Sampling(), tenant=b"t" * 65),
     "num_choices": SequenceSpec("r", (1,), Sampling(), num_choices=2**32 - 1),
 }
 
