@@ -12,9 +12,11 @@ from baton.config.load import build_options
 from baton.engine.interface import Batch, Launched, LayersDone
 from baton.engine.oracle import OracleEngine
 from baton.errors import ConfigError
-from baton.events import Tokens
+from baton.events import Failed, Tokens
+from baton.grammar import Grammar
 from baton.types import KvSource, Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
+from tests.support.grammar_walks import allowed_after, ids_of
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_tiers import SimDecode, SimShape
 from worker_core.commands import Open
@@ -56,9 +58,17 @@ class OnlyAlternatives(RandomSpeculation):
                 planned.append(NO_PROPOSAL)
                 continue
             place = min(self._place, len(right) - 1)
-            others = ((),) * place + ((WRONG - 1, right[place]),)
-            planned.append(Proposal((*right[:place], WRONG, *right[place + 1 :]), others))
+            wrong, other = self._wrong(request, start + place)
+            others = ((),) * place + ((other, right[place]),)
+            planned.append(Proposal((*right[:place], wrong, *right[place + 1 :]), others))
         return planned
+
+    def _wrong(self, request: DraftRequest, place: int) -> tuple[int, int]:
+        """Two for a place of the output, which the grammar allows."""
+        output, allowed = self._output(request), allowed_after(request.sampling)
+        able = ids_of(allowed(output[:place])) if allowed else (WRONG, WRONG - 1)
+        first, second = [token for token in able if token != output[place]][:2]
+        return first, second
 
 
 def run(worker: SimDecode, specs: Sequence[SequenceSpec]) -> dict[int, list[Tokens]]:
@@ -68,6 +78,7 @@ def run(worker: SimDecode, specs: Sequence[SequenceSpec]) -> dict[int, list[Toke
     came: dict[int, list[Tokens]] = {handle: [] for handle in range(len(specs))}
     while not all(own and own[-1].finish for own in came.values()):
         for event in worker.step().events:
+            assert not isinstance(event.event, Failed), event.event
             if isinstance(event.event, Tokens):
                 came[event.handle].append(event.event)
         worker.pool.check_integrity()
@@ -98,6 +109,17 @@ def test_the_output_goes_on_from_an_alternative(place: int) -> None:
         # The right drafts before it, the alternative and the token after it.
         assert {len(event.samples) for event in events[1:-1]} == {place + 2}
         assert all(event.num_accepted_tokens == place + 1 for event in events[1:-1])
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_behind_an_alternative_comes_what_the_grammar_allows_there(place: int) -> None:
+    """Which is another set of tokens after each one."""
+    grammar = Grammar.regex("([A-F][G-K][L-P][Q-U][V-Z]){8}").to_bytes()
+    spec = SequenceSpec("a", (5, 6, 7), Sampling(max_tokens=30, grammar=grammar))
+    worker = SimDecode(LoopbackHub(), lambda: 0.0, SimShape(), speculation=OnlyAlternatives(place))
+    events = run(worker, [spec])[0]
+    assert ids(events) == expected(spec)
+    assert {len(event.samples) for event in events[1:-1]} == {place + 2}
 
 
 def test_kv_of_an_alternative_is_a_prefix_for_others() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from baton.grammar import Grammar, GrammarVocabulary, Matcher, load_vocabulary, synthetic_vocabulary
 from baton.grammar.matcher import compile_grammar
@@ -57,11 +58,16 @@ def matcher_of(
     return Matcher(compile_grammar(grammar, vocabulary), vocabulary, ends)
 
 
+@cache
+def _compiled(grammar: bytes) -> LLMatcher:
+    return compile_grammar(Grammar.from_bytes(grammar), small_vocabulary())
+
+
 def allowed_after(sampling: Sampling) -> Callable[[Sequence[int]], bytes | None] | None:
     """SampleRow.allowed by the output so far, for an oracle engine; None without a grammar."""
     if not sampling.grammar:
         return None
-    compiled = compile_grammar(Grammar.from_bytes(sampling.grammar), small_vocabulary())
+    compiled = _compiled(sampling.grammar)
 
     def allowed(output: Sequence[int]) -> bytes:
         matcher = Matcher(compiled, small_vocabulary(), sampling.stop_token_ids)

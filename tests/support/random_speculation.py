@@ -1,5 +1,6 @@
 """Speculation that guesses wildly: right tokens, wrong ones and both mixed, of any number, whenever
-it likes."""
+it likes. Where a grammar holds the output, wrong ones are often such as it allows: a chain is cut
+at others, and alternatives are looked at within it alone."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import random
 from collections.abc import Hashable, Sequence
 
 from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
-from tests.support.grammar_walks import allowed_after
+from tests.support.grammar_walks import allowed_after, ids_of
 from worker_core.speculation.interface import DraftRequest, Proposal
 
 
@@ -56,19 +57,29 @@ class RandomSpeculation:
     def _guess(self, request: DraftRequest) -> tuple[int, ...]:
         start = len(request.token_ids) - request.num_prompt_tokens
         right = self._output(request)[start : start + request.max_num_drafts]
-        right += [self._any() for _ in range(request.max_num_drafts - len(right))]
         share = self._rng.choice([0.0, 0.2, 1.0])
-        return tuple(self._any() if self._rng.random() < share else token for token in right)
+        return tuple(
+            self._any(request, start + place)
+            if place >= len(right) or self._rng.random() < share
+            else right[place]
+            for place in range(request.max_num_drafts)
+        )
 
     def _others(self, request: DraftRequest, place: int, drafts: Sequence[int]) -> tuple[int, ...]:
         """Up to two other tokens for a place, the right one often among them."""
         start = len(request.token_ids) - request.num_prompt_tokens + place
         right = self._output(request)[start : start + 1]
-        others = [*right, self._any()] if self._rng.random() < 0.5 else [self._any()]
+        others = [self._any(request, start)]
+        if self._rng.random() < 0.5:
+            others = [*right, *others]
         return tuple(token for token in dict.fromkeys(others) if token != drafts[place])
 
-    def _any(self) -> int:
-        return self._rng.randrange(self._vocab_size)
+    def _any(self, request: DraftRequest, place: int) -> int:
+        """For a place of the output."""
+        output, allowed = self._output(request), allowed_after(request.sampling)
+        if allowed is None or place >= len(output) or self._rng.random() < 0.3:
+            return self._rng.randrange(self._vocab_size)
+        return self._rng.choice(ids_of(allowed(output[:place])))
 
     def _output(self, request: DraftRequest) -> list[int]:
         """What the request gets in the end."""
