@@ -32,13 +32,14 @@ from baton.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
-from baton.events import Committed, Deferred, Offered, Paused, Preempted, Tokens
+from baton.events import Committed, Deferred, Failed, Offered, Paused, Preempted, Tokens
 from baton.grammar import Grammar
 from baton.model.checkpoint import HeadFiles
 from baton.model.memory_plan import MemoryPlan, format_bytes
 from baton.types import KvSource, Sampling, SequenceSpec
 from baton.worker.build import build_decode_engine
 from kv_transfer.transport.loopback import LoopbackHub
+from tests.support.grammar_walks import allowed_after, ids_of
 from tests.support.sim_tiers import SimDecode, SimShape
 from tests.support.tiny_heads import (
     MTP_LAYER,
@@ -307,7 +308,11 @@ class EagerDrafts:
     ) -> None:
         """right: what sequences get in the end, by their prompts' digits."""
         self._proposer, self._right, self._rng = proposer, right, rng
-        self.num_drafts = self.num_alternatives = 0
+        self._paths: dict[Hashable, tuple[int, ...]] = {}
+        """That end in an alternative which alone is right, of sequences that a grammar holds."""
+        self.num_drafts = self.num_alternatives = self.num_followed = 0
+        """Drafts that were made, right alternatives that were put in, and those of a grammar's
+        sequences that the output went on from."""
 
     def is_due(self, key: Hashable) -> bool:  # noqa: ARG002
         return self._rng.random() < 0.9
@@ -319,15 +324,22 @@ class EagerDrafts:
         max_num_drafts: int,  # noqa: ARG002
     ) -> list[Proposal]:
         planned = []
+        self._paths.clear()
         for request, proposal in zip(requests, self._proposer.propose(requests), strict=True):
             drafts, others = proposal
             self.num_drafts += len(drafts)
             text = self._right.get(str(list(request.token_ids[: request.num_prompt_tokens])), ())
             at = len(request.token_ids) - request.num_prompt_tokens
             own, place = text[at : at + len(drafts)], self._rng.randrange(5)
-            if place < len(own) and any(others[place : place + 1]) and self._rng.random() < 0.5:
-                # The right token of a place is an alternative alone.
-                wrong = next(t for t in (*drafts, 0, 1) if t != own[place])
+            allowed = allowed_after(request.sampling)
+            chance = 1.0 if allowed else 0.5
+            if place < len(own) and any(others[place : place + 1]) and self._rng.random() < chance:
+                # The right token of a place is an alternative alone. At a token that the grammar
+                # forbids the chain would end, and no alternative be looked at.
+                able = ids_of(allowed(text[: at + place])) if allowed else (*drafts, 0, 1)
+                wrong = next(t for t in able if t != own[place])
+                if allowed:
+                    self._paths[request.key] = own[: place + 1]
                 drafts = (*own[:place], wrong, *drafts[place + 1 :])
                 others = (*((),) * place, (*others[place][:1], own[place]))
                 others = tuple(tuple(t for t in dict.fromkeys(o) if t != wrong) for o in others)
@@ -338,7 +350,8 @@ class EagerDrafts:
         return planned
 
     def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        pass
+        # Without it the step gives what is right of the chain, and the token behind that.
+        self.num_followed += key in self._paths and len(token_ids) > len(self._paths[key])
 
     def on_step_end(self, num_rows: int, num_drafts: int) -> None:
         pass
@@ -346,6 +359,9 @@ class EagerDrafts:
     def forget(self, key: Hashable) -> None:
         self._proposer.forget(key)
 
+
+#: What may come is another set of tokens after each one, as far as drafts go.
+_FIVE_KINDS = Grammar.regex("([A-F][G-K][L-P][Q-U][V-Z]){6}").to_bytes()
 
 #: Greedy and sampled ones, and one that a grammar holds to few tokens.
 SPECS = [
@@ -355,7 +371,7 @@ SPECS = [
         Sampling(temperature=0.9 * (index % 2), seed=index, max_tokens=16 + index, grammar=grammar),
         arrival_ns=index,
     )
-    for index, grammar in enumerate([b"", b"", b"", b"", Grammar.regex("[a-f0-9]{30}").to_bytes()])
+    for index, grammar in enumerate([b"", b"", b"", b"", _FIVE_KINDS])
 ]
 
 
@@ -404,6 +420,7 @@ def alone(target: Path) -> dict[int, tuple[int, ...]]:
 def run(worker: SimDecode, outputs: dict[int, list[int]], open_handles: set[int]) -> None:
     while open_handles:
         for event in worker.step().events:
+            assert not isinstance(event.event, Failed), event.event
             if isinstance(event.event, Tokens):
                 outputs.setdefault(event.handle, []).extend(s.token_id for s in event.event.samples)
                 if event.event.finish:
@@ -592,6 +609,7 @@ def test_tokens_are_those_of_the_target_alone(
     assert {handle: tuple(outputs[handle]) for handle in alone} == alone
     assert rig.drafts[0].num_drafts > 20
     assert bool(rig.drafts[0].num_alternatives) == bool(widths)
+    assert bool(rig.drafts[0].num_followed) == bool(widths)
     rig.check_empty()
     assert worker.pool.counts().leased == 0
 
