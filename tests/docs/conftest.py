@@ -19,9 +19,10 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def _first_prompt() -> str:
     """What the first request of the README sends."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"baton generate - .* < (\S+)$", readme, re.MULTILINE)
+    found = re.search(r"^head -n (\d+) (\S+) \| .*baton generate - ", readme, re.MULTILINE)
     assert found, "no such request"
-    return (ROOT / found[1]).read_text()
+    lines = (ROOT / found[2]).read_text().splitlines(keepends=True)
+    return "".join(lines[: int(found[1])])
 
 
 @pytest.fixture(scope="session")

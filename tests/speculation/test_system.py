@@ -18,6 +18,7 @@ from tests.support.sim_system import History, System
 from tests.support.sim_tiers import SimDecode, SimShape
 from tests.support.virtual_loop import run_virtual
 from worker_core.commands import Abort, Open
+from worker_core.speculation.interface import DraftRequest
 
 VOCAB = 1000
 HANDLES = itertools.count()
@@ -146,7 +147,7 @@ def test_a_draft_that_the_engine_cannot_compute_does_not_harm_its_sequence() -> 
     (output,) = expected(spec)
 
     class Poisonous(RandomSpeculation):
-        def _any(self) -> int:
+        def _any(self, request: DraftRequest, place: int) -> int:  # noqa: ARG002
             return 999
 
     assert 999 not in output
