@@ -611,9 +611,16 @@ class WorkerInfo:
     """Names of its LoRA adapters, whose digest is in layout.fingerprint."""
 
 
+#: Of a tenant's key. Longer ones than 64 would be no keys of the digest that an adapter's prefixes
+#: have.
+TENANT_BYTES = 16
+
+
 def tenant_of(cache_salt: str) -> bytes:
-    """The tenant key of a cache salt: 16 bytes, or none for the salt that everyone shares."""
-    return hashlib.blake2b(cache_salt.encode(), digest_size=16).digest() if cache_salt else b""
+    """The tenant key of a cache salt; none for the salt that everyone shares."""
+    if not cache_salt:
+        return b""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=TENANT_BYTES).digest()
 
 
 def finish_reason(

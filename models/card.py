@@ -39,6 +39,7 @@ def draft_card(record: TrainingRecord) -> str:
 
 def _card(name: str, command: str, story: str, record: TrainingRecord) -> str:
     corpus, minutes = record.corpus, round(record.thread_time_s / 60)
+    size = f"{record.steps:,} steps, {record.tokens_seen:,} tokens"
     figures = "\n".join(f"| {key} | {value:.4f} |" for key, value in record.validation.items())
     versions = ", ".join(f"{library} {version}" for library, version in record.versions.items())
     return f"""---
@@ -56,8 +57,7 @@ serve, test and measure a real language model with no download and no GPU.
 ## How it was made
 {story}
 
-{record.steps:,} steps, {record.tokens_seen:,} tokens, {minutes} minutes of two threads on a
-2-core CPU.
+{size}, {minutes} minutes of two threads on a 2-core CPU.
 Seed {record.seed}; {versions}.
 Weights are bf16; the input and output embeddings are tied.
 

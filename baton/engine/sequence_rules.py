@@ -13,13 +13,10 @@ from types import MappingProxyType
 
 from baton.engine.interface import EngineSpec
 from baton.errors import InvalidRequest
-from baton.types import BeamParams, Sampling, SequenceSpec
+from baton.types import TENANT_BYTES, BeamParams, Sampling, SequenceSpec
 
 #: Choices, and beams, that no worker has places for, wherever the sequence goes on.
 MAX_WIDTH = 4096
-
-#: Of a tenant, unless there is none. Longer ones are no keys of the digest of adapters' prefixes.
-TENANT_BYTES = 16
 
 #: What holds of fields of Sampling. NaN breaks each.
 _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(

@@ -114,10 +114,10 @@ _NAMES = {
     "tool_choice.function.name": "tool_choice.name",
 }
 
-#: By status, where it is not invalid_request_error for the client's faults and api_error for ours.
 #: Clients of Anthropic's read the second.
 MESSAGES_ID_HEADERS: tuple[str, ...] = (*ID_HEADERS, "request-id")
 
+#: By status, where it is not invalid_request_error for the client's faults and api_error for ours.
 _ERROR_TYPES: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
