@@ -18,9 +18,12 @@ from gateway.http.harmony import HarmonyParser
 from gateway.http.requests import validated
 from gateway.http.tools import CallArguments, CallBegins, Content, Part, Thought
 
-#: What a model may write into a message: anything but the marks that end it.
+#: What ends a message, or begins the next.
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+
+#: What a model may write into a message: anything but those.
 TEXTS = st.text(alphabet="ab <|>\n=:{}endcaltorsu", max_size=12).filter(
-    lambda text: not any(mark in text for mark in ("<|end|>", "<|start|>", "<|call|>"))
+    lambda text: not any(mark in text for mark in ENDS)
 )
 NAMES = st.from_regex(r"[a-z_][a-z0-9_.-]{0,9}", fullmatch=True)
 MESSAGES = st.lists(
