@@ -110,10 +110,13 @@ so leave it out. `/v1/responses` numbers its events: give the `sequence_number` 
 `baton.progress` beside its sums. Names of items and calls are the same with the same seed and
 prompt, so that parts go on under the names that they began with.
 
-Events have no `id`, and `Last-Event-ID` is passed over. Such a header says how far a stream came,
-and not which tokens came: a gateway that holds nothing of finished or broken streams would have to
-draw all of them again, one step each, where `resume_from` costs one prefill; and one that kept them
-could not help after its own end, which is what streams break of.
+With `stream_options.include_event_ids` each event of a completion or a chat has an `id`, and a
+client that reads server-sent events as browsers do takes a stream up with nothing else: the same
+request, with the id of the last event that it got as `Last-Event-ID`. It needs no `seed` (the id
+names it) and may have several prompts. An id says how far each choice came and not by which tokens,
+so that the answer is drawn again up to there, a step for each token, where `resume_from` costs one
+prefill; a checksum in the id refuses what turns out another answer. Ids are not sent unless they
+are asked for: some load tools take each event for one line.
 
 `baton serve` takes several models, each with workers of its own behind one gateway, and with a name
 where its directory or Hub id is none to call it by:

@@ -162,6 +162,7 @@ class ChatFormat:
 
     id_prefix = "chatcmpl"
     id_headers = ID_HEADERS
+    has_event_ids = True
 
     def __init__(self, body: ChatBody, bytes_of: BytesOf, style: ChatStyle) -> None:
         """Raises InvalidRequest."""

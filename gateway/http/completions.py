@@ -79,6 +79,7 @@ class CompletionFormat:
 
     id_prefix = "cmpl"
     id_headers = ID_HEADERS
+    has_event_ids = True
 
     def __init__(self, body: CompletionBody, bytes_of: BytesOf) -> None:
         """Raises InvalidRequest."""

@@ -6,16 +6,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from baton.errors import BatonError
+from baton.errors import BatonError, FieldViolation, InvalidRequest
 from baton.rpc.status import given_request_id
 from baton.v1 import inference_pb2
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.errors import FieldNames
+from gateway.http.event_ids import LAST_EVENT_ID, EventIds
 from gateway.http.requests import GenerationBody
 from gateway.intake.request import ValidatedRequest
 from gateway.long_work import Pacer
@@ -59,6 +61,8 @@ class Format(Protocol):
 
     id_prefix: str
     id_headers: tuple[str, ...]
+    has_event_ids: bool
+    """Whether its events can have ids."""
 
     @property
     def body(self) -> GenerationBody:
@@ -122,6 +126,7 @@ class Generation:
     def __init__(
         self, serving: Serving, form: Format, request: HttpRequest, response: HttpResponse
     ) -> None:
+        """Raises InvalidRequest for a Last-Event-ID that the request cannot go on behind."""
         self._serving = serving
         self._form = form
         self._metadata = request.headers
@@ -134,6 +139,10 @@ class Generation:
         self._has_usage = form.body.has_usage_everywhere
         """In each piece; where only the last one has it, the others say so."""
         self._no_usage = ',"usage":null' if form.body.has_usage_chunk else ""
+        last_event_id = request.header(LAST_EVENT_ID.lower())
+        self._is_taken_up = bool(last_event_id or form.body.resume_from)
+        """Whether an earlier stream began the answer."""
+        self._event_ids = _event_ids_of(form, last_event_id)
 
     async def run(self) -> None:
         """Send the whole answer."""
@@ -146,6 +155,8 @@ class Generation:
             await self._response.send(200, JSON, json.dumps(document).encode())
             return
         await self._run_all()
+        if self._event_ids is not None:
+            self._event_ids.check_end()
         if not self._response.has_started:  # nothing was left to send but the end
             self._response.start(EVENTS)
         await self._response.end(self._form.end(self._usage.fields()).encode())
@@ -179,7 +190,7 @@ class Generation:
             return
         request_id = validated.spec.request_id
         self._response.headers += [(name, request_id) for name in self._form.id_headers]
-        if validated.resume_from:  # the name that its first part had goes on
+        if self._is_taken_up:  # the name that its first part had goes on
             request_id = given_request_id(self._metadata) or request_id
         self._answer = Answer(
             f"{self._form.id_prefix}-{request_id}",
@@ -195,18 +206,57 @@ class Generation:
 
     def _write_event(self, index: int, chunk: Chunk) -> Coroutine[Any, Any, object] | None:
         self._usage.add(index, chunk)
+        new: Chunk | None = chunk
+        if self._event_ids is not None:
+            choice = index * max(1, self._form.requests[0].sampling.n) + chunk.choice
+            earlier, new = self._event_ids.split(choice, chunk)
+            if earlier is not None:
+                self._form.event(index, earlier, "")  # what it begins is known by it
+        text = self._event(index, new) if new is not None else ""
+        if not text:
+            return None
+        if self._event_ids is not None:
+            text = f"{text[:-1]}id: {self._event_ids}\n\n"
+        # Not earlier: what fails before the first piece has a status of its own.
+        if not self._response.has_started:
+            self._response.start(EVENTS)
+        return self._response.write(text.encode())
+
+    def _event(self, index: int, chunk: Chunk) -> str:
         usage = self._no_usage
         if self._has_usage:
             usage = f',"usage":{json.dumps(self._usage.fields())}'
         if self._has_timing and chunk.HasField("timing"):
             usage += f',"timing":{json.dumps(timing_of(chunk))}'
-        data = self._form.event(index, chunk, usage).encode()
-        if not data:
-            return None
-        # Not earlier: what fails before the first piece has a status of its own.
-        if not self._response.has_started:
-            self._response.start(EVENTS)
-        return self._response.write(data)
+        return self._form.event(index, chunk, usage)
+
+
+def _event_ids_of(form: Format, last: str) -> EventIds | None:
+    """Those of a stream that has some, whose seed the form's requests then have. last: the client's
+    Last-Event-ID. Raises InvalidRequest."""
+    options, fault = form.body.stream_options, ""
+    if not last and not (options and options.include_event_ids and form.body.is_streamed):
+        return None
+    field = LAST_EVENT_ID if last else "stream_options.include_event_ids"
+    if not form.has_event_ids:
+        fault = "events of this path have no ids; leave it out, and give resume_from"
+    elif not form.body.is_streamed:
+        fault = "goes with stream; set it to true"
+    elif form.body.resume_from:
+        fault = "given with resume_from; leave out one of them"
+    if fault:
+        raise InvalidRequest.of(FieldViolation(field, fault))
+    seeds = [r.sampling.seed for r in form.requests if r.sampling.HasField("seed")]
+    if last:
+        ids = EventIds.behind(last)
+        if seeds and seeds[0] != ids.seed:
+            fault = f"of a stream with seed {ids.seed}, not {seeds[0]}; give the same, or none"
+            raise InvalidRequest.of(FieldViolation("seed", fault))
+    else:
+        ids = EventIds(seeds[0] if seeds else secrets.randbits(64))
+    for request in form.requests:
+        request.sampling.seed = ids.seed
+    return ids
 
 
 def timing_of(chunk: Chunk) -> dict[str, Any]:

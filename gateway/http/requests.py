@@ -126,6 +126,8 @@ class StreamOptions(Body):
     """End with a piece that has the usage alone."""
     continuous_usage_stats: bool | None = None
     """Give the usage so far with every piece."""
+    include_event_ids: bool | None = None
+    """Give events an id, behind which a `Last-Event-ID` header goes on."""
 
 
 class ChoiceSoFar(Body):

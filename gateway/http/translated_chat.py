@@ -61,6 +61,7 @@ class TranslatedChat(ABC):
 
     id_prefix: str
     id_headers: tuple[str, ...]
+    has_event_ids = False
     tool_schema: str
     """What the schema of a tool's parameters is called there."""
 

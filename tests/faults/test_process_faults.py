@@ -106,13 +106,18 @@ async def test_nor_where_layers_have_windows_or_states_of_their_own(layers: Orac
 
 
 @pytest.mark.parametrize(
-    "victims", [pytest.param(("decode-0",), marks=pytest.mark.long), ("gateway",)]
+    ("victims", "by_event_id"),
+    [
+        pytest.param(("decode-0",), False, marks=pytest.mark.long),
+        (("gateway",), False),
+        (("gateway",), True),
+    ],
 )
 async def test_kills_cost_no_stream_by_http_a_token(
-    pairs: ProxiedCluster, victims: tuple[str, ...]
+    pairs: ProxiedCluster, victims: tuple[str, ...], by_event_id: bool
 ) -> None:
     async with using(pairs):
-        source = by_sse(lambda: pairs.http_address)
+        source = by_sse(lambda: pairs.http_address, by_event_id=by_event_id)
         streams = Streams(source, seed=14, num_streams=12, num_tokens=100)
         await streams.all_run()
         send(pairs, signal.SIGKILL, *victims)

@@ -333,6 +333,83 @@ async def test_a_stream_that_broke_off_anywhere_is_taken_up(tmp_path: Path, kind
             assert rest[-1]["usage"]["prompt_tokens"] == whole[-1]["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": "the rain", "n": 2, "logprobs": 1}),
+        ("completions", {"prompt": ["the rain", [5, 6]], "echo": True, "seed": 3}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}),
+    ],
+)
+async def test_a_stream_goes_on_behind_its_last_event_id(
+    tmp_path: Path, path: str, fields: dict[str, Any]
+) -> None:
+    """Behind any of its events, drawn by the seed that the id names, and with ids of its own."""
+    plain = {"reasoning_parser": "none"}
+    async with oracle_system(tmp_path, gateway_options=plain) as system:
+        options = {"include_event_ids": True, "include_usage": True}
+        asked = {"max_tokens": 6, "ignore_eos": True, "stream": True, "stream_options": options}
+
+        async def events(last: str = "") -> list[tuple[Any, str]]:
+            """With their ids; those that have none are the role of a chat, and the usage."""
+            names = {"last_event_id": last} if last else {}
+            body = {**asked, **fields}
+            response, data = await fetch(system.http, f"/v1/{path}", body, **names)
+            *events, done, _ = data.decode().split("\n\n")
+            assert (response.status, done) == (200, "data: [DONE]"), data
+            found = (event.removeprefix("data: ").partition("\nid: ") for event in events)
+            return [(json.loads(document), number) for document, _, number in found]
+
+        def choices(events: list[tuple[Any, str]]) -> dict[int, Any]:
+            """What came of each, added up."""
+            found: dict[int, Any] = {}
+            for choice in (choice for event, _ in events for choice in event["choices"]):
+                so_far = found.setdefault(choice["index"], ["", [], []])
+                so_far[0] += choice.get("text") or choice.get("delta", {}).get("content", "")
+                logprobs = choice["logprobs"] or {}
+                so_far[1] += zip(
+                    logprobs.get("tokens", ()), logprobs.get("text_offset", ()), strict=True
+                )
+                so_far[2] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            return found
+
+        whole = await events()
+
+        async def goes_on_behind(index: int) -> None:
+            kept, rest = whole[: index + 1], await events(whole[index][1])
+            assert choices([*kept, *rest]) == choices(whole)
+            assert rest[-1][0]["usage"]["completion_tokens"] == 2 * 6
+            if rest[0][1]:  # and breaks off again
+                assert choices([*kept, rest[0], *await events(rest[0][1])]) == choices(whole)
+
+        numbered = [index for index, (_, number) in enumerate(whole) if number]
+        assert numbered
+        await asyncio.gather(*map(goes_on_behind, numbered))
+
+
+async def test_a_last_event_id_that_is_of_another_answer(tmp_path: Path) -> None:
+    """400 with what to do, before anything is sent."""
+    async with oracle_system(tmp_path) as system:
+        asked = {"prompt": "the rain", **GREEDY, "stream": True}
+        options = {"include_event_ids": True}
+        _, data = await fetch(system.http, "/v1/completions", {**asked, "stream_options": options})
+        (*_, last) = re.findall(r"^id: (.*)$", data.decode(), re.MULTILINE)
+        so_far = [{"token_ids": [5], "num_chars": 1}]
+        for path, fields, field in (
+            ("completions", {"prompt": "the sun"}, "Last-Event-ID"),
+            ("completions", {"max_tokens": 4}, "Last-Event-ID"),
+            ("completions", {"seed": 3}, "seed"),
+            ("completions", {"stream": False}, "Last-Event-ID"),
+            ("completions", {"resume_from": so_far, "seed": 3}, "Last-Event-ID"),
+            ("responses", {"prompt": None, "input": "x"}, "Last-Event-ID"),
+        ):
+            response, data = await fetch(
+                system.http, f"/v1/{path}", {**asked, **fields}, last_event_id=last
+            )
+            assert response.status == 400, data
+            assert json.loads(data)["error"]["param"] == field, data
+
+
 _FUNCTION = {"name": "f", "parameters": {"type": "object", "required": ["a"]}}
 _CALL = '<think>Hm.</think>So.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 _TALK = [{"role": "user", "content": "x"}]

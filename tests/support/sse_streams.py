@@ -24,16 +24,17 @@ _LAST = frozenset({"response.completed", "response.incomplete", "message_stop"})
 _Lines = AsyncGenerator[bytes]
 
 
-def by_sse(address: Callable[[], str]) -> Source:
+def by_sse(address: Callable[[], str], *, by_event_id: bool = False) -> Source:
     """address: of the gateway that runs now. A stream whose connection breaks, or that no gateway
-    answers, is asked for again with what came of it."""
+    answers, is asked for again with what came of it, or by_event_id: with the id of the last
+    event."""
 
     async def pieces(request: OracleRequest) -> AsyncGenerator[Chunk]:
-        so_far: dict[int, dict[str, Any]] = {}
+        client = _Client(address, request, by_event_id=by_event_id)
         last: Chunk | None = None
         while True:
             try:
-                async for chunk in _answer(address(), request, so_far):
+                async for chunk in client.answer():
                     if chunk.usage is not None and last is not None:
                         # An event of its own there, and of the last piece here.
                         yield replace(last, usage=chunk.usage)
@@ -48,25 +49,47 @@ def by_sse(address: Callable[[], str]) -> Source:
     return pieces
 
 
-async def _answer(
-    address: str, request: OracleRequest, so_far: dict[int, dict[str, Any]]
-) -> AsyncIterator[Chunk]:
-    """What comes on one connection, behind what came before; its end is that of the connection."""
-    asked = {
-        "prompt": request.prompt,
-        "temperature": request.temperature,
-        "seed": request.seed,
-        "max_tokens": request.num_tokens,
-        "n": request.num_choices,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        "resume_from": list(so_far.values()),
-    }
-    async for line in _lines(address, "/v1/completions", asked):
-        if line.startswith(b"data: {"):
-            yield _chunk(json.loads(line.removeprefix(b"data: ")), so_far)
+class _Client:
+    """Of one stream."""
+
+    def __init__(
+        self, address: Callable[[], str], request: OracleRequest, *, by_event_id: bool
+    ) -> None:
+        self._address = address
+        self._by_event_id = by_event_id
+        self._asked = {
+            "prompt": request.prompt,
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "max_tokens": request.num_tokens,
+            "n": request.num_choices,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "include_event_ids": by_event_id},
+            "return_token_ids": True,
+        }
+        self._so_far: dict[int, dict[str, Any]] = {}
+        self._last_id = ""
+
+    async def answer(self) -> AsyncIterator[Chunk]:
+        """What comes on one connection, behind what came before; its end is that of the
+        connection."""
+        asked, head = self._asked, ""
+        if not self._by_event_id:
+            asked = {**asked, "resume_from": list(self._so_far.values())}
+        elif self._last_id:
+            head = f"Last-Event-ID: {self._last_id}\r\n"
+        event: dict[str, str] = {}
+        async for line in _lines(self._address(), "/v1/completions", asked, head):
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            if name:
+                event[name] = value
+                continue
+            # An event that its connection broke off in is none.
+            self._last_id = event.get("id", self._last_id)
+            if event.get("data", "").startswith("{"):
+                yield _chunk(json.loads(event["data"]), self._so_far)
+            event = {}
 
 
 async def _lines(address: str, path: str, asked: dict[str, Any], head: str = "") -> _Lines:
