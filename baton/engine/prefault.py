@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import threading
+import time
 
 import torch
 
@@ -16,13 +17,17 @@ _log = logging.getLogger(__name__)
 #: Of madvise, from Linux 5.14 on: backs pages as a write would, and leaves what they hold.
 _MADV_POPULATE_WRITE = 23
 
-#: Asked for at a time: the kernel holds up who maps memory meanwhile.
-_CHUNK_BYTES = 4 << 20
+#: Asked for at a time: the kernel holds up who maps memory meanwhile, as a thread that starts does.
+_CHUNK_BYTES = 256 << 10
+#: Between two chunks, in times of what the first took. It leaves others the processor, as a low
+#: priority would; but a thread of low priority that is put aside while it holds the kernel's lock
+#: held up threads that wanted it for 50 to 100 ms.
+_PAUSE = 3.0
 
 
 def prefault(memory: torch.Tensor) -> threading.Thread | None:
-    """Have all pages of `memory` backed, from its first on, by a thread that takes what processor
-    time nobody wants.
+    """Have all pages of `memory` backed, from its first on, by a thread that takes a quarter of a
+    core at most.
 
     memory: bytes of the process's own, which begin with a page; they may be written meanwhile.
     Returns the thread, or None, with nothing done, where the kernel cannot do it.
@@ -39,12 +44,12 @@ def prefault(memory: torch.Tensor) -> threading.Thread | None:
         return ctypes.get_errno()
 
     def run(_kept: torch.Tensor) -> None:
-        # Of this thread alone.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for offset in range(_CHUNK_BYTES, num_bytes, _CHUNK_BYTES):
+            began_s = time.thread_time()
             if error := populate(offset):
                 _log.warning("KV memory is not backed ahead: %s", os.strerror(error))
                 return
+            time.sleep(_PAUSE * (time.thread_time() - began_s))
 
     if num_bytes and (error := populate(0)):
         if error != errno.EINVAL:

@@ -4,6 +4,11 @@ receiver.
 The receiver makes a segment per connection and passes it with KvAccept over a Unix socket; it is
 sealed, so neither side can shrink it under the other. It has one slot per credit, and a slot
 belongs to the sender except between the sending of a chunk and its credit.
+
+To reserve and write the pages of a whole segment takes as long as many a prompt, so that the first
+handoff would wait for it: one slot is reserved before the acceptance, the others one by one while
+no frame comes, and a page is written first by the chunk that needs it. What a sender puts into a
+slot that is not reserved yet reserves it.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import fcntl
 import mmap
 import os
 import socket
+from collections import deque
 
 from baton.v1 import kv_pb2
 from kv_transfer.frame import FrameError
@@ -37,9 +43,7 @@ class _Segment:
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         stride = _stride(slot_bytes)
-        # Every page is mapped now, so that no chunk pays for the first touch.
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self._map = mmap.mmap(fd, num_slots * stride, flags)
+        self._map = mmap.mmap(fd, num_slots * stride, mmap.MAP_SHARED)
         view = memoryview(self._map)
         self.slots = [view[at * stride : (at + 1) * stride] for at in range(num_slots)]
 
@@ -104,23 +108,44 @@ class ShmServerStream(UnixServerStream):
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         super().__init__(sock, receiver)
         self._segment: _Segment | None = None
+        self._fd = -1
+        """Of the segment, as long as some of its slots are not reserved."""
+        self._stride = 0
+        self._unreserved: deque[int] = deque()
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
-        fd = os.memfd_create("baton-kv", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-        try:
-            # Allocates all pages now, so that no chunk pays for the first touch.
-            os.posix_fallocate(fd, 0, frame.num_credits * _stride(frame.max_chunk_bytes))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
-            self._segment = _Segment(fd, frame.num_credits, frame.max_chunk_bytes)
-            self.send_with_fd(frame, fd)
-        finally:
-            os.close(fd)
+        self._stride = _stride(frame.max_chunk_bytes)
+        self._fd = os.memfd_create("baton-kv", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, frame.num_credits * self._stride)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        self._unreserved.extend(range(frame.num_credits))
+        self._reserve_one()
+        self._segment = _Segment(self._fd, frame.num_credits, frame.max_chunk_bytes)
+        self.send_with_fd(frame, self._fd)
+
+    def wait(self) -> bool:
+        while self._unreserved and not self.is_ready:
+            self._reserve_one()
+        if self._fd >= 0 and not self._unreserved:
+            self._close_fd()
+        return super().wait()
+
+    def _reserve_one(self) -> None:
+        """In the order in which senders take slots. Raises OSError: there is no memory."""
+        at = self._unreserved.popleft() * self._stride
+        os.posix_fallocate(self._fd, at, self._stride)
+
+    def _close_fd(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def slot(self, index: int, num_bytes: int) -> memoryview | None:
         return self._segment.slots[index][:num_bytes] if self._segment else None
 
     def close(self) -> None:
         super().close()
+        self._close_fd()
         if self._segment:
             self._segment.close()
 

@@ -166,8 +166,9 @@ class SlottedConnection(StreamConnection):
         end."""
 
     def open_slots(self, num_slots: int) -> None:
-        """The memory is there, and all its slots are free."""
-        self._free = list(range(num_slots))
+        """The memory is there, and all its slots are free: the first is taken first, and then
+        whichever was given back last."""
+        self._free = list(reversed(range(num_slots)))
 
     def stage(self, num_bytes: int) -> Staged | None:
         if not self._free:
@@ -257,6 +258,11 @@ class ServerStream(ABC):
     def has_more(self) -> bool:
         """Whether something has been read from the socket that belongs to frames to come."""
         return False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self.has_more or bool(self._poll.poll(0))
 
     def wait(self) -> bool:
         """Wait for a frame to come, or for `wake`. Whether one comes, or the stream has ended."""
