@@ -62,8 +62,11 @@ GENERIC = Table(
         "test_chunks_change_nothing": "chunks",
         "test_a_handoff_changes_nothing": "handoff",
         "test_drafts_change_nothing": "drafts",
+        "test_gptq_tokens_are_those_of_what_the_levels_mean": "GPTQ",
+        "test_float8_tokens_are_those_of_what_the_codes_mean": "fp8",
         "test_logits_are_the_same_to_the_bit_in_any_batch": "bits",
         "default": "by default",
+        "kernels": "kernels",
     },
 )
 #: Whatever has a line passes this, or fails it; other tests of a module make none.

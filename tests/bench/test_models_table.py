@@ -22,8 +22,8 @@ REPORT = """<testsuites><testsuite>
 def test_what_failed_was_skipped_or_did_not_run_is_distinguished() -> None:
     lines = table_of(GENERIC, results_of(REPORT)).splitlines()
     assert len(lines[0].split("|")) == len(GENERIC.columns) + 3
-    assert lines[2] == "| gpt2 | - | yes | - | **no** | - | transformers' |"
-    assert lines[3] == "| llama | - | to rounding | - | - | - | Baton's code |"
+    assert lines[2] == "| gpt2 | - | yes | - | **no** | - | - | - | transformers' | - |"
+    assert lines[3] == "| llama | - | to rounding | - | - | - | - | - | Baton's code | - |"
 
 
 def test_parameters_beside_the_architecture_count_together() -> None:
