@@ -268,11 +268,17 @@ class _Filling:
         pending, stacked = self._pending, self._stacked
         if pending is not None and pending.takes(name, tensor.dtype):
             return partial(self._take_quantized, pending, name, path)
-        if pending is not None and pending.is_unused(name):
+        if pending is not None and self._is_idle(pending, name, tensor):
             return None
         if stacked is not None and stacked.takes(name):
             return partial(self._take_stacked, stacked, name, path)
         return partial(self._fill, name, path) if self._targets_of(name, path) else None
+
+    def _is_idle(self, pending: PendingLayers, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a quantised checkpoint has it for nothing: GPTQ's older tools wrote zeros for
+        layers without a bias."""
+        is_bias = name not in self._targets and pending.is_bias(name)
+        return pending.is_unused(name) or (is_bias and not tensor.any())
 
     def _take_quantized(
         self, pending: PendingLayers, name: str, path: Path, tensor: torch.Tensor

@@ -38,6 +38,11 @@ class PendingLayers:
         layer, _, piece = name.rpartition(".")
         return layer in self._layers and piece in _OF_INPUTS
 
+    def is_bias(self, name: str) -> bool:
+        """Whether the tensor is a bias of a layer that may be quantised."""
+        layer, _, piece = name.rpartition(".")
+        return layer in self._layers and piece == "bias"
+
     def add(
         self, name: str, tensor: torch.Tensor
     ) -> tuple[str, StoredWeight | torch.Tensor] | None:

@@ -260,6 +260,18 @@ def test_a_weight_of_another_model_is_named(packed_model: Path) -> None:
         logits_of(packed_model, "float32")
 
 
+def test_biases_of_zeros_of_layers_that_have_none_are_passed_over(tmp_path: Path) -> None:
+    """GPTQ's older tools wrote one for each layer."""
+    path, _ = make_quantized(tmp_path, *CASES["gptq-4"])
+    before = logits_of(path, "float32")
+    bias = "model.layers.1.mlp.up_proj.bias"
+    edit_weights(path, lambda tensors: tensors.update({bias: torch.zeros(112).half()}))
+    assert torch.equal(logits_of(path, "float32"), before)
+    edit_weights(path, lambda tensors: tensors[bias].fill_(0.5))
+    with pytest.raises(TensorMismatch, match=r"up_proj\.bias' has no place"):
+        logits_of(path, "float32")
+
+
 def test_pieces_in_several_files(packed_model: Path) -> None:
     whole = logits_of(packed_model, "float32")
     tensors = load_file(packed_model / "model.safetensors")
