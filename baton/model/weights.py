@@ -307,9 +307,16 @@ class _Filling:
         no place."""
         targets = self._targets.get(name, ())
         if not targets and not (_IGNORED.search(name) or self._ignores(name)):
+            fix = "the config and the weights must be of one model"
+            if self._stacked is not None and ".experts." in name:
+                fix = (
+                    "each layer's experts are read from one tensor, or one by one with gate and up "
+                    "in one gate_up_proj; of this checkpoint's model use the one in mxfp4, or an "
+                    "unquantised one"
+                )
             raise TensorMismatch(
                 f"{path.name}: tensor {name!r} has no place in the model that config.json "
-                "describes; the config and the weights must be of one model"
+                f"describes; {fix}"
             )
         return targets
 
