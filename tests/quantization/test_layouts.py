@@ -313,6 +313,34 @@ def test_how_the_output_layer_is_stored(raw: dict[str, Any], bits: int | None) -
     assert (config.output_layer and config.output_layer.bits) == bits
 
 
+def test_float8_has_two_names() -> None:
+    """MiniMax-M2 has torch's."""
+    raw = in_blocks(128, 128)
+    assert parse_quantization(raw | {"fmt": "float8_e4m3fn"}) == parse_quantization(raw)
+
+
+def test_scales_of_blocks_may_be_powers_of_two_in_a_byte(tmp_path: Path) -> None:
+    """scale_fmt=ue8m0: in torch's type for it, or float32."""
+    quantized, dense = make_quantized(tmp_path, powers_of_two, in_blocks(24, 16))
+    wanted = logits_of(dense, "float32")
+    assert torch.equal(logits_of(quantized, "float32"), wanted)
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {name: x.float() for name, x in tensors.items() if "scale_inv" in name}
+
+    edit_weights(quantized, widen)
+    assert torch.equal(logits_of(quantized, "float32"), wanted)
+
+
+def powers_of_two(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    pieces, _ = float8_in_blocks(24, 16)(weight)
+    scales = pieces["weight_scale_inv"].log2().ceil().exp2()
+    wide = scales.repeat_interleave(24, 0)[: len(weight)].repeat_interleave(16, 1)
+    codes = (weight / wide[:, : weight.shape[1]]).to(torch.float8_e4m3fn)
+    dense = codes.float() * wide[:, : weight.shape[1]]
+    return {"weight": codes, "weight_scale_inv": scales.to(torch.float8_e8m0fnu)}, dense
+
+
 @pytest.mark.parametrize("targets", [["Linear"], ["re:.*"], ["lm_head", "re:.*up_proj"]])
 def test_a_second_group_is_for_the_output_layer_alone(targets: list[str]) -> None:
     second = INT8_GROUP | {"targets": targets}
