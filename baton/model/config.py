@@ -521,8 +521,10 @@ def choose_implementation(folder: Path, asked: str) -> Implementation:
     try:
         parse_quantization(raw.get("quantization_config"))
     except UnsupportedModel as error:
-        reasons = (refusal, f"model_type={kind!r} by transformers' code: {error.message}")
-        raise UnsupportedModel(". ".join(filter(None, reasons))) from error
+        reason = f"model_type={kind!r} by transformers' code: {error.message}"
+        if asked == "transformers" and _has_mxfp4(kind, raw):
+            reason += ". Baton's own code reads it: leave out --model-impl=transformers"
+        raise UnsupportedModel(". ".join(filter(None, (refusal, reason)))) from error
     return Implementation("transformers", refusal)
 
 
@@ -917,11 +919,15 @@ def _windows(
 
 
 def _quantization(family: str, raw: Mapping[str, Any]) -> QuantizationConfig | None:
-    """Weights in mxfp4, which a gpt-oss has in its experts, are dequantised as they are read: none
-    is left."""
+    """Weights in mxfp4 are dequantised as they are read: none is left."""
+    return None if _has_mxfp4(family, raw) else parse_quantization(raw.get("quantization_config"))
+
+
+def _has_mxfp4(family: str, raw: Mapping[str, Any]) -> bool:
+    """Which a gpt-oss has in its experts."""
     found = raw.get("quantization_config")
     is_mxfp4 = isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
-    return None if is_mxfp4 and family == "gpt_oss" else parse_quantization(found)
+    return is_mxfp4 and family == "gpt_oss"
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:

@@ -50,13 +50,20 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
         describe(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["bitnet", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "method", "fix"),
+    [
+        ("bitnet", "bitnet", "use the unquantised"),
+        ("mixtral", "hqq", "use the unquantised"),
+        ("gpt_oss", "mxfp4", "leave out --model-impl"),
+    ],
+)
 def test_formats_that_are_not_read_are_refused_before_transformers_is_imported(
-    kind: str, tmp_path: Path
+    kind: str, method: str, fix: str, tmp_path: Path
 ) -> None:
-    config = {"model_type": kind, "quantization_config": {"quant_method": "bitnet"}}
+    config = {"model_type": kind, "quantization_config": {"quant_method": method}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    reason = rf"{kind}'.*quant_method=bitnet: .*gptq, awq or fp8 is read; use the unquantised"
+    reason = rf"{kind}'.*quant_method={method}: .*gptq, awq or fp8 is read.*{fix}"
     with pytest.raises(UnsupportedModel, match=reason):
         choose_implementation(tmp_path, "transformers")
 
