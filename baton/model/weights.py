@@ -123,7 +123,7 @@ def read_dequantized(
             dense[f"{layer}.weight"] = own.to(dtype)
 
     def keep(name: str, path: Path, tensor: torch.Tensor) -> None:
-        if name.endswith(".weight"):
+        if tensor.is_floating_point() or name.endswith(".weight"):
             _check_dtype(name, tensor, path)
         dense[name] = tensor
 
