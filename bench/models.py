@@ -48,6 +48,7 @@ NATIVE = Table(
         "test_logits_after_a_handoff_are_the_same": "handoff",
         "test_drafts_change_nothing": "drafts",
         "test_quantised_tokens_are_those_of_what_the_levels_mean": "int8, int4",
+        "test_published_tokens_are_those_of_what_the_levels_mean": "GPTQ, AWQ, packed, fp8",
         "test_logits_are_the_same_to_the_bit_in_any_batch": "bits",
         "test_ranks_give_the_same_bits": "ranks",
         "kernels": "kernels",
@@ -62,14 +63,22 @@ GENERIC = Table(
         "test_chunks_change_nothing": "chunks",
         "test_a_handoff_changes_nothing": "handoff",
         "test_drafts_change_nothing": "drafts",
+        "test_gptq_tokens_are_those_of_what_the_levels_mean": "GPTQ",
+        "test_float8_tokens_are_those_of_what_the_codes_mean": "fp8",
         "test_logits_are_the_same_to_the_bit_in_any_batch": "bits",
         "default": "by default",
+        "kernels": "kernels",
     },
 )
+#: All cases, for one that was left out would count as skipped; and a format of reports that keeps
+#: what tests record.
+PYTEST = ("pytest", "-q", "-n0", "--long", "-o", "junit_family=xunit1")
 #: Whatever has a line passes this, or fails it; other tests of a module make none.
 FIRST = "test_greedy_tokens_are_those_of_generate"
 #: In a test's name, beside the architecture.
-_PARAMETERS = re.compile(r"^(float32|bfloat16)-|-(float32|bfloat16|int8|int4)$")
+_PARAMETERS = re.compile(
+    r"^(float32|bfloat16)-|-(float32|bfloat16|int8|int4|gptq|awq|compressed-tensors|fp8)$"
+)
 _WORDS = {"skipped": "to rounding", "failure": "**no**", "error": "**no**"}
 
 
@@ -107,9 +116,7 @@ def main() -> int:
     for table in (NATIVE, GENERIC):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
-            # A family that keeps what tests record.
-            pytest = [sys.executable, "-m", "pytest", "-q", "-n0", "-o", "junit_family=xunit1"]
-            command = [*pytest, table.tests, f"--junitxml={report}"]
+            command = [sys.executable, "-m", *PYTEST, table.tests, f"--junitxml={report}"]
             status |= subprocess.run(command, cwd=ROOT, check=False).returncode
             results = results_of(report.read_text())
         results = {name: found for name, found in results.items() if FIRST in found}

@@ -22,14 +22,21 @@ from baton.engine.model_source import EnginePlan, Graphs, LoadedModel
 from baton.engine.stateful_kv_pool import ELEMENT_BYTES, StatefulKvPool
 from baton.engine.step_runner import NO_STATES, Followers, LayerDone, NoFollowers, TensorPool
 from baton.engine.torch_step import fault, pack_tokens, take_drawn
-from baton.errors import AdapterError, ConfigError
+from baton.errors import AdapterError, ConfigError, UnsupportedModel
 from baton.model.adapters import Adapter
 from baton.model.checkpoint import HeadFiles
+from baton.model.config import read_quantization
 from baton.model.memory_plan import HeadMemory
 from baton.model.sequence_states import SequenceStates
-from baton.model.transformers_backend.describe import describe
+from baton.model.transformers_backend.describe import Description, describe
 from baton.model.transformers_backend.load import TransformersDecoder, load_model
-from baton.model.weights import ProgressHook, digest_checkpoint, terminal_progress
+from baton.model.weights import (
+    ProgressHook,
+    digest_checkpoint,
+    read_dequantized,
+    terminal_progress,
+)
+from baton.quantization.config import QuantizationConfig
 from baton.types import DTYPE_BYTES, KEY_VALUE
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 
@@ -44,7 +51,9 @@ class TransformersModel:
 
     def __init__(self, folder: Path) -> None:
         """Raises UnsupportedModel, naming what cannot be served."""
-        found = describe(folder)
+        found, self._quantization = describe(folder), read_quantization(folder)
+        if self._quantization is not None and found.transposed:
+            _check_transposed(found, self._quantization)
         self._folder, self._description = folder, found
         self.name = f"{found.architecture} by transformers {transformers.__version__}"
         self.dtype, self.vocab_size = found.dtype, found.vocab_size
@@ -113,7 +122,8 @@ class TransformersModel:
         )
 
     def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:  # noqa: ARG002
-        """See ModelSource. A tied output layer has a copy of its own."""
+        """See ModelSource. A tied output layer has a copy of its own; quantised weights are
+        dequantised."""
         found = self._description
         return (found.num_weights + found.head_weights) * DTYPE_BYTES[dtype]
 
@@ -134,14 +144,33 @@ class TransformersModel:
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
         """See ModelSource."""
+        dtype = getattr(torch, plan.dtype)
         if progress is not None:
-            digest = digest_checkpoint(self._folder, progress)
+            tensors, digest = self._read(dtype, progress)
         else:
             with terminal_progress() as show:
-                digest = digest_checkpoint(self._folder, show)
-        dtype = getattr(torch, plan.dtype)
-        decoder = load_model(self._folder, self._description, dtype, plan.device)
+                tensors, digest = self._read(dtype, show)
+        decoder = load_model(self._folder, self._description, dtype, plan.device, tensors)
         return _LoadedTransformers(digest, decoder)
+
+    def _read(
+        self, dtype: torch.dtype, progress: ProgressHook
+    ) -> tuple[dict[str, torch.Tensor] | None, str]:
+        """Tensors that transformers cannot read itself, and the digest of all."""
+        if self._quantization is None:
+            return None, digest_checkpoint(self._folder, progress)
+        transposed = self._description.transposed
+        return read_dequantized(self._folder, self._quantization, dtype, transposed, progress)
+
+
+def _check_transposed(found: Description, quantization: QuantizationConfig) -> None:
+    """GPTQ's tools turn such weights; what others do is not known. Raises UnsupportedModel."""
+    if quantization.method != "gptq":
+        raise UnsupportedModel(
+            f"{found.architecture} keeps its weights as [in, out], of which "
+            f"quantization_config.quant_method={quantization.method} is not known: gptq is read; "
+            "use the unquantised checkpoint"
+        )
 
 
 class _LoadedTransformers:

@@ -506,27 +506,32 @@ def choose_implementation(folder: Path, asked: str) -> Implementation:
         return Implementation(asked)
     raw = _read(folder)
     kind = str(raw.get("model_type", ""))
-    is_quantised = raw.get("quantization_config") is not None
     refusal = ""
     if asked == "auto" and kind in FAMILIES:
         try:
             parse_config(raw)
             return Implementation("baton")
         except UnsupportedSetting as error:
-            if is_quantised:
-                raise
             refusal = error.message
     if not kind:
         raise UnsupportedModel(
             f"model_type={kind!r}: Baton serves {', '.join(FAMILIES)}, and decoders that "
             "transformers knows; use a checkpoint of one of these"
         )
-    if is_quantised:
-        raise UnsupportedModel(
-            f"model_type={kind!r} with quantization_config: quantised weights are read for "
-            f"{', '.join(FAMILIES)} with --model-impl=baton; use the checkpoint that it was made of"
-        )
+    try:
+        parse_quantization(raw.get("quantization_config"))
+    except UnsupportedModel as error:
+        reason = f"model_type={kind!r} by transformers' code: {error.message}"
+        if asked == "transformers" and _has_mxfp4(kind, raw):
+            reason += ". Baton's own code reads it: leave out --model-impl=transformers"
+        raise UnsupportedModel(". ".join(filter(None, (refusal, reason)))) from error
     return Implementation("transformers", refusal)
+
+
+def read_quantization(folder: Path) -> QuantizationConfig | None:
+    """How the checkpoint in `folder` is quantised, whatever its model. Raises ModelError,
+    UnsupportedModel."""
+    return parse_quantization(_read(folder).get("quantization_config"))
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -796,7 +801,8 @@ def _family(raw: Mapping[str, Any]) -> str:
     known = ", ".join(FAMILIES)
     if family not in FAMILIES:
         raise UnsupportedModel(
-            f"model_type={family!r}: Baton serves {known}; use a checkpoint of one of these"
+            f"model_type={family!r}: Baton's own code runs {known}; "
+            "use a checkpoint of one of these"
         )
     expected = _ARCHITECTURES[family]
     architectures = raw.get("architectures") or [expected]
@@ -913,11 +919,15 @@ def _windows(
 
 
 def _quantization(family: str, raw: Mapping[str, Any]) -> QuantizationConfig | None:
-    """Weights in mxfp4, which a gpt-oss has in its experts, are dequantised as they are read: none
-    is left."""
+    """Weights in mxfp4 are dequantised as they are read: none is left."""
+    return None if _has_mxfp4(family, raw) else parse_quantization(raw.get("quantization_config"))
+
+
+def _has_mxfp4(family: str, raw: Mapping[str, Any]) -> bool:
+    """Which a gpt-oss has in its experts."""
     found = raw.get("quantization_config")
     is_mxfp4 = isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
-    return None if is_mxfp4 and family == "gpt_oss" else parse_quantization(found)
+    return is_mxfp4 and family == "gpt_oss"
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:

@@ -84,7 +84,13 @@ def quantize_checkpoint(
     keeps_output: it stays as it is, too. calibration: a file of text, for schemes of CALIBRATED:
     see baton.model.calibration. Raises ModelError, ConfigError.
     """
-    config = read_config(source)
+    try:
+        config = read_config(source)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"{source}: {error.message}. What transformers' code runs is served as it is, or as "
+            "other tools quantise it: docs/quantization.md names their formats"
+        ) from error
     if config.quantization is not None:
         raise UnsupportedModel(f"{source}: is quantised already; give the unquantised checkpoint")
     experts = config.traits.experts

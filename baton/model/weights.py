@@ -26,7 +26,8 @@ from baton.model.memory_plan import format_bytes
 from baton.model.parameters import Fillable, Target
 from baton.model.stacked_experts import StackedExperts
 from baton.quantization.config import QuantizationConfig
-from baton.quantization.pending import PendingLayers
+from baton.quantization.decode import layer_of_scheme
+from baton.quantization.pending import PLAIN, PendingLayers
 from baton.quantization.weight import StoredWeight, stack
 from baton.start_log import report_phase
 
@@ -93,6 +94,47 @@ def digest_checkpoint(folder: Path, progress: ProgressHook | None = None) -> str
         return lambda _: None
 
     return _read_shards(folder, taker_of, progress)
+
+
+def read_dequantized(
+    folder: Path,
+    quantization: QuantizationConfig,
+    dtype: torch.dtype,
+    transposed: AbstractSet[str],
+    progress: ProgressHook | None = None,
+) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of the dense checkpoint that the one in `folder` stands for, by name: weights of
+    quantised layers in `dtype`, all others as they are; and the digest, as Loaded.digest.
+
+    transposed: last parts of the names of layers whose dense weight is [in, out]. Raises
+    MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
+    """
+    names = (stored.name for stored in _stored_tensors(list(find_shards(folder))))
+    layers = frozenset(filter(None, (layer_of_scheme(name, quantization) for name in names)))
+    pending, dense = PendingLayers(quantization, layers), dict[str, torch.Tensor]()
+
+    def take(name: str, path: Path, tensor: torch.Tensor) -> None:
+        whole = _add_piece(pending, name, path, tensor)
+        if whole is not None:
+            layer, weight = whole
+            wide = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+            is_transposed = layer.rpartition(".")[2] in transposed
+            own = wide.t().contiguous() if is_transposed else wide
+            dense[f"{layer}.weight"] = own.to(dtype)
+
+    def keep(name: str, path: Path, tensor: torch.Tensor) -> None:
+        if tensor.is_floating_point() or name.endswith(".weight"):
+            _check_dtype(name, tensor, path)
+        dense[name] = tensor
+
+    def taker_of(name: str, tensor: torch.Tensor, path: Path) -> Take | None:
+        if pending.takes(name, tensor.dtype):
+            return partial(take, name, path)
+        return None if pending.is_unused(name) else partial(keep, name, path)
+
+    digest = _read_shards(folder, taker_of, progress)
+    _refuse_unfinished(folder, pending)
+    return dense, digest
 
 
 #: Takes what was read of a tensor.
@@ -226,21 +268,22 @@ class _Filling:
         pending, stacked = self._pending, self._stacked
         if pending is not None and pending.takes(name, tensor.dtype):
             return partial(self._take_quantized, pending, name, path)
-        if pending is not None and pending.is_unused(name):
+        if pending is not None and self._is_idle(pending, name, tensor):
             return None
         if stacked is not None and stacked.takes(name):
             return partial(self._take_stacked, stacked, name, path)
         return partial(self._fill, name, path) if self._targets_of(name, path) else None
 
+    def _is_idle(self, pending: PendingLayers, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a quantised checkpoint has it for nothing: GPTQ's older tools wrote zeros for
+        layers without a bias."""
+        is_bias = name not in self._targets and pending.is_bias(name)
+        return pending.is_unused(name) or (is_bias and not tensor.any())
+
     def _take_quantized(
         self, pending: PendingLayers, name: str, path: Path, tensor: torch.Tensor
     ) -> None:
-        try:
-            whole = pending.add(name, tensor)
-        except (ValueError, RuntimeError, IndexError) as error:
-            raise TensorMismatch(
-                f"{path.name}: {name!r} does not fit quantization_config: {error}"
-            ) from error
+        whole = _add_piece(pending, name, path, tensor)
         if whole is not None:
             self._put(*whole, path)
 
@@ -264,9 +307,16 @@ class _Filling:
         no place."""
         targets = self._targets.get(name, ())
         if not targets and not (_IGNORED.search(name) or self._ignores(name)):
+            fix = "the config and the weights must be of one model"
+            if self._stacked is not None and ".experts." in name:
+                fix = (
+                    "each layer's experts are read from one tensor, or one by one with gate and up "
+                    "in one gate_up_proj; of this checkpoint's model use the one in mxfp4, or an "
+                    "unquantised one"
+                )
             raise TensorMismatch(
                 f"{path.name}: tensor {name!r} has no place in the model that config.json "
-                "describes; the config and the weights must be of one model"
+                f"describes; {fix}"
             )
         return targets
 
@@ -286,12 +336,8 @@ class _Filling:
 
     def finish(self, folder: Path) -> dict[str, StoredWeight]:
         """Once all tensors have come: see Loaded.quantized. Raises MissingTensor."""
-        if self._pending is not None and (parts := self._pending.missing()):
-            layer = min(parts)
-            raise MissingTensor(
-                f"{folder}: {len(parts)} quantised layers lack tensors, the first {layer!r}: "
-                f"{', '.join(parts[layer])}"
-            )
+        if self._pending is not None:
+            _refuse_unfinished(folder, self._pending)
         if self._stacked is not None and (halves := self._stacked.missing):
             raise MissingTensor(
                 f"{folder}: {len(halves)} tensors are missing, the first {halves[0]!r}; the "
@@ -304,7 +350,11 @@ class _Filling:
 def _check(name: str, tensor: torch.Tensor, target: Target, path: Path) -> None:
     if tensor.shape != target.shape:
         raise _wrong_shape(name, tensor.shape, target, path)
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    _check_dtype(name, tensor, path)
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, path: Path) -> None:
+    if tensor.dtype not in PLAIN:
         raise TensorMismatch(
             f"{path.name}: tensor {name!r} is of {tensor.dtype}; "
             "float32, bfloat16 and float16 are read"
@@ -316,6 +366,27 @@ def _wrong_shape(name: str, found: torch.Size, target: Target, path: Path) -> Te
         f"{path.name}: tensor {name!r} is {list(found)}, but config.json makes it "
         f"{list(target.shape)}; the config and the weights must be of one model"
     )
+
+
+def _add_piece(
+    pending: PendingLayers, name: str, path: Path, tensor: torch.Tensor
+) -> tuple[str, StoredWeight | torch.Tensor] | None:
+    """See PendingLayers.add. Raises TensorMismatch."""
+    try:
+        return pending.add(name, tensor)
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise TensorMismatch(
+            f"{path.name}: {name!r} does not fit quantization_config: {error}"
+        ) from error
+
+
+def _refuse_unfinished(folder: Path, pending: PendingLayers) -> None:
+    if parts := pending.missing():
+        layer = min(parts)
+        raise MissingTensor(
+            f"{folder}: {len(parts)} quantised layers lack tensors, the first {layer!r}: "
+            f"{', '.join(parts[layer])}"
+        )
 
 
 def _refuse_missing(

@@ -74,7 +74,7 @@ def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | No
 def _refusal(name: str, value: object, known: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"quantization_config.{name}={value}: {known} is read; "
-        "use the unquantised checkpoint, or `baton quantize` on it"
+        "use the unquantised checkpoint; `baton quantize` rounds those of Baton's own families"
     )
 
 
@@ -108,7 +108,7 @@ def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
 def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
     """transformers' FineGrainedFP8Config: blocks of weights share a scale, runs of activations get
     theirs as they come."""
-    if raw.get("fmt", "e4m3") != "e4m3":
+    if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _refusal("fmt", raw["fmt"], "e4m3")
     if raw.get("activation_scheme", "dynamic") != "dynamic":
         raise _refusal("activation_scheme", raw["activation_scheme"], "dynamic")

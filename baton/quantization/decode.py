@@ -48,6 +48,14 @@ def required_pieces(config: QuantizationConfig) -> frozenset[str]:
     return frozenset(names)
 
 
+def layer_of_scheme(name: str, config: QuantizationConfig) -> str | None:
+    """The quantised layer that a tensor shows to be there, by their names; None for all tensors but
+    one of each layer."""
+    telling = {"gptq": "qweight", "awq": "qweight", "fp8": "weight_scale_inv"}
+    layer, _, piece = name.rpartition(".")
+    return layer if piece == telling.get(config.method, "weight_scale") else None
+
+
 def decode(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.Tensor:
     """The weight, or a dense one [out, in] float32 where levels cannot be kept as they are: those
     of reordered groups.

@@ -11,7 +11,7 @@ from baton.quantization.decode import decode, required_pieces
 from baton.quantization.weight import StoredWeight
 
 #: Numbers as which an unquantised layer of a quantised checkpoint is stored.
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 #: How a calibrated checkpoint would round a layer's inputs.
 _OF_INPUTS = ("input_scale", "input_zero_point")
 
@@ -28,7 +28,7 @@ class PendingLayers:
     def takes(self, name: str, dtype: torch.dtype) -> bool:
         """Whether the tensor is a piece of a quantised layer."""
         layer, _, piece = name.rpartition(".")
-        if layer not in self._layers or (piece == "weight" and dtype in _PLAIN):
+        if layer not in self._layers or (piece == "weight" and dtype in PLAIN):
             return False
         return piece in self._required(layer)
 
@@ -37,6 +37,11 @@ class PendingLayers:
         scales of their own, whatever a calibration found."""
         layer, _, piece = name.rpartition(".")
         return layer in self._layers and piece in _OF_INPUTS
+
+    def is_bias(self, name: str) -> bool:
+        """Whether the tensor is a bias of a layer that may be quantised."""
+        layer, _, piece = name.rpartition(".")
+        return layer in self._layers and piece == "bias"
 
     def add(
         self, name: str, tensor: torch.Tensor

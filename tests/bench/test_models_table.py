@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from bench.models import GENERIC, NATIVE, PAGE, results_of, table_of
+from bench.models import GENERIC, NATIVE, PAGE, PYTEST, results_of, table_of
 from bench.suite.markdown import part_of
 from tests.model.test_families import CASES
 from tests.support.architectures import ARCHITECTURES
@@ -22,14 +22,17 @@ REPORT = """<testsuites><testsuite>
 def test_what_failed_was_skipped_or_did_not_run_is_distinguished() -> None:
     lines = table_of(GENERIC, results_of(REPORT)).splitlines()
     assert len(lines[0].split("|")) == len(GENERIC.columns) + 3
-    assert lines[2] == "| gpt2 | - | yes | - | **no** | - | transformers' |"
-    assert lines[3] == "| llama | - | to rounding | - | - | - | Baton's code |"
+    assert lines[2] == "| gpt2 | - | yes | - | **no** | - | - | - | transformers' | - |"
+    assert lines[3] == "| llama | - | to rounding | - | - | - | - | - | Baton's code | - |"
 
 
 def test_parameters_beside_the_architecture_count_together() -> None:
     quantised = "test_quantised_tokens_are_those_of_what_the_levels_mean"
     bits = "test_logits_are_the_same_to_the_bit_in_any_batch"
+    published = "test_published_tokens_are_those_of_what_the_levels_mean"
     report = f"""<testsuites><testsuite>
+<testcase name="{published}[glm4-moe-gptq]"/>
+<testcase name="{published}[glm4-moe-compressed-tensors]"/>
 <testcase name="{quantised}[glm4-moe-int8]"><failure message="no"/></testcase>
 <testcase name="{quantised}[glm4-moe-int4]"/>
 <testcase name="{bits}[float32-glm4-moe]"/>
@@ -37,7 +40,12 @@ def test_parameters_beside_the_architecture_count_together() -> None:
 <property name="kernels" value="by operation"/></properties></testcase>
 </testsuite></testsuites>"""
     (line,) = table_of(NATIVE, results_of(report)).splitlines()[2:]
-    assert line == "| glm4-moe | yes | - | - | - | **no** | yes | - | by operation |"
+    assert line == "| glm4-moe | yes | - | - | - | **no** | yes | yes | - | by operation |"
+
+
+def test_no_case_is_left_out_of_the_run() -> None:
+    """It would read as skipped, which is "to rounding" there."""
+    assert "--long" in PYTEST
 
 
 @pytest.mark.parametrize(("name", "lines"), [("families", CASES), ("transformers", ARCHITECTURES)])

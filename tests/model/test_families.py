@@ -23,15 +23,20 @@ from baton.engine.load_engine import load_engine
 from baton.engine.tensor_parallel.team import RankTeam
 from baton.engine.torch_engine import TorchEngine
 from baton.errors import ConfigError, TensorMismatch, UnsupportedModel
+from baton.model import load
+from baton.model import packed as packing
 from baton.model.config import FAMILIES, parse_config
 from baton.model.decoder import Decoder
 from baton.model.native_decoder import NativeDecoder, make_decoder
 from baton.model.quantize import quantize_checkpoint
 from baton.quantization.encode import encode
 from baton.quantization.scheme import Scheme
+from baton.quantization.weight import StoredWeight
 from baton.types import KvRange, Sampling
 from baton_kernels.cpu.library import library
+from baton_kernels.linear import PlainLinear
 from tests.support.drive_engine import generate, token_ids
+from tests.support.quantized_models import FORMATS, quantize
 from tests.support.rank_threads import start_thread
 from tests.support.transformers_greedy import greedy_outputs
 
@@ -245,6 +250,93 @@ def test_quantised_tokens_are_those_of_what_the_levels_mean(
     }
     save_file(meant, dense / "model.safetensors", metadata={"format": "pt"})
     assert greedy(engine_of(tmp_path / "rounded")) == expected(dense)
+
+
+def published(
+    tiny_model: MakeModel, name: str, form: str, folder: Path, **changes: Any
+) -> tuple[Path, Path]:
+    """(a model of CASES in a format that others publish in, the dense one that means the same)."""
+    family, overrides = CASES[name]
+    source = tiny_model(family, **{**WIDE, **overrides, **changes})
+    dense = shutil.copytree(source, folder / "dense")
+    return quantize(dense, folder / "published", *FORMATS[form]), dense
+
+
+def params_of_formats() -> list[Any]:
+    """Of each format one family runs always: GPTQ of fused tensors, AWQ of a mixture, integers of
+    norms on both sides, float8 of a latent. Of gpt-oss only attention is quantised so: tools leave
+    its experts as they are, in one tensor."""
+    always = set(zip(FORMATS, ("phi3-partial", "glm4-moe", "gemma3", "deepseek-v3"), strict=True))
+    slow = (pytest.mark.slow, pytest.mark.long)
+    return [
+        pytest.param(name, form, marks=() if (form, name) in always else slow)
+        for name in CASES
+        for form in FORMATS
+    ]
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize(("name", "form"), params_of_formats())
+def test_published_tokens_are_those_of_what_the_levels_mean(
+    tiny_model: MakeModel, tmp_path: Path, name: str, form: str
+) -> None:
+    rounded, dense = published(tiny_model, name, form, tmp_path)
+    assert greedy(engine_of(rounded)) == expected(dense)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize(("name", "form"), params_of_formats())
+def test_so_are_those_of_levels_that_are_kept(
+    tiny_model: MakeModel, tmp_path: Path, name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in 16 bits on a CPU, and on a GPU; by the twin of their products."""
+    packed: list[StoredWeight] = []
+
+    def pack(weight: StoredWeight, bias: torch.Tensor | None, *_: Any) -> PlainLinear:
+        packed.append(weight)
+        return PlainLinear(weight.dequantize(), bias)
+
+    monkeypatch.setattr(packing, "_pack_quantized", pack)
+    monkeypatch.setattr(load, "keeps_as_stored", lambda *_: lambda _: True)
+    rounded, dense = published(tiny_model, name, form, tmp_path)
+    assert greedy(engine_of(rounded)) == expected(dense)
+    assert packed
+
+
+@pytest.mark.slow
+def test_experts_of_gpt_oss_may_be_quantised_one_by_one(
+    tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    rounded, dense = published(tiny_model, "gpt-oss", "gptq", tmp_path)
+    quantise_experts(rounded, dense)
+    assert greedy(engine_of(rounded)) == expected(dense)
+
+
+def test_experts_of_gpt_oss_in_halves_are_refused(tiny_model: MakeModel, tmp_path: Path) -> None:
+    rounded, dense = published(tiny_model, "gpt-oss", "gptq", tmp_path)
+    quantise_experts(rounded, dense)
+    tensors = load_file(rounded / "model.safetensors")
+    halved = {name.replace("gate_up_proj", "gate_proj"): x for name, x in tensors.items()}
+    save_file(halved, rounded / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TensorMismatch, match=r"experts\.0\.gate_proj.*use the one in mxfp4"):
+        engine_of(rounded)
+
+
+def quantise_experts(rounded: Path, dense: Path) -> None:
+    """Of a gpt-oss in GPTQ: each expert's layers become two of their own."""
+    tensors, meant = (load_file(path / "model.safetensors") for path in (rounded, dense))
+    for name in [name for name in tensors if ".experts." in name]:
+        folder, _, last = name.rpartition(".")
+        for expert, part in enumerate(tensors.pop(name)):
+            layer = f"{folder}.{expert}.{last.removesuffix('_bias')}"
+            if last.endswith("_bias"):
+                tensors[f"{layer}.bias"] = part.clone()
+                continue
+            pieces, weight = FORMATS["gptq"][0](part.t().contiguous())
+            tensors |= {f"{layer}.{piece}": x for piece, x in pieces.items()}
+            meant[name][expert] = weight.t()
+    for path, kept in ((rounded, tensors), (dense, meant)):
+        save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def meaning(tensors: dict[str, torch.Tensor], layer: str) -> torch.Tensor:

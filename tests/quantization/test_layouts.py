@@ -23,40 +23,23 @@ from baton.quantization.weight import Float8Weight, QuantizedWeight, stack
 from baton.types import Sampling
 from baton_kernels.linear import Linear, PlainLinear, pack_float8
 from tests.support.quantized_models import (
-    GROUP_SIZE,
+    AWQ,
+    GPTQ,
+    GROUP,
     Encode,
-    awq_pieces,
+    awq,
     compressed,
-    gptq_pieces,
+    float8_in_blocks,
+    gptq,
+    in_blocks,
     int8_pieces,
     make_quantized,
-    packed_pieces,
+    packed,
     round_weight,
 )
 from tests.support.tiny_models import Family
 
 PROMPT = [7, 99, 250, 3, 3, 41, 180, 12, 77, 5, 64]
-
-
-def gptq(bits: int, zero_offset: int, shuffled: bool) -> Encode:
-    def encode(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        rounded = round_weight(weight, bits, GROUP_SIZE, symmetric=False, shuffled=shuffled)
-        return gptq_pieces(rounded, zero_offset), rounded.dense()
-
-    return encode
-
-
-def awq(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    rounded = round_weight(weight, 4, GROUP_SIZE, symmetric=False)
-    return awq_pieces(rounded), rounded.dense()
-
-
-def packed(bits: int, symmetric: bool, shuffled: bool = False) -> Encode:
-    def encode(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        rounded = round_weight(weight, bits, GROUP_SIZE, symmetric, shuffled)
-        return packed_pieces(rounded, symmetric, shuffled), rounded.dense()
-
-    return encode
 
 
 def int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -77,39 +60,6 @@ def float8_by_output(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], tor
     pieces = {"weight": numbers, "weight_scale": scale, "input_scale": torch.tensor([0.03])}
     return pieces, numbers.float() * scale
 
-
-def float8_in_blocks(num_rows: int, num_columns: int) -> Encode:
-    """As DeepSeek and Qwen publish them: blocks of weights have a scale, the last ones of fewer."""
-
-    def encode(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        rows = [part.split(num_columns, 1) for part in weight.split(num_rows)]
-        scales = torch.tensor([[float(block.abs().max()) / 448 for block in row] for row in rows])
-        numbers = [
-            torch.cat([block / scale for block, scale in zip(row, of_row, strict=True)], 1)
-            for row, of_row in zip(rows, scales, strict=True)
-        ]
-        codes = torch.cat(numbers).to(torch.float8_e4m3fn)
-        dense = codes.float()
-        for i, part in enumerate(dense.split(num_rows)):
-            for j, block in enumerate(part.split(num_columns, 1)):
-                block.mul_(scales[i, j])
-        return {"weight": codes, "weight_scale_inv": scales}, dense
-
-    return encode
-
-
-def in_blocks(*sizes: int) -> dict[str, Any]:
-    return {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": list(sizes),
-    }
-
-
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "desc_act": False}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "gemm"}
-GROUP = {"type": "int", "strategy": "group", "group_size": GROUP_SIZE}
 
 CASES: dict[str, tuple[Encode, dict[str, Any]]] = {
     "gptq-4": (gptq(4, 1, shuffled=False), GPTQ),
@@ -310,6 +260,18 @@ def test_a_weight_of_another_model_is_named(packed_model: Path) -> None:
         logits_of(packed_model, "float32")
 
 
+def test_biases_of_zeros_of_layers_that_have_none_are_passed_over(tmp_path: Path) -> None:
+    """GPTQ's older tools wrote one for each layer."""
+    path, _ = make_quantized(tmp_path, *CASES["gptq-4"])
+    before = logits_of(path, "float32")
+    bias = "model.layers.1.mlp.up_proj.bias"
+    edit_weights(path, lambda tensors: tensors.update({bias: torch.zeros(112).half()}))
+    assert torch.equal(logits_of(path, "float32"), before)
+    edit_weights(path, lambda tensors: tensors[bias].fill_(0.5))
+    with pytest.raises(TensorMismatch, match=r"up_proj\.bias' has no place"):
+        logits_of(path, "float32")
+
+
 def test_pieces_in_several_files(packed_model: Path) -> None:
     whole = logits_of(packed_model, "float32")
     tensors = load_file(packed_model / "model.safetensors")
@@ -349,6 +311,34 @@ def test_how_the_output_layer_is_stored(raw: dict[str, Any], bits: int | None) -
     config = parse_quantization(raw)
     assert config is not None
     assert (config.output_layer and config.output_layer.bits) == bits
+
+
+def test_float8_has_two_names() -> None:
+    """MiniMax-M2 has torch's."""
+    raw = in_blocks(128, 128)
+    assert parse_quantization(raw | {"fmt": "float8_e4m3fn"}) == parse_quantization(raw)
+
+
+def test_scales_of_blocks_may_be_powers_of_two_in_a_byte(tmp_path: Path) -> None:
+    """scale_fmt=ue8m0: in torch's type for it, or float32."""
+    quantized, dense = make_quantized(tmp_path, powers_of_two, in_blocks(24, 16))
+    wanted = logits_of(dense, "float32")
+    assert torch.equal(logits_of(quantized, "float32"), wanted)
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {name: x.float() for name, x in tensors.items() if "scale_inv" in name}
+
+    edit_weights(quantized, widen)
+    assert torch.equal(logits_of(quantized, "float32"), wanted)
+
+
+def powers_of_two(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    pieces, _ = float8_in_blocks(24, 16)(weight)
+    scales = pieces["weight_scale_inv"].log2().ceil().exp2()
+    wide = scales.repeat_interleave(24, 0)[: len(weight)].repeat_interleave(16, 1)
+    codes = (weight / wide[:, : weight.shape[1]]).to(torch.float8_e4m3fn)
+    dense = codes.float() * wide[:, : weight.shape[1]]
+    return {"weight": codes, "weight_scale_inv": scales.to(torch.float8_e8m0fnu)}, dense
 
 
 @pytest.mark.parametrize("targets", [["Linear"], ["re:.*"], ["lm_head", "re:.*up_proj"]])

@@ -25,6 +25,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _LINEAR = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("qkv_proj", "gate_up_proj", "w1", "w2", "w3"),
 )
 
 
@@ -132,24 +133,118 @@ Encode = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 """A weight -> its pieces, and the weight that they mean."""
 
 
+def gptq(bits: int, zero_offset: int, shuffled: bool) -> Encode:
+    def encode(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        rounded = round_weight(weight, bits, GROUP_SIZE, symmetric=False, shuffled=shuffled)
+        return gptq_pieces(rounded, zero_offset), rounded.dense()
+
+    return encode
+
+
+def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    rounded = round_weight(weight, 4, GROUP_SIZE, symmetric=False)
+    return awq_pieces(rounded), rounded.dense()
+
+
+def packed(bits: int, symmetric: bool, shuffled: bool = False) -> Encode:
+    def encode(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        rounded = round_weight(weight, bits, GROUP_SIZE, symmetric, shuffled)
+        return packed_pieces(rounded, symmetric, shuffled), rounded.dense()
+
+    return encode
+
+
+def float8_in_blocks(num_rows: int, num_columns: int) -> Encode:
+    """As DeepSeek and Qwen publish them: blocks of weights have a scale, the last ones of fewer."""
+
+    def encode(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        rows = [part.split(num_columns, 1) for part in weight.split(num_rows)]
+        scales = torch.tensor([[float(block.abs().max()) / 448 for block in row] for row in rows])
+        numbers = [
+            torch.cat([block / scale for block, scale in zip(row, of_row, strict=True)], 1)
+            for row, of_row in zip(rows, scales, strict=True)
+        ]
+        codes = torch.cat(numbers).to(torch.float8_e4m3fn)
+        dense = codes.float()
+        for i, part in enumerate(dense.split(num_rows)):
+            for j, block in enumerate(part.split(num_columns, 1)):
+                block.mul_(scales[i, j])
+        return {"weight": codes, "weight_scale_inv": scales}, dense
+
+    return encode
+
+
+def in_blocks(*sizes: int) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": list(sizes),
+    }
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "gemm"}
+GROUP = {"type": "int", "strategy": "group", "group_size": GROUP_SIZE}
+
+#: By the tool's or format's name: how a weight is stored, and what config.json says of it.
+FORMATS: dict[str, tuple[Encode, dict[str, Any]]] = {
+    "gptq": (gptq(4, 1, shuffled=False), GPTQ),
+    "awq": (awq, AWQ),
+    "compressed-tensors": (
+        packed(4, True),
+        compressed("pack-quantized", num_bits=4, symmetric=True, **GROUP),
+    ),
+    "fp8": (float8_in_blocks(24, 16), in_blocks(24, 16)),
+}
+
+
 def make_quantized(
     folder: Path, encode: Encode, quantization: dict[str, Any], **overrides: Any
 ) -> tuple[Path, Path]:
     """(the quantised checkpoint, the dense one that means the same)."""
     dense = make_tiny_model(folder / "dense", **overrides)
+    return quantize(dense, folder / "quantized", encode, quantization), dense
+
+
+def quantize(
+    dense: Path,
+    folder: Path,
+    encode: Encode,
+    quantization: dict[str, Any],
+    is_linear: Callable[[str, torch.Tensor], bool] = lambda name, _: is_projection(name),
+) -> Path:
+    """The checkpoint `dense` in another format, as a new one in `folder`; `dense` is given the very
+    weights that it means. is_linear: of a tensor's name and itself, whether it is quantised."""
     tensors = load_file(dense / "model.safetensors")
     pieces: Tensors = {}
     for name, tensor in tensors.items():
-        layer, _, last = name.rpartition(".")
-        if last == "weight" and layer.rpartition(".")[2] in _LINEAR:
+        layer = name.removesuffix(".weight")
+        if is_linear(name, tensor):
             stored, tensors[name] = encode(tensor.float())
             pieces |= {f"{layer}.{piece}": value for piece, value in stored.items()}
         else:
             pieces[name] = tensor.clone()
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
-    quantized = shutil.copytree(dense, folder / "quantized")
-    save_file(pieces, quantized / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((quantized / "config.json").read_text())
+    shutil.copytree(dense, folder)
+    save_file(pieces, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = quantization
-    (quantized / "config.json").write_text(json.dumps(config))
-    return quantized, dense
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def is_projection(name: str) -> bool:
+    """Whether it is the weight of a linear layer, but the output layer's and a router's."""
+    layer, _, last = name.rpartition(".")
+    return last == "weight" and layer.rpartition(".")[2] in _LINEAR
+
+
+def of_transposed(encode: Encode) -> Encode:
+    """For models whose layers keep their weights as [in, out]: what a format stores is the same."""
+
+    def encode_turned(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        pieces, dense = encode(weight.t().contiguous())
+        return pieces, dense.t().contiguous()
+
+    return encode_turned

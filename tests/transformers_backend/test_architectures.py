@@ -4,6 +4,7 @@ whatever the chunks, the batch, a handoff or drafts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ import torch
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.torch_engine import TorchEngine
 from baton.types import KvRange, Sampling
-from tests.support.architectures import ARCHITECTURES
+from baton_kernels.cpu.library import library
+from tests.support.architectures import ARCHITECTURES, make_checkpoint
 from tests.support.drive_engine import generate, token_ids
+from tests.support.kernel_watch import watching
+from tests.support.quantized_models import FORMATS, of_transposed, quantize
+from tests.support.transformers_greedy import greedy_outputs
 from tests.transformers_backend.conftest import NUM_TOKENS, PROMPT_LENGTHS, Case, load, prompts
 
 CaseOf = Callable[[str], Case]
@@ -31,6 +36,8 @@ SOME = (
 #: Where sigmoids and softmaxes are narrower than a vector, torch rounds their last element one way
 #: or another with the size of the batch; DBRX multiplies its experts' weights by itself.
 ROUNDED = ("afmoe", "dbrx", "dots1", "glm4_moe", "minimax_m2", "phimoe", "qwen2_moe")
+#: Of these the layers' weights are [in, out].
+TRANSPOSED = ("gpt2",)
 #: Layers with a state add up a chunk's tokens in another order than those that come one by one, and
 #: cannot go back to where a draft was not accepted.
 STATES = (
@@ -54,10 +61,72 @@ each = of(ARCHITECTURES)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_tokens_are_those_of_generate(name: str, case_of: CaseOf) -> None:
+def test_greedy_tokens_are_those_of_generate(
+    name: str,
+    case_of: CaseOf,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
     case = case_of(name)
-    assert token_ids(generate(case.engine, prompts(), GREEDY, NUM_TOKENS)) == case.expected
+    with watching(monkeypatch) as watch:
+        outputs = generate(case.engine, prompts(), GREEDY, NUM_TOKENS)
+    assert token_ids(outputs) == case.expected
     assert len({tuple(output) for output in case.expected}) == len(PROMPT_LENGTHS)
+    if case.engine.spec.layout.has_states:
+        watch.torch.add("states")
+    record_property("kernels", watch.summary)
+    assert library() is None or "attention" not in watch.torch
+
+
+def is_quantised(name: str, tensor: torch.Tensor) -> bool:
+    """What tools quantise: matrices of layers, which have numbers, but routers and the like; and of
+    these what groups of 16, and words of eight levels, divide."""
+    is_layers = name.endswith(".weight") and any(part.isdigit() for part in name.split("."))
+    return is_layers and tensor.dim() == 2 and not any(size % 16 for size in tensor.shape)
+
+
+def quantised(name: str, form: str, folder: Path) -> tuple[Path, Path]:
+    """(the checkpoint of an architecture in a format, the dense one that means the same)."""
+    encode, quantization = FORMATS[form]
+    if name in TRANSPOSED:
+        encode = of_transposed(encode)
+    dense = make_checkpoint(folder / "dense", name)
+    path = quantize(dense, folder / "quantised", encode, quantization, is_quantised)
+    return path, dense
+
+
+@pytest.mark.few_cases(1)
+@each
+def test_gptq_tokens_are_those_of_what_the_levels_mean(name: str, tmp_path: Path) -> None:
+    check_quantised(name, "gptq", tmp_path)
+
+
+@pytest.mark.few_cases(1)
+@of(name for name in ARCHITECTURES if name not in TRANSPOSED)
+def test_float8_tokens_are_those_of_what_the_codes_mean(name: str, tmp_path: Path) -> None:
+    """By blocks, as MiniMax and Qwen publish theirs."""
+    check_quantised(name, "fp8", tmp_path)
+
+
+def check_quantised(name: str, form: str, folder: Path) -> None:
+    path, dense = quantised(name, form, folder)
+    outputs = generate(load(path), prompts(), GREEDY, NUM_TOKENS)
+    assert token_ids(outputs) == greedy_outputs(dense, prompts(), NUM_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["awq", "compressed-tensors"])
+def test_other_formats_are_read_too(form: str, tmp_path: Path) -> None:
+    check_quantised("gptj", form, tmp_path)
+
+
+@pytest.mark.slow
+def test_quantised_weights_are_dequantised_to_the_type_that_is_served(tmp_path: Path) -> None:
+    path, dense = quantised("gptj", "gptq", tmp_path)
+    rounded, plain = (
+        logits(load(each, dtype="bfloat16"), prompts()[2], (), ()) for each in (path, dense)
+    )
+    assert torch.equal(rounded, plain)
 
 
 @pytest.mark.few_cases(1)

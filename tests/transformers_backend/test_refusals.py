@@ -12,11 +12,22 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from baton.engine.model_source import model_source
-from baton.errors import ConfigError, MissingTensor, UnsupportedModel, UnsupportedSetting
+from baton.errors import (
+    ConfigError,
+    MissingTensor,
+    TensorMismatch,
+    UnsupportedModel,
+    UnsupportedSetting,
+)
 from baton.model.checkpoint import check_checkpoint
 from baton.model.config import choose_implementation
+from baton.model.quantize import quantize_checkpoint
+from baton.types import Sampling
 from tests.support.architectures import REFUSED, make_checkpoint, write_config
-from tests.transformers_backend.conftest import load
+from tests.support.drive_engine import generate, token_ids
+from tests.support.quantized_models import FORMATS, quantize
+from tests.support.transformers_greedy import greedy_outputs
+from tests.transformers_backend.conftest import NUM_TOKENS, load, prompts
 
 
 @pytest.mark.few_cases(2)
@@ -39,11 +50,55 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
         describe(tmp_path)
 
 
-def test_quantised_weights_are_refused_before_transformers_is_imported(tmp_path: Path) -> None:
-    config = {"model_type": "mixtral", "quantization_config": {"quant_method": "awq"}}
+@pytest.mark.parametrize(
+    ("kind", "method", "fix"),
+    [
+        ("bitnet", "bitnet", "use the unquantised"),
+        ("mixtral", "hqq", "use the unquantised"),
+        ("gpt_oss", "mxfp4", "leave out --model-impl"),
+    ],
+)
+def test_formats_that_are_not_read_are_refused_before_transformers_is_imported(
+    kind: str, method: str, fix: str, tmp_path: Path
+) -> None:
+    config = {"model_type": kind, "quantization_config": {"quant_method": method}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="quantization_config"):
+    reason = rf"{kind}'.*quant_method={method}: .*gptq, awq or fp8 is read.*{fix}"
+    with pytest.raises(UnsupportedModel, match=reason):
         choose_implementation(tmp_path, "transformers")
+
+
+def test_formats_of_weights_that_are_turned_are_refused_but_gptq(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "dense", "gpt2")
+    rounded = quantize(path, tmp_path / "fp8", *FORMATS["fp8"], lambda *_: False)
+    with pytest.raises(UnsupportedModel, match=r"GPT2LMHeadModel .*quant_method=fp8.*gptq is read"):
+        load(rounded)
+
+
+def test_our_own_quantisation_is_for_our_own_families(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "dense", "gpt2")
+    with pytest.raises(UnsupportedModel, match=r"'gpt2'.*served as it is, or as other tools"):
+        quantize_checkpoint(path, tmp_path / "new", "int8")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def rounded(tmp_path: Path) -> Path:
+    path = make_checkpoint(tmp_path / "dense", "gptj")
+    return quantize(path, tmp_path / "fp8", *FORMATS["fp8"], lambda name, _: "fc_in.w" in name)
+
+
+def test_a_quantised_layer_that_lacks_a_tensor_is_refused(rounded: Path) -> None:
+    weights = load_file(rounded / "model.safetensors")
+    scale = weights.pop("transformer.h.1.mlp.fc_in.weight_scale_inv")
+    save_file(weights, rounded / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TensorMismatch, match=r"h\.1\.mlp\.fc_in\.weight' is of .*float8"):
+        load(rounded)
+    del weights["transformer.h.1.mlp.fc_in.weight"]
+    weights["transformer.h.1.mlp.fc_in.weight_scale_inv"] = scale
+    save_file(weights, rounded / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MissingTensor, match=r"h\.1\.mlp\.fc_in': weight"):
+        load(rounded)
 
 
 def test_ranks_are_refused(tmp_path: Path) -> None:
@@ -95,6 +150,13 @@ def test_a_setting_that_our_own_layers_do_not_know_goes_to_transformers(
         load(path, model_impl="baton")
 
 
+def test_so_does_a_quantised_one(tmp_path: Path) -> None:
+    dense = make_checkpoint(tmp_path / "dense", "phi3", rope_parameters=_longrope())
+    path = quantize(dense, tmp_path / "awq", *FORMATS["awq"])
+    outputs = generate(load(path, model_impl="auto"), prompts(), Sampling(), NUM_TOKENS)
+    assert token_ids(outputs) == greedy_outputs(dense, prompts(), NUM_TOKENS)
+
+
 def test_what_neither_runs_is_refused_with_both_reasons(tmp_path: Path) -> None:
     """Each of the two has something against it."""
     raw = {"model_type": "llama", "hidden_act": "relu", "is_encoder_decoder": True}
@@ -106,7 +168,7 @@ def test_what_neither_runs_is_refused_with_both_reasons(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "longrope"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "longrope.*quant_method=hqq"),
         ({"hidden_size": "64"}, "hidden_size='64'"),
         ({"architectures": ["Phi3ForSequenceClassification"]}, "Baton generates text"),
     ],

@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from baton.errors import UnsupportedModel
@@ -70,7 +71,8 @@ class Description:
     """A model that can be served. body: the name of its module that gives the states which its
     output layer takes; kv_digest: of every setting on which the meaning of KV depends, but the
     weights; layer_width: elements that a layer makes of each token, about; head_weights: those that
-    embeddings and output layer share; state_layers: all of one size."""
+    embeddings and output layer share; state_layers: all of one size; transposed: last parts of
+    the names of layers whose weight is [in, out]."""
 
     architecture: str
     body: str
@@ -87,6 +89,7 @@ class Description:
     layer_width: int
     kv_digest: str
     state_layers: tuple[StateLayer, ...] = ()
+    transposed: frozenset[str] = frozenset()
 
     @property
     def state_elements(self) -> int:
@@ -141,7 +144,8 @@ class _Watch:
 
 
 def read_transformers_config(folder: Path) -> PreTrainedConfig:
-    """The checkpoint's config. Runs no code of the checkpoint. Raises UnsupportedModel."""
+    """The checkpoint's config, as of a dense model. Runs no code of the checkpoint. Raises
+    UnsupportedModel."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -152,6 +156,9 @@ def read_transformers_config(folder: Path) -> PreTrainedConfig:
             f"{folder}: transformers {transformers.__version__} has no such model ({reason}); code "
             "that a checkpoint brings along is never run"
         ) from error
+    if hasattr(config, "quantization_config"):
+        # Its weights are dequantised before transformers sees them.
+        del config.quantization_config
     _check_config(config)
     return config
 
@@ -165,8 +172,6 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise _refused(kind, "no model in transformers that generates text alone")
     if config.get_text_config() is not config:
         raise _refused(kind, "more than text; save its text model alone")
-    if getattr(config, "quantization_config", None) is not None:
-        raise _refused(kind, "quantised weights, which only Baton's own families read")
     if getattr(config, "kv_lora_rank", None):
         raise _refused(
             kind,
@@ -227,6 +232,9 @@ def describe_config(config: PreTrainedConfig) -> Description:
         layer_width=-(-width // len(layers)) + 8 * config.hidden_size,
         kv_digest=_digest(config),
         state_layers=state_layers,
+        transposed=frozenset(
+            name.rpartition(".")[2] for module, name in names.items() if isinstance(module, Conv1D)
+        ),
     )
 
 

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from baton.errors import MissingTensor, ModelError, TensorMismatch, UnsupportedModel
@@ -43,25 +48,38 @@ _CHECKED_SHARE = (0.15, 1e-3)
 
 
 def load_model(
-    folder: Path, description: Description, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    description: Description,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensors: dict[str, torch.Tensor] | None = None,
 ) -> TransformersDecoder:
-    """The checkpoint's model on `device`. Raises ModelError, and UnsupportedModel if it does not
-    compute through our attention what it computes by itself."""
+    """The checkpoint's model on `device`. tensors: those of the checkpoint, where they are not to
+    be read from `folder` as they are; they are taken out of it. Raises ModelError, and
+    UnsupportedModel if the model does not compute through our attention what it computes by
+    itself."""
     config = read_transformers_config(folder)
+    read: Any = AutoModelForCausalLM.from_pretrained
+    source: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
+    if tensors is not None:
+        # The automatic class takes no tensors.
+        classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+        read, source = classes[type(config)].from_pretrained, {"state_dict": tensors}
     with quietly():
         try:
-            read: Any = AutoModelForCausalLM.from_pretrained
             model, info = read(
-                folder,
+                folder if tensors is None else None,
                 config=config,
                 dtype=dtype,
                 local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
                 output_loading_info=True,
+                **source,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"{folder}: transformers cannot load it: {error}") from error
+    if tensors is not None:
+        # What is packed is dropped one by one.
+        tensors.clear()
     _check_loaded(folder, info)
     model = model.to(device).eval().requires_grad_(False)
     stock = [(config, config._attn_implementation) for config in configs_of(model)]
