@@ -93,7 +93,8 @@ def load_engine(
         find_shards(folder)
     chosen = choose_dtype(dtype, source.dtype, where)
     kv_name = chosen.name if kv_cache_dtype == "auto" else kv_cache_dtype
-    longest = _max_len(max_model_len, source.max_len)
+    longest = _max_len(max_model_len, source)
+    source = source.for_length(longest)
     if block_size < 1:
         raise ConfigError.of("block_size", block_size, "must be at least 1")
     _check_kv_dtype(kv_name, block_size * source.head_dim, where)
@@ -342,11 +343,10 @@ def _check_kv_dtype(name: str, head_elements: int, device: torch.device) -> None
         raise ConfigError.of("kv_cache_dtype", name, "this GPU is too old for it; use int8")
 
 
-def _max_len(asked: int | None, longest: int) -> int:
-    """longest: of the model."""
+def _max_len(asked: int | None, source: ModelSource) -> int:
     if asked is None:
-        return longest
-    if not 1 <= asked <= longest:
+        return source.max_len
+    if not 1 <= asked <= (longest := source.longest_len):
         raise ConfigError.of(
             "max_model_len", asked, f"the model's context is {longest} tokens; use 1 to {longest}"
         )

@@ -72,7 +72,8 @@ class ModelSource(Protocol):
     """A checkpoint. Nothing is loaded before `load`.
 
     name: of the family or architecture, for people; dtype: the checkpoint's; max_len: of a
-    sequence, in tokens; num_kv_heads, head_dim, kv_parts: see KvLayout; windows: tokens that each
+    sequence, in tokens, unless another is asked for; longest_len: the most that may be;
+    num_kv_heads, head_dim, kv_parts: see KvLayout; windows: tokens that each
     layer attends to, None for all; takes_grouped_kv: whether layers run over a GroupedKvPool;
     num_state_layers, state_layer_bytes: see KvLayout;
     kv_digest: of every setting on which the meaning of KV depends, but the weights; kernels: whose
@@ -114,6 +115,13 @@ class ModelSource(Protocol):
 
     @property
     def max_len(self) -> int: ...
+
+    @property
+    def longest_len(self) -> int: ...
+
+    def for_length(self, max_model_len: int) -> ModelSource:
+        """The same for sequences up to that, on which the meaning of KV may depend."""
+        ...
 
     @property
     def kv_digest(self) -> str: ...
@@ -211,8 +219,17 @@ class NativeModel:
         self.num_layers, self.num_kv_heads = config.num_layers, config.num_kv_heads
         self.head_dim, self.kv_parts = config.head_dim, config.kv_parts
         self.windows = config.windows
-        self.max_len = config.derived_max_len
+        self.max_len, self.longest_len = config.derived_max_len, config.longest_len
         self.kv_digest = config.kv_digest
+
+    def for_length(self, max_model_len: int) -> NativeModel:
+        """See ModelSource."""
+        config = self._config.for_length(max_model_len)
+        if self.max_len < self.longest_len:
+            which = "short" if config is self._config else "long"
+            text = "rotated by the %s factors; --max-model-len above %d and up to %d takes the long"
+            _log.info(text, which, self.max_len, self.longest_len)
+        return NativeModel(self._folder, config)
 
     def check_ranks(self, size: int, device: torch.device) -> None:
         """See ModelSource."""

@@ -62,8 +62,12 @@ class TransformersModel:
         self.num_state_layers = len(found.state_layers)
         self.state_layer_bytes = found.state_elements * ELEMENT_BYTES
         self.head_dim, self.kv_parts = found.head_dim, KEY_VALUE
-        self.max_len = found.max_len
+        self.max_len = self.longest_len = found.max_len
         self.kv_digest = found.kv_digest
+
+    def for_length(self, max_model_len: int) -> TransformersModel:  # noqa: ARG002
+        """See ModelSource: lengths on which it depends are refused."""
+        return self
 
     def check_ranks(self, size: int, device: torch.device) -> None:
         """See ModelSource."""

@@ -241,6 +241,7 @@ FAMILIES: Mapping[str, Mapping[str, tuple[_Types, Any]]] = {
         "rms_norm_eps": (_FLOAT, 1e-5),
         "sliding_window": (_INT_OR_NULL, None),
         "partial_rotary_factor": (_FLOAT, 1.0),
+        "original_max_position_embeddings": (_INT, 4096),
     },
     "deepseek_v2": {
         **_LATENT,
@@ -306,7 +307,11 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
 }
+_FACTORS = ROPE_TYPES["longrope"]
+#: The context that a model was first trained for.
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 #: Of a gpt-oss whose config.json says nothing of it.
 _GPT_OSS_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
@@ -332,6 +337,11 @@ class RopeConfig:
     @property
     def factor(self) -> float:
         return float(dict(self.parameters).get("factor") or 1.0)
+
+    @property
+    def original_length(self) -> int:
+        """Of types that have one."""
+        return int(dict(self.parameters)[ORIGINAL_LENGTH])
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,14 +469,32 @@ class ModelConfig:
 
     @property
     def derived_max_len(self) -> int:
-        """The longest context that the model was made for, in tokens."""
+        """The longest context that the model was made for, in tokens; of a longrope model that of
+        its short factors."""
         longest = self.max_position_embeddings
         if self.rope.rope_type in ("linear", "dynamic"):
             return int(longest * self.rope.factor)
         if self.rope.rope_type == "yarn":
-            original = dict(self.rope.parameters).get("original_max_position_embeddings")
+            original = dict(self.rope.parameters).get(ORIGINAL_LENGTH)
             return max(longest, int((original or longest) * self.rope.factor))
+        if self.rope.rope_type == "longrope":
+            return min(longest, self.rope.original_length)
         return longest
+
+    @property
+    def longest_len(self) -> int:
+        """The longest context that may be asked for."""
+        is_longrope = self.rope.rope_type == "longrope"
+        return self.max_position_embeddings if is_longrope else self.derived_max_len
+
+    def for_length(self, max_model_len: int) -> ModelConfig:
+        """The same for contexts up to that. A longrope model rotates all tokens by its long factors
+        where they may be longer than its original length, as vLLM does: KV is one or the other, so
+        that it cannot follow each sequence's length."""
+        if self.rope.rope_type != "longrope" or max_model_len <= self.rope.original_length:
+            return self
+        parameters = tuple(sorted((*self.rope.parameters, ("is_long", True))))
+        return replace(self, rope=replace(self.rope, parameters=parameters))
 
     @property
     def kv_digest(self) -> str:
@@ -582,7 +610,7 @@ def _parsed(family: str, raw: Mapping[str, Any], fields: dict[str, Any]) -> Mode
         )
     traits = _traits(family, raw, fields, head_dim, latent)
     attention_bias = bool(fields.get("attention_bias"))
-    return ModelConfig(
+    config = ModelConfig(
         family=family,
         vocab_size=fields["vocab_size"],
         hidden_size=fields["hidden_size"],
@@ -604,6 +632,11 @@ def _parsed(family: str, raw: Mapping[str, Any], fields: dict[str, Any]) -> Mode
         quantization=_quantization(family, raw),
         traits=traits,
     )
+    parameters = dict(config.rope.parameters)
+    for name in _FACTORS if config.rope.rope_type == "longrope" else ():
+        if (found := len(parameters[name])) != (wanted := config.rotary_dim // 2):
+            raise UnsupportedModel(f"{name} of rope has {found} numbers: this model has {wanted}")
+    return config
 
 
 def _traits(
@@ -839,32 +872,47 @@ def _rope(
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedSetting("rope_parameters differ by layer type: not known to Baton")
     rope_type = str(parameters.setdefault("rope_type", parameters.get("type", "default")))
+    if raw.get("model_type") == "phi3" and rope_type in ("su", "yarn"):  # as it was called once
+        rope_type = parameters["rope_type"] = "longrope"
     if rope_type not in ROPE_TYPES:
         raise UnsupportedSetting(
             f"rope_type={rope_type!r}: Baton knows {', '.join(ROPE_TYPES)}; use another checkpoint"
         )
     if "partial_rotary_factor" in fields:
         parameters.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
-        if parameters["partial_rotary_factor"] != 1.0 and rope_type not in ("default", "linear"):
+        known = ("default", "linear", "longrope")
+        if parameters["partial_rotary_factor"] != 1.0 and rope_type not in known:
             raise UnsupportedSetting(
                 f"partial_rotary_factor={parameters['partial_rotary_factor']} with "
-                f"rope_type={rope_type!r}: known with 'default' and 'linear'"
+                f"rope_type={rope_type!r}: known with {', '.join(known)}"
             )
     elif parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedSetting("partial_rotary_factor other than 1 is not known to Baton")
-    if rope_type in ("llama3", "yarn"):
-        original = "original_max_position_embeddings"
-        parameters.setdefault(original, fields["max_position_embeddings"])
-        parameters[original] = raw.get(original) or parameters[original]
+    if rope_type in ("llama3", "yarn", "longrope"):
+        parameters.setdefault(ORIGINAL_LENGTH, fields["max_position_embeddings"])
+        of_model = fields.get(ORIGINAL_LENGTH) or raw.get(ORIGINAL_LENGTH)
+        parameters[ORIGINAL_LENGTH] = of_model or parameters[ORIGINAL_LENGTH]
     for name in ("rope_theta", *ROPE_TYPES[rope_type]):
         if name not in parameters:
             raise UnsupportedModel(f"rope_type={rope_type!r} without {name}: add it to config.json")
         # A yarn model may have null for its factor: it is a ratio of lengths then.
         is_ratio = rope_type == "yarn" and name == "factor" and parameters[name] is None
-        if not is_ratio and type(parameters[name]) not in (int, float):
+        if name in _FACTORS:
+            _check_factors(name, parameters[name])
+        elif not is_ratio and type(parameters[name]) not in (int, float):
             raise UnsupportedModel(f"{name}={parameters[name]!r} of rope: must be a number")
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
     return RopeConfig(rope_type, float(parameters["rope_theta"]), tuple(sorted(plain.items())))
+
+
+def _check_factors(name: str, factors: object) -> None:
+    """How many there must be is known with the model's heads."""
+    if (
+        not isinstance(factors, list)
+        or not factors
+        or not all(type(each) in (int, float) and each > 0 for each in factors)
+    ):
+        raise UnsupportedModel(f"{name} of rope: must be a list of positive numbers")
 
 
 def _rope_parameters(

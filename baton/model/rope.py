@@ -8,6 +8,8 @@ rotated. Baton does the same where it is told the prompt's length (SequenceSlice
 whatever the chunks; KV of a prompt longer than max_position_embeddings then depends on the prompt's
 length and must not be shared as a prefix. Where it is not told, every token takes the frequencies
 of its own position, which is the same for prompts up to max_position_embeddings.
+
+`longrope` has two sets, of which all tokens take one: see ModelConfig.for_length.
 """
 
 from __future__ import annotations
@@ -50,6 +52,9 @@ class Rope:
         self.first_length = first_length
         self._beside = beside
         self.is_dynamic = inv_freq.shape[0] > 1
+        self._scaling: float | torch.Tensor = scaling
+        if scaling != 1.0 and bool((inv_freq == 0).any()):  # what is not rotated is not scaled
+            self._scaling = torch.where(inv_freq[:1] == 0, 1.0, scaling)
         self._cos = self._sin = torch.empty(0)
 
     def tables(
@@ -73,14 +78,14 @@ class Rope:
         inv_freq = self.inv_freq
         if self.is_dynamic:
             inv_freq = inv_freq[(lengths - self.first_length).clamp_(min=0)]
-        own = rope_tables(positions, inv_freq, self.scaling, dtype)
+        own = rope_tables(positions, inv_freq, self._scaling, dtype)
         if self._beside is None:
             return (own,)
         return (own, *self._beside.compute(positions, lengths, dtype))
 
     def _fill(self, num_positions: int, dtype: torch.dtype) -> None:
         positions = torch.arange(num_positions, device=self.inv_freq.device)
-        self._cos, self._sin = rope_tables(positions, self.inv_freq, self.scaling, dtype)
+        self._cos, self._sin = rope_tables(positions, self.inv_freq, self._scaling, dtype)
 
 
 def make_rope(config: ModelConfig, max_model_len: int, device: torch.device) -> Rope:
@@ -111,6 +116,8 @@ def _make(
             inv_freq = _inverse(theta, exponent) / parameters["factor"]
         case "yarn":
             inv_freq, scaling = _yarn(config, parameters)
+        case "longrope":
+            inv_freq, scaling = _longrope(config, parameters)
         case "llama3":
             inv_freq = _llama3(_inverse(theta, exponent), parameters)
         case _:
@@ -177,6 +184,21 @@ def _yarn(config: ModelConfig, parameters: dict[str, Any]) -> tuple[torch.Tensor
     powers = config.rope.theta ** _exponent(dim)
     inv_freq = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
     return inv_freq, _yarn_scaling(factor, parameters)
+
+
+def _longrope(config: ModelConfig, parameters: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """LongRoPE: each frequency is divided by a factor of its own, by one list of them up to the
+    original length and by another beyond: see ModelConfig.for_length. Returns the frequencies, and
+    what cos and sin are multiplied by."""
+    factors = torch.tensor(
+        parameters["long_factor" if parameters.get("is_long") else "short_factor"]
+    )
+    inv_freq = 1.0 / (factors.float() * config.rope.theta ** _exponent(config.rotary_dim))
+    if (scaling := parameters.get("attention_factor")) is not None:
+        return inv_freq, float(scaling)
+    original = config.rope.original_length
+    factor = parameters.get("factor") or config.max_position_embeddings / original
+    return inv_freq, math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _yarn_scaling(factor: float, parameters: dict[str, Any]) -> float:

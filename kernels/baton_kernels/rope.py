@@ -12,12 +12,15 @@ from baton_kernels.dispatch import op
 
 
 def rope_tables(
-    positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    scaling: float | torch.Tensor,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [tokens, head_dim / 2] of `dtype`, times `scaling`.
 
-    positions [tokens] int64; inv_freq [tokens, head_dim / 2] or [1, head_dim / 2] float32. Angles
-    are float32.
+    positions [tokens] int64; inv_freq [tokens, head_dim / 2] or [1, head_dim / 2] float32; scaling:
+    of all, or [1, head_dim / 2] float32. Angles are float32.
     """
     angles = positions[:, None].float() * inv_freq
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

@@ -58,6 +58,15 @@ LONG_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+#: Of a Phi-3 whose contexts may be longer than it was first trained for.
+FACTORS: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.1, 2.9],
+    "long_factor": [1.2, 1.9, 3.1, 5.3, 8.9, 14.0],
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": 20}),
@@ -110,6 +119,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {"sliding_window": 11, "num_hidden_layers": 3}),
     "phi3": ("phi3", {"sliding_window": 20}),
     "phi3-partial": ("phi3", {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.75}}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "rope_parameters": FACTORS,
+            "original_max_position_embeddings": 128,
+            "max_position_embeddings": 512,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "deepseek-v2": ("deepseek_v2", {"num_hidden_layers": 3, "routed_scaling_factor": 1.5}),
     "deepseek-v2-lite": (
@@ -490,10 +507,44 @@ def test_the_document_lists_the_families() -> None:
         ),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-            "rope_type='longrope'",
+            "rope_type='longrope' without long_factor",
+        ),
+        (
+            {
+                "model_type": "phi3",
+                "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]},
+            },
+            "short_factor of rope has 1 numbers: this model has 48",
+        ),
+        (
+            {
+                "model_type": "phi3",
+                "rope_scaling": {"type": "yarn", "short_factor": [1.0], "long_factor": [0]},
+            },
+            "long_factor of rope: must be a list of positive numbers",
         ),
     ],
 )
 def test_what_is_not_known_of_a_family_is_named(raw: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedModel, match=re.escape(text)):
         parse_config(raw)
+
+
+def test_long_factors_hold_where_sequences_may_be_long(tiny_model: MakeModel) -> None:
+    """Beyond the length that the model was first trained for. KV of the one and of the other is
+    not taken for the same."""
+    path = tiny_model(
+        "phi3",
+        rope_parameters=FACTORS,
+        original_max_position_embeddings=32,
+        max_position_embeddings=512,
+    )
+    asked = [prompt for prompt in prompts() if len(prompt) > 32]
+    assert len(asked) == 2
+    short, long = engine_of(path), engine_of(path, max_model_len=256)
+    assert (short.spec.max_model_len, long.spec.max_model_len) == (32, 256)
+    assert short.spec.layout.fingerprint != long.spec.layout.fingerprint
+    tokens = token_ids(generate(long, asked, Sampling(), NUM_TOKENS, chunk_tokens=20))
+    assert tokens == greedy_outputs(path, asked, NUM_TOKENS)
+    with pytest.raises(ConfigError, match="512 tokens"):
+        engine_of(path, max_model_len=513)

@@ -124,34 +124,26 @@ def test_auto_takes_our_own_where_there_is_one(tmp_path: Path) -> None:
         assert choose_implementation(tmp_path, "baton").name == "baton"
 
 
-def _longrope(**changes: object) -> dict[str, object]:
-    return {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 64,
-        "factor": 4.0,
-        **changes,
-    }
+#: That our own layers do not know.
+OTHER = {"hidden_act": "gelu"}
 
 
 def test_a_setting_that_our_own_layers_do_not_know_goes_to_transformers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = make_checkpoint(tmp_path, "phi3", rope_parameters=_longrope())
+    path = make_checkpoint(tmp_path, "phi3", **OTHER)
     with caplog.at_level(logging.WARNING):
         load(path, model_impl="auto")
     own = [record for record in caplog.records if record.name == model_source.__module__]
     (line,) = (record.getMessage() for record in own)
     assert "transformers' code runs the layers" in line
-    assert "rope_type='longrope'" in line
-    with pytest.raises(UnsupportedSetting, match="longrope"):
+    assert "hidden_act='gelu'" in line
+    with pytest.raises(UnsupportedSetting, match="gelu"):
         load(path, model_impl="baton")
 
 
 def test_so_does_a_quantised_one(tmp_path: Path) -> None:
-    dense = make_checkpoint(tmp_path / "dense", "phi3", rope_parameters=_longrope())
+    dense = make_checkpoint(tmp_path / "dense", "phi3", **OTHER)
     path = quantize(dense, tmp_path / "awq", *FORMATS["awq"])
     outputs = generate(load(path, model_impl="auto"), prompts(), Sampling(), NUM_TOKENS)
     assert token_ids(outputs) == greedy_outputs(dense, prompts(), NUM_TOKENS)
@@ -168,7 +160,7 @@ def test_what_neither_runs_is_refused_with_both_reasons(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization_config": {"quant_method": "hqq"}}, "longrope.*quant_method=hqq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "gelu.*quant_method=hqq"),
         ({"hidden_size": "64"}, "hidden_size='64'"),
         ({"architectures": ["Phi3ForSequenceClassification"]}, "Baton generates text"),
     ],
@@ -176,7 +168,7 @@ def test_what_neither_runs_is_refused_with_both_reasons(tmp_path: Path) -> None:
 def test_what_is_wrong_or_cannot_be_read_does_not_go_to_transformers(
     changes: dict[str, object], reason: str, tmp_path: Path
 ) -> None:
-    raw = {"model_type": "phi3", "rope_scaling": _longrope(), **changes}
+    raw = {"model_type": "phi3", **OTHER, **changes}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UnsupportedModel, match=reason):
         choose_implementation(tmp_path, "auto")
