@@ -892,6 +892,8 @@ def _rope(
         parameters.setdefault(ORIGINAL_LENGTH, fields["max_position_embeddings"])
         of_model = fields.get(ORIGINAL_LENGTH) or raw.get(ORIGINAL_LENGTH)
         parameters[ORIGINAL_LENGTH] = of_model or parameters[ORIGINAL_LENGTH]
+    if rope_type == "longrope":
+        _check_longrope(parameters)
     for name in ("rope_theta", *ROPE_TYPES[rope_type]):
         if name not in parameters:
             raise UnsupportedModel(f"rope_type={rope_type!r} without {name}: add it to config.json")
@@ -903,6 +905,16 @@ def _rope(
             raise UnsupportedModel(f"{name}={parameters[name]!r} of rope: must be a number")
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
     return RopeConfig(rope_type, float(parameters["rope_theta"]), tuple(sorted(plain.items())))
+
+
+def _check_longrope(parameters: Mapping[str, Any]) -> None:
+    """What its scaling is computed of."""
+    original = parameters[ORIGINAL_LENGTH]
+    if type(original) is not int or original < 2:
+        raise UnsupportedModel(f"{ORIGINAL_LENGTH}={original!r}: must be a number of tokens, 2 up")
+    for name in ("factor", "attention_factor"):
+        if type(value := parameters.get(name)) not in (int, float, type(None)):
+            raise UnsupportedModel(f"{name}={value!r} of rope: must be a number")
 
 
 def _check_factors(name: str, factors: object) -> None:

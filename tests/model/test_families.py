@@ -523,6 +523,18 @@ def test_the_document_lists_the_families() -> None:
             },
             "long_factor of rope: must be a list of positive numbers",
         ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope", "factor": "4"}},
+            "factor='4' of rope",
+        ),
+        (
+            {
+                "model_type": "phi3",
+                "rope_scaling": {"type": "longrope"},
+                "original_max_position_embeddings": 1,
+            },
+            "original_max_position_embeddings=1: must be a number of tokens",
+        ),
     ],
 )
 def test_what_is_not_known_of_a_family_is_named(raw: dict[str, Any], text: str) -> None:
