@@ -92,28 +92,24 @@ def _xglm(module: Any, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Ten
     return module.out_proj(mixed.flatten(2)), None
 
 
-def _heads_first(
+def _gpt_neo(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,  # noqa: ARG001
     *,
-    scale: float,
-    window: int | None = None,
+    window: int | None,
 ) -> tuple[torch.Tensor, None]:
-    """`_attn` of GPT-J and its kin: [1, heads, tokens, head_dim] in and out."""
-    settings = {"scaling": scale, "sliding_window": window}
+    """`_attn`, which has all of attention: [1, heads, tokens, head_dim] in and out."""
+    settings = {"scaling": 1.0, "sliding_window": window}
     mixed, _none = attend(module, query, key, value, None, **settings)
     return mixed.transpose(1, 2), None
 
 
-def _attn_of(module: Any, parent: Any, config: Any) -> _Method:
-    """For modules whose `_attn` has all of attention."""
-    if type(module).__name__ == "GPTNeoSelfAttention":
-        window = config.window_size if parent.attention_type == "local" else None
-        return partial(_heads_first, module, scale=1.0, window=window)
-    return partial(_heads_first, module, scale=1 / float(module.scale_attn))
+def _gpt_neo_attn(module: Any, parent: Any, config: Any) -> _Method:
+    window = config.window_size if parent.attention_type == "local" else None
+    return partial(_gpt_neo, module, window=window)
 
 
 def _forward_of(function: _Method) -> Callable[[Any, Any, Any], _Method]:
@@ -127,9 +123,7 @@ _STAND_INS: Mapping[str, tuple[str, Callable[[Any, Any, Any], _Method]]] = Mappi
         "MptAttention": ("forward", _forward_of(_mpt)),
         "FalconAttention": ("forward", _forward_of(_falcon)),
         "XGLMAttention": ("forward", _forward_of(_xglm)),
-        "GPTJAttention": ("_attn", _attn_of),
-        "CodeGenAttention": ("_attn", _attn_of),
-        "GPTNeoSelfAttention": ("_attn", _attn_of),
+        "GPTNeoSelfAttention": ("_attn", _gpt_neo_attn),
     }
 )
 

@@ -25,10 +25,9 @@ from baton.model.sequence_states import SequenceStates
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How a class of layers is called. cache: its argument for that. goes_on: with several tokens
-    at once. own_weights: linear layers whose weights its code reads itself."""
+    """How a class of layers is called. goes_on: with several tokens at once. own_weights: linear
+    layers whose weights its code reads itself."""
 
-    cache: str = "cache_params"
     goes_on: bool = True
     own_weights: tuple[str, ...] = ()
 
@@ -41,8 +40,8 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "FalconH1Mixer": _Kind(),
         "GraniteMoeHybridMambaLayer": _Kind(),
         "JambaMambaMixer": _MAMBA_1,
-        "Lfm2MoeShortConv": _Kind(cache="past_key_values"),
-        "Lfm2ShortConv": _Kind(cache="past_key_values"),
+        "Lfm2MoeShortConv": _Kind(),
+        "Lfm2ShortConv": _Kind(),
         "OlmoHybridGatedDeltaNet": _Kind(),
         "Qwen3NextGatedDeltaNet": _Kind(),
         "Qwen3_5GatedDeltaNet": _Kind(),
@@ -143,11 +142,11 @@ def watched(model: nn.Module) -> Iterator[Mapping[str, LayerCache]]:
     caches: dict[str, LayerCache] = {}
 
     def watch(name: str, module: Any) -> None:
-        forward, kind = module.forward, _KINDS[type(module).__name__]
+        forward = module.forward
 
         def run(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
             caches[name] = LayerCache()
-            return forward(hidden_states, **{kind.cache: caches[name]})
+            return forward(hidden_states, cache=caches[name])
 
         module.forward = run
 
@@ -192,7 +191,7 @@ class _LayerStates:
         if sequence.before is not None:
             cache = self._read(sequence.before[self._index], hidden.dtype)
         pieces = [hidden] if is_new or self._kind.goes_on else torch.split(hidden, 1, dim=1)
-        outputs = [self._forward(piece, **{self._kind.cache: cache}) for piece in pieces]
+        outputs = [self._forward(piece, cache=cache) for piece in pieces]
         self._write(cache, sequence.after[self._index])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
