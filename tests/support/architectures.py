@@ -78,6 +78,7 @@ _ONE_IN_FOUR = ["linear_attention"] * 2 + ["full_attention", "linear_attention"]
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {**_EXPERTS, **_MIXED, "head_dim": 16},
     "apertus": _GROUPED,
+    "apertus1p5_text": {**_GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "arcee": _GROUPED,
     "biogpt": _SHAPE,
     "bamba": {**_MAMBA, "attn_layer_indices": [2]},
@@ -104,6 +105,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
     },
     "ernie4_5": {**_GROUPED, "head_dim": 16},
+    "exaone": _GROUPED,
     "exaone4": {**_GROUPED, **_MIXED},
     "falcon": {**_SHAPE, "num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_alibi": {
@@ -159,6 +161,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_dt_rank": 4,
     },
+    "lara_mini": {**_DELTA, "layer_types": _ONE_IN_FOUR},
     "lfm2": {**_GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "llama": _GROUPED,
     "minimax_m2": {**_EXPERTS, "head_dim": 16},
@@ -187,6 +190,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": {**_DELTA, "layer_types": _ONE_IN_FOUR},
     "qwen3_moe": _EXPERTS,
     "qwen3_next": {**_DELTA, "layer_types": _ONE_IN_FOUR},
+    "sarvam_moe": {**_EXPERTS, "head_dim": 16, "first_k_dense_replace": 1},
     "seed_oss": {**_GROUPED, "head_dim": 16},
     "smollm3": {**_GROUPED, "num_hidden_layers": 4},
     "stablelm": _GROUPED,

@@ -41,8 +41,8 @@ TRANSPOSED = ("gpt2",)
 #: Layers with a state add up a chunk's tokens in another order than those that come one by one, and
 #: cannot go back to where a draft was not accepted.
 STATES = (
-    *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid"),
-    *("qwen3_5_text", "qwen3_next"),
+    *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lara_mini", "lfm2"),
+    *("olmo_hybrid", "qwen3_5_text", "qwen3_next"),
 )
 
 

@@ -40,6 +40,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "FalconH1Mixer": _Kind(),
         "GraniteMoeHybridMambaLayer": _Kind(),
         "JambaMambaMixer": _MAMBA_1,
+        "LaraMiniGatedDeltaNet": _Kind(),
         "Lfm2MoeShortConv": _Kind(),
         "Lfm2ShortConv": _Kind(),
         "OlmoHybridGatedDeltaNet": _Kind(),
