@@ -12,7 +12,7 @@ import enum
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -21,7 +21,15 @@ from typing import Any, Protocol
 import numpy as np
 from google.protobuf.message import Message
 
-_PLAIN = (int, str, bytes, float, bool, type(None))
+#: Values that count by themselves.
+_PLAIN = frozenset({int, str, bytes, float, bool, type(None)})
+#: Only their type counts: code, and locks, which are free between two choices.
+_NAMED = frozenset(
+    {FunctionType, BuiltinFunctionType, type(lru_cache(lambda: None)), type(threading.Lock())}
+)
+
+#: Puts what counts of an object behind what is there already, by `seen`, which numbers objects.
+_Visit = Callable[[Any, list[object], dict[int, int]], None]
 
 
 class Digest:
@@ -36,23 +44,23 @@ class Digest:
     ) -> None:
         self._opaque = opaque
         self._ignored = ignored
-        self._attributes_of = lru_cache(maxsize=None)(self._find_attributes)
+        self._visits: dict[type, _Visit | None] = {}
 
     def of(self, root: object) -> int:
         parts: list[object] = []
         self._visit(root, parts, {})
         return hash(tuple(parts))
 
-    def _visit(self, thing: Any, parts: list[object], seen: dict[int, int]) -> None:  # noqa: PLR0912, one arm per kind
+    def _visit(self, thing: Any, parts: list[object], seen: dict[int, int]) -> None:
         kind = type(thing)
-        if kind in _PLAIN_TYPES:
+        if kind in _PLAIN:
             parts.append(thing)
             return
-        if isinstance(thing, enum.Enum):
-            parts.append(thing.name)
-            return
-        if issubclass(kind, self._opaque) or kind in _NAMED:
-            parts.append(kind.__name__)
+        if kind not in self._visits:
+            self._visits[kind] = self._visit_of(kind)
+        visit = self._visits[kind]
+        if visit is None:
+            parts.append(thing.name if isinstance(thing, enum.Enum) else kind.__name__)
             return
         number = seen.get(id(thing))
         if number is not None:
@@ -60,52 +68,83 @@ class Digest:
             return
         seen[id(thing)] = len(seen)
         parts.append(kind.__name__)
-        if isinstance(thing, tuple | list | deque):
-            parts.append(len(thing))
-            for item in thing:
-                self._visit(item, parts, seen)
-        elif isinstance(thing, Mapping):
-            parts.append(len(thing))
-            for key, value in thing.items():
-                # An address says no more than the object at it.
-                if key != id(value):
-                    self._visit(key, parts, seen)
-                self._visit(value, parts, seen)
-        elif isinstance(thing, set | frozenset):
-            parts.append(len(thing))
-            for item in sorted(thing, key=repr) if len(thing) > 1 else thing:
-                self._visit(item, parts, seen)
-        elif isinstance(thing, np.ndarray):
-            parts.append(thing.tobytes())
-        elif isinstance(thing, memoryview | bytearray):
-            parts.append(bytes(thing))
-        elif isinstance(thing, Message):
-            parts.append(thing.SerializeToString(deterministic=True))
-        elif isinstance(thing, MethodType):
-            parts.append(thing.__func__.__qualname__)
-            self._visit(thing.__self__, parts, seen)
-        elif isinstance(thing, partial):
-            self._visit((thing.func, thing.args, thing.keywords), parts, seen)
-        else:
-            for name in self._attributes_of(kind, tuple(getattr(thing, "__dict__", ()))):
-                self._visit(getattr(thing, name, None), parts, seen)
+        visit(thing, parts, seen)
 
-    def _find_attributes(self, kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _visit_of(self, kind: type) -> _Visit | None:
+        """None: of its objects only the type counts, or the name."""
+        if issubclass(kind, (*self._opaque, enum.Enum)) or kind in _NAMED:
+            return None
+        for base, leaf in _LEAVES.items():
+            if issubclass(kind, base):
+                return lambda thing, parts, _seen: parts.append(leaf(thing))
+        for base, parts_of in _CONTAINERS.items():
+            if issubclass(kind, base):
+                return self._visit_items(parts_of)
+        return self._visit_attributes(kind)
+
+    def _visit_items(self, items_of: Callable[[Any], Collection[Any]]) -> _Visit:
+        def visit(thing: Any, parts: list[object], seen: dict[int, int]) -> None:
+            items = items_of(thing)
+            parts.append(len(items))
+            for item in items:
+                if type(item) in _PLAIN:
+                    parts.append(item)
+                else:
+                    self._visit(item, parts, seen)
+
+        return visit
+
+    def _visit_attributes(self, kind: type) -> _Visit:
         slots: list[str] = []
         for base in kind.__mro__:
             own = base.__dict__.get("__slots__", ())
             slots += [own] if isinstance(own, str) else own
-        found = [*slots, *names]
-        return tuple(
-            name
-            for name in found
-            if (kind.__name__, name) not in self._ignored and name != "__weakref__"
+        ignored = {name for owner, name in self._ignored if owner == kind.__name__}
+        counting = tuple(
+            name for name in slots if name not in ignored | {"__weakref__", "__dict__"}
         )
 
+        def visit(thing: Any, parts: list[object], seen: dict[int, int]) -> None:
+            for name in counting:
+                self._visit(getattr(thing, name, None), parts, seen)
+            for name, value in getattr(thing, "__dict__", {}).items():
+                if name in ignored:
+                    continue
+                if type(value) in _PLAIN:
+                    parts.append(value)
+                else:
+                    self._visit(value, parts, seen)
 
-_PLAIN_TYPES = frozenset(_PLAIN)
-#: Only their type counts: code, and locks, which are free between two choices.
-_NAMED = frozenset({FunctionType, BuiltinFunctionType, type(threading.Lock())})
+        return visit
+
+
+def _entries(mapping: Mapping[Any, Any]) -> list[Any]:
+    """Keys and values by turns. An address says no more than the object at it."""
+    return [
+        part
+        for key, value in mapping.items()
+        for part in ((value,) if key == id(value) else (key, value))
+    ]
+
+
+#: By the class, or one that it is made from: what counts of an object.
+_LEAVES: Mapping[type, Callable[[Any], object]] = {
+    np.ndarray: lambda array: array.tobytes(),
+    memoryview: bytes,
+    bytearray: bytes,
+    Message: lambda message: message.SerializeToString(deterministic=True),
+}
+#: What is visited, in order.
+_CONTAINERS: Mapping[type, Callable[[Any], Collection[Any]]] = {
+    tuple: lambda items: items,
+    list: lambda items: items,
+    deque: lambda items: items,
+    Mapping: _entries,
+    set: lambda items: sorted(items, key=repr),
+    frozenset: lambda items: sorted(items, key=repr),
+    MethodType: lambda method: (method.__func__.__qualname__, method.__self__),
+    partial: lambda made: (made.func, made.args, made.keywords),
+}
 
 
 class Explored(Protocol):

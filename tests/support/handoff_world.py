@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from unittest.mock import patch
 
 from baton.engine.array_kv_pool import ArrayKvPool
@@ -27,6 +28,7 @@ from baton.engine.oracle import (
 )
 from baton.errors import HandoffFailed, NoWorkers, RetriableError
 from baton.events import Failed, SequenceEvent, is_last
+from baton.grammar import Matchers
 from baton.types import FinishReason, KvLayout, KvSource, Sampling, SequenceSpec, Tier
 from baton.v1 import kv_pb2
 from gateway.intake.decoding import Decoding
@@ -66,11 +68,13 @@ from tests.support.stub_link import StubLink
 from worker_core import commands as core_commands
 from worker_core.admission import CoreLimits
 from worker_core.costs import Costs
+from worker_core.policy import Policy
 from worker_core.state import ledger_of
 
 VOCAB = 1000
 #: As large as a block, so that a whole prompt is one that a receiver writes in place.
 PROMPT_TOKENS = 4
+SAMPLING = Sampling(max_tokens=2)
 FAULTS = ("lose", "lose answer", "repeat", "flip", "break", "replay", "kill decode", "kill prefill")
 
 
@@ -277,11 +281,8 @@ class Request:
         self.world = world
         self.name = f"r{index}"
         prompt = tuple(range(index * 100 + 1, index * 100 + 1 + PROMPT_TOKENS))
-        self.spec = SequenceSpec(self.name, prompt, Sampling(max_tokens=2), arrival_ns=index)
-        layers = world.bounds.layers
-        self.expected = EXPECTED.setdefault(
-            (prompt, layers), oracle_tokens(prompt, self.spec.sampling, VOCAB, layers=layers)
-        )
+        self.spec = SequenceSpec(self.name, prompt, SAMPLING, arrival_ns=index)
+        self.expected = expected_tokens(prompt, world.bounds.layers)
         output = Output(_DECODING, TextOptions(), 0)
         self.state = RequestState(self.spec, [output], Timeline(0.0))
         self.num_places = num_places
@@ -393,7 +394,7 @@ class Request:
 
 
 class World:
-    """See the top. `trace`: what has happened."""
+    """See the top."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -545,6 +546,10 @@ class World:
                 self._fault(verb, rest)
         for wire in self.hub.wires:
             wire.report_aborts()
+        # What is over counts for nothing, so that no state differs by it.
+        self.hub.wires = [wire for wire in self.hub.wires if not wire.lost]
+        for node in (self.prefill, self.decode):
+            node.runners = [runner for runner in node.runners if not runner.is_over]
 
     def tick(self) -> None:
         """Time passes to the next deadline; engine loops turn then."""
@@ -676,7 +681,7 @@ class World:
         (owner,) = [owner for owner in owners if owner.ticket_id == event.ticket_id]
         (request,) = [request for request in self.requests if request.name == owner.request_id]
         tokens = request.spec.prompt_token_ids
-        wanted = prefilled(tokens, self.bounds.layers)
+        wanted = prefilled(tuple(tokens), self.bounds.layers)
         block_id, kv = owner.block_ids[0], node.worker.engine.kv
         assert isinstance(kv, ArrayKvPool)
         is_own = bool((kv.data[block_id] == wanted.data[0]).all())
@@ -742,22 +747,23 @@ class World:
             require(not node.sinks, f"{node.name}: somebody still listens")
 
 
-def prefilled(tokens: Sequence[int], layers: OracleLayers) -> ArrayKvPool:
+@cache
+def prefilled(tokens: tuple[int, ...], layers: OracleLayers) -> ArrayKvPool:
     """What the only block, and slot, hold after these tokens, in an engine of the world's shape."""
-    key = tuple(tokens), layers
-    if key not in _KV:
-        engine = OracleEngine(OracleOptions(1, block_size=PROMPT_TOKENS, layers=layers))
-        if engine.kv.state_slots:
-            engine.kv.state_slots.of_block[0] = 0
-        row = SampleRow(len(tokens) - 1, Sampling(), list(tokens), len(tokens), 0, None)
-        engine.forward(Batch((SequenceSlice(list(tokens), 0, [0], (row,)),)))
-        assert isinstance(engine.kv, ArrayKvPool)
-        _KV[key] = engine.kv
-    return _KV[key]
+    engine = OracleEngine(OracleOptions(1, block_size=PROMPT_TOKENS, layers=layers))
+    if engine.kv.state_slots:
+        engine.kv.state_slots.of_block[0] = 0
+    row = SampleRow(len(tokens) - 1, Sampling(), list(tokens), len(tokens), 0, None)
+    engine.forward(Batch((SequenceSlice(list(tokens), 0, [0], (row,)),)))
+    assert isinstance(engine.kv, ArrayKvPool)
+    return engine.kv
 
 
-_KV: dict[tuple[tuple[int, ...], OracleLayers], ArrayKvPool] = {}
-EXPECTED: dict[tuple[tuple[int, ...], OracleLayers], list[int]] = {}
+@cache
+def expected_tokens(tokens: tuple[int, ...], layers: OracleLayers) -> Sequence[int]:
+    return oracle_tokens(tokens, SAMPLING, VOCAB, layers=layers)
+
+
 _DECODING = Decoding(lambda ids: "".join(f"{i} " for i in ids))
 
 
@@ -771,8 +777,11 @@ _OPAQUE = (
     EngineSpec,
     Fleet,
     KvLayout,
+    Matchers,
     OracleOptions,
     Placement,
+    Policy,
+    Sampling,
     SimShape,
     Timeline,
     logging.Logger,
