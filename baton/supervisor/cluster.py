@@ -39,8 +39,9 @@ _KILL_MARGIN_S = 5.0
 #: Delays between restarts, in seconds: the first, and the longest; each is twice the one before.
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 30.0
 
-#: A process that ran this long, in seconds, is restarted with the first delay again.
-_STABLE_S = 60.0
+#: A process that served this long, in seconds, is restarted with the first delay again: it has not
+#: failed at its start, and whoever killed it may do so again.
+_STABLE_S = 10.0
 
 
 class Cluster:
@@ -232,16 +233,14 @@ class Cluster:
 
     async def _keep(self, child: Child) -> None:
         """Restart the child whenever it ends, until the cluster stops."""
-        delay_s = _FIRST_DELAY_S
+        delay_s = 0.0
         while True:
             began = time.monotonic()
             how = describe_exit(await child.wait())
-            if time.monotonic() - began > _STABLE_S:
-                delay_s = _FIRST_DELAY_S
+            delay_s = restart_delay_s(delay_s, time.monotonic() - began)
             logger.error("%s ended (%s): starting it again in %.1f s", child.name, how, delay_s)
             if await self._stopped_within(delay_s):
                 return
-            delay_s = min(2 * delay_s, _LAST_DELAY_S)
             try:
                 report = await child.start(self._lifeline[0])
             except ChildFailed as failure:
@@ -256,6 +255,14 @@ class Cluster:
         except TimeoutError:
             return False
         return True
+
+
+def restart_delay_s(last_s: float, served_s: float) -> float:
+    """Seconds from a process's end to its next start. last_s: from the end before, 0 if it is the
+    first; served_s: how long the process served."""
+    if served_s >= _STABLE_S:
+        return _FIRST_DELAY_S
+    return min(max(2 * last_s, _FIRST_DELAY_S), _LAST_DELAY_S)
 
 
 def check_ports(options: ServeOptions) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import pytest
 
 from baton.errors import ConfigError, StartupError
 from baton.supervisor import ChildFailed, Cluster
+from baton.supervisor.cluster import restart_delay_s
 
 pytestmark = pytest.mark.slow
 
@@ -303,3 +305,11 @@ def test_a_cluster_that_never_started_has_no_address(stage: Stage) -> None:
     cluster: Cluster = stage.cluster()
     with pytest.raises(KeyError):
         _ = cluster.address
+
+
+def test_a_process_that_served_is_restarted_soon_and_one_that_cannot_start_less_and_less() -> None:
+    delays = list(accumulate([0.0] * 12, restart_delay_s))
+    assert delays[1:4] == [0.5, 1.0, 2.0]
+    assert delays[-1] == delays[-2] == 30.0
+    for last_s in delays:
+        assert restart_delay_s(last_s, served_s=10.0) == 0.5
