@@ -37,7 +37,7 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "two requests": Bounds(2, 6),
         "two requests, room for one": Bounds(2, 3),
         "two requests, a cancel": Bounds(2, 6, num_cancels=1),
-        "two requests, a fault": Bounds(2, 6, faults=FAULTS, num_faults=1),
+        **{f"two requests, {f}": Bounds(2, 6, faults=(f,), num_faults=1) for f in FAULTS},
     }
 )
 
