@@ -8,7 +8,7 @@ rows ask for. Log probabilities are those of the model, before all of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,17 +22,9 @@ from baton.sampling.logprobs import (
     likeliest,
     token_logprobs,
 )
-from baton.types import Sample, Sampling, TokenLogprobs
+from baton.types import Sample, TokenLogprobs
 from baton_kernels.host_copy import HostCopy, to_device
-from baton_kernels.sampling import (
-    NOT_FINITE,
-    checked_argmax,
-    gumbel_argmax,
-    is_broken,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-)
+from baton_kernels.sampling import NOT_FINITE, Draw, checked_argmax, draw_rows, is_broken
 
 _MASK = (1 << 64) - 1
 #: What Draws.verdicts holds in place of a token.
@@ -101,12 +93,21 @@ def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
         num_top = {i: row.sampling.prompt_logprobs for i, row in enumerate(rows)}
         return _draws(logits, logits, chosen, token_logprobs(logits, chosen, num_top))
     edited = edit(logits, rows)
-    drawn = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
-    if edited is logits and not drawn:
-        chosen, verdicts = checked_argmax(logits)
-        return Draws(chosen, HostCopy(verdicts), tuple(_reported(logits, edited, rows, chosen)))
-    chosen = _draw(edited, rows, drawn) if drawn else edited.argmax(-1)
-    return _draws(logits, edited, chosen, _reported(logits, edited, rows, chosen))
+    if all(row.sampling.is_greedy for row in rows):
+        chosen, verdicts = checked_argmax(edited)
+    else:
+        chosen, verdicts = draw_rows(edited, [_draw_of(row) for row in rows])
+    reported = _reported(logits, edited, rows, chosen)
+    if edited is logits:
+        return Draws(chosen, HostCopy(verdicts), tuple(reported))
+    return _draws(logits, edited, chosen, reported)
+
+
+def _draw_of(row: SampleRow) -> Draw:
+    sampling = row.sampling
+    key = draw_key(sampling.seed, row.num_output_tokens, row.choice)
+    temperature = 0.0 if sampling.is_greedy else sampling.temperature
+    return Draw(temperature, sampling.top_k, sampling.top_p, sampling.min_p, key)
 
 
 def _draws(
@@ -143,71 +144,6 @@ def _reported(
 
 def _sample(token_id: int, logprobs: TokenLogprobs | None) -> Sample:
     return Sample(logprobs.token_id if logprobs else token_id, logprobs)
-
-
-def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], drawn: Sequence[int]) -> torch.Tensor:
-    """Chosen ids [rows]: drawn ones at `drawn`, the likeliest elsewhere."""
-    device = logits.device
-    settings = [rows[i].sampling for i in drawn]
-    temperature = to_device(torch.tensor([s.temperature for s in settings]), device)
-    key_words = torch.tensor(
-        [draw_key(rows[i].sampling.seed, rows[i].num_output_tokens, rows[i].choice) for i in drawn],
-        dtype=torch.int32,
-    )
-    keys = to_device(key_words, device)
-    index = to_device(torch.tensor(drawn), device)
-    # Relative to the likeliest, so that no temperature, however low, makes an infinity of it.
-    part = logits[index]
-    scaled = (part - part.amax(-1, keepdim=True)) / temperature[:, None]
-    _filter(scaled, settings)
-    # Where logits are no numbers, any token: the next step reads its embedding before anybody can
-    # know.
-    picked = gumbel_argmax(scaled, keys).clamp_(0, scaled.shape[-1] - 1)
-    if len(drawn) == len(rows):
-        return picked
-    return logits.argmax(-1).index_copy_(0, index, picked)
-
-
-def _filter(scaled: torch.Tensor, settings: Sequence[Sampling]) -> None:
-    """Filters, in place, each on the rows that ask for it. scaled [len(settings), vocab]."""
-    vocab_size = scaled.shape[-1]
-    _apply(
-        scaled,
-        {i: s.top_k for i, s in enumerate(settings) if 0 < s.top_k < vocab_size},
-        torch.int64,
-        keep_top_k,
-    )
-    _apply(
-        scaled,
-        {i: s.top_p for i, s in enumerate(settings) if s.top_p < 1.0},
-        torch.float32,
-        keep_top_p,
-    )
-    _apply(
-        scaled,
-        {i: s.min_p for i, s in enumerate(settings) if s.min_p > 0.0},
-        torch.float32,
-        keep_min_p,
-    )
-
-
-def _apply(
-    scaled: torch.Tensor,
-    values: dict[int, int] | dict[int, float],
-    dtype: torch.dtype,
-    keep: Callable[[torch.Tensor, torch.Tensor], None],
-) -> None:
-    """Run one filter on the rows that `values` names."""
-    if not values:
-        return
-    argument = to_device(torch.tensor(list(values.values()), dtype=dtype), scaled.device)
-    if len(values) == scaled.shape[0]:
-        keep(scaled, argument)
-        return
-    index = to_device(torch.tensor(list(values)), scaled.device)
-    part = scaled[index]
-    keep(part, argument)
-    scaled.index_copy_(0, index, part)
 
 
 def draw_key(seed: int, num_output_tokens: int, choice: int) -> tuple[int, int]:

@@ -9,9 +9,13 @@ the device's generator or earlier draws. The lowest id wins among equals.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 
 from baton_kernels.dispatch import op
+from baton_kernels.host_copy import to_device
 
 #: keep_top_p sorts a row as a whole only if this many of its best tokens do not reach top_p.
 TOP_P_CANDIDATES = 256
@@ -165,3 +169,70 @@ def gumbel_argmax(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     uniform = hash_uniform(keys, logits.shape[-1])
     noise = -torch.log(-torch.log1p(-uniform))
     return (logits + noise).argmax(-1)
+
+
+class Draw(NamedTuple):
+    """How a row is drawn from. temperature: 0 for the likeliest token, whatever the others say.
+    top_k 0, top_p 1 and min_p 0 keep all; they follow in that order. key: two words, int32."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    key: tuple[int, int]
+
+
+@op
+def draw_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token for each row, and the same but NOT_FINITE where a logit of the row is none: [rows]
+    int64 each. Does not wait for the device.
+
+    logits [rows, vocab] float32, which are not changed. The id that is given for a row that is not
+    finite is any of [0, vocab).
+    """
+    device = logits.device
+    chosen = logits.argmax(-1)
+    if drawn := [row for row, draw in enumerate(draws) if draw.temperature]:
+        settings = [draws[row] for row in drawn]
+        index = to_device(torch.tensor(drawn), device)
+        temperature = to_device(torch.tensor([s.temperature for s in settings]), device)
+        keys = to_device(torch.tensor([s.key for s in settings], dtype=torch.int32), device)
+        # Relative to the likeliest, so that no temperature, however low, makes an infinity of it.
+        part = logits[index]
+        scaled = (part - part.amax(-1, keepdim=True)) / temperature[:, None]
+        _filter(scaled, settings)
+        # Where logits are no numbers, any token: the next step reads its embedding before anybody
+        # can know.
+        picked = gumbel_argmax(scaled, keys).clamp_(0, scaled.shape[-1] - 1)
+        chosen.index_copy_(0, index, picked)
+    return chosen, chosen.masked_fill(is_broken(logits), NOT_FINITE)
+
+
+def _filter(scaled: torch.Tensor, draws: Sequence[Draw]) -> None:
+    """Filters, in place, each on the rows that ask for it. scaled [len(draws), vocab]."""
+    vocab_size = scaled.shape[-1]
+    top_k = {row: draw.top_k for row, draw in enumerate(draws) if 0 < draw.top_k < vocab_size}
+    top_p = {row: draw.top_p for row, draw in enumerate(draws) if draw.top_p < 1.0}
+    min_p = {row: draw.min_p for row, draw in enumerate(draws) if draw.min_p > 0.0}
+    _keep(scaled, top_k, torch.int64, keep_top_k)
+    _keep(scaled, top_p, torch.float32, keep_top_p)
+    _keep(scaled, min_p, torch.float32, keep_min_p)
+
+
+def _keep(
+    scaled: torch.Tensor,
+    values: dict[int, int] | dict[int, float],
+    dtype: torch.dtype,
+    keep: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Run one filter on the rows that `values` names."""
+    if not values:
+        return
+    argument = to_device(torch.tensor(list(values.values()), dtype=dtype), scaled.device)
+    if len(values) == scaled.shape[0]:
+        keep(scaled, argument)
+        return
+    index = to_device(torch.tensor(list(values)), scaled.device)
+    part = scaled[index]
+    keep(part, argument)
+    scaled.index_copy_(0, index, part)

@@ -6,10 +6,15 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton_kernels.sampling import (
+    NOT_FINITE,
     TOP_P_CANDIDATES,
+    Draw,
     add_bias,
+    draw_rows,
     forbid,
     gumbel_argmax,
     hash_uniform,
@@ -150,3 +155,89 @@ def test_gumbel_argmax_never_takes_a_filtered_token() -> None:
     logits[:, 7] = -81.0
     chosen = gumbel_argmax(logits, random_keys(200))
     assert set(chosen.tolist()) == {4, 7}
+
+
+#: Of a vocabulary as large as models have, and of some that are no multiple of what a kernel takes.
+VOCABS = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 1000, 4096, 33_000])
+
+
+@st.composite
+def draws_of_rows(draw: st.DrawFn) -> tuple[torch.Tensor, list[Draw]]:
+    """Logits like a model's, some rows of which are coarse, so that many are equal, or have tokens
+    that may not be chosen; and how they are drawn from."""
+    vocab_size, seed = draw(VOCABS), draw(st.integers(0, 2**32))
+    generator = torch.Generator().manual_seed(seed)
+    draws = draw(
+        st.lists(
+            st.builds(
+                Draw,
+                temperature=st.sampled_from([0.0, 0.05, 0.7, 1.0, 1.5, 30.0]),
+                top_k=st.sampled_from([0, 0, 1, 2, 40, 300]),
+                top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.05, 0.9999]),
+                min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
+                key=st.tuples(*[st.integers(-(2**31), 2**31 - 1)] * 2),
+            ),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    logits = torch.randn(len(draws), vocab_size, generator=generator)
+    logits *= draw(st.sampled_from([0.0, 0.3, 3.0, 12.0]))
+    if draw(st.booleans()):
+        logits = (2 * logits).round() / 2
+    if draw(st.booleans()):
+        logits[torch.rand(logits.shape, generator=generator) < 0.3] = NEG
+        logits[:, seed % vocab_size] = 1.0
+    return logits, draws
+
+
+def noisy(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """logits [vocab]: what the token is the argmax of, before any filter, float64."""
+    scaled = (logits - logits.max()).double() / draw.temperature
+    uniform = hash_uniform(torch.tensor([draw.key], dtype=torch.int32), len(logits))[0].double()
+    return scaled - (-(-uniform).log1p()).log()
+
+
+@given(draws_of_rows())
+def test_rows_are_drawn_as_by_the_ops_one_by_one(case: tuple[torch.Tensor, list[Draw]]) -> None:
+    """Two tokens may change places only where their noisy logits, or the set of top_p, are equal
+    but for rounding."""
+    logits, draws = case
+    chosen, verdicts = draw_rows(logits.clone(), draws)
+    assert ((chosen >= 0) & (chosen < logits.shape[1])).all()
+    is_finite = logits.isfinite().all(-1)
+    assert torch.equal(verdicts, torch.where(is_finite, chosen, NOT_FINITE))
+    for row, (own, how) in enumerate(zip(logits, draws, strict=True)):
+        near = [how._replace(top_p=min(1.0, how.top_p * c)) for c in (1.0, 1 - 1e-5, 1 + 1e-5)]
+        wanted = {int(draw_rows.twin(own[None], [each])[0]) for each in near}
+        if int(chosen[row]) not in wanted:
+            assert how.temperature
+            values = noisy(own, how)[[int(chosen[row]), *wanted]]
+            assert values.max() - values.min() < 1e-4
+
+
+@given(draws_of_rows(), st.integers(1, 4))
+def test_a_row_is_drawn_as_if_it_were_alone(
+    case: tuple[torch.Tensor, list[Draw]], num_threads: int
+) -> None:
+    logits, draws = case
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together, _ = draw_rows(logits, draws)
+    finally:
+        torch.set_num_threads(before)
+    apart = [draw_rows(logits[row : row + 1], [how])[0] for row, how in enumerate(draws)]
+    assert together.tolist() == [int(token) for token in apart]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, NEG])
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_row_that_is_no_numbers_gives_some_token(wrong: float, top_k: int, top_p: float) -> None:
+    some = torch.randn(1, 100, generator=torch.Generator().manual_seed(1))
+    some[0, 40] = wrong
+    for logits in (some, torch.full((1, 100), wrong)):
+        chosen, verdicts = draw_rows(logits, [Draw(0.7, top_k, top_p, 0.1, (1, 2))])
+        assert 0 <= int(chosen) < 100
+        assert verdicts.tolist() == [NOT_FINITE]

@@ -149,6 +149,10 @@ void baton_layers(const Stages* stages, long first, long end, int dtype, int thr
 // logits [rows][vocab], vocab below 2^31; chosen, verdicts [rows].
 void baton_checked_argmax(const float* logits, long rows, long vocab, int64_t* chosen, int64_t* verdicts,
                           int threads);
+// The same, temperature, top_k, top_p and min_p [rows], keys [rows][2]: see draw_rows in baton_kernels/sampling.py.
+void baton_draw_rows(const float* logits, long rows, long vocab, const float* temperature, const int64_t* top_k,
+                     const float* top_p, const float* min_p, const int32_t* keys, int64_t* chosen,
+                     int64_t* verdicts, int threads);
 // words [count]; key: that of the first of them.
 void baton_word_sum(const uint64_t* words, long count, uint64_t key, uint64_t* sum);
 // Between blocks of a pool and a payload of num_bytes, more than 240; its xxh3_64 with that seed.

@@ -95,6 +95,7 @@ _FUNCTIONS = {
     "baton_checked_scatter": _CHECKED_COPY,
     "baton_word_sum": (_POINTER, _LONG, ctypes.c_uint64, _POINTER),
     "baton_checked_argmax": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
+    "baton_draw_rows": (_POINTER, _LONG, _LONG, *(_POINTER,) * 7, _INT),
     "baton_layers": (_POINTER, _LONG, _LONG, _INT, _INT),
 }
 

@@ -1,7 +1,11 @@
-"""The likeliest tokens, natively, in one pass over the logits; the other operations are their
-twins."""
+"""The likeliest tokens, and draws, natively, in one pass over the logits or a few; the other
+operations are their twins."""
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -18,6 +22,30 @@ def checked_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     verdicts = torch.empty(num_rows, dtype=torch.int64)
     loaded().baton_checked_argmax(
         *(logits.data_ptr(), num_rows, vocab_size),
+        *(chosen.data_ptr(), verdicts.data_ptr(), torch.get_num_threads()),
+    )
+    return chosen, verdicts
+
+
+def draw_rows(
+    logits: torch.Tensor, draws: Sequence[twin.Draw]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the twin. The noise is the twin's to a few units in the last place."""
+    if logits.dtype != torch.float32 or not logits.is_contiguous():
+        return twin.draw_rows.twin(logits, draws)
+    num_rows, vocab_size = logits.shape
+    chosen = torch.empty(num_rows, dtype=torch.int64)
+    verdicts = torch.empty(num_rows, dtype=torch.int64)
+    settings: list[array[float] | array[int]] = [
+        array("f", [draw.temperature for draw in draws]),
+        array("q", [draw.top_k if draw.top_k < vocab_size else 0 for draw in draws]),
+        array("f", [draw.top_p for draw in draws]),
+        array("f", [draw.min_p for draw in draws]),
+        array("i", chain.from_iterable(draw.key for draw in draws)),
+    ]
+    loaded().baton_draw_rows(
+        *(logits.data_ptr(), num_rows, vocab_size),
+        *(values.buffer_info()[0] for values in settings),
         *(chosen.data_ptr(), verdicts.data_ptr(), torch.get_num_threads()),
     )
     return chosen, verdicts
