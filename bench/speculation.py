@@ -2,13 +2,15 @@
 turn.
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48]
-        [--eagle DIR] [--medusa DIR] [--tree WIDTHS] [--clock wall|cpu] [--json FILE]
+        [--eagle DIR] [--medusa DIR] [--tree WIDTHS] [--always N]
+        [--clock wall|cpu] [--json FILE]
 
 One decode core for each method (none, none again as a control, ngram, draft, and eagle and medusa
-if heads are given, also with a tree if its widths are) in this process, each
-with an engine of its own: the control's ratio is what the measurement errs by. They take turns at
-every step, so that whatever else the machine does falls on all of them alike; with --clock cpu and
-one thread, the seconds are those that the process computed, which hardly depend on others at all.
+if heads are given, also with a tree if its widths are, and with N drafts in every step, whatever
+they gain) in this process, each with an engine of its own: the control's ratio is what the
+measurement errs by. They take turns at every step, so that whatever else the machine does falls on
+all of them alike; with --clock cpu and one thread, the seconds are those that the process computed,
+which hardly depend on others at all.
 As soon as a sequence ends the next one is opened, the same for each method: the batch is always
 full. Shown are tokens over the seconds of a core's own steps, prompts and drafting included; the
 ratio to none, median and quartiles over ten stretches of the run; how many drafts were right; and
@@ -45,7 +47,8 @@ from bench.host_rig import decode_core
 from bench.machine import document_of, now, publish
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Open
-from worker_core.speculation.speculator import build_speculation
+from worker_core.speculation.interface import Estimate
+from worker_core.speculation.speculator import Speculator, build_speculation
 
 #: Modules whose functions are the prompts.
 MODULES = ("calendar", "fnmatch", "heapq", "shutil", "statistics", "textwrap")
@@ -117,24 +120,38 @@ def spec_of(index: int, workload: Workload, texts: Sequence[tuple[int, ...]]) ->
     return SequenceSpec(f"r{index}", texts[index % len(texts)], sampling, arrival_ns=index)
 
 
+class AlwaysDrafting(Speculator):
+    """Drafts as much in every step as `max_num_drafts` says, whatever it costs."""
+
+    def _lengths(self, _tracks: object, estimates: Sequence[Estimate], *_: object) -> list[int]:
+        return [min(self.max_num_drafts, estimate.num_drafts) for estimate in estimates]
+
+
 class Lane:
     """One method's engine and decode core, by the real clock, at work on the sequences 0, 1, 2, ...
     of a workload."""
 
-    def __init__(self, options: DecodeOptions, clock: Callable[[], float]) -> None:
-        """clock: by which steps are timed, in seconds."""
+    def __init__(
+        self, options: DecodeOptions, clock: Callable[[], float], num_always: int = 0
+    ) -> None:
+        """clock: by which steps are timed, in seconds. num_always: drafts in each step, unless it
+        is 0."""
         self._clock = clock
         self._commands: list[Command] = []
         self._running: dict[int, list[int]] = {}
         self._num_opened = 0
         engine = build_decode_engine(options)
+        speculation = build_speculation(options, engine, clock)
+        if num_always:
+            assert isinstance(speculation, Speculator)
+            speculation = AlwaysDrafting(speculation._proposer, num_always, clock)
         self._core, _ = decode_core(
             engine,
             build_pool(options, engine),
             CoreLimits(options.max_num_seqs, options.max_num_batched_tokens),
             self._commands,
             build_matchers(options, engine),
-            build_speculation(options, engine, clock),
+            speculation,
         )
 
     def begin(self, workload: Workload, texts: Sequence[tuple[int, ...]]) -> None:
@@ -218,7 +235,7 @@ def figures(tally: Tally, plain: Tally) -> Figures:
 
 def lane_of(method: str, arguments: argparse.Namespace) -> Lane:
     heads = {"draft": arguments.draft, "eagle": arguments.eagle, "medusa": arguments.medusa}
-    method, _, tree = method.partition(" ")
+    method, _, how = method.partition(" ")
     values = {
         "model": arguments.model,
         "dtype": arguments.dtype,
@@ -227,10 +244,11 @@ def lane_of(method: str, arguments: argparse.Namespace) -> Lane:
         "max_model_len": 1024,
         "speculative_method": "none" if method == "control" else method,
         "speculative_model": heads.get(method),
-        "speculative_tree": arguments.tree if tree else None,
+        "speculative_tree": arguments.tree if how == "tree" else None,
     }
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
-    return Lane(DecodeOptions.model_validate(values), clock)
+    num_always = arguments.always if how == "always" else 0
+    return Lane(DecodeOptions.model_validate(values), clock, num_always)
 
 
 def main() -> int:
@@ -240,6 +258,7 @@ def main() -> int:
     parser.add_argument("--eagle", help="an EAGLE head of the model; without one, none is measured")
     parser.add_argument("--medusa", help="Medusa heads of the model; without, none are measured")
     parser.add_argument("--tree", help="--speculative-tree of these heads, measured beside chains")
+    parser.add_argument("--always", type=int, help="drafts of these heads in every step, besides")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seconds", type=float, default=45.0, help="of each workload")
     parser.add_argument("--batch", type=int, default=48)
@@ -252,7 +271,8 @@ def main() -> int:
     heads = {"eagle": arguments.eagle, "medusa": arguments.medusa}
     given = [method for method, folder in heads.items() if folder]
     trees = [f"{method} tree" for method in given if arguments.tree]
-    methods = (*METHODS, *given, *trees)
+    always = [f"{method} always" for method in given if arguments.always]
+    methods = (*METHODS, *given, *trees, *always)
     lanes = {method: lane_of(method, arguments) for method in methods}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for num_at_once, max_tokens in ((1, 256), (arguments.batch, 128)):
@@ -278,7 +298,7 @@ def main() -> int:
 def _show(name: str, by_method: dict[str, dict[str, float]]) -> None:
     for method, found in by_method.items():
         print(
-            f"{name:18} {method:11} {found['tokens_per_s']:7.0f} tok/s  x{found['ratio']:.2f} "
+            f"{name:18} {method:13} {found['tokens_per_s']:7.0f} tok/s  x{found['ratio']:.2f} "
             f"({found['ratio_low']:.2f}-{found['ratio_high']:.2f})  "
             f"{found['drafted_per_token']:.2f} drafts a token, {found['acceptance']:.0%} right  "
             f"{found['share_equal']:.0%} of outputs equal",

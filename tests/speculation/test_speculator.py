@@ -11,6 +11,7 @@ import pytest
 
 from baton.types import Sampling
 from worker_core.drafting import verify
+from worker_core.speculation.draft_lengths import DraftCosts
 from worker_core.speculation.interface import NO_PROPOSAL, NOTHING, DraftRequest, Estimate, Proposal
 from worker_core.speculation.speculator import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Speculator
 
@@ -244,3 +245,53 @@ def test_a_proposer_that_makes_ready_first_is_asked_again() -> None:
     for _ in range(3):
         world.step()
     assert world.num_drafted == before + 1
+
+
+@dataclass
+class ColdProposer(FakeProposer):
+    """One draft of a few takes draft_s, and each further one a third of that; but if none was asked
+    for in the last ten steps of 4 ms, the first takes as long as a step: memory is cold, or a
+    context has to be computed. Like real ones, it knows what it has observed."""
+
+    costs: DraftCosts = field(default_factory=DraftCosts)
+    last_s: float = -1.0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        most = max(request.max_num_drafts for request in requests)
+        start_s = self.clock.now_s
+        first_s = self.draft_s if start_s - self.last_s < 0.04 else 0.004
+        self.clock.now_s += first_s + (most - 1) * self.draft_s / 3
+        self.last_s = self.clock.now_s
+        self.costs.observe(len(requests), most, self.last_s - start_s)
+        return [Proposal(self._guess(request)) for request in requests]
+
+    def cost_s(self, num_sequences: int, num_drafts: int) -> float:
+        return self.costs.seconds(num_sequences, num_drafts)
+
+
+@pytest.mark.parametrize(("chance", "at_least"), [(0.7, 1.6), (0.55, 1.25)])
+def test_drafts_that_are_cheap_once_they_are_made_all_the_time_are_made(
+    chance: float, at_least: float
+) -> None:
+    """What a first draft takes after a pause is not what drafts cost."""
+    proposer = ColdProposer(Clock(), lambda _: chance, is_free=False, draft_s=0.0006)
+    assert World(proposer, 1, flat).gain(2000) > at_least
+
+
+def test_trials_of_drafts_that_are_never_worth_it_cost_next_to_nothing() -> None:
+    proposer = ColdProposer(Clock(), lambda _: 0.3, is_free=False, draft_s=0.002)
+    assert World(proposer, 1, flat).gain(2000) > 0.97
+
+
+def test_costs_are_the_middle_of_what_was_seen_and_further_drafts_a_share_of_the_first() -> None:
+    costs = DraftCosts()
+    assert costs.seconds(1, 3) == 0
+    for seconds in (9.0, 1.0, 1.0):
+        costs.observe(1, 1, seconds)
+    assert costs.seconds(1, 1) == 1
+    assert costs.seconds(1, 0) == 0
+    assert 1 < costs.seconds(1, 3) < 3
+    costs.observe(1, 3, 1.5)
+    assert costs.seconds(1, 3) == pytest.approx(1.5)
+    assert costs.seconds(1, 5) == pytest.approx(2.0)
+    assert costs.seconds(64, 1) == 0

@@ -201,28 +201,48 @@ class _Timings:
         self.size = sum(size for _, size in self.last) / num_timings
 
 
-#: Weight of the latest call in the mean cost of a draft.
-_COST_RATE = 0.1
+#: Before it was measured, each draft after a proposal's first is taken to cost this share of it.
+_UNKNOWN_DRAFT_SHARE = 0.5
 
 
 class DraftCosts:
-    """Mean seconds that a proposer takes for a draft of each sequence, by the rounded number of
-    sequences. The mean, for catching up with a sequence is part of the price."""
+    """Seconds that a proposer takes for proposals: for the first draft of each sequence, by the
+    rounded number of sequences, and the share of it that each further draft takes.
+
+    Both are the middle one of the last few. Catching up with a sequence is part of the price as
+    often as it happens; one call that had to begin anew, or found all caches cold, says nothing
+    about the next."""
 
     def __init__(self) -> None:
-        self._means: dict[int, float] = {}
+        self._firsts: defaultdict[int, deque[float]] = defaultdict(_last_few)
+        self._shares: deque[float] = _last_few()
 
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """It took so long for `num_drafts` drafts, at most, of each of so many sequences."""
-        if num_drafts == 0:
-            return
-        size, seconds_each = rounded(num_sequences, 3), seconds / num_drafts
-        known = self._means.get(size, seconds_each)
-        self._means[size] = known + _COST_RATE * (seconds_each - known)
+        firsts = self._firsts[rounded(num_sequences, 3)]
+        first_s = _middle(firsts) if firsts else 0.0
+        if num_drafts > 1 and first_s:
+            self._shares.append(max(0.0, seconds / first_s - 1) / (num_drafts - 1))
+        elif num_drafts:
+            firsts.append(seconds / self._times(num_drafts))
 
     def seconds(self, num_sequences: int, num_drafts: int) -> float:
         """See Proposer.cost_s; 0 of what was never measured."""
-        return num_drafts * self._means.get(rounded(num_sequences, 3), 0.0)
+        firsts = self._firsts.get(rounded(num_sequences, 3))
+        return _middle(firsts) * self._times(num_drafts) if firsts and num_drafts else 0.0
+
+    def _times(self, num_drafts: int) -> float:
+        """What a proposal of so many drafts costs, by that of its first."""
+        share = _middle(self._shares) if self._shares else _UNKNOWN_DRAFT_SHARE
+        return 1 + share * (num_drafts - 1)
+
+
+def _last_few() -> deque[float]:
+    return deque(maxlen=_NUM_TIMINGS)
+
+
+def _middle(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 class DraftCurve:

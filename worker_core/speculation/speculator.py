@@ -160,13 +160,18 @@ _NO_CANDIDATE = Candidate(0.0, 0.0, 0)
 PROBE_INTERVAL = 32
 MAX_PROBE_INTERVAL = 1024
 
-#: A draft that takes as long to make as a step makes that interval longer by this factor.
-_PATIENCE = 16
-
 #: As many drafts are made then as would be worth it if a row cost half of what it does now: a few
 #: may cost more apiece than many do. If none would, one in so many sequences gets one, at least
-#: one. Of drafts that cost something, one sequence gets one.
+#: one.
 PROBE_SHARE = 8
+
+#: Of drafts that take time to make, one sequence gets one in so many steps in a row: the first few
+#: take longer than any after them, and say nothing about how often drafts are right.
+TRIAL_STEPS = 16
+
+#: A draft that takes as long to make as a step makes the interval before longer by this factor, so
+#: that trials take one step's time in so many at first.
+_PATIENCE = 16
 
 #: Steps with drafts in a row after which one has none, to see what they cost.
 REFRESH_INTERVAL = 64
@@ -215,6 +220,7 @@ class Speculator:
         self._num_steps = 0
         self._last_drafted_step = 0
         self._probe_interval = PROBE_INTERVAL
+        self._num_trial_steps_left = 0
         self._start_s = 0.0
 
     def is_due(self, key: Hashable) -> bool:
@@ -235,7 +241,7 @@ class Speculator:
             return [NO_PROPOSAL] * len(requests)
         tracks = [self._tracks.setdefault(request.key, _Track()) for request in requests]
         estimates = self._proposer.estimate(requests)
-        before = self._last_drafted_step, self._probe_interval
+        before = self._last_drafted_step, self._probe_interval, self._num_trial_steps_left
         lengths = self._lengths(tracks, estimates, num_rows, max_num_drafts, curve)
         start_s = self._clock()
         chosen = [Proposal(e.drafts[:length]) for e, length in zip(estimates, lengths, strict=True)]
@@ -250,7 +256,7 @@ class Speculator:
         self._start_s += self._clock() - start_s
         if not any(proposal.token_ids for proposal in chosen):
             # A proposer that was asked had to make ready first: it is asked again.
-            self._last_drafted_step, self._probe_interval = before
+            self._last_drafted_step, self._probe_interval, self._num_trial_steps_left = before
         for track, estimate, length, drafts in zip(tracks, estimates, lengths, chosen, strict=True):
             track.confidence = estimate.confidence
             track.drafts = Proposal(estimate.drafts) if estimate.drafts else drafts
@@ -304,22 +310,37 @@ class Speculator:
         lengths = choose_lengths(candidates, prices)
         if any(lengths):
             self._last_drafted_step, self._probe_interval = self._num_steps, PROBE_INTERVAL
-        else:
-            num_idle_steps = self._num_steps - self._last_drafted_step
-            probe_share = self._proposer.cost_s(1, 1) / curve.seconds(0)
-            if num_idle_steps >= self._probe_interval * (1 + _PATIENCE * probe_share):
-                self._last_drafted_step = self._num_steps
-                self._probe_interval = min(2 * self._probe_interval, MAX_PROBE_INTERVAL)
-                if probe_share:  # a draft model would have to catch up with a whole batch
-                    return _probe(candidates, 1)
-                hopeful = replace(prices, step_s=lambda num_drafts: 1 + num_drafts / num_rows / 2)
-                bold = choose_lengths(candidates, hopeful)
-                return (
-                    bold
-                    if any(bold)
-                    else _probe(candidates, min(max_num_drafts, -(-num_rows // PROBE_SHARE)))
-                )
+            return lengths
+        takes_time = any(estimate.num_drafts and not estimate.drafts for estimate in estimates)
+        if self._is_trial_due(curve, takes_time=takes_time):
+            return _probe(candidates, 1) if takes_time else _bold(candidates, prices)
         return lengths
+
+    def _is_trial_due(self, curve: DraftCurve, *, takes_time: bool) -> bool:
+        """Whether this step has drafts to learn from, though none seem worth it. takes_time: to
+        make them."""
+        if self._num_trial_steps_left:
+            self._num_trial_steps_left -= 1
+            self._last_drafted_step = self._num_steps
+            return True
+        share = self._proposer.cost_s(1, 1) / curve.seconds(0)
+        num_idle_steps = self._num_steps - self._last_drafted_step
+        if num_idle_steps < self._probe_interval * (1 + _PATIENCE * share):
+            return False
+        self._last_drafted_step = self._num_steps
+        self._probe_interval = min(2 * self._probe_interval, MAX_PROBE_INTERVAL)
+        self._num_trial_steps_left = TRIAL_STEPS - 1 if takes_time else 0
+        return True
+
+
+def _bold(candidates: Sequence[Candidate], prices: StepPrices) -> list[int]:
+    """See PROBE_SHARE."""
+    num_rows = prices.num_rows
+    hopeful = replace(prices, step_s=lambda num_drafts: 1 + num_drafts / num_rows / 2)
+    lengths = choose_lengths(candidates, hopeful)
+    if any(lengths):
+        return lengths
+    return _probe(candidates, min(prices.max_num_drafts, -(-num_rows // PROBE_SHARE)))
 
 
 def _probe(candidates: Sequence[Candidate], num_drafts: int) -> list[int]:
