@@ -285,13 +285,32 @@ def test_trials_of_drafts_that_are_never_worth_it_cost_next_to_nothing() -> None
 
 def test_costs_are_the_middle_of_what_was_seen_and_further_drafts_a_share_of_the_first() -> None:
     costs = DraftCosts()
-    assert costs.seconds(1, 3) == 0
-    for seconds in (9.0, 1.0, 1.0):
+    for seconds in (9.0, 1.0):
         costs.observe(1, 1, seconds)
+        assert costs.seconds(1, 3) == 0
+    costs.observe(1, 1, 1.0)
     assert costs.seconds(1, 1) == 1
-    assert costs.seconds(1, 0) == 0
+    assert costs.seconds(1, 0) == costs.seconds(0, 1) == 0
     assert 1 < costs.seconds(1, 3) < 3
-    costs.observe(1, 3, 1.5)
+    # Of more sequences than ever were drafted for, until they are.
+    assert 1 < costs.seconds(8, 1) < 8
+    for seconds in (900.0, 1.5, 1.5):
+        assert costs.seconds(1, 3) == pytest.approx(2.0)
+        costs.observe(1, 3, seconds)
     assert costs.seconds(1, 3) == pytest.approx(1.5)
     assert costs.seconds(1, 5) == pytest.approx(2.0)
-    assert costs.seconds(64, 1) == 0
+
+
+def test_a_draft_that_took_long_once_is_tried_again() -> None:
+    """The first steps with two drafts take ten times as long, by chance."""
+    late = iter([0.04] * 2)
+
+    def step_s(num_sequences: int, num_rows: int) -> float:
+        return flat(num_sequences, num_rows) + (next(late, 0.0) if num_rows == 3 else 0.0)
+
+    proposer = ColdProposer(Clock(), lambda _: 0.9, is_free=False, draft_s=0.0004)
+    world = World(proposer, 1, step_s)
+    world.gain(500)
+    before = len(world.texts[0])
+    world.gain(500)
+    assert len(world.texts[0]) - before > 500 * 2.5

@@ -70,8 +70,11 @@ class StepPrices:
     draft_s: Callable[[int, int], float]
 
 
-def choose_lengths(candidates: Sequence[Candidate], prices: StepPrices) -> list[int]:
-    """Drafts of each candidate that make the step's tokens per second highest."""
+def choose_lengths(
+    candidates: Sequence[Candidate], prices: StepPrices, num_more: int = 0
+) -> list[int]:
+    """Drafts of each candidate that make the step's tokens per second highest, and the num_more
+    likeliest besides."""
     # (less its chance, place in its proposal from 1, candidate) of each draft, the likeliest first,
     # none before those that it builds on.
     drafts: list[tuple[float, int, int]] = []
@@ -83,24 +86,25 @@ def choose_lengths(candidates: Sequence[Candidate], prices: StepPrices) -> list[
             drafts.append((-chance, place, index))
             chance *= candidate.later
     drafts.sort()
-    num_tokens, num_drafting, longest, num_more = float(prices.num_rows), 0, 0, 0
+    num_tokens, num_drafting, longest, num_added = float(prices.num_rows), 0, 0, 0
     best_rate = num_tokens / prices.step_s(0)
     best_count = 0
     for count, (less_chance, place, index) in enumerate(drafts, start=1):
-        num_more += candidates[index].rows_of(place)
-        if num_more > prices.max_num_drafts:
+        num_added += candidates[index].rows_of(place)
+        if num_added > prices.max_num_drafts:
+            drafts = drafts[: count - 1]
             break
         num_tokens -= CAUTION * less_chance
         num_drafting += place == 1
         longest = max(longest, place)
         if count > _NUM_FINE and count % (count // _COARSENESS) and count < len(drafts):
             continue
-        step_s = prices.step_s(num_more)
+        step_s = prices.step_s(num_added)
         rate = num_tokens / (step_s + prices.draft_s(num_drafting, longest))
         if rate > best_rate:
             best_rate, best_count = rate, count
     lengths = [0] * len(candidates)
-    for _, _, index in drafts[:best_count]:
+    for _, _, index in drafts[: best_count + num_more]:
         lengths[index] += 1
     return lengths
 
@@ -201,17 +205,21 @@ class _Timings:
         self.size = sum(size for _, size in self.last) / num_timings
 
 
-#: Before it was measured, each draft after a proposal's first is taken to cost this share of it.
-_UNKNOWN_DRAFT_SHARE = 0.5
+#: Before it was measured, each draft after a proposal's first is taken to cost this share of it,
+#: and that of each sequence after those of a size that was measured.
+_UNKNOWN_DRAFT_SHARE, _UNKNOWN_SEQUENCE_SHARE = 0.5, 0.25
+
+#: Calls of a size before what they took is believed: the first is the one that takes longest.
+_FEWEST_CALLS = 3
 
 
 class DraftCosts:
-    """Seconds that a proposer takes for proposals: for the first draft of each sequence, by the
-    rounded number of sequences, and the share of it that each further draft takes.
+    """Seconds that a proposer takes: for the first draft of each sequence, by the rounded number of
+    sequences, and the share of it that each further draft takes.
 
-    Both are the middle one of the last few. Catching up with a sequence is part of the price as
-    often as it happens; one call that had to begin anew, or found all caches cold, says nothing
-    about the next."""
+    Both are the middle one of the last few calls. Catching up with a sequence is part of the price
+    as often as it happens; one call that had to begin anew, or found all caches cold, says nothing
+    about the next. A size that was hardly ever asked for goes by the nearest one that was."""
 
     def __init__(self) -> None:
         self._firsts: defaultdict[int, deque[float]] = defaultdict(_last_few)
@@ -220,7 +228,7 @@ class DraftCosts:
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """It took so long for `num_drafts` drafts, at most, of each of so many sequences."""
         firsts = self._firsts[rounded(num_sequences, 3)]
-        first_s = _middle(firsts) if firsts else 0.0
+        first_s = _middle(firsts) if len(firsts) >= _FEWEST_CALLS else 0.0
         if num_drafts > 1 and first_s:
             self._shares.append(max(0.0, seconds / first_s - 1) / (num_drafts - 1))
         elif num_drafts:
@@ -228,12 +236,18 @@ class DraftCosts:
 
     def seconds(self, num_sequences: int, num_drafts: int) -> float:
         """See Proposer.cost_s; 0 of what was never measured."""
-        firsts = self._firsts.get(rounded(num_sequences, 3))
-        return _middle(firsts) * self._times(num_drafts) if firsts and num_drafts else 0.0
+        sizes = [size for size, firsts in self._firsts.items() if len(firsts) >= _FEWEST_CALLS]
+        if not sizes or not num_sequences or not num_drafts:
+            return 0.0
+        wanted = rounded(num_sequences, 3)
+        size = min(sizes, key=lambda size: abs(size - wanted))
+        more = max(0.0, wanted / size - 1) * _UNKNOWN_SEQUENCE_SHARE
+        return _middle(self._firsts[size]) * (1 + more) * self._times(num_drafts)
 
     def _times(self, num_drafts: int) -> float:
         """What a proposal of so many drafts costs, by that of its first."""
-        share = _middle(self._shares) if self._shares else _UNKNOWN_DRAFT_SHARE
+        is_known = len(self._shares) >= _FEWEST_CALLS
+        share = _middle(self._shares) if is_known else _UNKNOWN_DRAFT_SHARE
         return 1 + share * (num_drafts - 1)
 
 

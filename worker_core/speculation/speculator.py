@@ -167,11 +167,15 @@ PROBE_SHARE = 8
 
 #: Of drafts that take time to make, one sequence gets one in so many steps in a row: the first few
 #: take longer than any after them, and say nothing about how often drafts are right.
-TRIAL_STEPS = 16
+TRIAL_STEPS = 8
+
+#: Of steps with such drafts, one in so many has one more than seems worth it: what was tried once
+#: and took long, by chance, would not be tried again otherwise.
+STEPS_PER_MORE = 16
 
 #: A draft that takes as long to make as a step makes the interval before longer by this factor, so
 #: that trials take one step's time in so many at first.
-_PATIENCE = 16
+_PATIENCE = 24
 
 #: Steps with drafts in a row after which one has none, to see what they cost.
 REFRESH_INTERVAL = 64
@@ -307,11 +311,12 @@ class Speculator:
             for track, estimate in zip(tracks, estimates, strict=True)
         ]
         prices = StepPrices(num_rows, max_num_drafts, curve.seconds, self._proposer.cost_s)
-        lengths = choose_lengths(candidates, prices)
+        takes_time = any(estimate.num_drafts and not estimate.drafts for estimate in estimates)
+        num_more = takes_time and curve.num_steps_since_plain % STEPS_PER_MORE == STEPS_PER_MORE - 1
+        lengths = choose_lengths(candidates, prices, int(num_more))
         if any(lengths):
             self._last_drafted_step, self._probe_interval = self._num_steps, PROBE_INTERVAL
             return lengths
-        takes_time = any(estimate.num_drafts and not estimate.drafts for estimate in estimates)
         if self._is_trial_due(curve, takes_time=takes_time):
             return _probe(candidates, 1) if takes_time else _bold(candidates, prices)
         return lengths
