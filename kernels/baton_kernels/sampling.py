@@ -191,20 +191,22 @@ def draw_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor
     finite is any of [0, vocab).
     """
     device = logits.device
-    chosen = logits.argmax(-1)
-    if drawn := [row for row, draw in enumerate(draws) if draw.temperature]:
-        settings = [draws[row] for row in drawn]
-        index = to_device(torch.tensor(drawn), device)
-        temperature = to_device(torch.tensor([s.temperature for s in settings]), device)
-        keys = to_device(torch.tensor([s.key for s in settings], dtype=torch.int32), device)
-        # Relative to the likeliest, so that no temperature, however low, makes an infinity of it.
-        part = logits[index]
-        scaled = (part - part.amax(-1, keepdim=True)) / temperature[:, None]
-        _filter(scaled, settings)
-        # Where logits are no numbers, any token: the next step reads its embedding before anybody
-        # can know.
-        picked = gumbel_argmax(scaled, keys).clamp_(0, scaled.shape[-1] - 1)
-        chosen.index_copy_(0, index, picked)
+    drawn = [row for row, draw in enumerate(draws) if draw.temperature]
+    if not drawn:
+        return checked_argmax.twin(logits)
+    settings = [draws[row] for row in drawn]
+    index = to_device(torch.tensor(drawn), device)
+    temperature = to_device(torch.tensor([s.temperature for s in settings]), device)
+    keys = to_device(torch.tensor([s.key for s in settings], dtype=torch.int32), device)
+    # Relative to the likeliest, so that no temperature, however low, makes an infinity of it.
+    part = logits[index]
+    scaled = (part - part.amax(-1, keepdim=True)) / temperature[:, None]
+    _filter(scaled, settings)
+    # Where logits are no numbers, any token: the next step reads its embedding before anybody can
+    # know.
+    chosen = gumbel_argmax(scaled, keys).clamp_(0, scaled.shape[-1] - 1)
+    if len(drawn) < len(draws):
+        chosen = logits.argmax(-1).index_copy_(0, index, chosen)
     return chosen, chosen.masked_fill(is_broken(logits), NOT_FINITE)
 
 

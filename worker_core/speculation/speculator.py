@@ -173,8 +173,8 @@ TRIAL_STEPS = 8
 #: and took long, by chance, would not be tried again otherwise.
 STEPS_PER_MORE = 16
 
-#: A draft that takes as long to make as a step makes the interval before longer by this factor, so
-#: that trials take one step's time in so many at first.
+#: A draft that takes as long to make as a step makes the interval before a trial longer by this
+#: factor: making drafts for trials takes a hundredth of the time at first, and less later.
 _PATIENCE = 24
 
 #: Steps with drafts in a row after which one has none, to see what they cost.
