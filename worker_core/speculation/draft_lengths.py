@@ -224,31 +224,36 @@ class DraftCosts:
     def __init__(self) -> None:
         self._firsts: defaultdict[int, deque[float]] = defaultdict(_last_few)
         self._shares: deque[float] = _last_few()
+        self._first_s: dict[int, float] = {}
+        """The middle ones, of sizes with enough calls: a step asks for many prices."""
+        self._share = _UNKNOWN_DRAFT_SHARE
 
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """It took so long for `num_drafts` drafts, at most, of each of so many sequences."""
-        firsts = self._firsts[rounded(num_sequences, 3)]
-        first_s = _middle(firsts) if len(firsts) >= _FEWEST_CALLS else 0.0
+        size = rounded(num_sequences, 3)
+        first_s = self._first_s.get(size, 0.0)
         if num_drafts > 1 and first_s:
             self._shares.append(max(0.0, seconds / first_s - 1) / (num_drafts - 1))
+            if len(self._shares) >= _FEWEST_CALLS:
+                self._share = _middle(self._shares)
         elif num_drafts:
+            firsts = self._firsts[size]
             firsts.append(seconds / self._times(num_drafts))
+            if len(firsts) >= _FEWEST_CALLS:
+                self._first_s[size] = _middle(firsts)
 
     def seconds(self, num_sequences: int, num_drafts: int) -> float:
         """See Proposer.cost_s; 0 of what was never measured."""
-        sizes = [size for size, firsts in self._firsts.items() if len(firsts) >= _FEWEST_CALLS]
-        if not sizes or not num_sequences or not num_drafts:
+        if not self._first_s or not num_sequences or not num_drafts:
             return 0.0
         wanted = rounded(num_sequences, 3)
-        size = min(sizes, key=lambda size: abs(size - wanted))
+        size = min(self._first_s, key=lambda size: abs(size - wanted))
         more = max(0.0, wanted / size - 1) * _UNKNOWN_SEQUENCE_SHARE
-        return _middle(self._firsts[size]) * (1 + more) * self._times(num_drafts)
+        return self._first_s[size] * (1 + more) * self._times(num_drafts)
 
     def _times(self, num_drafts: int) -> float:
         """What a proposal of so many drafts costs, by that of its first."""
-        is_known = len(self._shares) >= _FEWEST_CALLS
-        share = _middle(self._shares) if is_known else _UNKNOWN_DRAFT_SHARE
-        return 1 + share * (num_drafts - 1)
+        return 1 + self._share * (num_drafts - 1)
 
 
 def _last_few() -> deque[float]:
