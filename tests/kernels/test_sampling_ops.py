@@ -198,6 +198,18 @@ def noisy(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     return scaled - (-(-uniform).log1p()).log()
 
 
+def assert_drawn_as_by_the_ops(
+    logits: torch.Tensor, draws: list[Draw], chosen: torch.Tensor
+) -> None:
+    for row, (own, how) in enumerate(zip(logits, draws, strict=True)):
+        near = [how._replace(top_p=min(1.0, how.top_p * c)) for c in (1.0, 1 - 1e-5, 1 + 1e-5)]
+        wanted = {int(draw_rows.twin(own[None], [each])[0]) for each in near}
+        if int(chosen[row]) not in wanted:
+            assert how.temperature
+            values = noisy(own, how)[[int(chosen[row]), *wanted]]
+            assert values.max() - values.min() < 1e-4
+
+
 @given(draws_of_rows())
 def test_rows_are_drawn_as_by_the_ops_one_by_one(case: tuple[torch.Tensor, list[Draw]]) -> None:
     """Two tokens may change places only where their noisy logits, or the set of top_p, are equal
@@ -207,13 +219,16 @@ def test_rows_are_drawn_as_by_the_ops_one_by_one(case: tuple[torch.Tensor, list[
     assert ((chosen >= 0) & (chosen < logits.shape[1])).all()
     is_finite = logits.isfinite().all(-1)
     assert torch.equal(verdicts, torch.where(is_finite, chosen, NOT_FINITE))
-    for row, (own, how) in enumerate(zip(logits, draws, strict=True)):
-        near = [how._replace(top_p=min(1.0, how.top_p * c)) for c in (1.0, 1 - 1e-5, 1 + 1e-5)]
-        wanted = {int(draw_rows.twin(own[None], [each])[0]) for each in near}
-        if int(chosen[row]) not in wanted:
-            assert how.temperature
-            values = noisy(own, how)[[int(chosen[row]), *wanted]]
-            assert values.max() - values.min() < 1e-4
+    assert_drawn_as_by_the_ops(logits, draws, chosen)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9])
+def test_a_nucleus_of_thousands_is_that_of_the_ops(top_p: float) -> None:
+    """Rows enough that a token too few, or too many, is drawn differently somewhere."""
+    logits = 0.3 * torch.randn(400, 5000, generator=torch.Generator().manual_seed(3))
+    draws = [Draw(0.7, 0, top_p, 0.0, (key, -key)) for key in range(400)]
+    chosen, _ = draw_rows(logits, draws)
+    assert_drawn_as_by_the_ops(logits, draws, chosen)
 
 
 @given(draws_of_rows(), st.integers(1, 4))

@@ -301,16 +301,29 @@ def test_costs_are_the_middle_of_what_was_seen_and_further_drafts_a_share_of_the
     assert costs.seconds(1, 5) == pytest.approx(2.0)
 
 
-def test_a_draft_that_took_long_once_is_tried_again() -> None:
-    """The first steps with two drafts take ten times as long, by chance."""
-    late = iter([0.04] * 2)
+def test_drafts_that_begin_to_be_right_are_seen_through_the_price_of_the_first() -> None:
+    """Before, each trial finds all cold; several in a row show what drafts cost."""
+    chance = 0.0
+    proposer = ColdProposer(Clock(), lambda _: chance, is_free=False, draft_s=0.0006)
+    world = World(proposer, 1, flat)
+    world.gain(400)
+    chance = 0.9
+    world.gain(8000)
+    before = len(world.texts[0])
+    world.gain(100)
+    assert len(world.texts[0]) - before > 250
+
+
+def test_a_draft_that_took_long_when_it_was_tried_is_tried_again() -> None:
+    """Steps with two drafts, which are the most, take forty times as long at first."""
+    late = iter([0.16] * 12)
 
     def step_s(num_sequences: int, num_rows: int) -> float:
         return flat(num_sequences, num_rows) + (next(late, 0.0) if num_rows == 3 else 0.0)
 
     proposer = ColdProposer(Clock(), lambda _: 0.9, is_free=False, draft_s=0.0004)
-    world = World(proposer, 1, step_s)
-    world.gain(500)
+    world = World(proposer, 1, step_s, max_num_drafts=2)
+    world.gain(1500)
     before = len(world.texts[0])
     world.gain(500)
-    assert len(world.texts[0]) - before > 500 * 2.5
+    assert len(world.texts[0]) - before > 500 * 2.3
