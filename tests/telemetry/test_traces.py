@@ -181,7 +181,8 @@ async def test_the_sampler_of_the_environment_decides(
 
 
 async def test_a_trace_survives_preemption(collector: OtlpReceiver) -> None:
-    options = {"num_gpu_blocks_override": 40, "max_model_len": 150, "swap_space": 0.0}
+    # Slow, so that all have come before the first is done, on a busy machine, too.
+    options = {**SLOW, "num_gpu_blocks_override": 40, "max_model_len": 150, "swap_space": 0.0}
     async with live_system(decode_options=options) as system:
         prompts = [[index, *range(20)] for index in range(8)]
         await asyncio.gather(*(system.client.generate(p, greedy(60)) for p in prompts))
