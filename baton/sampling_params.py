@@ -3,7 +3,7 @@ command line's flags, the message, the validator and the oracle engine follow fr
 
 To add an option: a field here, in SamplingParams and in SamplingOptions; its numbers on the wire in
 protos/baton/v1/sampling.proto; if the tiers are to know it, a field of the same name in
-baton.types.Sampling; what it does, in baton/sampling/.
+baton.types.Sampling; what it does, in engine/sampling/.
 """
 
 from __future__ import annotations

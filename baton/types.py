@@ -114,7 +114,7 @@ class Sampling:
     prompt_logprobs: int = -1
     """Alternatives reported per position of the prompt; -1 reports none."""
     grammar: bytes = b""
-    """What the output must look like, in the form that baton.grammar reads; empty for anything."""
+    """What the output must look like, in the form that engine.grammar reads; empty for anything."""
     beam: BeamParams | None = None
 
     @property

@@ -38,14 +38,14 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from baton.cache.pool import BlockPool, BlockTable
-from baton.engine.interface import Batch, Launched, LayersDone, SampleRow, SequenceSlice
 from baton.events import HandedOff
 from baton.types import KvSource, Sample, Sampling
 from bench.host_rig import HostRig, draw_spec, prefill_core
 from bench.machine import document_of, now, write_json
 from bench.stub_device import StubDeviceEngine
 from bench.stub_engine import BLOCK_SIZE
+from engine.interface import Batch, Launched, LayersDone, SampleRow, SequenceSlice
+from engine.kv.pool import BlockPool, BlockTable
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Destination, Open
 from worker_core.worker import collect_garbage_less_often

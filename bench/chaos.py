@@ -46,12 +46,12 @@ from baton.check.fault_load import (
 from baton.check.process_faults import Fault
 from baton.client import AsyncClient
 from baton.config import ServeOptions
-from baton.engine.oracle import OracleLayers
 from bench.chaos_faults import FAULTS, LinkedTarget
 from bench.fault_proxy import ProxiedCluster
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.oracle_requests import OracleRequest, draw_request
 from bench.suite.markdown import table
+from engine.oracle import OracleLayers
 
 STEP_MS = 16.0
 CHUNK_TOKENS = 128

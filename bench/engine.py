@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.model.config import ModelConfig, read_config
-from baton.model.memory_plan import num_parameters
 from bench.machine import document_of, now, publish
 from bench.peers.comparison import Case, Result, data_of, parser_of, run_cases
 from bench.peers.models import checkpoint
 from bench.peers.task import Task
 from bench.roof import Roof
 from bench.suite.engine_tables import engine_table
+from engine.families.config import ModelConfig, read_config
+from engine.memory_plan import num_parameters
 
 _TOKENS = 16
 _TASKS = {

@@ -11,13 +11,13 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton.cache.pool import BlockPool
-from baton.engine.interface import Engine
 from baton.events import SequenceEvent
-from baton.grammar import Matchers
-from baton.grammar.vocabulary import GrammarVocabulary
 from baton.types import KvSource, Sampling, SequenceSpec, WorkerIdentity
 from bench.stub_engine import BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE, StubEngine
+from engine.grammar import Matchers
+from engine.grammar.vocabulary import GrammarVocabulary
+from engine.interface import Engine
+from engine.kv.pool import BlockPool
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Finish, LaterTask, SendDone
 from kv_transfer.sender import KvSender, Sender

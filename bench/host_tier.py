@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from baton.cache.pool import BlockLease, BlockPool
 from bench.host_rig import HostRig, draw_spec
 from bench.stub_engine import BLOCK_SIZE
+from engine.kv.pool import BlockLease, BlockPool
 from worker_core.commands import Abort
 from worker_core.scheduler import Budget, plan_step
 from worker_core.sequence import Stage, WorkerSequence

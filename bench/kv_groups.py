@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from baton.cache.window_slots import WindowSlots
-from baton.engine.torch_kv_pool import GroupedTensorPool, TorchKvPool, host_pool
 from baton.types import KvLayout, KvRange
 from bench.machine import document_of, now, publish
 from bench.suite.markdown import about, replaced, table
+from engine.kv.groups.window import WindowSlots
+from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.receiver import DEFAULT_MAX_CHUNK_BYTES
 from kv_transfer.wire_format import chunks, wire_format

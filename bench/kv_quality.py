@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
 from baton.types import KvRange, Sampling
 from bench.machine import document_of, now, publish
 from bench.suite.markdown import table
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.torch.engine import TorchEngine
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format
 from models.corpus import encode_documents, read_corpus

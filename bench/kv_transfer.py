@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import xxhash
 
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.kv_transports import REMOTE
 from baton.types import KvRange
 from bench.kv_ways import (
@@ -43,6 +42,7 @@ from bench.kv_ways import (
 )
 from bench.machine import document_of, now, publish
 from bench.suite.markdown import about, replaced, table
+from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.receiver import DEFAULT_MAX_CHUNK_BYTES
 from kv_transfer.wire_format import wire_format

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import trustme
 
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, KvRange, Sampling, SequenceSpec, WorkerIdentity
+from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import open_receiver

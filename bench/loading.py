@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from baton.model.weights import NUM_READERS, StoredTensor, Take, read_ahead
+from engine.torch.weights import NUM_READERS, StoredTensor, Take, read_ahead
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
-from baton.model.config import FAMILIES
 from bench.suite.markdown import replaced
+from engine.families.config import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 
 from baton.client import SamplingParams
-from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 from baton.types import Sampling
+from engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 
 #: Vocabulary of the oracle engine.
 VOCAB_SIZE = 1000

@@ -23,14 +23,14 @@ from typing import cast
 import torch
 from tokenizers import Tokenizer
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
-from baton.model.quantize import quantize_checkpoint
-from baton.quantization.scheme import CALIBRATED, SCHEMES, Scheme
 from baton.types import Sampling
 from bench.peers.ours import BatonContender
 from bench.peers.task import Task
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.quantization.quantize import quantize_checkpoint
+from engine.quantization.scheme import CALIBRATED, SCHEMES, Scheme
+from engine.torch.engine import TorchEngine
 from models.corpus import read_corpus
 
 _BOX_MODEL = Path(__file__).parents[1] / "models" / "baton-py-6m"

@@ -29,7 +29,16 @@ from decode_svc.server import serve_decode
 from gateway.server import serve_gateway
 from prefill_svc.server import serve_prefill
 
-FOLDERS = ["baton", "gateway", "prefill_svc", "decode_svc", "worker_core", "kv_transfer", "kernels"]
+FOLDERS = [
+    "baton",
+    "gateway",
+    "prefill_svc",
+    "decode_svc",
+    "worker_core",
+    "kv_transfer",
+    "engine",
+    "kernels",
+]
 _OURS = tuple(f"{ROOT / folder}/" for folder in FOLDERS)
 _IDLE_S = 1.0
 #: Code that runs in frames of its own and is no function to a reader.

@@ -42,10 +42,10 @@ from tokenizers import Tokenizer
 from baton.config import DecodeOptions
 from baton.events import Tokens
 from baton.types import KvSource, Sampling, SequenceSpec
-from baton.worker.build import build_decode_engine, build_matchers, build_pool
 from bench.host_rig import decode_core
 from bench.machine import document_of, now, publish
 from worker_core.admission import CoreLimits
+from worker_core.build import build_decode_engine, build_matchers, build_pool
 from worker_core.commands import Command, Open
 from worker_core.speculation.interface import Estimate
 from worker_core.speculation.speculator import Speculator, build_speculation

@@ -9,18 +9,19 @@ from typing import cast
 
 import torch
 
-from baton.engine.device_tables import DeviceTables, table_width
-from baton.engine.graph_device import Graph
-from baton.engine.interface import Batch, EngineSpec
-from baton.engine.step_graphs import ReplayedSteps, plan_graphs
-from baton.engine.step_runner import EagerStep, EagerSteps, LayerDone, NoFollowers, StepModel
-from baton.engine.torch_engine import TorchEngine
-from baton.model.config import parse_config
-from baton.model.decoder import Decoder, PackedBatch, Watch
-from baton.model.rope import make_rope
 from baton.types import KvLayout
 from baton_kernels.gpu.paged_attention import plan_attention as gpu_plan_attention
 from bench.stub_engine import BLOCK_SIZE, VOCAB_SIZE, NoKv
+from engine.cuda.graph_device import Graph
+from engine.cuda.step_graphs import ReplayedSteps, plan_graphs
+from engine.families.config import parse_config
+from engine.interface import Batch, EngineSpec
+from engine.ranks.followers import NoFollowers
+from engine.torch.decoder import Decoder, PackedBatch, Watch
+from engine.torch.device_tables import DeviceTables, table_width
+from engine.torch.engine import TorchEngine
+from engine.torch.rope import make_rope
+from engine.torch.step_runner import EagerStep, EagerSteps, LayerDone, StepModel
 
 #: A Llama that is hardly there: the host's work for a step depends on sequences and contexts alone.
 _CONFIG: Mapping[str, object] = {

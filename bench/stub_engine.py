@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.engine.interface import Batch, Engine, EngineSpec, HostOrdered, Launched, LayersDone
 from baton.types import KvLayout, KvRange, Sample
+from engine.interface import Batch, Engine, EngineSpec, HostOrdered, Launched, LayersDone
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1 << 17
@@ -17,7 +17,7 @@ _SAMPLE = Sample(7)
 
 
 class NoKv(HostOrdered):
-    """Implements baton.engine.interface.KvPool without memory: nothing may be moved."""
+    """Implements engine.interface.KvPool without memory: nothing may be moved."""
 
     slots = state_slots = None
 
@@ -37,7 +37,7 @@ class NoKv(HostOrdered):
 
 @dataclass(frozen=True, slots=True)
 class _StubLaunch:
-    """Implements baton.engine.interface.Launched. end_s: when a device would be done with it, of
+    """Implements engine.interface.Launched. end_s: when a device would be done with it, of
     time.perf_counter."""
 
     found: tuple[tuple[Sample, ...], ...]

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from baton.config import DecodeOptions
-from baton.engine.interface import Engine
 from baton.service import ReadyReport
 from baton.types import Tier
-from baton.worker.build import build_decode_engine
+from engine.interface import Engine
+from worker_core.build import build_decode_engine
 from worker_core.policy import (
     LocalPrefillPolicy,
     decode_policy,

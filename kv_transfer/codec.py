@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 
 import xxhash
 
-from baton.engine.interface import KvPool
 from baton.types import KvGroup, KvRange
+from engine.interface import KvPool
 from kv_transfer.transcoder import Transcoder
 from kv_transfer.wire_format import WireFormat, runs
 
@@ -107,7 +107,7 @@ class StagingPool(Protocol):
 
 
 class StagedCopy(Protocol):
-    """See baton.engine.device_copy."""
+    """See engine.kv.tensors.device_copy."""
 
     def fits(self, piece: KvRange, wire: WireFormat) -> bool: ...
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from baton.engine.interface import KvPool
 from baton.types import KvRange
+from engine.interface import KvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import WireFormat, wire_formats
 
@@ -70,9 +70,9 @@ class DeviceMemory(Protocol):
 
 
 class DeviceCopy(Protocol):
-    """See baton.engine.device_copy: what a pool's device does itself. Ranges are checked; all raise
-    ValueError, or RuntimeError if the device fails. When a call returns its copies are over, on
-    this device and for whoever shares the memory."""
+    """See engine.kv.tensors.device_copy: what a pool's device does itself. Ranges are checked; all
+    raise ValueError, or RuntimeError if the device fails. When a call returns its copies are over,
+    on this device and for whoever shares the memory."""
 
     @property
     def memory(self) -> DeviceMemory: ...

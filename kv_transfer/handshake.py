@@ -14,11 +14,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from baton.engine.interface import KvPool
 from baton.errors import NUMERICS_FIX, HandoffFailed, PeerMismatch
 from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto, numerics_from_proto, numerics_to_proto
+from engine.interface import KvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.device_memory import DeviceCodec, device_copy_of
 from kv_transfer.frame import Frame, FrameError

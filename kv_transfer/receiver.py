@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
-from baton.engine.interface import KvPool
 from baton.errors import BY_REASON, ConfigError, HandoffFailed
 from baton.kv_transports import (
     AUTOMATIC,
@@ -38,6 +37,7 @@ from baton.rpc.tls import TlsFiles
 from baton.types import ANY_NUMERICS, KvGroup, KvRange, NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import sample_from_proto
+from engine.interface import KvPool
 from kv_transfer.device_memory import Payload, device_memory_of
 from kv_transfer.frame import (
     CHECKSUM_MASK,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from baton.config import PrefillOptions
 from baton.service import ReadyReport
 from baton.types import Tier
-from baton.worker.build import build_engine
+from worker_core.build import build_engine
 from worker_core.policy import Policy, decode_policy, learned_local_prefill, prefill_policy
 from worker_core.worker import TierSetup, max_num_launches, serve_worker
 

@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from baton.cache.pool import BlockLease
-from baton.engine.interface import wants_prompt_logprobs
-from baton.engine.sequence_rules import refusal
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest
 from baton.events import Committed, Deferred, Failed, LocalPrefill, Offered
-from baton.grammar import Matchers
 from baton.types import KvSource, Rank, across_accounts
+from engine.grammar import Matchers
+from engine.interface import wants_prompt_logprobs
+from engine.kv.pool import BlockLease
 from kv_transfer.ticket import TicketAborted, TicketCommitted
 from kv_transfer.ticket_table import TicketTable
 from worker_core.commands import Destination, Open, SequenceKey
@@ -33,6 +32,7 @@ from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
 from worker_core.policy import Policy
 from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence
+from worker_core.sequence_rules import refusal
 from worker_core.state import CoreState, failed
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.cache.pool import BlockCopy, BlockLease, BlockPool
-from baton.engine.interface import SampleRow, SequenceSlice
 from baton.errors import EngineFault
-from baton.grammar import Matcher
-from baton.sampling.beam_search import BeamSearch, Hypothesis
 from baton.types import Sample, SequenceSpec
+from engine.grammar import Matcher
+from engine.interface import SampleRow, SequenceSlice
+from engine.kv.pool import BlockCopy, BlockLease, BlockPool
+from engine.sampling.beam_search import BeamSearch, Hypothesis
 from worker_core.sequence import Draft, Stage, WorkerSequence
 
 

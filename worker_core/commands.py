@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.cache.ledger import ListBlocks
 from baton.events import SequenceEvent
 from baton.types import KvSource, SequenceSpec
+from engine.kv.ledger import ListBlocks
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
 from worker_core.policy import Policy

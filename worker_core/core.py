@@ -22,13 +22,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.cache.ledger import ListBlocks, num_orphan_blocks
-from baton.cache.pool import BlockPool
-from baton.engine.interface import Engine
-from baton.engine.loop import Step
 from baton.errors import Cancelled
-from baton.grammar import Matchers, with_grammar_ready
 from baton.types import WorkerLoad
+from engine.grammar import Matchers, with_grammar_ready
+from engine.interface import Engine
+from engine.kv.ledger import ListBlocks, num_orphan_blocks
+from engine.kv.pool import BlockPool
 from kv_transfer.sender import KvSender, SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
 from kv_transfer.ticket_table import TicketTable
@@ -50,6 +49,7 @@ from worker_core.commands import (
 from worker_core.costs import Costs
 from worker_core.drafting import Drafting
 from worker_core.handoff import Handoffs, for_gateway
+from worker_core.loop import Step
 from worker_core.output import Output
 from worker_core.policy import Policy
 from worker_core.preemption import Preemption
@@ -84,7 +84,7 @@ class CoreDeps:
 
 
 class WorkerCore:
-    """Implements baton.engine.loop.Core."""
+    """Implements worker_core.loop.Core."""
 
     def __init__(self, deps: CoreDeps, limits: CoreLimits, policy: Policy) -> None:
         self._limits = limits

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from baton.cache.pool import BlockCopy
-from baton.engine.interface import SliceOutcome
 from baton.errors import BatonError
 from baton.types import Sample
+from engine.interface import SliceOutcome
+from engine.kv.pool import BlockCopy
 from worker_core.commands import SequenceKey
 from worker_core.sequence import Branch, Draft, WorkerSequence
 from worker_core.speculation.interface import DraftRequest, Proposal, Speculation

@@ -19,7 +19,6 @@ from collections.abc import Hashable
 from itertools import groupby
 from operator import itemgetter
 
-from baton.cache.pool import BlockLease
 from baton.errors import (
     BatonError,
     EngineFault,
@@ -29,6 +28,7 @@ from baton.errors import (
 )
 from baton.events import HandedOff, HandOffFailed, Paused
 from baton.types import KvRange, Sample
+from engine.kv.pool import BlockLease
 from kv_transfer.send_connection import Cancel, FetchPrefix, Finish, Send, SendDone
 from kv_transfer.sender import KvSender
 from kv_transfer.ticket import PrefixRequested

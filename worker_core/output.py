@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.interface import SliceOutcome, num_scored_rows
 from baton.errors import BatonError, Cancelled
 from baton.events import Prefilled, Tokens
 from baton.types import FinishReason, Sample, finish_reason
+from engine.interface import SliceOutcome, num_scored_rows
 from worker_core.beam_group import BeamGroup
 from worker_core.handoff import Handoffs
 from worker_core.sequence import Stage, WorkerSequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.engine.interface import EngineSpec
 from baton.types import Tier
+from engine.interface import EngineSpec
 
 #: Longest missing tail that a worker that shares prompts computes without being asked to: it knows
 #: what a handoff takes, but not whether prefill workers idle.

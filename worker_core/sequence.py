@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, overload
 
-from baton.cache.pool import BlockCopy, BlockLease
-from baton.engine.interface import (
+from baton.events import ChunkTime
+from baton.types import Rank, SequenceSpec, TokenLogprobs, across_accounts
+from engine.grammar import Matcher, MatcherOrder
+from engine.interface import (
     FOLLOWING,
     SampleRow,
     SequenceSlice,
@@ -16,9 +18,7 @@ from baton.engine.interface import (
     scored_rows,
     wants_prompt_logprobs,
 )
-from baton.events import ChunkTime
-from baton.grammar import Matcher, MatcherOrder
-from baton.types import Rank, SequenceSpec, TokenLogprobs, across_accounts
+from engine.kv.pool import BlockCopy, BlockLease
 from worker_core.commands import Destination, SequenceKey
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from baton.cache.ledger import BlockLedger, BlockOwner, take_ledger
-from baton.cache.pool import BlockLease, BlockPool
-from baton.engine.interface import EngineSpec, KvPool
 from baton.errors import BatonError
 from baton.events import Failed, SequenceEvent
 from baton.types import KvGroup, KvRange
+from engine.interface import EngineSpec, KvPool
+from engine.kv.ledger import BlockLedger, BlockOwner, take_ledger
+from engine.kv.pool import BlockLease, BlockPool
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import Known, StreamEvent
 from worker_core.sequence import Stage, WorkerSequence

@@ -24,8 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from baton.cache.pool import BlockCopy
-from baton.engine.interface import (
+from baton.errors import BatonError
+from baton.events import ChunkTime
+from engine.interface import (
     Batch,
     Engine,
     KvPool,
@@ -36,8 +37,7 @@ from baton.engine.interface import (
     try_collect,
     try_launch,
 )
-from baton.errors import BatonError
-from baton.events import ChunkTime
+from engine.kv.pool import BlockCopy
 from worker_core.beam_group import BeamGroup
 from worker_core.costs import Costs
 from worker_core.drafting import Drafting

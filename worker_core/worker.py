@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.config import WorkerOptions
-from baton.engine.interface import Engine, EngineSpec
-from baton.engine.loop import EngineLoop, Heartbeat, LoadBoard
 from baton.errors import ConfigError
 from baton.kv_transports import listened_on, takes_port
 from baton.phase_clock import PhaseClock
@@ -18,10 +16,7 @@ from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.types import NumericsRule, Tier, WorkerLoad
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
-from baton.worker.build import build_matchers, build_pool
-from baton.worker.host import WorkerHost, describe, new_identity
-from baton.worker.service import WorkerServicer, services
-from baton.worker.telemetry import open_worker_telemetry
+from engine.interface import Engine, EngineSpec
 from kv_transfer.device_memory import device_memory_of, warm_up_copies
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
@@ -29,13 +24,18 @@ from kv_transfer.receiver import open_receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
 from worker_core.admission import CoreLimits
+from worker_core.build import build_matchers, build_pool
 from worker_core.commands import Command, Drain, SetPolicy, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
+from worker_core.host import WorkerHost, describe, new_identity
+from worker_core.loop import EngineLoop, Heartbeat, LoadBoard
 from worker_core.policy import Policy
 from worker_core.recorder import WorkerRecorder
 from worker_core.service import SequenceServicer
 from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace
+from worker_core.telemetry import open_worker_telemetry
+from worker_core.worker_service import WorkerServicer, services
 
 #: Objects that a step makes for each of its sequences and that live until it is over, or until the
 #: next one is: grant, slice, row, samples, event, and the tuples around them; and as many again for

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 from baton.config.command import option_command, to_arguments
-from baton.distill.options import DistillOptions
+from baton.config.distill_options import DistillOptions
 
 
 def distill(options: DistillOptions) -> None:
     """A process of its own: this one stays without torch."""
-    command = [sys.executable, "-P", "-m", "baton.distill", *to_arguments(options)]
+    command = [sys.executable, "-P", "-m", "engine.distill", *to_arguments(options)]
     raise SystemExit(subprocess.run(command, check=False).returncode)
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from baton.quantization.scheme import Scheme
 
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Local directory or Hub id.", metavar="MODEL")],
     scheme: Annotated[
-        Scheme,
+        Literal["int8", "int4", "fp8", "sparse24"],
         typer.Option(
             help="int8 by output, int4 by group of inputs, float8 by output, or sparse24: two of "
             "each four weights."
@@ -40,7 +39,7 @@ def quantize(
 ) -> None:
     """Round or prune the linear layers of MODEL and write a checkpoint that `baton serve` and
     others read."""
-    command = [sys.executable, "-m", "baton.model.quantize", "--scheme", scheme]
+    command = [sys.executable, "-m", "engine.quantization.quantize", "--scheme", scheme]
     command += ["--output", str(output)]
     if calibration is not None:
         command += ["--calibration", str(calibration)]

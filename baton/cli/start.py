@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from baton.config import DecodeOptions, GatewayOptions, PrefillOptions, ServeOptions, ServiceOptions
 from baton.config.command import option_command, private_environment, to_arguments
+from baton.errors import ModelError
 from baton.grpc_environment import GRPC_ENVIRONMENT
 
 
@@ -25,11 +28,17 @@ def serve(options: ServeOptions) -> None:
 
 
 def check_model(options: ServeOptions) -> None:
-    """Fetch and look at the checkpoint once, before each process does. Raises ModelError."""
-    from baton.model.checkpoint import check_checkpoint, naming_model
+    """Fetch and check the checkpoint once, before each worker does. Raises ModelError.
 
-    with naming_model(options.model):
-        check_checkpoint(options.model, options.revision, options.model_impl)
+    In a process of its own: the command line imports nothing of the engine.
+    """
+    command = [sys.executable, "-P", "-m", "engine.checkpoint", "--model-impl", options.model_impl]
+    if options.revision is not None:
+        command += ["--revision", options.revision]
+    done = subprocess.run([*command, "--", options.model], check=False, stdout=subprocess.PIPE)
+    if done.returncode:
+        error = json.loads(done.stdout)
+        raise ModelError(error["message"], **error["metadata"])
 
 
 def _becomes(module: str) -> Callable[[ServiceOptions], NoReturn]:

@@ -45,7 +45,7 @@ def examine(request: DoctorRequest) -> Iterator[Finding]:
 def examine_engine(request: DoctorRequest) -> list[Finding]:
     """What the workers need, looked at by a process of its own, as it needs torch."""
     command = [
-        *(sys.executable, "-P", "-m", "baton.doctor.engine"),
+        *(sys.executable, "-P", "-m", "engine.doctor"),
         f"--model={request.model}",
         f"--dtype={request.dtype}",
         f"--device={request.device}",

@@ -502,7 +502,7 @@ class TokenSampling(message.Message):
     prompt_logprobs: builtins.int
     """Number of alternatives reported per position of the prompt; -1 reports none. The KV of cached prefixes does not have them, so none is used."""
     grammar: builtins.bytes
-    """What the output must look like, in the form that baton.grammar reads; empty for anything."""
+    """What the output must look like, in the form that engine.grammar reads; empty for anything."""
     @builtins.property
     def logit_bias(self) -> containers.ScalarMap[builtins.int, builtins.float]:
         """As in SamplingParams; every key is below the vocabulary's size."""

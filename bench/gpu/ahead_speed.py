@@ -15,7 +15,13 @@ from statistics import median
 
 import torch
 
-from baton.engine.interface import (
+from baton.types import Sampling
+from bench.gpu.engine_speed import BLOCK_SIZE, SMALL, Model
+from bench.gpu.graph_speed import Replayed, load_replayed
+from bench.gpu.interpreter import on_kernels
+from bench.gpu.setting import Result, Setting
+from engine.families.config import parse_config
+from engine.interface import (
     FOLLOWING,
     Batch,
     Engine,
@@ -23,12 +29,6 @@ from baton.engine.interface import (
     SampleRow,
     SequenceSlice,
 )
-from baton.model.config import parse_config
-from baton.types import Sampling
-from bench.gpu.engine_speed import BLOCK_SIZE, SMALL, Model
-from bench.gpu.graph_speed import Replayed, load_replayed
-from bench.gpu.interpreter import on_kernels
-from bench.gpu.setting import Result, Setting
 
 _GREEDY = Sampling()
 #: One of each way to draw that can be launched ahead.

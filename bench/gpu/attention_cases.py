@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from baton.engine.device_tables import DeviceTables
 from baton_kernels.gpu import paged_attention
 from baton_kernels.gpu.attention_plan import ITEM_FIELDS, WorkList, choose_tile
 from baton_kernels.gpu.padded_plan import (
@@ -23,6 +22,7 @@ from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.quantize_rows import quantize_rows as quantize_op
 from bench.gpu.case import FP8, Case, Sizes, Trial, relative_error
 from bench.gpu.paged_batch import Heads, in_one_memory, make_paged_batch, reference_attention
+from engine.torch.device_tables import DeviceTables
 
 
 @dataclass(frozen=True, slots=True)

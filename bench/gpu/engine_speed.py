@@ -13,19 +13,20 @@ from functools import cache, partial
 
 import torch
 
-from baton.engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
-from baton.engine.step_runner import EagerSteps, NoFollowers, StepModel
-from baton.engine.torch_engine import TorchEngine
-from baton.engine.torch_kv_pool import TorchKvPool
-from baton.engine.torch_step import pack_batch
-from baton.model.config import ModelConfig, parse_config
-from baton.model.decoder import Decoder
-from baton.model.packed import pack_parameters
-from baton.model.parameters import empty_parameters
-from baton.model.rope import Rope, make_rope
 from baton.types import KvLayout, Sampling
 from bench.gpu.setting import Result, Setting, time_eager_ms, time_ms
 from bench.measure import percentile
+from engine.families.config import ModelConfig, parse_config
+from engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
+from engine.kv.tensors.paged import TorchKvPool
+from engine.ranks.followers import NoFollowers
+from engine.torch.decoder import Decoder
+from engine.torch.engine import TorchEngine
+from engine.torch.packed import pack_parameters
+from engine.torch.parameters import empty_parameters
+from engine.torch.rope import Rope, make_rope
+from engine.torch.step import pack_batch
+from engine.torch.step_runner import EagerSteps, StepModel
 
 BLOCK_SIZE = 16
 LLAMA_8B = {

@@ -10,19 +10,20 @@ from functools import cache, partial
 
 import torch
 
-from baton.engine.device_tables import DeviceTables, table_width
-from baton.engine.graph_device import CalledGraphs, CudaGraphs, Graph, GraphDevice
-from baton.engine.step_graphs import ReplayedSteps, plan_graphs
-from baton.engine.step_runner import EagerSteps, NoFollowers, StepModel, StepRunner
-from baton.engine.torch_engine import TorchEngine
-from baton.model.decoder import Decoder
-from baton.model.packed import pack_parameters
-from baton.model.parameters import empty_parameters
-from baton.quantization.weight import Float8Weight, StoredWeight
 from baton_kernels.linear import has_float8
 from bench.gpu.engine_speed import Model, load_model
 from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_eager_ms
+from engine.cuda.graph_device import CalledGraphs, CudaGraphs, Graph, GraphDevice
+from engine.cuda.step_graphs import ReplayedSteps, plan_graphs
+from engine.quantization.weight import Float8Weight, StoredWeight
+from engine.ranks.followers import NoFollowers
+from engine.torch.decoder import Decoder
+from engine.torch.device_tables import DeviceTables, table_width
+from engine.torch.engine import TorchEngine
+from engine.torch.packed import pack_parameters
+from engine.torch.parameters import empty_parameters
+from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
 
 #: Logits of a padded batch differ from those of the batch by rounding: cuBLAS chooses its kernels
 #: by the number of rows.

@@ -15,8 +15,8 @@ import time
 
 import torch
 
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
+from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.receiver import open_receiver
 from kv_transfer.ticket import TicketCommitted, TicketEvent
 

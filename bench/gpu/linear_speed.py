@@ -8,7 +8,6 @@ from functools import cache, partial
 
 import torch
 
-from baton.quantization.sparsity import prune
 from baton_kernels.fixed_linear import FixedLinear
 from baton_kernels.linear import (
     FusedLinear,
@@ -21,6 +20,7 @@ from baton_kernels.sparse_linear import SparseLinear, can_run_sparse
 from bench.gpu.case import FP8, relative_error
 from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_ms
+from engine.quantization.sparsity import prune
 
 NUM_IN, NUM_OUT = 4096, 2 * 14336
 _SCHEMES = ("half", "batch-invariant", "2:4", "fp8", "fp8 grouped", "int8", "int4")

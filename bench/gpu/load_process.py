@@ -17,11 +17,11 @@ from contextlib import contextmanager
 
 import torch
 
-from baton.engine.interface import Batch
 from bench.gpu.engine_speed import BLOCK_SIZE, load_model
 from bench.gpu.graph_speed import Replayed
 from bench.gpu.interpreter import mend_interpreter, on_kernels
 from bench.gpu.setting import Setting
+from engine.interface import Batch
 
 _STEPS_OF_ROUND = 20
 

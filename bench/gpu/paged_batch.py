@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KEY_VALUE, LATENT, KvLayout
 from baton_kernels.paged_attention import NO_TERMS, AttentionSlice, ScoreTerms
+from engine.kv.tensors.paged import TorchKvPool
 
 _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 

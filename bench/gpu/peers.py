@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.types import Sampling
 from bench.gpu.engine_speed import BLOCK_SIZE, model_config
 from bench.gpu.graph_speed import load_replayed
 from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting
+from engine.interface import Batch, SampleRow, SequenceSlice
 
 
 def _work(setting: Setting) -> tuple[int, int, int]:

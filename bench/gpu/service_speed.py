@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from baton.model.config import parse_config
-from baton.model.parameters import empty_parameters
 from bench.gpu.setting import Result, Setting
 from bench.machine import BUNDLED_MODEL
 from bench.measure import percentile
+from engine.families.config import parse_config
+from engine.torch.parameters import empty_parameters
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from baton.model.quantize import quantize_checkpoint
 from baton_kernels.cpu.library import levels_of_machine
 from bench.machine import forced_level
+from engine.quantization.quantize import quantize_checkpoint
 
 _ROOT = Path(__file__).resolve().parents[2]
 MADE = Path(__file__).with_name(".models")

@@ -6,11 +6,11 @@ import random
 import time
 from collections.abc import Sequence
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
 from baton.types import Sampling
 from bench.peers.task import Answer, Task, prompts_of
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.torch.engine import TorchEngine
 
 _BLOCK_TOKENS = 16
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import BatonError, InvalidRequest
-from baton.grammar import FreeText, Grammar, GrammarVocabulary, Matcher, load_vocabulary
-from baton.grammar.matcher import compile_grammar
+from engine.grammar import FreeText, Grammar, GrammarVocabulary, Matcher, load_vocabulary
+from engine.grammar.matcher import compile_grammar
 from gateway.intake.child_main import Answer, address_space_bytes, limit_memory, serve
 
 #: Address space that compiling may take, in bytes, beyond what the process has when it is ready.

@@ -42,7 +42,7 @@ from baton_kernels.paged_attention import (
 )
 
 #: Keys that are gathered at once, but for a single longer sequence: bounds the gathered copy, as
-#: baton.model.memory_plan.activation_bytes counts on.
+#: engine.memory_plan.activation_bytes counts on.
 MAX_GATHERED_KEYS = 8192
 
 

@@ -6,7 +6,7 @@
 One description serves from a checkpoint to the kernels: `LinearT` is what stands for a linear
 layer, `VectorT` for the weight of a norm, and `Layer.map` makes a layer of other ones of it. First
 they are names and shapes, then tensors to be filled, then packed weights, then what native code
-reads. A family of models is a composition of these parts (baton.model.layers).
+reads. A family of models is a composition of these parts (engine.families.layers).
 """
 
 from __future__ import annotations

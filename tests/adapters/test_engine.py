@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
 from baton.errors import EngineFault
 from baton.types import KvRange, Sampling
 from baton_kernels.cpu.library import library
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.torch.engine import TorchEngine
 from tests.support.adapters import ATTENTION, make_adapter, merged
 from tests.support.tiny_models import Family, make_tiny_model
 

@@ -8,11 +8,11 @@ import pytest
 
 from baton.config import DecodeOptions, ServeOptions
 from baton.config.load import build_options
-from baton.engine.oracle import OracleEngine, OracleOptions
-from baton.engine.sequence_rules import refusal
 from baton.errors import ConfigError
 from baton.types import Sampling, SequenceSpec, tenant_of
 from baton.wire import sequence_from_proto, sequence_to_proto
+from engine.oracle import OracleEngine, OracleOptions
+from worker_core.sequence_rules import refusal
 
 PLAIN = SequenceSpec("r", (1, 2, 3), Sampling())
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from baton.client import Completion, SamplingParams
-from baton.engine.oracle import oracle_tokens
 from baton.errors import ModelNotFound
 from baton.types import Sampling
+from engine.oracle import oracle_tokens
 from tests.adapters.test_engine import NUM_TOKENS, greedy_of, prompts
 from tests.support.adapters import make_adapter, merged
 from tests.support.live_tiers import ONLY_DECODES, LiveSystem, has_crossed, live_system

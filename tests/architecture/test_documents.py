@@ -29,6 +29,7 @@ def test_the_architecture_names_a_file_for_every_step_of_a_request() -> None:
         "prefill_svc",
         "decode_svc",
         "worker_core",
+        "engine",
         "kv_transfer",
         "baton",
         "kernels",

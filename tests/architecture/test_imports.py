@@ -19,7 +19,7 @@ LIGHT = (
     "baton.supervisor",
     "baton.rpc.server",
     "baton.service",
-    "baton.model.checkpoint",
+    "engine.checkpoint",
 )
 
 

@@ -21,6 +21,7 @@ SHIPPED = (
     "prefill_svc",
     "decode_svc",
     "worker_core",
+    "engine",
     "kv_transfer",
     "kernels/baton_kernels",
 )

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.model.config import ModelConfig, read_config
-from baton.model.memory_plan import num_parameters
 from bench.engine import floor_s, floors_of, prompt_floor_s
 from bench.peers.comparison import Result
 from bench.peers.figures import Figure
 from bench.roof import Roof
+from engine.families.config import ModelConfig, read_config
+from engine.memory_plan import num_parameters
 from tests.support.tiny_models import make_tiny_model
 
 ROOF = Roof(read_bytes_per_s=1e9, flops_per_s=1e10)

@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.engine.interface import Batch
 from baton.types import Sample, Sampling
 from bench.gpu import ahead_speed
 from bench.gpu.setting import Setting
+from engine.interface import Batch
 
 SETTING = Setting(torch.device("cpu"), torch.float16, 1)
 MODEL = SimpleNamespace(kv=SimpleNamespace(tensor=torch.zeros(2)))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from baton.doctor import machine
-from baton.doctor.engine import check_model
 from baton.doctor.finding import Finding, Level
+from engine.doctor import check_model
 from tests.support.architectures import make_checkpoint
 
 Run = Callable[..., Any]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
 from baton.types import Sampling
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.torch.engine import TorchEngine
 from tests.support.tiny_models import make_tiny_model
 
 LENGTHS = (3, 40, 75)

@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from baton.cache.window_slots import WindowSlots
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_kv_pool import GroupedTensorPool, TorchKvPool, host_pool
-from baton.engine.torch_step import WindowedStep, pack_batch, window_tables
-from baton.model.config import ModelConfig, parse_config
-from baton.model.decoder import Decoder
-from baton.model.memory_plan import token_bytes
-from baton.model.native_decoder import NativeDecoder, make_decoder
-from baton.model.packed import PackedParameters, pack_parameters
-from baton.model.parameters import empty_parameters
-from baton.model.rope import make_rope
-from baton.model.shard import Alone, Shard
-from baton.quantization.config import parse_quantization
-from baton.quantization.weight import QuantizedWeight, StoredWeight
 from baton.types import KvLayout, KvRange, Sampling, windows_of
 from baton_kernels.cpu.layers import native_layer, row_bytes
 from baton_kernels.cpu.library import level
+from engine.families.config import ModelConfig, parse_config
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.groups.window import WindowSlots
+from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
+from engine.memory_plan import token_bytes
+from engine.quantization.config import parse_quantization
+from engine.quantization.weight import QuantizedWeight, StoredWeight
+from engine.shard import Alone, Shard
+from engine.torch.decoder import Decoder
+from engine.torch.native_decoder import NativeDecoder, make_decoder
+from engine.torch.packed import PackedParameters, pack_parameters
+from engine.torch.parameters import empty_parameters
+from engine.torch.rope import make_rope
+from engine.torch.step import WindowedStep, pack_batch, window_tables
 
 BLOCK_SIZE, NUM_BLOCKS = 5, 40
 CPU = torch.device("cpu")

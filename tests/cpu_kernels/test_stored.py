@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout
 from baton_kernels.cpu.paged_attention import AttentionPlan
 from baton_kernels.kv_write import kv_write, slot_rows
 from baton_kernels.paged_attention import AttentionSlice, paged_attention, plan_attention
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.rope_kv_write import rope_kv_write
+from engine.kv.tensors.paged import TorchKvPool
 
 COMPUTED = [torch.float32, torch.bfloat16, torch.float16]
 STORED = ["float32", "bfloat16", "float16", "int8", "fp8"]

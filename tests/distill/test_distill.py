@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.cache.pool import BlockPool
-from baton.distill.options import DistillOptions
-from baton.distill.run import distill
-from baton.distill.text import read_documents
-from baton.distill.training import Progress, learning_rate_scale, sample_batch
-from baton.engine.head_runner import open_head
-from baton.engine.load_engine import load_engine
-from baton.engine.medusa_runner import open_medusa
+from baton.config.distill_options import DistillOptions
 from baton.errors import ConfigError
-from baton.model.checkpoint import HeadFiles
 from baton.types import Sampling
+from engine.checkpoint import HeadFiles
+from engine.distill.run import distill
+from engine.distill.text import read_documents
+from engine.distill.training import Progress, learning_rate_scale, sample_batch
+from engine.kv.pool import BlockPool
+from engine.load import load_engine
+from engine.torch.head_runner import open_head
+from engine.torch.medusa_runner import open_medusa
 from tests.support.tiny_models import make_tiny_model
 from worker_core.speculation.draft_model import DraftModelProposer, check_specs, check_tokenizers
 from worker_core.speculation.interface import DraftRequest

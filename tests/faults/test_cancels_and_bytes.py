@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 
 from baton.client import AsyncClient, BeamSearch, SamplingParams
-from baton.engine.oracle import OracleOptions
 from baton.types import KvLayout
 from bench.fault_proxy import ProxiedCluster, Way
+from engine.oracle import OracleOptions
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
 from tests.support.live_tiers import BOX_MODEL
 

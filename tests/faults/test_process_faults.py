@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 
 from baton.client import AsyncClient
-from baton.engine.oracle import OracleLayers
 from bench.fault_proxy import ProxiedCluster
+from engine.oracle import OracleLayers
 from gateway.request.assignment import MAX_FAILURES
 from tests.support.broken_streams import merged, without_times
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet

@@ -24,7 +24,7 @@ CORPUS = Path(__file__).parent / "corpus"
 #: Where targets write the files that they read: a disk, and a panic's backtrace, take longer than
 #: most executions.
 _MEMORY = Path("/dev/shm")
-_OURS = ["baton", "gateway", "kv_transfer", "worker_core"]
+_OURS = ["baton", "gateway", "kv_transfer", "worker_core", "engine"]
 
 
 def fuzz(name: str, seconds: int, num_executions: int, folder: Path) -> None:

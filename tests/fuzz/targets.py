@@ -73,9 +73,9 @@ def requests() -> Target:
 def inner_messages() -> Target:
     """What gateways and workers say to each other."""
     from baton import wire
-    from baton.engine.oracle import OracleEngine, OracleOptions
-    from baton.engine.sequence_rules import refusal
     from baton.v1 import sequence_pb2, sequence_service_pb2, worker_pb2
+    from engine.oracle import OracleEngine, OracleOptions
+    from worker_core.sequence_rules import refusal
 
     spec = OracleEngine(OracleOptions(num_blocks=4)).spec
 
@@ -98,8 +98,8 @@ def inner_messages() -> Target:
 
 def kv_frames() -> Target:
     """Bytes at the KV port: preambles and frames, and what a receiver makes of them."""
-    from baton.engine.array_kv_pool import ArrayKvPool
     from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
+    from engine.kv.tensors.array import ArrayKvPool
     from kv_transfer.frame import (
         HANDSHAKE_VERSION,
         PREAMBLE_BYTES,
@@ -206,7 +206,7 @@ def templates() -> Target:
 
 def configs() -> Target:
     """config.json and generation_config.json."""
-    from baton.model.config import parse_config
+    from engine.families.config import parse_config
     from gateway.intake.sampling_defaults import sampling_defaults
 
     def run(data: bytes) -> None:
@@ -220,7 +220,7 @@ def configs() -> Target:
 def model_files() -> Target:
     """A checkpoint's folder, as gateway and workers look at it: an object of files' names, and what
     is in them, with a whole tokenizer."""
-    from baton.model.checkpoint import check_checkpoint
+    from engine.checkpoint import check_checkpoint
     from gateway.intake.tokenizer import load_tokenizer
 
     folder = Path(tempfile.mkdtemp(prefix="baton-fuzz-"))
@@ -260,7 +260,7 @@ def tokenizer_json() -> Target:
 
 def safetensors() -> Target:
     """A shard of weights: its header, and that its data is there."""
-    from baton.model.weights import digest_checkpoint
+    from engine.torch.weights import digest_checkpoint
 
     folder = Path(tempfile.mkdtemp(prefix="baton-fuzz-"))
 

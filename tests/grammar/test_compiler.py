@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from baton.errors import EngineFault, InvalidRequest, Overloaded
-from baton.grammar import Grammar
 from baton.v1 import sampling_pb2
+from engine.grammar import Grammar
 from gateway.intake.grammars import GrammarCompiler
 
 FOLDER = Path(__file__).parents[2] / "models" / "baton-py-6m"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from baton.grammar import FreeText, Grammar, GrammarVocabulary, Matcher, load_vocabulary
-from baton.grammar.matcher import compile_grammar
 from baton.v1 import sampling_pb2
+from engine.grammar import FreeText, Grammar, GrammarVocabulary, Matcher, load_vocabulary
+from engine.grammar.matcher import compile_grammar
 from gateway.http.chat_style import ChoiceOfTools, chat_style, choice_of_tools, free_text_of
 from gateway.intake.grammars import GrammarCompiler
 

@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import EngineFault, InvalidRequest
-from baton.grammar import Grammar, GrammarVocabulary, Matcher, load_vocabulary, synthetic_vocabulary
-from baton.grammar.vocabulary import synthetic_tokens
+from engine.grammar import (
+    Grammar,
+    GrammarVocabulary,
+    Matcher,
+    load_vocabulary,
+    synthetic_vocabulary,
+)
+from engine.grammar.vocabulary import synthetic_tokens
 from tests.support.grammar_walks import (
     BOX_MODEL,
     END,

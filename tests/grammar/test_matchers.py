@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from baton.errors import BatonError, EngineFault, InvalidRequest
-from baton.grammar import (
+from baton.types import Sampling
+from engine.grammar import (
     Grammar,
     GrammarVocabulary,
     Matcher,
@@ -18,7 +19,6 @@ from baton.grammar import (
     Matchers,
     with_grammar_ready,
 )
-from baton.types import Sampling
 from tests.support.grammar_walks import ids_of, small_vocabulary
 from tests.support.sim_tiers import InlineExecutor, sim_matchers
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from baton.errors import EngineFault
-from baton.grammar import Grammar, load_vocabulary
+from engine.grammar import Grammar, load_vocabulary
 from tests.support.grammar_walks import ids_of, matcher_of, walk
 
 NAMES = ["<unk>", "<s>", "</s>"]

@@ -13,12 +13,12 @@ import grpc.aio
 import pytest
 
 from baton.client import SamplingParams
-from baton.engine.oracle import oracle_tokens
 from baton.errors import BatonError, InvalidRequest, ModelNotFound
 from baton.rpc.channel import aio_channel
 from baton.rpc.status import from_rpc_error
 from baton.types import Sampling
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from engine.oracle import oracle_tokens
 from tests.support.live_tiers import LiveSystem, live_system
 
 Edit = Callable[[inference_pb2.GenerateRequest], object]

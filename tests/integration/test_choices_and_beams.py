@@ -8,8 +8,8 @@ import asyncio
 import pytest
 
 from baton.client import BeamSearch, SamplingParams
-from baton.engine.oracle import oracle_beams, oracle_prompt_logprobs, oracle_tokens
 from baton.types import BeamParams, EarlyStopping, FinishReason, Sampling
+from engine.oracle import oracle_beams, oracle_prompt_logprobs, oracle_tokens
 from gateway.intake.tokenizer import load_tokenizer
 from tests.support.live_tiers import BOX_MODEL, ONLY_DECODES, has_crossed, live_system
 

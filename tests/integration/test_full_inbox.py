@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from baton.client import SamplingParams
-from baton.engine.loop import EngineLoop
-from baton.engine.oracle import oracle_tokens
 from baton.events import Deferred, Failed, LocalPrefill
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import sequence_service_pb2
 from baton.wire import sequence_to_proto, step_from_proto
+from engine.oracle import oracle_tokens
 from kv_transfer.ticket import parse_ticket
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 from tests.support.tickets import ticket_of
@@ -30,6 +29,7 @@ from worker_core.commands import (
     StreamClosed,
     StreamEvent,
 )
+from worker_core.loop import EngineLoop
 from worker_core.service import SequenceServicer
 
 LAYOUT = KvLayout("oracle", 4, 2, 8, "float32", 4)

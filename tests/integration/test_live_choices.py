@@ -9,10 +9,10 @@ import pytest
 
 from baton.client import BeamSearch, SamplingParams
 from baton.client.results import Completion, completion_of
-from baton.engine.oracle import oracle_beams, oracle_tokens
 from baton.rpc.channel import aio_channel
 from baton.types import BeamParams, Sampling
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from engine.oracle import oracle_beams, oracle_tokens
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 
 pytestmark = pytest.mark.slow

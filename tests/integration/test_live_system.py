@@ -15,11 +15,11 @@ import pytest
 
 from baton.client import AsyncClient, SamplingParams
 from baton.client.requests import generate_request
-from baton.engine.oracle import oracle_tokens
 from baton.errors import Cancelled, ClientStalled, DeadlineExceeded, NoWorkers, Overloaded
 from baton.rpc.status import from_rpc_error
 from baton.types import FinishReason, Sampling
 from baton.v1 import inference_pb2_grpc
+from engine.oracle import oracle_tokens
 from tests.support.live_tiers import (
     ONLY_DECODES,
     LiveSystem,

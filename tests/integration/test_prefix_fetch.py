@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 import pytest
 
 from baton.client import AsyncClient, SamplingParams
-from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling
+from engine.oracle import oracle_tokens
 from tests.support.live_tiers import (
     ONLY_DECODES,
     decode_worker,

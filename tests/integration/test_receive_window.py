@@ -13,11 +13,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.engine.oracle import oracle_tokens
 from baton.events import SequenceEvent, Tokens
 from baton.rpc.channel import aio_channel
 from baton.types import KvSource, Sampling, SequenceSpec, Tier
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc, worker_pb2, worker_pb2_grpc
+from engine.oracle import oracle_tokens
 from gateway.links.worker_link import WorkerLink
 from gateway.routing.fleet import Fleet
 from gateway.routing.workers import RECEIVE_WINDOW_BYTES, keep_connected

@@ -12,7 +12,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.engine.oracle import oracle_tokens
 from baton.errors import InvalidRequest
 from baton.events import (
     AddressedEvent,
@@ -36,6 +35,7 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from baton.wire import info_from_proto, sequence_to_proto, step_from_proto
+from engine.oracle import oracle_tokens
 from tests.support.live_tiers import decode_worker, prefill_worker
 
 PROMPT = tuple(range(1, 40))

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from baton.client import SamplingParams
-from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling
+from engine.oracle import oracle_tokens
 from kv_transfer.transport.base import TransportConfig
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 

@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from baton.engine.load_engine import load_engine
 from baton.errors import ConfigError
 from baton.types import Sampling
 from baton_kernels import attention_backends
@@ -26,6 +25,7 @@ from baton_kernels.attention_backends import (
     prompt_backend,
 )
 from bench.gpu.paged_batch import Heads, make_paged_batch, reference_attention
+from engine.load import load_engine
 from tests.support.drive_engine import generate, token_ids
 from tests.support.tiny_models import make_tiny_model
 

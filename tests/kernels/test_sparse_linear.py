@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.quantization.sparsity import prune
 from baton_kernels import linear
 from baton_kernels.linear import FusedLinear, pack_linear
 from baton_kernels.sparse_linear import SparseLinear, can_run_sparse, is_sparse
+from engine.quantization.sparsity import prune
 
 CUDA = torch.device("cuda")
 

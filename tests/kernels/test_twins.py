@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KEY_VALUE, LATENT, KvLayout
 from baton_kernels.gated_activation import swiglu
 from baton_kernels.kv_write import head_stride, kv_write, slot_rows
@@ -22,6 +21,7 @@ from baton_kernels.paged_attention import (
 )
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope import rope, rope_tables
+from engine.kv.tensors.paged import TorchKvPool
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.grouped_kv_pool import GroupedKvPool
 from baton.kv_transports import kv_transport
 from baton.rpc.tls import TlsFiles
 from baton.types import (
@@ -26,6 +24,8 @@ from baton.types import (
     SequenceSpec,
     WorkerIdentity,
 )
+from engine.kv.tensors.array import ArrayKvPool
+from engine.kv.tensors.grouped import GroupedKvPool
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.kv_secret import KvSecret

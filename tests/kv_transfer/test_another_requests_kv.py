@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import HandoffFailed
 from baton.kv_transports import kv_transport
 from baton.types import KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer import receiver
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.frame import place_checksum
@@ -385,7 +385,7 @@ def test_blocks_that_a_writer_is_still_in(
 _SENDER = """
 import signal, sys, threading, time
 import numpy as np
-from baton.engine.array_kv_pool import ArrayKvPool
+from engine.kv.tensors.array import ArrayKvPool
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.send_connection import Finish, Send

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KEY_VALUE, LATENT, KvLayout, KvRange
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format
 

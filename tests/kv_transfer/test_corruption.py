@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout, KvRange, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from baton_kernels.word_sum import host_checksum
+from engine.kv.tensors.array import ArrayKvPool
+from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.device_memory import Payload
 from kv_transfer.frame import (

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.device_copy import DeviceCopy
 from baton.errors import ConfigError, HandoffFailed
 from baton.kv_transports import DEVICE_MAX_CHUNK_BYTES, DEVICE_NUM_CREDITS, listened_on
 from baton.types import KvLayout, KvRange, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
+from engine.kv.tensors.array import ArrayKvPool
+from engine.kv.tensors.device_copy import DeviceCopy
 from kv_transfer.device_memory import warm_up_copies
 from kv_transfer.frame import encode
 from kv_transfer.kv_secret import KvSecret

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import HandoffFailed
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import Frame
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Begin, Cancel, Finish, Send, SendConnection

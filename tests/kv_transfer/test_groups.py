@@ -13,13 +13,13 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.cache.window_slots import WindowSlots
-from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.grouped_kv_pool import GroupedKvPool
-from baton.engine.packed_pool import PackedPool
-from baton.engine.torch_kv_pool import GroupedTensorPool, TorchKvPool, host_pool
 from baton.types import KvGroup, KvLayout, KvRange, Sample
 from baton.v1 import kv_pb2
+from engine.kv.groups.window import WindowSlots
+from engine.kv.tensors.array import ArrayKvPool
+from engine.kv.tensors.grouped import GroupedKvPool
+from engine.kv.tensors.packed import PackedPool
+from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.frame import FrameError, place_checksum
 from kv_transfer.receiver import place_of

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import ConfigError, PeerMismatch
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import (
     CHECKSUM_MASK,
     Frame,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvRange, Sample
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import TicketCommitted
 from tests.kv_transfer.conftest import MakeRig

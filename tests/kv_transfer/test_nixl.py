@@ -16,12 +16,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import ConfigError, HandoffFailed
 from baton.kv_transports import kv_transport
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import PREAMBLE_BYTES, decode_header, decode_preamble, encode
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Finish, Send
@@ -41,7 +41,7 @@ PATIENCE_S = 30.0
 
 _RECEIVER = """
 import sys, time
-from baton.engine.array_kv_pool import ArrayKvPool
+from engine.kv.tensors.array import ArrayKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from kv_transfer.receiver import open_receiver
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.ticket import TicketCommitted
 from kv_transfer.transport.nixl import QUARANTINE_S, Quarantine
 from tests.support.device_double import DeviceArrayPool, DoubleMemory

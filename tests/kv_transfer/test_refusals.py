@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2, sampling_pb2
 from baton.wire import layout_to_proto
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import Frame, FrameError, chunk_checksum, commit_checksum, place_checksum
 from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.receiver import Receiver, ReceiverSession

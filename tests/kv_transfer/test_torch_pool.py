@@ -6,8 +6,8 @@ import pytest
 import torch
 import xxhash
 
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout, KvRange
+from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format
 

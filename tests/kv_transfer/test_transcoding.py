@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import PeerMismatch
 from baton.types import (
     CONVERTIBLE_DTYPES,
@@ -24,6 +23,7 @@ from baton.types import (
     Sample,
 )
 from baton.v1 import kv_pb2
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.send_connection import Finish
 from kv_transfer.ticket import TicketCommitted

@@ -23,7 +23,6 @@ import pytest
 import xxhash
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import PeerMismatch
 from baton.types import (
     KvLayout,
@@ -35,6 +34,7 @@ from baton.types import (
     WorkerIdentity,
 )
 from baton.v1 import kv_pb2
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import PREAMBLE_BYTES, FrameError, decode_header, decode_preamble, encode
 from kv_transfer.handshake import SenderConfig, agreed_version
 from kv_transfer.receiver import RunningReceiver, open_receiver

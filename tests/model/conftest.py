@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
+from engine.load import load_engine
+from engine.torch.engine import TorchEngine
 from tests.support.tiny_models import Family, make_tiny_model
 
 MakeModel = Callable[..., Path]

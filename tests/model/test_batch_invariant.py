@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine import attention_choice
-from baton.engine.attention_choice import check_batch_invariant
-from baton.engine.load_engine import load_engine
 from baton.errors import ConfigError
-from baton.model.config import read_config
 from baton_kernels.attention_backends import REFERENCE
 from baton_kernels.cpu.library import library
+from engine import attention_choice
+from engine.attention_choice import check_batch_invariant
+from engine.families.config import read_config
+from engine.load import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from baton.engine.interface import Batch, Engine, SampleRow, SequenceSlice
-from baton.engine.torch_engine import TorchEngine
-from baton.sampling.beam_search import BeamSearch, Candidates, Hypothesis
 from baton.types import BeamParams, EarlyStopping, FinishReason, Sampling
+from engine.interface import Batch, Engine, SampleRow, SequenceSlice
+from engine.sampling.beam_search import BeamSearch, Candidates, Hypothesis
+from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate
 from tests.support.transformers_beams import transformers_beams
 

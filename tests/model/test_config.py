@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from baton.errors import ConfigError, UnsupportedModel
-from baton.model.config import ModelConfig, parse_config, read_config
-from baton.model.memory_plan import MemoryPlan, num_parameters
-from baton.model.rope import make_rope
+from engine.families.config import ModelConfig, parse_config, read_config
+from engine.memory_plan import MemoryPlan, num_parameters
+from engine.torch.rope import make_rope
 from tests.support.memory_plan import plan_memory
 
 MakeModel = Callable[..., Path]

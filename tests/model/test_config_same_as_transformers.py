@@ -14,8 +14,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from baton.errors import UnsupportedModel
-from baton.model.config import FAMILIES, ROPE_TYPES, ModelConfig, parse_config
-from baton.model.rope import make_rope
+from engine.families.config import FAMILIES, ROPE_TYPES, ModelConfig, parse_config
+from engine.torch.rope import make_rope
 
 CLASSES = {
     "llama": "LlamaConfig",

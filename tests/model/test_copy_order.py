@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from baton.engine.copy_order import HostOrder, StreamOrder, copy_order
+from engine.kv.tensors.copy_order import HostOrder, StreamOrder, copy_order
 
 DEVICE = torch.device("cuda:0")
 

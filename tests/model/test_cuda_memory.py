@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine import cuda_memory as module
-from baton.engine.cuda_memory import GRAIN_BYTES, HANDLE_BYTES, CudaDriver, CudaMemory
+from engine.kv.tensors import cuda_memory as module
+from engine.kv.tensors.cuda_memory import GRAIN_BYTES, HANDLE_BYTES, CudaDriver, CudaMemory
 
 DEVICE = torch.device("cuda:0")
 
@@ -88,7 +88,7 @@ int cuIpcOpenMemHandle_v2(uint64_t* address, handle_t handle, unsigned flags) {
 
 _OTHER = """
 import sys, ctypes
-from baton.engine.cuda_memory import CudaDriver
+from engine.kv.tensors.cuda_memory import CudaDriver
 driver = CudaDriver(sys.argv[1])
 address = driver.open(bytes.fromhex(sys.argv[2]))
 ctypes.memmove(address + 5, b"from there", 10)

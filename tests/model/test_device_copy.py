@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from baton.engine import torch_kv_pool
-from baton.engine.copy_order import HostOrder
-from baton.engine.device_copy import DeviceCopy
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout, KvRange
 from baton_kernels.word_sum import host_checksum
+from engine.kv.tensors import paged as torch_kv_pool
+from engine.kv.tensors.copy_order import HostOrder
+from engine.kv.tensors.device_copy import DeviceCopy
+from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import WireFormat, wire_format
 from tests.support.device_double import DoubleMemory

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from baton.engine.interface import (
+from baton.errors import EngineFault
+from baton.types import Sample
+from engine.interface import (
     Batch,
     DeviceLost,
     Launched,
@@ -17,10 +19,8 @@ from baton.engine.interface import (
     try_collect,
     try_launch,
 )
-from baton.engine.oracle import OracleEngine, OracleOptions
-from baton.engine.torch_engine import device_checked
-from baton.errors import EngineFault
-from baton.types import Sample
+from engine.oracle import OracleEngine, OracleOptions
+from engine.torch.engine import device_checked
 
 
 def works() -> None:

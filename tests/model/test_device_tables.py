@@ -10,14 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cache.pool import BlockTable
-from baton.engine import device_tables, torch_step
-from baton.engine.device_tables import DeviceTables
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.types import Sampling
 from baton_kernels.gpu import attention_plan, paged_attention
 from bench.stub_device import StubDeviceEngine
 from bench.stub_engine import BLOCK_SIZE
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.pool import BlockTable
+from engine.torch import device_tables
+from engine.torch import step as torch_step
+from engine.torch.device_tables import DeviceTables
 
 WIDTH, NUM_ROWS, NUM_BLOCKS = 6, 3, 50
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine import dtype as module
-from baton.engine.dtype import choose_dtype
-from baton.engine.load_engine import load_engine
 from baton.errors import ConfigError
+from engine import dtype as module
+from engine.dtype import choose_dtype
+from engine.load import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

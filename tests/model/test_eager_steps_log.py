@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.types import Sampling
 from bench.stub_device import StubDeviceEngine
+from engine.interface import Batch, SampleRow, SequenceSlice
 
 MAX_LEN = 64 * 512
 

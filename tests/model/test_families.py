@@ -17,24 +17,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine import model_source
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
-from baton.engine.tensor_parallel.team import RankTeam
-from baton.engine.torch_engine import TorchEngine
 from baton.errors import ConfigError, TensorMismatch, UnsupportedModel
-from baton.model import load
-from baton.model import packed as packing
-from baton.model.config import FAMILIES, parse_config
-from baton.model.decoder import Decoder
-from baton.model.native_decoder import NativeDecoder, make_decoder
-from baton.model.quantize import quantize_checkpoint
-from baton.quantization.encode import encode
-from baton.quantization.scheme import Scheme
-from baton.quantization.weight import StoredWeight
 from baton.types import KvRange, Sampling
 from baton_kernels.cpu.library import library
 from baton_kernels.linear import PlainLinear
+from engine import choose_source, native_source
+from engine.families.config import FAMILIES, parse_config
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.quantization.encode import encode
+from engine.quantization.quantize import quantize_checkpoint
+from engine.quantization.scheme import Scheme
+from engine.quantization.weight import StoredWeight
+from engine.ranks.team import RankTeam
+from engine.torch import load
+from engine.torch import packed as packing
+from engine.torch.decoder import Decoder
+from engine.torch.engine import TorchEngine
+from engine.torch.native_decoder import NativeDecoder, make_decoder
 from tests.support.drive_engine import generate, token_ids
 from tests.support.quantized_models import FORMATS, quantize
 from tests.support.rank_threads import start_thread
@@ -205,7 +205,7 @@ def test_greedy_tokens_are_those_of_generate(
         made.append(make_decoder(*args))
         return made[-1]
 
-    monkeypatch.setattr(model_source, "make_decoder", make)
+    monkeypatch.setattr(native_source, "make_decoder", make)
     assert greedy(engine_of(case, 16)) == expected(case)
     (decoder,) = made
     record_property("kernels", "one call" if isinstance(decoder, NativeDecoder) else "by operation")
@@ -412,7 +412,7 @@ def test_ranks_give_the_same_bits(
     """The second is a thread here; processes are tests/tensor_parallel/test_processes.py's."""
     losses: list[str] = []
     team = partial(RankTeam, start=start_thread, on_loss=losses.append)
-    monkeypatch.setattr("baton.engine.tensor_parallel.start.RankTeam", team)
+    monkeypatch.setattr("engine.ranks.start.RankTeam", team)
     family, overrides = CASES[name]
     path, prompt = tiny_model(family, **overrides), prompts()[2]
     part = part_of(prompt, 0, len(prompt), range(20))
@@ -441,7 +441,7 @@ def test_a_kimi_is_a_deepseek_by_another_name(latent_model: Path) -> None:
 
 
 def test_latent_attention_runs_on_one_gpu_and_is_refused_what_it_lacks(latent_model: Path) -> None:
-    source, gpu = model_source.model_source(latent_model, "auto"), torch.device("cuda")
+    source, gpu = choose_source.model_source(latent_model, "auto"), torch.device("cuda")
     source.check_ranks(1, gpu)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         source.check_ranks(2, gpu)

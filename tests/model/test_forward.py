@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import TorchEngine
 from baton.errors import EngineFault
 from baton.types import Sampling
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate, token_ids
 
 MakeEngine = Callable[..., TorchEngine]

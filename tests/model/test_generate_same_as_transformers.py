@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.torch_engine import TorchEngine
 from baton.types import FinishReason, Sampling, finish_reason
+from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate, token_ids
 
 MakeModel = Callable[..., Path]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import graph_device, load_engine
-from baton.engine.graph_device import CudaGraphs
+from engine import load as load_engine
+from engine.cuda import graph_device
+from engine.cuda.graph_device import CudaGraphs
 
 DEVICE = torch.device("cuda", 1)
 

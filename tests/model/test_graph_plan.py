@@ -11,15 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.engine.graph_device import CalledGraphs, Graph
-from baton.engine.load_engine import load_engine
-from baton.engine.step_graphs import MAX_PARTIAL_BYTES, plan_graphs
-from baton.engine.step_shapes import StepShape
 from baton.errors import ConfigError
-from baton.model.config import ModelConfig, parse_config
-from baton.model.memory_plan import MemoryPlan
 from baton_kernels.gpu.attention_plan import SPLIT_TOKENS
 from baton_kernels.gpu.padded_plan import partial_bytes
+from engine.cuda.graph_device import CalledGraphs, Graph
+from engine.cuda.step_graphs import MAX_PARTIAL_BYTES, plan_graphs
+from engine.cuda.step_shapes import StepShape
+from engine.families.config import ModelConfig, parse_config
+from engine.load import load_engine
+from engine.memory_plan import MemoryPlan
 from tests.support.memory_plan import plan_memory
 
 LLAMA_8B = parse_config(

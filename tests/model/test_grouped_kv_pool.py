@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.cache.window_slots import WindowSlots
-from baton.engine.torch_kv_pool import GroupedTensorPool, TorchKvPool, host_pool
-from baton.model.memory_plan import MemoryPlan, plan_blocks
 from baton.types import KvLayout, KvRange
+from engine.kv.groups.window import WindowSlots
+from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
+from engine.memory_plan import MemoryPlan, plan_blocks
 
 CPU, NUM_BLOCKS, NUM_LAYERS, BLOCK = torch.device("cpu"), 6, 5, 4
 #: As Gemma 3 has them: five of six layers.

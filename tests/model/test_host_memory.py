@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.model.host_memory import available_memory_bytes
+from engine.host_memory import available_memory_bytes
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
 from baton.errors import ConfigError, EngineFault
 from baton.types import KvRange, Sampling
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.torch.engine import TorchEngine
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import agreed_dtype, wire_format
 from tests.support.drive_engine import generate, token_ids

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.engine import torch_engine
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import TorchEngine
 from baton.errors import EngineFault
 from baton.types import Sampling
 from baton_kernels.host_copy import Fence
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.torch import engine as torch_engine
+from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate, generate_ahead, next_token, whole_prompt
 
 MakeEngine = Callable[..., TorchEngine]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.load_engine import load_engine
 from baton.errors import (
     ConfigError,
     MissingTensor,
@@ -21,11 +20,12 @@ from baton.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
-from baton.model import weights
-from baton.model.checkpoint import find_shards
-from baton.model.memory_plan import MemoryPlan
-from baton.model.weights import ShardProgress, _read_shards, digest_checkpoint
 from baton_kernels.cpu.library import level
+from engine.checkpoint import find_shards
+from engine.load import load_engine
+from engine.memory_plan import MemoryPlan
+from engine.torch import weights
+from engine.torch.weights import ShardProgress, _read_shards, digest_checkpoint
 from tests.support.tiny_models import make_tiny_model
 
 MakeModel = Callable[..., Path]
@@ -208,8 +208,8 @@ def test_an_engine_knows_its_numerics_class(checkpoint: Path) -> None:
 def test_who_has_no_native_kernels_is_told_in_one_line(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("baton.engine.numerics.level", lambda: "none")
-    monkeypatch.setattr("baton.engine.load_engine.why_none", lambda: "no C++ compiler")
+    monkeypatch.setattr("engine.numerics.level", lambda: "none")
+    monkeypatch.setattr("engine.load.why_none", lambda: "no C++ compiler")
     with caplog.at_level("WARNING"):
         spec = load_engine(str(checkpoint), num_blocks=1).spec
     assert spec.numerics.is_fallback
@@ -250,7 +250,7 @@ def test_what_is_read_ahead_comes_in_order_whatever_fits(
     """Also where a single tensor is more than may be read ahead."""
     sharded = make_tiny_model(tmp_path, seed=3, max_shard_size="60KB")
     digest = digest_checkpoint(sharded)
-    monkeypatch.setattr("baton.model.weights._AHEAD_BYTES", 1)
+    monkeypatch.setattr("engine.torch.weights._AHEAD_BYTES", 1)
     assert digest_checkpoint(sharded) == digest
 
 

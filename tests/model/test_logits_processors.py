@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.interface import SampleRow
-from baton.sampling.edits import edit
-from baton.sampling.sampler import NothingAllowedError, draw
 from baton.types import BeamParams, Sampling
+from engine.interface import SampleRow
+from engine.sampling.edits import edit
+from engine.sampling.sampler import NothingAllowedError, draw
 
 VOCAB = 11
 TOKEN = st.integers(0, VOCAB - 1)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from baton.engine import pinned_staging
-from baton.engine.pinned_staging import PinnedStagingBuffer
+from engine.kv.tensors import pinned_staging
+from engine.kv.tensors.pinned_staging import PinnedStagingBuffer
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import os
 import pytest
 import torch
 
-from baton.engine.prefault import prefault
 from baton_kernels.cpu.memory import host_memory
+from engine.kv.tensors.prefault import prefault
 
 _PAGE = mmap.PAGESIZE
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import NUM_SCORED_ROWS, TorchEngine
 from baton.types import Sample, Sampling
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.torch.engine import NUM_SCORED_ROWS, TorchEngine
 
 MakeModel = Callable[..., Path]
 MakeEngine = Callable[..., TorchEngine]

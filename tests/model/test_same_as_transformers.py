@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
 from baton.types import Sampling
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate, token_ids
 from tests.support.transformers_greedy import greedy_output
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.interface import SampleRow
-from baton.sampling.sampler import BrokenRowsError, draw, draw_key
 from baton.types import Sampling
 from baton_kernels.sampling import keep_min_p, keep_top_k, keep_top_p
+from engine.interface import SampleRow
+from engine.sampling.sampler import BrokenRowsError, draw, draw_key
 
 VOCAB = 11
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.load_engine import load_engine
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel, UnsupportedSetting
-from baton.model.config import CLAMPED_SILU_ALPHA, CLAMPED_SILU_LIMIT, parse_config
-from baton.model.quantize import quantize_checkpoint
-from baton.model.stacked_experts import decode_mxfp4
 from baton.types import Sampling
 from baton_kernels.gated_activation import ALPHA, LIMIT
+from engine.families.config import CLAMPED_SILU_ALPHA, CLAMPED_SILU_LIMIT, parse_config
+from engine.load import load_engine
+from engine.quantization.quantize import quantize_checkpoint
+from engine.torch.stacked_experts import decode_mxfp4
 from tests.support.drive_engine import generate, token_ids
 
 MakeModel = Callable[..., Path]

@@ -10,8 +10,8 @@ from baton.kv_transports import (
     PLANNED_CONNECTIONS,
     planned_device_bytes,
 )
-from baton.model.memory_plan import MemoryPlan, plan_blocks
 from baton.types import KvLayout
+from engine.memory_plan import MemoryPlan, plan_blocks
 
 LAYOUT = KvLayout("", 2, 2, 64, "bfloat16", 16)
 MIB = 1 << 20

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.oracle import OracleEngine, OracleOptions
-from baton.engine.warm_up import token_counts, warm_up, warm_up_batches
 from baton.types import Sampling
+from engine.cuda.warm_up import token_counts, warm_up, warm_up_batches
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.oracle import OracleEngine, OracleOptions
 from tests.model.conftest import MakeEngine
 
 

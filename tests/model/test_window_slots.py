@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
 from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
+from engine.load import load_engine
+from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.model.conftest import MakeModel
 from tests.support.random_speculation import RandomSpeculation

@@ -15,8 +15,8 @@ from typing import Any
 import openai
 import pytest
 
-from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling
+from engine.oracle import oracle_tokens
 from tests.openai_api.world import GREEDY, MESSAGES, MODEL, PROMPT, World
 from tests.support.oracle_model import VOCAB_SIZE
 

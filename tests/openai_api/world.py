@@ -8,8 +8,8 @@ from typing import Any
 
 import tokenizers
 
-from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling
+from engine.oracle import oracle_tokens
 from tests.support.oracle_model import VOCAB_SIZE
 
 MODEL = "oracle"

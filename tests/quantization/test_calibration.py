@@ -14,16 +14,16 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
 from baton.errors import ConfigError
-from baton.model.calibration import grams, read_pieces
-from baton.model.config import read_config
-from baton.model.quantize import quantize_checkpoint
-from baton.quantization.rounding import round_by_inputs, round_to_integers
-from baton.quantization.scheme import Scheme
-from baton.quantization.sparsity import prune, prune_by_inputs
 from baton.types import Sampling
+from engine.families.config import read_config
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.quantization.calibration import grams, read_pieces
+from engine.quantization.quantize import quantize_checkpoint
+from engine.quantization.rounding import round_by_inputs, round_to_integers
+from engine.quantization.scheme import Scheme
+from engine.quantization.sparsity import prune, prune_by_inputs
 from tests.support.tiny_models import Family, make_tiny_model
 
 BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel
-from baton.model import load
-from baton.model import packed as packed_parameters
-from baton.model.config import read_config
-from baton.quantization.config import parse_quantization
-from baton.quantization.weight import Float8Weight, QuantizedWeight, stack
 from baton.types import Sampling
 from baton_kernels.linear import Linear, PlainLinear, pack_float8
+from engine.families.config import read_config
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.quantization.config import parse_quantization
+from engine.quantization.weight import Float8Weight, QuantizedWeight, stack
+from engine.torch import load
+from engine.torch import packed as packed_parameters
 from tests.support.quantized_models import (
     AWQ,
     GPTQ,

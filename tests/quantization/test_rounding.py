@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.quantization.packing import pack, unpack
-from baton.quantization.rounding import round_to_float8, round_to_integers
-from baton.quantization.weight import QuantizedWeight, stack
+from engine.quantization.packing import pack, unpack
+from engine.quantization.rounding import round_to_float8, round_to_integers
+from engine.quantization.weight import QuantizedWeight, stack
 
 
 @settings(max_examples=50, deadline=None)

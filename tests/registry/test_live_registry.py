@@ -12,11 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from baton.client import AsyncClient, SamplingParams
-from baton.engine.oracle import oracle_tokens
 from baton.errors import NoWorkers
 from baton.registry import redis as redis_module
 from baton.types import Sampling
 from bench.fault_proxy import FaultProxy, Weather
+from engine.oracle import oracle_tokens
 from gateway import server as gateway_module
 from tests.support.live_tiers import decode_worker, gateway, prefill_worker
 from tests.support.redis_server import RedisServer, redis_server

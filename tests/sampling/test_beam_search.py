@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.sampling.beam_search import BeamSearch, Candidates, Hypothesis, num_candidates
 from baton.types import BeamParams, EarlyStopping, FinishReason, Sampling
+from engine.sampling.beam_search import BeamSearch, Candidates, Hypothesis, num_candidates
 
 Tokens = tuple[int, ...]
 Model = Callable[[Tokens], list[float]]

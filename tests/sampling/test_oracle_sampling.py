@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.oracle import (
+from baton.errors import EngineFault
+from baton.types import BeamParams, Sample, Sampling
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.oracle import (
     OracleEngine,
     OracleOptions,
     oracle_beams,
     oracle_prompt_logprobs,
     oracle_tokens,
 )
-from baton.errors import EngineFault
-from baton.sampling.beam_search import BeamSearch, num_candidates
-from baton.types import BeamParams, Sample, Sampling
+from engine.sampling.beam_search import BeamSearch, num_candidates
 
 VOCAB = 20
 PROMPT = (4, 7, 1)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, WorkerIdentity
+from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.receiver import RunningReceiver, open_receiver
 from tests.support.certificates import Authority
 

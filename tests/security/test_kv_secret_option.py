@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from baton.client import SamplingParams
-from baton.engine.oracle import oracle_tokens
 from baton.errors import ConfigError
 from baton.types import Sampling
+from engine.oracle import oracle_tokens
 from tests.support.live_tiers import decode_worker, live_system, prefill_worker
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from baton.client import AsyncClient, Completion, NoWorkers, SamplingParams, TlsFiles
 from baton.config import DecodeOptions, GatewayOptions, PrefillOptions, ServeOptions
 from baton.config.load import build_options
-from baton.engine.oracle import oracle_tokens
 from baton.errors import ConfigError, PermissionDenied
 from baton.rpc.channel import aio_channel
 from baton.rpc.peer_names import check_peer_names
@@ -23,6 +22,7 @@ from baton.rpc.status import from_rpc_error
 from baton.supervisor.plan import plan_workers
 from baton.types import Sampling
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from engine.oracle import oracle_tokens
 from kv_transfer.transport.base import Connection, TransportError
 from kv_transfer.transport.tls import client_contexts, connect_tls
 from tests.support.certificates import Authority, as_options

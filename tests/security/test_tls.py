@@ -20,11 +20,11 @@ from baton.client import (
     SamplingParams,
     TlsFiles,
 )
-from baton.engine.oracle import oracle_tokens
 from baton.rpc.channel import aio_channel
 from baton.types import Sampling
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from bench.fault_proxy import FaultProxy, Weather
+from engine.oracle import oracle_tokens
 from tests.support.certificates import Authority, as_options
 from tests.support.fault_streams import Streams
 from tests.support.live_tiers import decode_worker, gateway, prefill_worker

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from baton.engine.oracle import OracleLayers
+from engine.oracle import OracleLayers
 from tests.support.explore import Found
 from tests.support.handoff_world import FAULTS, Bounds, explore_handoffs
 

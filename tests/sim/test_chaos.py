@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import random
 
-from baton.engine.oracle import FULL_LAYERS, OracleLayers
 from baton.errors import HandoffFailed, NoWorkers, WorkerLost
 from baton.types import Tier
+from engine.oracle import FULL_LAYERS, OracleLayers
 from tests.support.faulty_hub import FaultyHub
 from tests.support.mixed_requests import draw_request, expected_outputs
 from tests.support.sim_system import DecodeNode, History, PrefillNode, System

@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 
-from baton.engine.oracle import OracleLayers, oracle_tokens
 from baton.types import FinishReason, Sampling, SequenceSpec
+from engine.oracle import OracleLayers, oracle_tokens
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_client import Choice, SimClient
 from tests.support.sim_tiers import GROUPS, KV, STATES, SimDecode, SimPrefill, SimShape

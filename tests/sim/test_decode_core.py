@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.interface import Batch, LayersDone
 from baton.events import Deferred, Failed, LocalPrefill, Offered
 from baton.types import BeamParams, KvSource, Sample, Sampling, SequenceSpec
+from engine.interface import Batch, LayersDone
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
 from worker_core.commands import Abort, Open

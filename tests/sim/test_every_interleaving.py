@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.oracle import OracleLayers
+from engine.oracle import OracleLayers
 from kv_transfer.send_connection import SendConnection
 from kv_transfer.ticket import (
     Commit,

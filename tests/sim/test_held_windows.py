@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from baton.engine.oracle import OracleLayers
 from baton.types import Sampling, SequenceSpec
+from engine.oracle import OracleLayers
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.mixed_requests import expected_outputs
 from tests.support.random_speculation import RandomSpeculation

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.oracle import oracle_tokens
 from baton.events import Failed, Paused, Tokens
 from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
+from engine.oracle import oracle_tokens
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
 from tests.support.watched_launches import Watch, check_blocks_in_flight

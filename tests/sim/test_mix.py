@@ -15,8 +15,8 @@ from functools import partial
 
 import pytest
 
-from baton.engine.oracle import FULL_LAYERS, OracleLayers
 from baton.types import FinishReason, SequenceSpec
+from engine.oracle import FULL_LAYERS, OracleLayers
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.mixed_requests import draw_request, expected_outputs, num_prompt_logprobs
 from tests.support.random_speculation import RandomSpeculation

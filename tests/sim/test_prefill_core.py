@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from baton.cache.pool import BlockPool
-from baton.engine.interface import Batch, LayersDone
-from baton.engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from baton.errors import Cancelled, EngineFault, HandoffFailed, PeerMismatch
 from baton.events import Failed, HandedOff, HandOffFailed, Prefilled, Tokens
 from baton.types import KvRange, KvSource, Sample, Sampling, SequenceSpec
+from engine.interface import Batch, LayersDone
+from engine.kv.pool import BlockPool
+from engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import parse_ticket
 from kv_transfer.ticket_table import TicketTable

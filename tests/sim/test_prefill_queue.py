@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from baton.cache.pool import BlockPool
-from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import HandoffFailed
 from baton.events import Failed, LocalPrefill, Prefilled, Tokens
 from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
+from engine.kv.pool import BlockPool
+from engine.oracle import OracleEngine, OracleOptions
 from kv_transfer.sender import SendDone
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.recording_sender import RecordingSender

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.interface import Batch, Launched, LayersDone, SequenceSlice
-from baton.engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from baton.errors import BY_REASON
 from baton.events import Failed, HandedOff, Preempted, Tokens
 from baton.types import KvRange, KvSource, Sample, Sampling, SequenceSpec
+from engine.interface import Batch, Launched, LayersDone, SequenceSlice
+from engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from kv_transfer.send_connection import Cancel, Finish, LaterTask, Send, SendDone
 from kv_transfer.sender import KvSender
 from kv_transfer.transport.loopback import LoopbackHub

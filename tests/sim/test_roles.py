@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from baton.engine.interface import EngineSpec
-from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling, SequenceSpec, Tier
+from engine.interface import EngineSpec
+from engine.oracle import oracle_tokens
 from tests.support.sim_system import History, System, WorkerNode
 from tests.support.sim_tiers import SimShape
 from tests.support.virtual_loop import run_virtual

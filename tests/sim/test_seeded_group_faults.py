@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from baton.cache.pool import BlockPool, PrefixIndex
-from baton.cache.window_slots import WindowSlots
-from baton.engine.grouped_kv_pool import GroupedKvPool
-from baton.engine.oracle import OracleLayers
 from baton.types import KvGroup, KvLayout, KvRange
+from engine.kv.groups.window import WindowSlots
+from engine.kv.pool import BlockPool, PrefixIndex
+from engine.kv.tensors.grouped import GroupedKvPool
+from engine.oracle import OracleLayers
 from tests.sim.test_mix import run_seed
 from worker_core.state import SwapSpace
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from baton.cache.pool import BlockLease
-from baton.cache.state_slots import StateSlots
-from baton.engine.oracle import OracleLayers
-from baton.engine.state_memory import StateMemory, StatePlace
 from baton.types import KvGroup, KvRange
+from engine.kv.groups.state import StateSlots
+from engine.kv.pool import BlockLease
+from engine.kv.tensors.state_memory import StateMemory, StatePlace
+from engine.oracle import OracleLayers
 from kv_transfer.ticket import Coverage
 from tests.sim.test_mix import run_seed
 from worker_core.handoff import Handoffs

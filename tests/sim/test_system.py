@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 from baton.errors import NoWorkers, Overloaded, WorkerLost
 from baton.types import Sampling, SequenceSpec
+from engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 from tests.support.sim_system import History, System
 from tests.support.sim_tiers import GROUPS, KV, STATES, SimShape
 from tests.support.virtual_loop import run_virtual

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling, SequenceSpec
+from engine.oracle import oracle_tokens
 from gateway.routing.history import FIRST_REST_S, REST_S
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.cut_hub import CutHub

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.cache.pool import BlockPool
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from baton.types import Sampling
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.pool import BlockPool
+from engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from worker_core.speculation.draft_model import DraftModelProposer
 from worker_core.speculation.interface import DraftRequest
 

@@ -16,14 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.cache.pool import BlockPool
 from baton.config import DecodeOptions
-from baton.engine.head_runner import MAX_IDLE_LAUNCHES, MAX_WAITING, HiddenStates, open_head
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
-from baton.engine.medusa_runner import open_medusa
-from baton.engine.model_source import model_source
-from baton.engine.torch_engine import TorchEngine
 from baton.errors import (
     ConfigError,
     MissingTensor,
@@ -33,11 +26,17 @@ from baton.errors import (
     UnsupportedModel,
 )
 from baton.events import Committed, Deferred, Failed, Offered, Paused, Preempted, Tokens
-from baton.grammar import Grammar
-from baton.model.checkpoint import HeadFiles
-from baton.model.memory_plan import MemoryPlan, format_bytes
 from baton.types import KvSource, Sampling, SequenceSpec
-from baton.worker.build import build_decode_engine
+from engine.checkpoint import HeadFiles
+from engine.choose_source import model_source
+from engine.grammar import Grammar
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.pool import BlockPool
+from engine.load import load_engine
+from engine.memory_plan import MemoryPlan, format_bytes
+from engine.torch.engine import TorchEngine
+from engine.torch.head_runner import MAX_IDLE_LAUNCHES, MAX_WAITING, HiddenStates, open_head
+from engine.torch.medusa_runner import open_medusa
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.grammar_walks import allowed_after, ids_of
 from tests.support.sim_tiers import SimDecode, SimShape
@@ -48,6 +47,7 @@ from tests.support.tiny_heads import (
     make_tiny_mtp_model,
 )
 from tests.support.tiny_models import Family, make_tiny_model
+from worker_core.build import build_decode_engine
 from worker_core.commands import Abort, HandOff, Open, Pause
 from worker_core.speculation.head import HeadProposer
 from worker_core.speculation.interface import NO_PROPOSAL, DraftRequest, Proposal, Proposer
@@ -753,7 +753,7 @@ def test_an_eagle3_head_says_what_it_was_trained_to_say(target: Path, tmp_path: 
     """Compared with the training's own forward, which unrolls all places at once."""
     import transformers
 
-    from baton.distill.eagle import EagleStudent, shape_for, write_eagle
+    from engine.distill.eagle import EagleStudent, shape_for, write_eagle
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     shape = replace(shape_for(whole), intermediate_size=48)

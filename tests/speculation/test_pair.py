@@ -10,8 +10,8 @@ import pytest
 
 from baton.config import DecodeOptions
 from baton.config.load import build_options
-from baton.engine.oracle import OracleEngine, OracleLayers, OracleOptions
 from baton.errors import ConfigError
+from engine.oracle import OracleEngine, OracleLayers, OracleOptions
 from worker_core.speculation.draft_model import check_specs, check_tokenizers
 from worker_core.speculation.speculator import Speculator, build_speculation
 

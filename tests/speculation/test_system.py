@@ -9,9 +9,9 @@ import random
 
 import pytest
 
-from baton.engine.oracle import oracle_tokens
 from baton.events import LocalPrefill, Prefilled, Tokens
 from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
+from engine.oracle import oracle_tokens
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_system import History, System

@@ -9,12 +9,12 @@ import pytest
 
 from baton.config import DecodeOptions
 from baton.config.load import build_options
-from baton.engine.interface import Batch, Launched, LayersDone
-from baton.engine.oracle import OracleEngine
 from baton.errors import ConfigError
 from baton.events import Failed, Tokens
-from baton.grammar import Grammar
 from baton.types import KvSource, Sampling, SequenceSpec
+from engine.grammar import Grammar
+from engine.interface import Batch, Launched, LayersDone
+from engine.oracle import OracleEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.grammar_walks import allowed_after, ids_of
 from tests.support.random_speculation import RandomSpeculation

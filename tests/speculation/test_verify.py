@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.interface import SampleRow
-from baton.sampling import sampler
 from baton.types import Sampling
+from engine.interface import SampleRow
+from engine.sampling import sampler
 from worker_core.drafting import verify
 
 VOCAB = 6

@@ -22,6 +22,7 @@ OURS = tuple(
         "prefill_svc",
         "decode_svc",
         "worker_core",
+        "engine",
         "kv_transfer",
         "kernels",
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.copy_order import HostOrder
-from baton.engine.device_copy import DeviceCopy
 from baton.types import KvLayout
+from engine.kv.tensors.array import ArrayKvPool
+from engine.kv.tensors.copy_order import HostOrder
+from engine.kv.tensors.device_copy import DeviceCopy
 
 _HANDLE_BYTES = 64
 

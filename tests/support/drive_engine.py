@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.interface import FOLLOWING, Batch, Engine, SampleRow, SequenceSlice
 from baton.types import Sample, Sampling
+from engine.interface import FOLLOWING, Batch, Engine, SampleRow, SequenceSlice
 
 
 def generate(

@@ -13,10 +13,10 @@ import pytest
 from baton.check.stream_history import StreamHistory
 from baton.client import AsyncClient, Chunk
 from baton.config import ServeOptions
-from baton.engine.oracle import FULL_LAYERS, OracleLayers
 from baton.errors import BatonError
 from bench.fault_proxy import ProxiedCluster
 from bench.oracle_requests import OracleRequest, draw_request
+from engine.oracle import FULL_LAYERS, OracleLayers
 from tests.support.live_tiers import BOX_MODEL
 
 #: Opens a stream: what comes of a request.

@@ -27,7 +27,7 @@ from baton.grpc_environment import GRPC_ENVIRONMENT
 #: What commands import when they run.
 MODULES = (
     "baton.cli.main",
-    "baton.engine.torch_engine",
+    "engine.torch.engine",
     "gateway.server",
     "prefill_svc.server",
     "decode_svc.server",

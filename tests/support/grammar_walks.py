@@ -12,10 +12,16 @@ import tokenizers
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from baton.grammar import Grammar, GrammarVocabulary, Matcher, load_vocabulary, synthetic_vocabulary
-from baton.grammar.matcher import compile_grammar
-from baton.grammar.vocabulary import synthetic_tokens
 from baton.types import Sampling
+from engine.grammar import (
+    Grammar,
+    GrammarVocabulary,
+    Matcher,
+    load_vocabulary,
+    synthetic_vocabulary,
+)
+from engine.grammar.matcher import compile_grammar
+from engine.grammar.vocabulary import synthetic_tokens
 
 BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
 

@@ -17,20 +17,20 @@ from dataclasses import dataclass, field
 from functools import cache
 from unittest.mock import patch
 
-from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
-from baton.engine.oracle import (
+from baton.errors import HandoffFailed, NoWorkers, RetriableError
+from baton.events import Failed, SequenceEvent, is_last
+from baton.types import FinishReason, KvLayout, KvSource, Sampling, SequenceSpec, Tier
+from baton.v1 import kv_pb2
+from engine.grammar import Matchers
+from engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
+from engine.kv.tensors.array import ArrayKvPool
+from engine.oracle import (
     FULL_LAYERS,
     OracleEngine,
     OracleLayers,
     OracleOptions,
     oracle_tokens,
 )
-from baton.errors import HandoffFailed, NoWorkers, RetriableError
-from baton.events import Failed, SequenceEvent, is_last
-from baton.grammar import Matchers
-from baton.types import FinishReason, KvLayout, KvSource, Sampling, SequenceSpec, Tier
-from baton.v1 import kv_pb2
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
 from gateway.output.output import Output

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.model.transformers_backend import attention
 from baton_kernels.cpu.linear import NativeLinear
 from baton_kernels.paged_attention import AttentionPlan, ScoreTerms
+from engine.transformers import attention
 
 #: torch's products, and which of their arguments is the first factor.
 _PRODUCTS = {

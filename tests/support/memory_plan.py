@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton.model.config import ModelConfig
-from baton.model.memory_plan import MemoryPlan, activation_bytes, plan_blocks, weight_bytes
 from baton.types import KvLayout
+from engine.families.config import ModelConfig
+from engine.memory_plan import MemoryPlan, activation_bytes, plan_blocks, weight_bytes
 
 
 def plan_memory(

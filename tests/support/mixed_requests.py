@@ -7,15 +7,15 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.engine.oracle import (
+from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
+from engine.grammar import Grammar
+from engine.oracle import (
     FULL_LAYERS,
     OracleLayers,
     oracle_beams,
     oracle_prompt_logprobs,
     oracle_tokens,
 )
-from baton.grammar import Grammar
-from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
 from tests.support.grammar_walks import allowed_after
 from tests.support.sim_client import Choice
 

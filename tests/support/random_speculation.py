@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Sequence
 
-from baton.engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
+from engine.oracle import FULL_LAYERS, OracleLayers, oracle_tokens
 from tests.support.grammar_walks import allowed_after, ids_of
 from worker_core.speculation.interface import DraftRequest, Proposal
 

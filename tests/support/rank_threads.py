@@ -8,13 +8,13 @@ import socket
 import threading
 from dataclasses import replace
 
-from baton.engine.tensor_parallel.rank import follow
-from baton.engine.tensor_parallel.rank_spec import RankSpec
-from baton.engine.tensor_parallel.team import Member
+from engine.ranks.rank_spec import RankSpec
+from engine.ranks.team import Member
+from engine.torch.follower import follow
 
 
 def start_thread(spec: RankSpec) -> Member:
-    """See baton.engine.tensor_parallel.team.start_process."""
+    """See engine.ranks.team.start_process."""
     ours, theirs = socket.socketpair()
     own = replace(spec, kv_fd=os.dup(spec.kv_fd), meeting_fd=os.dup(spec.meeting_fd))
 

@@ -14,10 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.cache.pool import BlockPool
-from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.interface import Batch, EngineSpec, Launched, LayersDone
-from baton.engine.loop import HEARTBEAT_S
 from baton.events import SequenceEvent, is_last
 from baton.types import (
     KvLayout,
@@ -32,6 +28,9 @@ from baton.types import (
 )
 from baton.v1 import inference_pb2
 from bench.measure import Record, Slo, Summary, summarise
+from engine.interface import Batch, EngineSpec, Launched, LayersDone
+from engine.kv.pool import BlockPool
+from engine.kv.tensors.array import ArrayKvPool
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions, ValidatedRequest
 from gateway.links.worker_link import Sink
@@ -58,6 +57,7 @@ from worker_core.commands import (
     Resume,
 )
 from worker_core.core import CoreDeps, WorkerCore
+from worker_core.loop import HEARTBEAT_S
 from worker_core.policy import Policy
 from worker_core.state import SwapSpace
 
@@ -120,7 +120,7 @@ class _Launch:
 
 
 class TimedEngine:
-    """Implements baton.engine.interface.Engine. Every token is the same."""
+    """Implements engine.interface.Engine. Every token is the same."""
 
     def __init__(self, speed: Speed, num_blocks: int, clock: TimedClock, seed: int) -> None:
         self.spec = EngineSpec(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from baton.engine.loop import HEARTBEAT_S
 from baton.events import Failed, SequenceEvent, is_last
 from baton.types import KvLayout, KvSource, SequenceSpec, Tier, WorkerIdentity, WorkerInfo
 from baton.v1 import inference_pb2
@@ -28,6 +27,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape, SimWorker
 from worker_core.commands import Abort, Drain, HandOff, Known, Pause, Resume
+from worker_core.loop import HEARTBEAT_S
 from worker_core.speculation.interface import Speculation
 
 

@@ -14,21 +14,20 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from baton.cache.pool import BlockPool
-from baton.cache.state_slots import StateSlots
-from baton.cache.window_slots import WindowSlots
-from baton.engine.interface import Engine
-from baton.engine.loop import Step
-from baton.engine.oracle import (
+from baton.errors import BatonError
+from baton.types import KvSource, SequenceSpec, WorkerIdentity
+from engine.grammar import Matchers
+from engine.interface import Engine
+from engine.kv.groups.state import StateSlots
+from engine.kv.groups.window import WindowSlots
+from engine.kv.pool import BlockPool
+from engine.oracle import (
     FULL_LAYERS,
     OracleEngine,
     OracleLayers,
     OracleOptions,
     oracle_layout,
 )
-from baton.errors import BatonError
-from baton.grammar import Matchers
-from baton.types import KvSource, SequenceSpec, WorkerIdentity
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import KvSender, SendDone, Sender
@@ -40,6 +39,7 @@ from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Destination, Open, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
+from worker_core.loop import Step
 from worker_core.policy import LocalPrefillPolicy, Policy, decode_policy, prefill_policy
 from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from baton.cache.pool import BlockPool
-from baton.engine.interface import Batch, Launched, LayersDone
-from baton.engine.oracle import OracleEngine
 from baton.errors import EngineFault
 from baton.types import Sample
+from engine.interface import Batch, Launched, LayersDone
+from engine.kv.pool import BlockPool
+from engine.oracle import OracleEngine
 
 
 @dataclass

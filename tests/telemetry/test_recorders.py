@@ -15,16 +15,16 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from baton.engine.loop import LoadBoard
 from baton.events import Offered, Prefilled, Tokens, is_last
 from baton.telemetry import Telemetry
 from baton.telemetry.histograms import SdkHistograms
 from baton.types import BlockCounts, KvSource, Sampling, SequenceSpec, WorkerLoad
-from baton.worker.telemetry import observe_worker
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 from worker_core.commands import Abort, Command, StreamEvent
+from worker_core.loop import LoadBoard
 from worker_core.recorder import WorkerRecorder
+from worker_core.telemetry import observe_worker
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.load_engine import load_engine
-from baton.engine.tensor_parallel import start
-from baton.engine.tensor_parallel.team import RankTeam
-from baton.engine.torch_engine import TorchEngine
+from engine.load import load_engine
+from engine.ranks import start
+from engine.ranks.team import RankTeam
+from engine.torch.engine import TorchEngine
 from tests.support.rank_threads import start_thread
 
 LoadRanks = Callable[..., TorchEngine]

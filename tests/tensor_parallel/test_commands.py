@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.tensor_parallel.commands import (
+from baton.types import Sampling
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.ranks.commands import (
     LogitsCommand,
     StepCommand,
     encode_logits,
     encode_step,
     read_commands,
 )
-from baton.types import Sampling
 
 pytestmark = pytest.mark.slow
 

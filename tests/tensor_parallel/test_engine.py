@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import TorchEngine
 from baton.errors import EngineFault
 from baton.types import KvRange, Sampling
 from baton_kernels.cpu.library import library
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate, token_ids
 from tests.support.quantized_models import compressed, make_quantized, packed_pieces, round_weight
 from tests.support.tiny_models import Family, make_tiny_model

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.tensor_parallel.kv_pool import ShardedKvPool, pool_bytes, rank_pool
-from baton.engine.torch_kv_pool import TorchKvPool
-from baton.model.shard import Shard
 from baton.types import KvLayout, KvRange
+from engine.kv.tensors.paged import TorchKvPool
+from engine.kv.tensors.ranks import ShardedKvPool, pool_bytes, rank_pool
+from engine.shard import Shard
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, NUM_BLOCKS = 3, 4, 2, 5
 

@@ -11,10 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.model.config import ModelConfig, read_config
-from baton.model.memory_plan import MemoryPlan
-from baton.model.parameters import Target, empty_parameters
-from baton.model.shard import WHOLE, Shard, check_size
+from engine.families.config import ModelConfig, read_config
+from engine.memory_plan import MemoryPlan
+from engine.shard import WHOLE, Shard, check_size
+from engine.torch.parameters import Target, empty_parameters
 from tests.support.memory_plan import plan_memory
 
 BOX = read_config(Path(__file__).parents[2] / "models" / "baton-py-6m")

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.tensor_parallel.shared_ranks import SharedRanks, prepare, segment_bytes
-from baton.model.shard import Shard
+from engine.ranks.shared_ranks import SharedRanks, prepare, segment_bytes
+from engine.shard import Shard
 
 STAGING_BYTES = 256
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton.cache.window_slots import WindowSlots
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.tensor_parallel.kv_pool import ShardedKvPool
-from baton.engine.torch_engine import TorchEngine
-from baton.engine.torch_kv_pool import GroupedTensorPool
 from baton.errors import EngineFault
 from baton.events import Committed
 from baton.types import KvRange, Sampling, SequenceSpec
 from baton_kernels.cpu.library import library
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.groups.window import WindowSlots
+from engine.kv.tensors.paged import GroupedTensorPool
+from engine.kv.tensors.ranks import ShardedKvPool
+from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.sim.test_held_windows import WatchedClient
 from tests.support.sim_client import Choice, Stay

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
+from engine.load import load_engine
+from engine.torch.engine import TorchEngine
 from tests.support.architectures import VOCAB_SIZE, make_checkpoint
 
 NUM_TOKENS = 8

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import TorchEngine
 from baton.types import KvRange, Sampling
 from baton_kernels.cpu.library import library
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.torch.engine import TorchEngine
 from tests.support.architectures import ARCHITECTURES, make_checkpoint
 from tests.support.drive_engine import generate, token_ids
 from tests.support.kernel_watch import watching

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from baton.engine.model_source import model_source
 from baton.errors import (
     ConfigError,
     MissingTensor,
@@ -19,10 +18,11 @@ from baton.errors import (
     UnsupportedModel,
     UnsupportedSetting,
 )
-from baton.model.checkpoint import check_checkpoint
-from baton.model.config import choose_implementation
-from baton.model.quantize import quantize_checkpoint
 from baton.types import Sampling
+from engine.checkpoint import check_checkpoint
+from engine.choose_source import model_source
+from engine.families.config import choose_implementation
+from engine.quantization.quantize import quantize_checkpoint
 from tests.support.architectures import REFUSED, make_checkpoint, write_config
 from tests.support.drive_engine import generate, token_ids
 from tests.support.quantized_models import FORMATS, quantize
@@ -33,7 +33,7 @@ from tests.transformers_backend.conftest import NUM_TOKENS, load, prompts
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_is_refused_with_its_name_and_the_reason(name: str, tmp_path: Path) -> None:
-    from baton.model.transformers_backend.describe import describe
+    from engine.transformers.describe import describe
 
     with pytest.raises(UnsupportedModel, match=REFUSED[name][1]) as refused:
         describe(write_config(tmp_path, name))
@@ -41,7 +41,7 @@ def test_a_model_is_refused_with_its_name_and_the_reason(name: str, tmp_path: Pa
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    from baton.model.transformers_backend.describe import describe
+    from engine.transformers.describe import describe
 
     config = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -180,7 +180,7 @@ def test_a_checkpoint_is_looked_at_without_transformers(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "gpt2")
     code = (
         "import sys\n"
-        "from baton.model.checkpoint import check_checkpoint\n"
+        "from engine.checkpoint import check_checkpoint\n"
         f"check_checkpoint({str(path)!r})\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.interface import Batch, SampleRow, SequenceSlice, forward_guarded
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
 from baton.errors import AdapterError, ConfigError, EngineFault
 from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
+from engine.interface import Batch, SampleRow, SequenceSlice, forward_guarded
+from engine.load import load_engine
+from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.architectures import VOCAB_SIZE
 from tests.support.sim_client import Choice, SimClient
@@ -232,7 +232,7 @@ def test_a_prompt_is_found_by_no_other(case_of: CaseOf) -> None:
 
 @pytest.mark.slow
 def test_devices_and_ranks_that_such_layers_have_no_code_for_are_refused(case_of: CaseOf) -> None:
-    from baton.engine.transformers_source import TransformersModel
+    from engine.transformers.source import TransformersModel
 
     source = TransformersModel(case_of(FEW[0]).path)
     source.check_ranks(1, torch.device("cpu"))

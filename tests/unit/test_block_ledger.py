@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.cache.ledger import BlockOwner, ListBlocks, num_orphan_blocks, take_ledger
-from baton.cache.pool import BlockLease, BlockPool
 from baton.types import KvSource, Sampling, SequenceSpec
+from engine.kv.ledger import BlockOwner, ListBlocks, num_orphan_blocks, take_ledger
+from engine.kv.pool import BlockLease, BlockPool
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimPrefill
 from worker_core.commands import Abort, Known, Open

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.cache.pool import BlockLease, BlockPool, LeaseError
-from baton.cache.window_slots import WindowSlots
+from engine.kv.groups.window import WindowSlots
+from engine.kv.pool import BlockLease, BlockPool, LeaseError
 
 SECRET = bytes(range(32))
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=24)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.cache.pool import BlockPool
 from baton.events import LocalPrefill, Offered
 from baton.types import KvSource, Sample, Sampling, SequenceSpec
 from bench.stub_engine import BLOCK_SIZE, StubEngine
+from engine.kv.pool import BlockPool
 from kv_transfer.ticket import OfferedTicket, TicketCommitted
 from tests.support.recording_sender import RecordingSender
 from tests.support.sim_tiers import sim_matchers

@@ -6,9 +6,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cache.pool import BlockPool
 from baton.types import Sampling, SequenceSpec
 from bench.stub_engine import BLOCK_SIZE, StubEngine
+from engine.kv.pool import BlockPool
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SwapSpace
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cache.pool import BlockPool
-from baton.grammar import Matcher
 from baton.types import Sampling, SequenceSpec
+from engine.grammar import Matcher
+from engine.kv.pool import BlockPool
 from worker_core.sequence import Draft, Stage, WorkerSequence
 
 LIMIT = 3

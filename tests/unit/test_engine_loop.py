@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.cache.pool import BlockPool
-from baton.engine.interface import Batch, LayersDone
-from baton.engine.loop import EngineLoop, Heartbeat, Step
-from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.types import KvSource, Sample, Sampling, SequenceSpec, WorkerLoad
+from engine.interface import Batch, LayersDone
+from engine.kv.pool import BlockPool
+from engine.oracle import OracleEngine, OracleOptions
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, sim_matchers
 from worker_core.admission import CoreLimits
 from worker_core.commands import Open
 from worker_core.core import CoreDeps, WorkerCore
+from worker_core.loop import EngineLoop, Heartbeat, Step
 from worker_core.policy import LocalPrefillPolicy, decode_policy
 from worker_core.state import SwapSpace
 

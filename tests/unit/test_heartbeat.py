@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.loop import FIRST_STEP_S, MARGIN, SPAN_S, Heartbeat, SilenceBound
+from worker_core.loop import FIRST_STEP_S, MARGIN, SPAN_S, Heartbeat, SilenceBound
 
 LEAST_S = 1.5
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from baton.config import DecodeOptions
-from baton.engine.interface import EngineSpec
-from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import ConfigError
 from baton.types import NumericsClass
+from engine.interface import EngineSpec
+from engine.oracle import OracleEngine, OracleOptions
 from worker_core.speculation.speculator import speculative_method
 from worker_core.worker import max_num_launches
 

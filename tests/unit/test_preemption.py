@@ -9,10 +9,10 @@ from itertools import count
 
 import numpy as np
 
-from baton.cache.pool import BlockPool
-from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.types import Sampling, SequenceSpec
+from engine.kv.pool import BlockPool
+from engine.kv.tensors.array import ArrayKvPool
+from engine.oracle import OracleEngine, OracleOptions
 from tests.support.recording_sender import RecordingSender
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs

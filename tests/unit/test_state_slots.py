@@ -7,13 +7,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.cache.pool import BlockLease, BlockPool
-from baton.cache.state_slots import StateSlots
 from baton.config import DecodeOptions
 from baton.config.load import build_options
-from baton.engine.interface import SlotTable
-from baton.engine.oracle import OracleEngine, OracleLayers, OracleOptions
-from baton.worker.build import build_pool
+from engine.interface import SlotTable
+from engine.kv.groups.state import StateSlots
+from engine.kv.pool import BlockLease, BlockPool
+from engine.oracle import OracleEngine, OracleLayers, OracleOptions
+from worker_core.build import build_pool
 
 NUM_BLOCKS, NUM_SLOTS, SIZE = 14, 4, 4
 

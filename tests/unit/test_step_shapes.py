@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.step_shapes import StepShape, batch_sizes, choose_shape, step_shapes
+from engine.cuda.step_shapes import StepShape, batch_sizes, choose_shape, step_shapes
 
 
 def test_batch_sizes_grow_by_halves_and_thirds() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from baton.engine.oracle import OracleEngine, OracleOptions
-from baton.engine.sequence_rules import refusal
 from baton.errors import InvalidRequest
 from baton.types import BeamParams, Sampling, SequenceSpec
 from baton.v1 import sampling_pb2, sequence_service_pb2
 from baton.wire import sequence_from_proto, sequence_to_proto
+from engine.oracle import OracleEngine, OracleOptions
 from worker_core.commands import Open
+from worker_core.sequence_rules import refusal
 from worker_core.service import SequenceServicer
 
 SPEC = SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=4))

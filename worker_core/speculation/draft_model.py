@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.cache.pool import BlockLease, BlockPool
-from baton.engine.interface import (
+from baton.errors import BatonError, ConfigError
+from baton.types import Sampling
+from engine.interface import (
     Batch,
     Engine,
     EngineSpec,
@@ -23,8 +24,7 @@ from baton.engine.interface import (
     SequenceSlice,
     forward_guarded,
 )
-from baton.errors import BatonError, ConfigError
-from baton.types import Sampling
+from engine.kv.pool import BlockLease, BlockPool
 from worker_core.speculation.draft_lengths import DraftCosts
 from worker_core.speculation.interface import (
     NO_PROPOSAL,

@@ -15,9 +15,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from baton.cache.pool import BlockLease, BlockPool
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.types import Sampling
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.pool import BlockLease, BlockPool
 from worker_core.speculation.draft_lengths import DraftCosts
 from worker_core.speculation.interface import NO_PROPOSAL, NOTHING, DraftRequest, Estimate, Proposal
 
@@ -31,7 +31,7 @@ _MIN_CONTEXT = 8
 
 
 class Head(Protocol):
-    """See baton.engine.head_runner.HeadRunner."""
+    """See engine.torch.head_runner.HeadRunner."""
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor: ...
 
@@ -41,7 +41,7 @@ class Head(Protocol):
 
 
 class States(Protocol):
-    """See baton.engine.head_runner.HiddenStates."""
+    """See engine.torch.head_runner.HiddenStates."""
 
     @property
     def is_kept(self) -> bool: ...

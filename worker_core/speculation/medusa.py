@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from baton.engine.interface import SampleRow
+from engine.interface import SampleRow
 from worker_core.speculation.draft_lengths import DraftCosts
 from worker_core.speculation.head import States
 from worker_core.speculation.interface import NO_PROPOSAL, NOTHING, DraftRequest, Estimate, Proposal
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Heads(Protocol):
-    """See baton.engine.medusa_runner.MedusaRunner."""
+    """See engine.torch.medusa_runner.MedusaRunner."""
 
     @property
     def num_heads(self) -> int: ...

@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from baton.cache.pool import BlockPool
 from baton.config import DecodeOptions
-from baton.engine.interface import Engine, EngineSpec
 from baton.errors import ConfigError
-from baton.model.checkpoint import HeadFiles, resolve_checkpoint
-from baton.worker.build import build_decode_engine, draft_head_files
+from engine.checkpoint import HeadFiles, resolve_checkpoint
+from engine.interface import Engine, EngineSpec
+from engine.kv.pool import BlockPool
+from worker_core.build import build_decode_engine, draft_head_files
 from worker_core.speculation.draft_lengths import (
     LATER,
     Acceptance,
@@ -43,7 +43,7 @@ from worker_core.speculation.medusa import MedusaProposer
 from worker_core.speculation.ngram import NgramProposer
 
 if TYPE_CHECKING:
-    from baton.engine.torch_engine import TorchEngine
+    from engine.torch.engine import TorchEngine
 
 
 def build_speculation(
@@ -117,7 +117,7 @@ def _draft_model(
 
 def _head(options: DecodeOptions, target: Engine, clock: Callable[[], float]) -> HeadProposer:
     # Imports torch, which an oracle engine's worker does without.
-    from baton.engine.head_runner import open_head
+    from engine.torch.head_runner import open_head
 
     engine, files = _watchable(options, target)
     head, states = open_head(engine, files, options.max_num_seqs)
@@ -131,7 +131,7 @@ def _head(options: DecodeOptions, target: Engine, clock: Callable[[], float]) ->
 
 
 def _medusa(options: DecodeOptions, target: Engine, clock: Callable[[], float]) -> MedusaProposer:
-    from baton.engine.medusa_runner import open_medusa
+    from engine.torch.medusa_runner import open_medusa
 
     engine, files = _watchable(options, target)
     heads, states = open_medusa(engine, files)
@@ -141,7 +141,7 @@ def _medusa(options: DecodeOptions, target: Engine, clock: Callable[[], float]) 
 def _watchable(options: DecodeOptions, target: Engine) -> tuple[TorchEngine, HeadFiles]:
     """A target that may give its states, and the heads that the options name. Raises
     ConfigError."""
-    from baton.engine.torch_engine import TorchEngine
+    from engine.torch.engine import TorchEngine
 
     files = draft_head_files(options)
     if files is None or not isinstance(target, TorchEngine):

@@ -3,7 +3,7 @@
 //   1  attention
 //   2  output layer, norm, gate and up, SwiGLU, down
 // After those of the last layer there is one more: the norm of what it gives, in its place.
-// Each stage is the operations of this library, one after the other, as baton.model.decoder calls them one by one.
+// Each stage is the operations of this library, one after the other, as engine.torch.decoder calls them one by one.
 #include "calls.h"
 
 namespace {

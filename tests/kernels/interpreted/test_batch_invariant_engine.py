@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine import load_engine as loading
-from baton.engine.graph_device import CalledGraphs
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import TorchEngine
-from baton.model import packed
 from baton.types import Sampling
 from baton_kernels.attention_backends import batch_invariant
 from baton_kernels.fixed_linear import FixedLinear
 from baton_kernels.gpu import attention_plan
 from bench.gpu.interpreter import kernels_on_cpu
+from engine import load as loading
+from engine.cuda.graph_device import CalledGraphs
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.torch import packed
+from engine.torch.engine import TorchEngine
 from tests.support.tiny_models import make_tiny_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 40

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.engine.device_tables import DeviceTables
 from baton_kernels import paged_attention as twins
 from baton_kernels.gpu import attention_merge, attention_plan
 from baton_kernels.gpu import paged_attention as kernels
@@ -21,6 +20,7 @@ from bench.gpu.paged_batch import (
     make_paged_batch,
     reference_attention,
 )
+from engine.torch.device_tables import DeviceTables
 
 MIXED = [(0, 1), (37, 1), (20, 3), (0, 9), (11, 30)]
 

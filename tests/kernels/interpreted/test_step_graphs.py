@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.engine.graph_device import CalledGraphs, Graph
-from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.load_engine import load_engine
-from baton.engine.torch_engine import TorchEngine
-from baton.model import native_decoder
 from baton.types import Sampling
 from baton_kernels import linear
 from baton_kernels.cpu.library import library
 from baton_kernels.gpu import attention_plan
 from bench.gpu.interpreter import kernels_on_cpu
+from engine.cuda.graph_device import CalledGraphs, Graph
+from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.load import load_engine
+from engine.torch import native_decoder
+from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate, generate_ahead, token_ids
 from tests.support.tiny_models import Family, make_tiny_model
 

@@ -1,1 +1,0 @@
-"""Who owns which KV block, and which blocks hold which prefix."""

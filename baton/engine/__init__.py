@@ -1,1 +1,0 @@
-"""The engine's interface, its loop, and its two forms: torch, and the oracle."""

@@ -1,1 +1,0 @@
-"""Models as we run them: configuration, weights, memory, and the decoder."""

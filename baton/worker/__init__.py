@@ -1,1 +1,0 @@
-"""What a worker of either tier is made of besides its core."""

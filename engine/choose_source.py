@@ -1,0 +1,31 @@
+"""Which code runs a checkpoint's layers: Baton's own, or transformers'."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from baton.errors import UnsupportedModel
+from engine.families.config import choose_implementation, read_config
+from engine.model_source import ModelSource
+from engine.native_source import NativeModel
+
+_log = logging.getLogger(__name__)
+
+
+def model_source(folder: Path, model_impl: str) -> ModelSource:
+    """The checkpoint in `folder`. model_impl: see choose_implementation. Raises ModelError."""
+    chosen = choose_implementation(folder, model_impl)
+    if chosen.name == "baton":
+        return NativeModel(folder, read_config(folder))
+    # Imports transformers, for which only those wait who need it.
+    from engine.transformers.source import TransformersModel
+
+    if not chosen.refusal:
+        return TransformersModel(folder)
+    try:
+        source = TransformersModel(folder)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{chosen.refusal}. By transformers: {error.message}") from error
+    _log.warning("transformers' code runs the layers: Baton's own do not (%s)", chosen.refusal)
+    return source

@@ -1,0 +1,1 @@
+"""What a CUDA device needs besides: streams, graphs, tables in its memory."""

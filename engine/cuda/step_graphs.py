@@ -1,0 +1,198 @@
+"""Decode steps as graphs: recorded once for each of some shapes, and replayed, so that the host has
+one launch to make, not hundreds.
+
+See docs/adr/0012-decode-steps-are-replayed.md. A step that no shape holds, or that is no plain
+decode step, runs eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton_kernels.gpu.attention_plan import (
+    SPLIT_TOKENS,
+    Tile,
+    choose_tile,
+    fixed_tile,
+    head_blocks,
+    most_items,
+)
+from baton_kernels.gpu.padded_plan import partial_bytes
+from engine.cuda.graph_device import Graph, GraphDevice
+from engine.cuda.static_step import StaticStep, static_bytes
+from engine.cuda.step_shapes import StepShape, choose_shape, step_shapes
+from engine.families.config import ModelConfig
+from engine.interface import Batch
+from engine.memory_plan import token_bytes
+from engine.torch.device_tables import DeviceTables
+from engine.torch.step import take_drawn
+from engine.torch.step_runner import LayerDone, Step, StepModel, StepRunner
+
+_log = logging.getLogger(__name__)
+
+#: Partial results of attention may take so much; steps with more of them run eagerly.
+MAX_PARTIAL_BYTES = 256 << 20
+#: Device memory of one layer in one graph, beside the tensors that all graphs share. A guess: not
+#: measured.
+GRAPH_LAYER_BYTES = 128 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """What is captured. shapes: ascending; largest: as many sequences and items as any of them has;
+    tile: of a sequence with one new token; num_bytes: about what it takes on the device."""
+
+    shapes: tuple[StepShape, ...]
+    largest: StepShape
+    tile: Tile
+    num_bytes: int
+
+
+def plan_graphs(
+    config: ModelConfig,
+    pool: torch.Tensor,
+    dtype: torch.dtype,
+    largest_batch: int,
+    max_model_len: int,
+    *,
+    batch_invariant: bool = False,
+) -> GraphPlan:
+    """For decode steps of up to largest_batch sequences of up to max_model_len tokens. pool: of the
+    shape and dtype of the KV pool, on any device, `meta` too; dtype: of the weights;
+    batch_invariant: see EnginePlan."""
+    windows = set(config.windows)
+    choose = fixed_tile if batch_invariant else choose_tile
+    tile = choose(config.num_heads // head_blocks(pool, config.num_heads), pool, dtype)
+    one_part = partial_bytes(pool, tile, config.num_heads)
+    items_per_seq = max(most_items(max_model_len, window, tile) for window in windows)
+    max_items = max(largest_batch, MAX_PARTIAL_BYTES // one_part)
+    shapes = step_shapes(largest_batch, items_per_seq, max_items)
+    largest = StepShape(shapes[-1].num_seqs, max(shape.num_items for shape in shapes))
+    shared = (
+        static_bytes(largest, len(windows))
+        + largest.num_items * one_part
+        + largest_batch * (token_bytes(config, dtype.itemsize) + 2 * 4 * config.vocab_size)
+    )
+    own = len(shapes) * config.num_layers * GRAPH_LAYER_BYTES
+    return GraphPlan(shapes, largest, tile, shared + own)
+
+
+class ReplayedSteps:
+    """Decode steps by graphs, all others by another runner. See StepRunner."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        tables: DeviceTables,
+        plan: GraphPlan,
+        device: GraphDevice,
+        eager: StepRunner,
+    ) -> None:
+        """Captures all graphs, the largest first, so that the others find room in its memory.
+        Writes no block. tables: with a row for each sequence of a step."""
+        self._eager = eager
+        self._reported: set[str] = set()
+        self._shapes = plan.shapes
+        self._num_layers = model.config.num_layers
+        pool, largest = model.kv.tensor, plan.largest.num_seqs
+        self._static = StaticStep(model, plan.tile, plan.largest, tables, device)
+        self._logits = torch.zeros(
+            largest, model.config.vocab_size, dtype=torch.float32, device=pool.device
+        )
+        self._graphs: dict[StepShape, Graph] = {}
+        nothing = Batch(())
+        with torch.inference_mode():
+            for shape in reversed(plan.shapes):
+                self._static.fill(shape, nothing)
+                self._graphs[shape] = device.record(self._step(model, shape))
+
+    def _step(self, model: StepModel, shape: StepShape) -> Callable[[], None]:
+        """From the buffer to `_logits`."""
+
+        def run() -> None:
+            batch = self._static.packed(shape)
+            states = model.decoder.forward(batch, model.kv.tensor, None, model.kv.scales)
+            self._logits[: shape.num_seqs].copy_(model.decoder.logits(states))
+
+        return run
+
+    def _report(self, reason: str) -> None:
+        """Log the first step without a prompt's chunk that is not replayed, for each reason."""
+        if reason not in self._reported:
+            self._reported.add(reason)
+            _log.warning("a decode step runs without a graph, kernel by kernel: %s", reason)
+
+    def run(
+        self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
+    ) -> Step:
+        """See StepRunner. A replayed step reports its layers when all of them are queued."""
+        if not _is_decode(batch):
+            if reason := _why_eager(batch):
+                self._report(reason)
+            return self._eager.run(batch, layer_done, drawn)
+        num_seqs = len(batch.slices)
+        shape = choose_shape(self._shapes, num_seqs, self._static.num_items(batch))
+        if shape is None:
+            most = self._shapes[-1]
+            self._report(
+                f"graphs are of up to {most.num_seqs} sequences with up to "
+                f"{max(s.num_items for s in self._shapes)} ranges of {SPLIT_TOKENS} keys in all"
+            )
+            return self._eager.run(batch, layer_done, drawn)
+        self._static.fill(shape, batch)
+        if drawn is not None:
+            take_drawn(self._static.token_ids(shape), batch, drawn)
+        self._graphs[shape].replay()
+        if layer_done is not None:
+            for layer in range(self._num_layers):
+                layer_done(layer)
+        return ReplayedStep(self._logits[:num_seqs])
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """all_logits [rows, vocab]."""
+
+    all_logits: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """See Step."""
+        return len(self.all_logits)
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """See Step."""
+        return self.all_logits if len(rows) == self.num_rows else self.all_logits[rows]
+
+
+#: Of a sequence that verifies drafts, its own among them: more are a prompt's chunk.
+_MAX_VERIFIED_TOKENS = 16
+
+
+def _why_eager(batch: Batch) -> str:
+    """Why a step without a prompt's chunk is none that graphs are for; empty if it has one."""
+    parts = batch.slices
+    if not parts or not all(part.rows and part.start for part in parts):
+        return ""
+    if any(len(part.token_ids) > _MAX_VERIFIED_TOKENS for part in parts):
+        return ""
+    if any(part.adapter for part in parts):
+        return "a sequence has a LoRA adapter"
+    if any(len(part.token_ids) > 1 for part in parts):
+        return "it verifies drafts"
+    return "a sequence draws several tokens, or scores one"
+
+
+def _is_decode(batch: Batch) -> bool:
+    """Whether each sequence has one new token, and draws one after it, by the model alone."""
+    return bool(batch.slices) and all(
+        len(part.token_ids) == 1
+        and len(part.rows) == 1
+        and part.rows[0].scored_token_id is None
+        and not part.adapter
+        for part in batch.slices
+    )

@@ -1,0 +1,22 @@
+"""Structured output: grammars, the tokens that they allow next, and where each tier gets them.
+Imports no torch."""
+
+from __future__ import annotations
+
+from engine.grammar.free_text import FreeText
+from engine.grammar.grammar import Grammar
+from engine.grammar.matcher import Matcher
+from engine.grammar.matchers import MatcherOrder, Matchers, with_grammar_ready
+from engine.grammar.vocabulary import GrammarVocabulary, load_vocabulary, synthetic_vocabulary
+
+__all__ = [
+    "FreeText",
+    "Grammar",
+    "GrammarVocabulary",
+    "Matcher",
+    "MatcherOrder",
+    "Matchers",
+    "load_vocabulary",
+    "synthetic_vocabulary",
+    "with_grammar_ready",
+]

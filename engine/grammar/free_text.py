@@ -1,0 +1,70 @@
+"""What may come before the constrained text of an output, or instead of it: thoughts, calls of
+tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llguidance import LLTokenizer
+
+from engine.grammar.grammar import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class FreeText:
+    """By the marks of a model; see FreeText in sampling.proto. Empty marks are none."""
+
+    begin: str = ""
+    end: str = ""
+    has_begun: bool = False
+    may_be_all: bool = False
+    instead: tuple[str, ...] = ()
+
+    def around(self, answer: Grammar, tokenizer: LLTokenizer) -> Grammar:
+        """The grammar of an output in which `answer` is that of the constrained text. It holds for
+        this tokenizer alone: marks are its tokens."""
+        then = ["@answer", *(f"{_mark(text, tokenizer)} rest" for text in self.instead)]
+        rules = ["rest: (/(?s:.+)/ | <[*]>)*", f"then: {' | '.join(then)}"]
+        starts = ["then"]
+        if self.end:
+            breaks = r"/\n{0,2}/"
+            end = _ids(self.end, tokenizer)
+            if end is None:
+                rules.append(f"free[suffix={json.dumps(self.end)}]: /(?s:.*)/")
+                ended = f"free {breaks} then"
+            else:
+                rules.append(f"free: {_all_but(end)}")
+                ended = f"free {_tokens(end)} {breaks} then"
+            starts = (
+                [ended] if self.has_begun else [f"{_mark(self.begin, tokenizer)} {ended}", "then"]
+            )
+            if self.may_be_all:
+                starts.append("free" if end is not None else "rest")
+        rules.append(f"start: {' | '.join(starts)}")
+        return answer.within("\n".join(rules))
+
+
+def _ids(text: str, tokenizer: LLTokenizer) -> Sequence[int] | None:
+    """A mark's tokens, if the first one is special, so that no text is written with it."""
+    ids: list[int] = tokenizer.tokenize_str(text, parse_special=True)
+    return ids if ids and tokenizer.is_special_token(ids[0]) else None
+
+
+def _tokens(ids: Sequence[int]) -> str:
+    return " ".join(f"<[{i}]>" for i in ids)
+
+
+def _mark(text: str, tokenizer: LLTokenizer) -> str:
+    ids = _ids(text, tokenizer)
+    return json.dumps(text) if ids is None else _tokens(ids)
+
+
+def _all_but(end: Sequence[int]) -> str:
+    """Tokens in which the mark does not begin: its first one alone may be in them, where another
+    than its second one follows."""
+    first = end[0]
+    if len(end) == 1:
+        return f"<[^{first}]>*"
+    return f"<[^{first}]>* (<[{first}]> <[^{first},{end[1]}]> <[^{first}]>*)*"

@@ -1,0 +1,1 @@
+"""KV memory: its layout, the pool of blocks, groups of layers, and tensors."""

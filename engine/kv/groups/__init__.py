@@ -1,0 +1,1 @@
+"""One file for each rule by which layers keep KV."""

@@ -1,0 +1,62 @@
+"""Who has which KV blocks of a worker: the books against which a leak shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from engine.kv.pool import BlockLease, BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOwner:
+    """One lease and what it is for.
+
+    stage: where its sequence or prompt is in its life here, in lower case. ticket_id: 0 if no
+    ticket is open for it.
+    """
+
+    request_id: str
+    choice: int
+    stage: str
+    ticket_id: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLedger:
+    """All blocks of a pool at one moment. Each is free, cached, of one owner or more (a common
+    prefix), or an orphan."""
+
+    free: tuple[int, ...]
+    cached: tuple[int, ...]
+    owners: tuple[BlockOwner, ...]
+    orphans: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListBlocks:
+    """A command to a tier's core: report the ledger. `reply` is called in the engine loop's
+    thread."""
+
+    reply: Callable[[BlockLedger], None]
+
+
+def take_ledger(pool: BlockPool, owners: Iterable[BlockOwner]) -> BlockLedger:
+    """`owners`: everyone that a worker knows of."""
+    known = tuple(owners)
+    free, cached = pool.free_block_ids, pool.cached_block_ids
+    owned = {block_id for owner in known for block_id in owner.block_ids}
+    accounted = owned.union(free, cached)
+    orphans = tuple(block_id for block_id in range(pool.num_blocks) if block_id not in accounted)
+    return BlockLedger(free, cached, known, orphans)
+
+
+def num_orphan_blocks(pool: BlockPool, leases: Iterable[BlockLease]) -> int:
+    """Leased blocks that none of `leases` has. Quick as long as there are none: then no lease is
+    missing."""
+    known = tuple(leases)
+    if len(known) == pool.num_leases:
+        return 0
+    owned = {block_id for lease in known for block_id in lease.held_block_ids}
+    return pool.counts().leased - len(owned)

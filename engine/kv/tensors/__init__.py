@@ -1,0 +1,1 @@
+"""The memory that KV lies in."""

@@ -1,0 +1,122 @@
+"""A KV pool in a numpy array: the oracle engine's memory, and the pool that tests of the KV channel
+use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.types import KvGroup, KvLayout, KvRange
+from engine.interface import HostOrdered
+from engine.kv.tensors.packed import PackedPart, PackedPool
+from engine.kv.tensors.state_memory import StateMemory
+
+#: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are
+#: kept as they are.
+_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {
+        "float32": np.dtype(np.float32),
+        "float16": np.dtype(np.float16),
+        "bfloat16": np.dtype(np.uint16),
+        "int64": np.dtype(np.int64),
+    }
+)
+
+
+class ArrayKvPool(HostOrdered, PackedPool):
+    """KV blocks of `layout`, all zero at first. Implements engine.interface.KvPool.
+
+    `data` is the pool itself, [num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim].
+    Its owner reads and writes it in place. Copies in and out hold no GIL while they move more than
+    a few elements. `states` are those of sequences, if the layout has any.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, num_state_slots: int = 0) -> None:
+        """num_state_slots: read if the layout has states. Raises ValueError if there are no blocks,
+        or the layout's dtype is unknown."""
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least 1 block, not {num_blocks}")
+        if layout.dtype not in _DTYPES:
+            raise ValueError(f"dtype {layout.dtype!r} is not one of {', '.join(_DTYPES)}")
+        super().__init__(layout, num_blocks)
+        self.states = (
+            StateMemory(layout, num_blocks, num_state_slots) if layout.has_states else None
+        )
+        self.state_slots = self.states.slots if self.states else None
+        self.data: NDArray[Any] = np.zeros(
+            (
+                num_blocks,
+                layout.num_layers,
+                layout.num_parts,
+                layout.num_kv_heads,
+                layout.block_size,
+                layout.head_dim,
+            ),
+            dtype=_DTYPES[layout.dtype],
+        )
+
+    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
+        """See KvPool."""
+        if self.states and piece.group is KvGroup.STATE:
+            self.states.pack(block_ids, piece, out)
+        else:
+            super().pack(block_ids, piece, out)
+
+    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
+        """See KvPool."""
+        if self.states and piece.group is KvGroup.STATE:
+            self.states.unpack(block_ids, piece, data)
+        else:
+            super().unpack(block_ids, piece, data)
+
+    def pack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
+        """See PackedPool."""
+        (wire,) = parts
+        bits, layers = self.data.view(wire.dtype), slice(piece.first_layer, piece.end_layer)
+        for block_id, inside, tokens in self._in_blocks(block_ids, piece):
+            wire[:, :, :, tokens] = bits[block_id, layers, :, :, inside]
+
+    def unpack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
+        """See PackedPool."""
+        (wire,) = parts
+        bits, layers = self.data.view(wire.dtype), slice(piece.first_layer, piece.end_layer)
+        for block_id, inside, tokens in self._in_blocks(block_ids, piece):
+            bits[block_id, layers, :, :, inside] = wire[:, :, :, tokens]
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See KvPool."""
+        if self.states:
+            self.states.copy(sources, targets)
+        self.data[list(targets)] = self.data[list(sources)]
+
+    @property
+    def has_block_views(self) -> bool:
+        """See ViewablePool."""
+        return True
+
+    def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
+        """See ViewablePool."""
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block {block_id} of {self.num_blocks}")
+        end = first_layer + num_layers
+        if not 0 <= first_layer <= end <= self.layout.num_layers:
+            raise ValueError(f"layers [{first_layer}, {end}) of {self.layout.num_layers}")
+        return self.data[block_id, first_layer:end].data.cast("B")
+
+    def _in_blocks(
+        self, block_ids: Sequence[int], piece: KvRange
+    ) -> Iterator[tuple[int, slice, slice]]:
+        """The blocks of a piece: of each, the positions inside it, and in the piece."""
+        size, first_token, end = self.layout.block_size, piece.first_token, piece.end_token
+        for index in range(first_token // size, -(-end // size)):
+            start, stop = max(first_token, index * size), min(end, (index + 1) * size)
+            inside = slice(start - index * size, stop - index * size)
+            yield block_ids[index], inside, slice(start - first_token, stop - first_token)

@@ -1,0 +1,114 @@
+"""What pools share: the bytes of a range, seen as the arrays that each of them
+copies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvGroup, KvLayout, KvRange
+from engine.interface import SlotTable
+
+PackedPart = NDArray[np.signedinteger]
+
+#: Integers as wide as an element: packing moves bits, and numpy knows neither bfloat16 nor fp8.
+_BITS: Mapping[int, np.dtype[Any]] = MappingProxyType(
+    {8: np.dtype(np.int64), 4: np.dtype(np.int32), 2: np.dtype(np.int16), 1: np.dtype(np.int8)}
+)
+
+
+class PackedPool(ABC):
+    """The half of engine.interface.KvPool that checks a range and its bytes. The other half
+    copies them."""
+
+    slots: SlotTable | None = None
+    state_slots: SlotTable | None = None
+    """See KvPool, both."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+
+    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
+        """See KvPool. Raises ValueError also if `out` is read-only."""
+        if out.readonly:
+            raise ValueError("cannot pack into a read-only buffer")
+        for part, bits in self._parts(block_ids, piece, out):
+            self.pack_parts(block_ids, part, bits)
+
+    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
+        """See KvPool."""
+        for part, bits in self._parts(block_ids, piece, data):
+            self.unpack_parts(block_ids, part, bits)
+
+    @abstractmethod
+    def pack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
+        """Copy a range, which is within the pool and one of those that `pieces_of` gives, into its
+        elements [num_layers, parts, kv_heads, num_tokens, head_dim], and its scales [num_layers,
+        parts, kv_heads, num_tokens, 1] if the layout has any."""
+
+    @abstractmethod
+    def unpack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
+        """The inverse."""
+
+    def check(self, block_ids: Sequence[int], piece: KvRange) -> None:
+        """Raises ValueError if a range is not within these blocks."""
+        check_range(self.layout, self.num_blocks, block_ids, piece)
+
+    def pieces_of(self, piece: KvRange) -> Iterable[KvRange]:
+        """A range cut, in the order of its bytes, into those whose layers lie side by side here."""
+        if piece.group is KvGroup.ALL:
+            return (piece,)
+        return (run for run, _ in self.layout.runs_of_group(piece))
+
+    def _parts(
+        self, block_ids: Sequence[int], piece: KvRange, data: memoryview
+    ) -> Iterator[tuple[KvRange, list[PackedPart]]]:
+        """`data` as pack_parts has it, range by range, without a copy. Raises ValueError as
+        KvPool.pack does."""
+        layout = self.layout
+        self.check(block_ids, piece)
+        if data.nbytes != piece.num_bytes(layout.token_layer_bytes):
+            raise ValueError(f"{data.nbytes} bytes do not hold {piece}")
+        bits, end = _split(layout, piece, data), 0
+        for part in self.pieces_of(piece):
+            start, end = end, end + part.num_layers
+            yield part, [array[start:end] for array in bits]
+
+
+def check_range(
+    layout: KvLayout, num_blocks: int, block_ids: Sequence[int], piece: KvRange
+) -> None:
+    """Raises ValueError if a range is not within these blocks of a pool of num_blocks."""
+    if min(piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) < 0:
+        raise ValueError(f"{piece} is negative")
+    if piece.end_layer > (num_layers := layout.num_layers_of(piece.group)):
+        raise ValueError(f"layers end at {piece.end_layer} of {num_layers}")
+    if piece.end_token > len(block_ids) * layout.block_size:
+        raise ValueError(f"tokens end at {piece.end_token}, past {len(block_ids)} blocks")
+    if any(not 0 <= block < num_blocks for block in block_ids):
+        raise ValueError(f"a block id is not in [0, {num_blocks})")
+
+
+def _split(layout: KvLayout, piece: KvRange, data: memoryview) -> list[PackedPart]:
+    """A piece's bytes as PackedPool.pack_parts has them."""
+    num_tokens = piece.num_tokens
+    heads = (piece.num_layers, layout.num_parts, layout.num_kv_heads)
+    num_elements = num_tokens * layout.head_dim
+    if layout.dtype not in SCALED_DTYPES:
+        array = np.frombuffer(data, dtype=_BITS[DTYPE_BYTES[layout.dtype]])
+        return [array.reshape(*heads, num_tokens, layout.head_dim)]
+    array = np.frombuffer(data, dtype=np.int8).reshape(
+        *heads, num_elements + num_tokens * SCALE_BYTES
+    )
+    codes = array[..., :num_elements].reshape(*heads, num_tokens, layout.head_dim)
+    return [codes, array[..., num_elements:].view(np.int32)[..., None]]

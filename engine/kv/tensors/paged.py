@@ -1,0 +1,172 @@
+"""The torch engine's KV blocks, and their packing for the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout, KvRange
+from baton_kernels.cpu.checked_copy import CheckedCopy, checked_copy_of
+from baton_kernels.cpu.memory import host_memory
+from baton_kernels.host_copy import to_device
+from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
+from engine.kv.tensors.copy_order import copy_order
+from engine.kv.tensors.cuda_memory import cuda_memory
+from engine.kv.tensors.device_copy import DeviceCopy
+from engine.kv.tensors.grouped import GroupedKvPool, LayersPool
+from engine.kv.tensors.packed import PackedPart, PackedPool
+from engine.kv.tensors.prefault import prefault
+
+#: Integers as wide as an element: packing moves bits.
+_BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+_DTYPES = {"fp8": torch.float8_e4m3fn}
+
+
+class TorchKvPool(PackedPool):
+    """Blocks as KvLayout has them, in one piece of memory.
+
+    tensor: [blocks, layers, parts, kv_heads, block_size, head_dim]; scales: [blocks, layers, parts,
+    kv_heads, block_size] float32, None but for a layout of SCALED_DTYPES. Both are views of the
+    blocks. `pack` and `unpack` may be called from any thread; the caller owns the blocks it names.
+    On the CPU they copy once, straight from or to the caller's bytes, on the calling thread and
+    without the GIL.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: torch.device,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """memory: the blocks' bytes, uint8 on `device`, which somebody else touches; its own if not
+        given. Raises ValueError if scales would not lie at multiples of their size."""
+        super().__init__(layout, num_blocks)
+        self._is_host = device.type == "cpu"
+        self._order = copy_order(device)
+        self.mark, self.follow = self._order.mark, self._order.follow
+        """See KvPool."""
+        memory = memory if memory is not None else _fresh(num_blocks * layout.block_bytes, device)
+        heads = (layout.num_parts, layout.num_kv_heads)
+        self._blocks = memory.view(num_blocks, layout.num_layers, *heads, -1)
+        row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
+        dtype = _DTYPES.get(layout.dtype) or getattr(torch, layout.dtype)
+        shape = (layout.block_size, layout.head_dim)
+        rows = self._blocks[..., : layout.block_size * row_bytes]
+        self.tensor = rows.view(dtype).unflatten(-1, shape)  # type: ignore[no-untyped-call]
+        self.scales = self._scales(layout) if layout.dtype in SCALED_DTYPES else None
+        self._views = [self.tensor.view(_BITS[DTYPE_BYTES[layout.dtype]])]
+        if self.scales is not None:
+            self._views.append(self.scales.view(torch.int32)[..., None])
+        self._slabs: list[Slab] = [v.numpy() if self._is_host else v for v in self._views]
+        # All bytes of a pool in host memory.
+        self._bytes = self._blocks.view(-1).numpy().data if self._is_host else None
+        self._checked_copy = (
+            checked_copy_of(self._blocks, row_bytes, layout.block_size) if self._is_host else None
+        )
+        shared = None if self._is_host else cuda_memory(device)
+        self._device_copy = (
+            DeviceCopy(layout, self._blocks, self._order, shared) if shared else None
+        )
+
+    def _scales(self, layout: KvLayout) -> torch.Tensor:
+        num_bytes = layout.block_size * layout.head_dim
+        if num_bytes % SCALE_BYTES:
+            raise ValueError(f"block_size * head_dim = {num_bytes} is no multiple of {SCALE_BYTES}")
+        return self._blocks[..., num_bytes:].view(torch.float32)
+
+    def pack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
+        """See PackedPool. The parts may be of the heads that are here alone."""
+        for slab, packed in zip(self._slabs, parts, strict=True):
+            if self._is_host:
+                kv_pack(slab, block_ids, piece.first_token, piece.first_layer, packed)
+            else:
+                staging = torch.empty(packed.shape, dtype=torch.from_numpy(packed).dtype)
+                with self._order.copying():
+                    kv_pack(slab, block_ids, piece.first_token, piece.first_layer, staging)
+                packed[...] = staging.numpy()
+
+    def unpack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
+        """See PackedPool. The parts may be of the heads that are here alone."""
+        for slab, packed in zip(self._slabs, parts, strict=True):
+            source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
+            with self._order.copying():
+                kv_unpack(slab, block_ids, piece.first_token, piece.first_layer, source)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See KvPool."""
+        device = self.tensor.device
+        at, to = (to_device(torch.tensor(ids), device) for ids in (sources, targets))
+        for view in self._views:
+            view.index_copy_(0, to, view[at])
+
+    @property
+    def has_block_views(self) -> bool:
+        """See ViewablePool."""
+        return self._bytes is not None
+
+    def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
+        """See ViewablePool."""
+        if self._bytes is None:
+            raise ValueError("the blocks are not in host memory")
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block {block_id} is not in [0, {self.num_blocks})")
+        if not 0 <= first_layer < first_layer + num_layers <= self.layout.num_layers:
+            raise ValueError(f"layers [{first_layer}, {first_layer + num_layers})")
+        layout = self.layout
+        layer_bytes = layout.block_size * layout.token_layer_bytes
+        start = block_id * layout.block_bytes + first_layer * layer_bytes
+        return self._bytes[start : start + num_layers * layer_bytes]
+
+    @property
+    def device_copy(self) -> DeviceCopy | None:
+        """Packs into, and unpacks from, memory of the blocks' own device; None if that is the CPU,
+        or shares no memory."""
+        return self._device_copy
+
+    @property
+    def checked_copy(self) -> CheckedCopy | None:
+        """Copies rows and hashes them in one pass; None where there is no such kernel."""
+        return self._checked_copy
+
+
+class LayersTensor(LayersPool, Protocol):
+    """tensor, scales: what this process's forward reads and writes, as TorchKvPool's."""
+
+    tensor: torch.Tensor
+    scales: torch.Tensor | None
+
+
+class GroupedTensorPool(GroupedKvPool[LayersTensor]):
+    """Over tensors. tensor, scales: of full layers."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_window_slots: int,
+        make_pool: Callable[[KvLayout, int], LayersTensor],
+    ) -> None:
+        """See GroupedKvPool."""
+        super().__init__(layout, num_blocks, num_window_slots, make_pool)
+        self.tensor, self.scales = self.full.tensor, self.full.scales
+
+
+def host_pool(layout: KvLayout, num_blocks: int) -> TorchKvPool:
+    """In memory of its own."""
+    return TorchKvPool(layout, num_blocks, torch.device("cpu"))
+
+
+def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeros, uint8, whose pages are touched before steps come to them, if possible, so that no step
+    pays for it."""
+    if device.type == "cpu":
+        memory = host_memory(num_bytes)
+        return memory if prefault(memory) else memory.zero_()
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

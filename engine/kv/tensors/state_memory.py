@@ -1,0 +1,109 @@
+"""The memory of sequences' states, of a model that has layers with a state: by slot, see
+engine.kv.groups.state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from baton.types import KvLayout, KvRange
+from engine.interface import SlotTable
+
+#: States that a slot holds: that after the last step, and that which the step before began with.
+STATES_PER_SLOT = 2
+
+
+class StatePlace(NamedTuple):
+    """Where states of all layers of a sequence are: StateMemory.data[place]."""
+
+    slot: int
+    at: int
+
+
+class StateMemory:
+    """All slots' states, in a CPU's memory.
+
+    A slot has two places, each with the number of tokens that its states are after. A step reads
+    the one and writes the other, and what it has read stays until the step after it: a step whose
+    result is thrown away changes nothing, and may be run again, as one may that writes KV.
+
+    data: uint8 [num_slots, STATES_PER_SLOT, num_state_layers, state_layer_bytes], read and written
+    in place by whoever computes a step.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, num_slots: int) -> None:
+        """layout: has_states. num_blocks: of the pool that the states lie beside."""
+        self.slots = SlotTable.of_blocks(num_blocks, num_slots)
+        self._layout = layout
+        shape = (num_slots, STATES_PER_SLOT, layout.num_state_layers, layout.state_layer_bytes)
+        self.data = np.zeros(shape, dtype=np.uint8)
+        self._num_tokens = np.full(shape[:2], -1, dtype=np.int64)
+        """That the states are after; -1 if they are none."""
+
+    def begin_step(
+        self, block_table: Sequence[int], start: int
+    ) -> tuple[StatePlace | None, StatePlace]:
+        """Of a sequence whose new tokens begin at `start`: where its states before them are, None
+        at its beginning, and where those after them are to be written. Until end_step it has none
+        but those before. Raises ValueError if it has no slot, or those are not there."""
+        slot = self._slot_of(block_table)
+        if start == 0:
+            self._num_tokens[slot] = -1
+            return None, StatePlace(slot, 0)
+        at = self._place_of(slot, start)
+        self._num_tokens[slot, 1 - at] = -1
+        return StatePlace(slot, at), StatePlace(slot, 1 - at)
+
+    def end_step(self, block_table: Sequence[int], start: int, end: int) -> None:
+        """The states after tokens [start, end) are written."""
+        slot = self._slot_of(block_table)
+        at = 0 if start == 0 else 1 - self._place_of(slot, start)
+        self._num_tokens[slot, at] = end
+
+    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
+        """See KvPool; of KvGroup.STATE alone, as unpack."""
+        slot, layers = self._slot_of(block_ids), self._layers(piece, out)
+        at = self._place_of(slot, piece.end_token)
+        np.frombuffer(out, dtype=np.uint8)[:] = self.data[slot, at, layers].reshape(-1)
+
+    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
+        """See KvPool. States that come are those of a sequence that begins here."""
+        slot, layers = self._slot_of(block_ids), self._layers(piece, data)
+        place = self.data[slot, 0, layers]
+        place[...] = np.frombuffer(data, dtype=np.uint8).reshape(place.shape)
+        self._num_tokens[slot] = (piece.end_token, -1)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See KvPool.copy_blocks."""
+        slot_of = self.slots.of_block
+        for source, target in zip(sources, targets, strict=True):
+            if slot_of[source] >= 0 and slot_of[target] >= 0:
+                self.data[slot_of[target]] = self.data[slot_of[source]]
+                self._num_tokens[slot_of[target]] = self._num_tokens[slot_of[source]]
+
+    def _slot_of(self, block_ids: Sequence[int]) -> int:
+        slot = self.slots.of_block[block_ids[0]] if len(block_ids) else -1
+        if slot < 0:
+            raise ValueError("the sequence has no slot for its states")
+        return slot
+
+    def _place_of(self, slot: int, num_tokens: int) -> int:
+        """Of the states after num_tokens tokens."""
+        for at in range(STATES_PER_SLOT):
+            if self._num_tokens[slot, at] == num_tokens:
+                return at
+        raise ValueError(f"the states after {num_tokens} tokens are not here")
+
+    def _layers(self, piece: KvRange, data: memoryview) -> slice:
+        layout = self._layout
+        if (
+            piece.num_tokens != 1
+            or min(piece.first_token, piece.first_layer) < 0
+            or piece.end_layer > layout.num_state_layers
+        ):
+            raise ValueError(f"{piece} is no state of {layout.num_state_layers} layers")
+        if data.nbytes != layout.num_bytes(piece):
+            raise ValueError(f"{data.nbytes} bytes do not hold {piece}")
+        return slice(piece.first_layer, piece.end_layer)

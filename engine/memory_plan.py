@@ -1,0 +1,290 @@
+"""Where a worker's memory goes, worked out before anything is loaded. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from baton.errors import ConfigError
+from baton.types import DTYPE_BYTES, KvGroup, KvLayout
+from engine.families.config import ModelConfig
+from engine.families.layers import describe_layers, describe_norm
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMemory:
+    """Bytes of a draft head: its weights, and its KV of a block of tokens."""
+
+    weight_bytes: int = 0
+    block_bytes: int = 0
+
+
+NO_HEAD = HeadMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by use, of one rank, and what the KV blocks hold. layout: of the whole model's KV.
+
+    num_window_slots: blocks whose KV in windowed layers is held at once, slot_bytes each, where
+    that lies apart, and block_bytes are of the other layers; 0 where blocks have the KV of all.
+    """
+
+    weight_bytes: int
+    activation_bytes: int
+    block_bytes: int
+    num_blocks: int
+    layout: KvLayout
+    max_model_len: int
+    max_num_seqs: int
+    dtype: str
+    num_ranks: int = 1
+    graph_bytes: int = 0
+    transfer_bytes: int = 0
+    head: HeadMemory = NO_HEAD
+    num_window_slots: int = 0
+    slot_bytes: int = 0
+    state_bytes: int = 0
+    """Of the states of max_num_seqs sequences."""
+
+    @property
+    def head_bytes(self) -> int:
+        """Of the draft head: its weights, and KV of as many tokens as it can have at once."""
+        most = self.max_num_seqs * -(-self.max_model_len // self.layout.block_size)
+        return self.head.weight_bytes + min(self.num_blocks, most) * self.head.block_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.block_bytes * self.num_blocks + self.slot_bytes * self.num_window_slots
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_blocks * self.layout.block_size
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest sequence that can be served."""
+        return min(self.max_model_len, self.num_kv_tokens)
+
+    @property
+    def num_longest_seqs(self) -> int:
+        """Sequences of the longest context that fit at once, were they all admitted; as they
+        decode."""
+        return self.num_blocks // self.layout.num_held_blocks(self.longest_context)
+
+    def rows(self) -> tuple[tuple[str, str], ...]:
+        """(what, how much) for people."""
+        ranks = (("ranks", f"{self.num_ranks}, each with:"),) if self.num_ranks > 1 else ()
+        transfers = (("KV on its way", f"up to {format_bytes(self.transfer_bytes)}"),)
+        slots = (
+            f"; {self.num_window_slots} window slots, {format_bytes(self.slot_bytes)} each"
+            if self.num_window_slots
+            else ""
+        )
+        states = f"{format_bytes(self.state_bytes)}, of {self.max_num_seqs} sequences"
+        graphs = (("CUDA graphs", f"about {format_bytes(self.graph_bytes)}"),)
+        return (
+            *ranks,
+            ("weights", f"{format_bytes(self.weight_bytes)} ({self.dtype})"),
+            ("activations", f"up to {format_bytes(self.activation_bytes)}"),
+            *(graphs if self.graph_bytes else ()),
+            *(transfers if self.transfer_bytes else ()),
+            *((("states", states),) if self.state_bytes else ()),
+            *((("draft head", format_bytes(self.head_bytes)),) if self.head_bytes else ()),
+            (
+                "KV cache",
+                f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of "
+                f"{self.layout.block_size} tokens, {format_bytes(self.block_bytes)} each "
+                f"({self.layout.dtype}){slots}",
+            ),
+            ("longest context", f"{self.longest_context} tokens"),
+            (
+                "sequences at that length",
+                f"{self.num_longest_seqs} (at most {self.max_num_seqs} run)",
+            ),
+        )
+
+    def render(self) -> str:
+        """A small table as plain text, one row a line."""
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """In the largest binary unit that leaves at least 1."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def num_linear_weights(config: ModelConfig, *, has_all: bool = True) -> int:
+    """Weights of the decoder layers' linear layers. has_all: with those that never run
+    quantised."""
+    linears = (linear for layer in describe_layers(config) for linear in layer.linears)
+    return sum(x.num_in * x.num_out for x in linears if has_all or x.is_quantizable)
+
+
+def num_quantized_weights(config: ModelConfig) -> int:
+    """Weights that are quantised in the checkpoint."""
+    if config.quantization is None:
+        return 0
+    has_head = config.quantization.output_layer is not None and not config.is_tied
+    head = config.vocab_size * config.hidden_size if has_head else 0
+    return num_linear_weights(config, has_all=False) + head
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Numbers in the checkpoint, tied embeddings counted once."""
+    beside = describe_norm(config).weight.size
+    for layer in describe_layers(config):
+        beside += sum(linear.num_out for linear in layer.linears if linear.has_bias)
+        beside += sum(vector.size for vector in layer.vectors)
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.is_tied else 2)
+    return num_linear_weights(config) + embeddings + beside
+
+
+def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks: int = 1) -> int:
+    """What a rank's weights take once they are packed; where embeddings are tied, the output layer
+    has a copy of its own.
+
+    keeps_levels: quantised layers are not dequantised. Each level takes a byte while they are
+    loaded, whatever its bits; each run of float8 that has a scale has it in float32.
+    """
+    size = DTYPE_BYTES[dtype]
+    embeddings = config.vocab_size * config.hidden_size
+    head = embeddings if config.is_tied else 0
+    saved, stored = 0, config.quantization
+    if keeps_levels and stored is not None:
+        num_levels = num_quantized_weights(config)
+        saved = num_levels * (size - 1)
+        if stored.kind == "float" and stored.group_size:
+            saved -= num_levels * 4 // stored.group_size
+    shared = (num_parameters(config) + head - embeddings) * size - saved
+    return embeddings * size + -(-shared // num_ranks)
+
+
+def token_bytes(config: ModelConfig, element_bytes: int) -> int:
+    """An upper estimate of what a step holds for each of its tokens: its widest layer, operation by
+    operation or within baton_kernels.cpu.layers.NativeLayers, and inputs as its products take them:
+    widened to float32, or rounded to integers with sums for groups of 8 or more."""
+    hidden, inter, experts = config.hidden_size, config.intermediate_size, config.traits.experts
+    if experts is not None:
+        # Of each chosen expert a row, gathered and put back.
+        chosen = experts.num_chosen * (2 * experts.intermediate_size + hidden)
+        inter = max(inter, chosen + experts.shared_size)
+    q = config.num_heads * config.head_dim
+    heads = q + config.num_kv_heads * config.head_dim
+    width = 3 * inter + max(4 * hidden + 2 * heads, 2 * hidden + 3 * heads)
+    prepared = 4 * max(hidden, inter, q) + 128
+    return element_bytes * width + prepared
+
+
+def activation_bytes(
+    config: ModelConfig, dtype: str, max_num_batched_tokens: int, max_num_seqs: int, max_len: int
+) -> int:
+    """An upper estimate of what a step holds at once: its widest layer, its gathered KV, and its
+    logits in float32."""
+    tokens = max_num_batched_tokens * token_bytes(config, DTYPE_BYTES[dtype])
+    gathered = 2 * max(max_len, 8192) * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
+    logits = 3 * max_num_seqs * config.vocab_size * 4
+    return tokens + gathered + logits
+
+
+def plan_blocks(
+    layout: KvLayout,
+    *,
+    dtype: str,
+    weights: int,
+    activations: int,
+    graphs: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    available_bytes: int,
+    num_ranks: int,
+    kv_cache_memory_bytes: int | None,
+    num_blocks: int | None,
+    transfers: int = 0,
+    head: HeadMemory = NO_HEAD,
+    max_window_slots: int = 0,
+    states: int = 0,
+) -> MemoryPlan:
+    """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for
+    max_num_seqs sequences of max_model_len tokens within what weights, activations, graphs, states
+    and transfers leave of `available_bytes`.
+
+    max_window_slots: what running sequences need at most, see KvLayout, if windowed layers' KV can
+    lie apart; else 0. It does if there are more blocks then than that: so slots are never what a
+    sequence lacks, and blocks alone are counted when one is admitted, scheduled or routed.
+
+    layout: of the whole model's KV; weights, activations, graphs, states, transfers: bytes of one
+    rank; head: has KV of each block's tokens, too, within the same budget; other bytes are of all
+    `num_ranks` ranks of tensor parallelism together, which share them alike.
+
+    Raises ConfigError if that is not even one block, or the weights do not fit.
+    """
+    block_size = layout.block_size
+    own = replace(layout, num_kv_heads=max(1, layout.num_kv_heads // num_ranks))
+    block_bytes = own.block_bytes
+    # What a block costs, with what a draft head keeps of its tokens.
+    whole_bytes = block_bytes + head.block_bytes
+    full_bytes = own.of_group(KvGroup.FULL).block_bytes
+    slot_bytes = block_bytes - full_bytes
+    available_bytes //= num_ranks
+    if weights + head.weight_bytes > available_bytes:
+        raise ConfigError.of(
+            "dtype",
+            dtype,
+            f"the weights need {format_bytes(weights + head.weight_bytes)}, and "
+            f"{format_bytes(available_bytes)} is free; use a smaller dtype, a smaller model or "
+            "another machine",
+        )
+    if states and weights + head.weight_bytes + states > available_bytes:
+        raise ConfigError.of(
+            "max_num_seqs",
+            max_num_seqs,
+            f"the states of so many sequences need {format_bytes(states)} beside the weights' "
+            f"{format_bytes(weights)}, and {format_bytes(available_bytes)} is free; lower it",
+        )
+    num_apart = num_blocks or 0
+    if num_blocks is None:
+        others = weights + activations + graphs + states + transfers + head.weight_bytes
+        if kv_cache_memory_bytes is None:
+            budget = max(0, available_bytes - others)
+            most = max_num_seqs * -(-max_model_len // block_size)
+        else:
+            budget = kv_cache_memory_bytes // num_ranks
+            most = budget // (full_bytes or whole_bytes)
+        num_blocks = min(most, budget // whole_bytes)
+        left = budget - max_window_slots * slot_bytes
+        num_apart = min(most, left // (full_bytes + head.block_bytes)) if full_bytes else 0
+    is_apart = 0 < max_window_slots < num_apart
+    if is_apart:
+        num_blocks, block_bytes = num_apart, full_bytes
+    if num_blocks < 1:
+        raise ConfigError.of(
+            "kv_cache_memory_bytes",
+            kv_cache_memory_bytes,
+            f"no KV block fits; one block of {block_size} tokens needs "
+            f"{format_bytes(whole_bytes)}, and the weights take {format_bytes(weights)} of "
+            f"{format_bytes(available_bytes)}; give more memory, or a smaller --block-size",
+        )
+    return MemoryPlan(
+        weight_bytes=weights,
+        activation_bytes=activations,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        layout=layout,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        dtype=dtype,
+        num_ranks=num_ranks,
+        graph_bytes=graphs,
+        transfer_bytes=transfers,
+        head=head,
+        num_window_slots=max_window_slots if is_apart else 0,
+        slot_bytes=slot_bytes if is_apart else 0,
+        state_bytes=states,
+    )

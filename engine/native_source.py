@@ -1,0 +1,221 @@
+"""A checkpoint of one of Baton's own families, as load_engine asks for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.errors import ConfigError
+from baton.types import DTYPE_BYTES, SCALED_DTYPES
+from baton_kernels.attention_backends import AttentionBackend
+from engine.attention_choice import check_batch_invariant, choose_attention
+from engine.checkpoint import HeadFiles
+from engine.cuda.graph_device import GraphDevice
+from engine.families.config import ModelConfig
+from engine.kv.tensors.ranks import pool_sizes
+from engine.memory_plan import HeadMemory, activation_bytes, weight_bytes
+from engine.model_source import EnginePlan, Graphs, LoadedModel
+from engine.ranks.followers import Followers, TensorPool
+from engine.ranks.start import check_ranks, start_followers
+from engine.torch.adapters import Adapter, load_adapter
+from engine.torch.device_tables import DeviceTables, table_width
+from engine.torch.draft_head import head_layout, read_head_config, stored_sizes
+from engine.torch.load import keeps_stored_levels, load_parameters
+from engine.torch.medusa import read_medusa_config
+from engine.torch.mtp import mtp_weight_bytes, read_mtp_config
+from engine.torch.native_decoder import make_decoder
+from engine.torch.packed import PackedParameters
+from engine.torch.rope import make_rope
+from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
+from engine.torch.weights import ProgressHook
+
+if TYPE_CHECKING:
+    from engine.cuda.step_graphs import GraphPlan, ReplayedSteps
+
+_log = logging.getLogger(__name__)
+
+
+class NativeModel:
+    """A ModelSource of Baton's own families."""
+
+    kernels = ""
+    takes_grouped_kv = True
+    num_state_layers = state_layer_bytes = 0
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self._folder, self._config = folder, config
+        self.name = config.family
+        self.dtype, self.vocab_size = config.dtype, config.vocab_size
+        self.num_layers, self.num_kv_heads = config.num_layers, config.num_kv_heads
+        self.head_dim, self.kv_parts = config.head_dim, config.kv_parts
+        self.windows = config.windows
+        self.max_len, self.longest_len = config.derived_max_len, config.longest_len
+        self.kv_digest = config.kv_digest
+
+    def for_length(self, max_model_len: int) -> NativeModel:
+        """See ModelSource."""
+        config = self._config.for_length(max_model_len)
+        if self.max_len < self.longest_len:
+            which = "short" if config is self._config else "long"
+            text = "rotated by the %s factors; --max-model-len above %d and up to %d takes the long"
+            _log.info(text, which, self.max_len, self.longest_len)
+        return NativeModel(self._folder, config)
+
+    def check_ranks(self, size: int, device: torch.device) -> None:
+        """See ModelSource."""
+        check_ranks(self._config, size, device)
+
+    def choose_attention(
+        self, name: str, dtype: str, kv_dtype: str, device: torch.device
+    ) -> AttentionBackend:
+        """See ModelSource."""
+        return choose_attention(name, self._config, dtype, kv_dtype, device)
+
+    def check_batch_invariant(self, dtype: str, device: torch.device) -> None:
+        """See ModelSource."""
+        check_batch_invariant(self._config, dtype, device)
+
+    def read_adapter(
+        self, folder: Path, dtype: str, device: torch.device, max_rank: int
+    ) -> Adapter:
+        """See ModelSource."""
+        return load_adapter(folder, self._config, getattr(torch, dtype), device, max_rank)
+
+    def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:
+        """See ModelSource."""
+        keeps = keeps_stored_levels(self._config, getattr(torch, dtype), device)
+        return weight_bytes(self._config, dtype, keeps, num_ranks)
+
+    def activation_bytes(self, dtype: str, num_tokens: int, num_seqs: int, max_len: int) -> int:
+        """See ModelSource."""
+        return activation_bytes(self._config, dtype, num_tokens, num_seqs, max_len)
+
+    def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:
+        """See ModelSource."""
+        return 0 if graphs is None else _plan_graphs(self._config, plan, graphs).num_bytes
+
+    def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:
+        """See ModelSource."""
+        folder, size = files.folder, DTYPE_BYTES[dtype]
+        if files.method == "medusa":
+            read_medusa_config(folder, self._config)
+            return HeadMemory(sum(stored_sizes(folder).values()) * size)
+        if files.method == "mtp":
+            head = read_mtp_config(folder, self._config)
+            weights = mtp_weight_bytes(folder, head, size)
+        else:
+            head = read_head_config(folder, self._config)
+            weights = sum(stored_sizes(folder).values()) * size
+        return HeadMemory(weights, head_layout(head, dtype, block_size).block_bytes)
+
+    def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
+        """See ModelSource."""
+        config, device = self._config, plan.device
+        pools = pool_sizes(plan.layout, plan.num_blocks, plan.num_window_slots)
+        followers = start_followers(
+            plan.num_ranks, self._folder, config, plan.dtype, pools, plan.max_len
+        )
+        shard = followers.ranks.shard
+        try:
+            parameters, digest = load_parameters(
+                self._folder,
+                config,
+                getattr(torch, plan.dtype),
+                device,
+                progress,
+                shard,
+                batch_invariant=plan.batch_invariant,
+            )
+            followers.wait_ready(digest)
+        except BaseException:
+            followers.close()
+            raise
+        return _LoadedNative(config, plan, parameters, digest, followers)
+
+
+class _LoadedNative:
+    """See LoadedModel."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: EnginePlan,
+        parameters: PackedParameters,
+        digest: str,
+        followers: Followers,
+    ) -> None:
+        self._config, self._plan, self._parameters = config, plan, parameters
+        self.digest, self.followers = digest, followers
+        self._rope = make_rope(config, plan.max_len, plan.device)
+        is_dynamic = self._rope.is_dynamic
+        self.shared_prompt_limit = config.max_position_embeddings if is_dynamic else None
+
+    def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
+        """See LoadedModel."""
+        ranks = self.followers.ranks
+        own = ranks.shard.attention_config(self._config)
+        attention = self._plan.attention
+        decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks, attention)
+        parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters, attention.plan)
+        device = self._plan.device
+        if graphs is None and device.type == "cpu":
+            return EagerSteps(parts, self.followers)
+        width = table_width(self._plan.max_len, self._plan.layout.block_size)
+        tables = DeviceTables(self._plan.max_seqs, width, device)
+        eager = EagerSteps(parts, self.followers, tables)
+        if graphs is None:
+            return eager
+        plan = _plan_graphs(self._config, self._plan, graphs)
+        return _capture(parts, tables, plan, graphs.make(device), eager)
+
+
+def _plan_graphs(config: ModelConfig, plan: EnginePlan, graphs: Graphs) -> GraphPlan:
+    # Imports Triton, which is not everywhere.
+    from engine.cuda.step_graphs import plan_graphs
+
+    layout = plan.layout
+    pool = torch.empty(
+        (
+            *(0, config.num_layers, layout.num_parts),
+            *(config.num_kv_heads, layout.block_size, config.head_dim),
+        ),
+        dtype=torch.int8 if layout.dtype in SCALED_DTYPES else getattr(torch, layout.dtype),
+        device="meta",
+    )
+    return plan_graphs(
+        config,
+        pool,
+        getattr(torch, plan.dtype),
+        graphs.max_seqs,
+        plan.max_len,
+        batch_invariant=plan.batch_invariant,
+    )
+
+
+def _capture(
+    model: StepModel,
+    tables: DeviceTables,
+    plan: GraphPlan,
+    device: GraphDevice,
+    eager: StepRunner,
+) -> ReplayedSteps:
+    from engine.cuda.step_graphs import ReplayedSteps
+
+    num_seqs = plan.shapes[-1].num_seqs
+    _log.info("capturing %d graphs of steps of up to %d sequences", len(plan.shapes), num_seqs)
+    begin = time.monotonic()
+    try:
+        steps = ReplayedSteps(model, tables, plan, device, eager)
+    except RuntimeError as error:  # torch has no other for a device that fails or is full
+        raise ConfigError.of(
+            "enforce_eager",
+            False,
+            f"capturing decode steps failed ({error}); do without graphs, or leave them more "
+            "memory by a lower --gpu-memory-utilization or --max-cudagraph-capture-size",
+        ) from error
+    _log.info("captured %d graphs in %.1f s", len(plan.shapes), time.monotonic() - begin)
+    return steps

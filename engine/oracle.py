@@ -1,0 +1,450 @@
+"""The oracle engine: an engine without a model, in which any lost, doubled, moved or corrupted KV
+changes the output.
+
+The KV of a token is a hash of the prefix that ends with it, spread over layers, keys, values, heads
+and dimensions. The next token is a hash of all KV that the layout lets it see, of windowed layers
+that in their window, as it stands in the blocks, read through the block table, or through that of
+the windowed layers where their KV lies apart; and, of a model that has layers with a state, of the
+sequence's states, which are hashes of the prefix, too, each computed from those before it as they
+stand in the sequence's slot. So the right output is known in advance (`oracle_tokens`), and no
+other output can come from wrong blocks but by a collision of 64-bit hashes. Not for secrets: the
+hashes only have to mix well.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import EngineFault
+from baton.types import (
+    FinishReason,
+    KvLayout,
+    NumericsClass,
+    Sample,
+    Sampling,
+    TokenLogprobs,
+    finish_reason,
+)
+from engine.interface import (
+    Batch,
+    Engine,
+    EngineSpec,
+    Launched,
+    LayersDone,
+    SampleRow,
+    SequenceSlice,
+)
+from engine.kv.tensors.array import ArrayKvPool
+from engine.kv.tensors.grouped import GroupedKvPool
+from engine.kv.tensors.state_memory import StateMemory
+from engine.oracle_choice import choose, mix
+from engine.sampling.beam_search import BeamSearch, Hypothesis
+
+#: Longest sequence of the references below.
+_REFERENCE_LEN = 4096
+_ROOT = 0x9E3779B97F4A7C15
+_Words = NDArray[np.uint64]
+
+#: Of a sequence's states: layers, and 64-bit words of each.
+_STATE_SHAPE = (3, 15)
+_STATE_WORDS = np.array(
+    [mix(_ROOT - 1 - index) for index in range(math.prod(_STATE_SHAPE))], dtype=np.uint64
+).reshape(_STATE_SHAPE)
+"""So that swapped words differ."""
+_STATE_SHARES = _STATE_WORDS.copy()
+"""Weights whose sum is 1: of as many equal words the weighted sum is one of them, and otherwise
+none."""
+_STATE_SHARES[:1, :1] += np.uint64(1) - np.sum(_STATE_SHARES, dtype=np.uint64, keepdims=True)
+
+
+class OracleLayers(NamedTuple):
+    """What layers a model has beside those that attend to all tokens.
+
+    window: tokens that windowed layers attend to, 0 if there are none: all layers, or, with full
+    layers, every other one, from the second one on. Without full layers at least 2: a token's KV is
+    computed from that of the token before. has_states: whether there are layers with a state, too;
+    then there are full layers, and no slots for windowed ones.
+    """
+
+    window: int = 0
+    has_full_layers: bool = True
+    has_states: bool = False
+
+
+FULL_LAYERS = OracleLayers()
+
+
+def oracle_layout(layers: OracleLayers, block_size: int, num_layers: int = 4) -> KvLayout:
+    """Without a fingerprint."""
+    first_windowed = int(layers.has_full_layers)
+    windowed = range(first_windowed, num_layers, 1 + first_windowed)
+    return KvLayout(
+        *("", num_layers, 1, 2, "int64", block_size),
+        window=layers.window,
+        windowed_layers=tuple(windowed) if layers.window else (),
+        num_state_layers=_STATE_SHAPE[0] if layers.has_states else 0,
+        state_layer_bytes=_STATE_SHAPE[1] * 8 if layers.has_states else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OracleOptions:
+    """layer_group_size: layers per layers_done call. step_s, token_s: what a forward takes, and
+    what each of its new tokens adds, in seconds of real time; its own hashing is a part of that,
+    and it sleeps for the rest.
+
+    poison_token_id: a token whose computation fails, to test that a fault stays with its request;
+    -1 for none.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    vocab_size: int = 1000
+    max_model_len: int = 4096
+    num_layers: int = 4
+    layer_group_size: int = 2
+    step_s: float = 0.0
+    token_s: float = 0.0
+    poison_token_id: int = -1
+    model: str = "oracle"
+    adapters: tuple[str, ...] = ()
+    layers: OracleLayers = FULL_LAYERS
+    num_window_slots: int = 0
+    """See KvPool.slots; 0 if blocks have the KV of all layers."""
+    num_state_slots: int = 1
+    """Sequences that run at once, of a model with states."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OracleLaunch:
+    """Implements engine.interface.Launched. window_tables: of each slice, its block table as
+    windowed layers have it. end_s: when a device would be done with it, of time.perf_counter."""
+
+    batch: Batch
+    window_tables: tuple[Sequence[int], ...]
+    layers_done: LayersDone | None
+    end_s: float
+    finish: Callable[[_OracleLaunch], tuple[tuple[Sample, ...], ...]]
+
+    def samples(self) -> tuple[tuple[Sample, ...], ...]:
+        """See Launched."""
+        return self.finish(self)
+
+
+class OracleEngine(Engine):
+    """Computes a launch as late as an engine may: when its samples are asked for. Blocks that were
+    given to others too early are written all the same, and so the output of these changes."""
+
+    def __init__(self, options: OracleOptions) -> None:
+        layers = options.layers
+        layout = replace(
+            oracle_layout(layers, options.block_size, options.num_layers),
+            fingerprint=":".join(("oracle", *sorted(options.adapters))),
+        )
+        self._options = options
+        self._states: StateMemory | None = None
+        self._kv: ArrayKvPool | GroupedKvPool[ArrayKvPool]
+        if options.num_window_slots:
+            self._kv = GroupedKvPool(
+                layout, options.num_blocks, options.num_window_slots, ArrayKvPool
+            )
+        else:
+            self._kv = ArrayKvPool(layout, options.num_blocks, options.num_state_slots)
+            self._states = self._kv.states
+        self._weights = _slot_weights(layout)
+        self._end_s = 0.0
+        self._launched: deque[_OracleLaunch] = deque()
+        """Not computed yet."""
+        self._drawn: tuple[Sample, ...] = ()
+        """Of all rows of the last launch that was computed."""
+        self._spec = EngineSpec(
+            model=options.model,
+            layout=layout,
+            num_blocks=options.num_blocks,
+            vocab_size=options.vocab_size,
+            max_model_len=min(options.max_model_len, options.num_blocks * options.block_size),
+            max_num_launches=1 if layers.has_states else 2,
+            computes_aside=True,
+            numerics=NumericsClass("oracle", dtype="int64"),
+            adapters=options.adapters,
+        )
+
+    @property
+    def spec(self) -> EngineSpec:
+        return self._spec
+
+    @property
+    def kv(self) -> ArrayKvPool | GroupedKvPool[ArrayKvPool]:
+        return self._kv
+
+    def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
+        """See Engine.launch. Whatever goes wrong is raised when the samples are asked for."""
+        seconds = self._options.step_s + batch.num_tokens * self._options.token_s
+        self._end_s = max(self._end_s, time.perf_counter()) + seconds
+        kv, kept = self._kv, _kept(batch)
+        tables: tuple[Sequence[int], ...] = tuple(part.block_table for part in kept.slices)
+        if isinstance(kv, GroupedKvPool):
+            tables = tuple(
+                kv.window_table(part.block_table, part.start, part.start + len(part.token_ids))
+                for part in kept.slices
+            )
+        launched = _OracleLaunch(kept, tables, layers_done, self._end_s, self._finish)
+        self._launched.append(launched)
+        return launched
+
+    def _finish(self, launched: _OracleLaunch) -> tuple[tuple[Sample, ...], ...]:
+        """Raises EngineFault if the batch holds the poison token or follows what failed, or no
+        token may be chosen."""
+        if self._launched.popleft() is not launched:
+            raise RuntimeError("samples are asked for out of order")
+        before, self._drawn = self._drawn, ()
+        slices = [_followed(part, before) for part in launched.batch.slices]
+        tables = launched.window_tables
+        if self._kv.slots and any(min(table) < 0 for table in tables):
+            raise EngineFault("windowed layers have no KV of what a sequence attends to")
+        for part, table in zip(slices, tables, strict=True):
+            self._write(part, table)
+        states = [self._write_states(part) for part in slices]
+        if any(self._options.poison_token_id in part.token_ids for part in slices):
+            raise EngineFault(f"token {self._options.poison_token_id} is poison")
+        if self._states:
+            for part in slices:
+                end = part.start + len(part.token_ids)
+                self._states.end_step(part.block_table, part.start, end)
+        samples = tuple(
+            tuple(self._sample(part, table, row, after) for row in part.rows)
+            for part, table, after in zip(slices, tables, states, strict=True)
+        )
+        self._drawn = tuple(chain.from_iterable(samples))
+        if (rest_s := launched.end_s - time.perf_counter()) > 0:
+            time.sleep(rest_s)
+        if launched.layers_done:
+            self._tell_layers(launched.layers_done)
+        return samples
+
+    def _tell_layers(self, layers_done: LayersDone) -> None:
+        size, num_layers = self._options.layer_group_size, self._options.num_layers
+        for first in range(0, num_layers, size):
+            layers_done(first, min(size, num_layers - first))
+
+    def _write(self, part: SequenceSlice, window_table: Sequence[int]) -> None:
+        size = self._options.block_size
+        groups = self._groups(part.block_table, window_table)
+        state = _ROOT
+        if part.start:
+            position = part.start - 1
+            _, data, table = groups[0]
+            slot = int(data[table[position // size], 0, 0, 0, position % size, 0])
+            state = slot ^ int(self._weights[0, 0, 0, 0])
+        states = np.empty(len(part.token_ids), dtype=np.uint64)
+        own = zlib.crc32(part.adapter.encode())
+        for index, token_id in enumerate(part.token_ids):
+            states[index] = state = mix(state ^ (token_id + 1) * 0xD6E8FEB86659FD93 ^ own)
+        slots = states[:, np.newaxis] ^ self._weights[..., np.newaxis, :]
+        end = part.start + len(states)
+        for index in range(part.start // size, -(-end // size)):
+            first, stop = max(part.start, index * size), min(end, (index + 1) * size)
+            inside = slice(first - index * size, stop - index * size)
+            written = slice(first - part.start, stop - part.start)
+            for layers, data, table in groups:
+                data[table[index], :, :, :, inside] = slots[layers, :, :, written]
+
+    def _write_states(self, part: SequenceSlice) -> Sequence[int]:
+        """After each of the new tokens, of which the last is written; 0 if no layer has a state.
+        Raises EngineFault if those before them are not there."""
+        memory = self._states
+        if memory is None:
+            return [0] * len(part.token_ids)
+        try:
+            before, place = memory.begin_step(part.block_table, part.start)
+        except ValueError as error:
+            raise EngineFault(str(error)) from error
+        state = _ROOT
+        if before:
+            words = memory.data[before].view(np.uint64) ^ _STATE_WORDS
+            state = int(np.sum(words * _STATE_SHARES, dtype=np.uint64))
+        own, after = ~zlib.crc32(part.adapter.encode()), []
+        for token_id in part.token_ids:
+            state = mix(state ^ (token_id + 1) * 0xD6E8FEB86659FD93 ^ own)
+            after.append(state)
+        memory.data[place].view(np.uint64)[...] = np.uint64(state) ^ _STATE_WORDS
+        return after
+
+    def _groups(
+        self, block_table: Sequence[int], window_table: Sequence[int]
+    ) -> tuple[tuple[slice, _Words, Sequence[int]], ...]:
+        """Layers that lie together, the first one of the model first: which these are, the words of
+        their blocks, and the blocks there."""
+        kv = self._kv
+        if isinstance(kv, ArrayKvPool):
+            return ((slice(None), kv.data.view(np.uint64), block_table),)
+        full, windowed = (own.data.view(np.uint64) for own in (kv.full, kv.windowed))
+        return (slice(0, None, 2), full, block_table), (slice(1, None, 2), windowed, window_table)
+
+    def _sample(
+        self,
+        part: SequenceSlice,
+        window_table: Sequence[int],
+        row: SampleRow,
+        states: Sequence[int],
+    ) -> Sample:
+        """states: after each of the slice's tokens."""
+        digest = self._digest(part.block_table, window_table, part.start + row.offset + 1)
+        return choose(digest ^ states[row.offset], row, self._options.vocab_size)
+
+    def _digest(
+        self, block_table: Sequence[int], window_table: Sequence[int], num_tokens: int
+    ) -> int:
+        """A hash of the KV of tokens [0, num_tokens), of windowed layers those in the window, read
+        from the blocks, which depends on each word and its place."""
+        size = self._options.block_size
+        num_blocks = -(-num_tokens // size)
+        layout = self._kv.layout
+        shape = (layout.num_layers, 2, layout.num_kv_heads, size, layout.head_dim)
+        places = _places_of(shape, 1 << num_blocks.bit_length())[:num_blocks]
+        mixed = np.empty((num_blocks, *shape), dtype=np.uint64)
+        for layers, data, table in self._groups(block_table, window_table):
+            mixed[:, layers] = data[list(table[:num_blocks])]
+        mixed ^= places
+        mixed *= np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= places | np.uint64(1)
+        mixed[-1, :, :, :, num_tokens - (num_blocks - 1) * size :] = 0
+        if layout.window:
+            begin = max(0, num_tokens - layout.window)
+            windowed = list(layout.windowed_layers)
+            mixed[: begin // size, windowed] = 0
+            mixed[begin // size, windowed, :, :, : begin % size] = 0
+        return mix(int(np.sum(mixed, dtype=np.uint64)))
+
+
+@lru_cache(maxsize=8)
+def _places_of(shape: tuple[int, ...], num_blocks: int) -> _Words:
+    """A word for each word of a sequence's blocks, [num_blocks, *shape of a block], by token, then
+    by place in it. Those of fewer blocks are the first of these."""
+    layers, kinds, heads, size, dims = shape
+    by_token = (num_blocks, size, layers, kinds, heads, dims)
+    numbers = np.arange(1, math.prod(by_token) + 1, dtype=np.uint64)
+    words = (numbers * np.uint64(0xBF58476D1CE4E5B9)).reshape(by_token)
+    return np.ascontiguousarray(np.moveaxis(words, 1, 4))
+
+
+def _kept(batch: Batch) -> Batch:
+    """As it is now, whatever becomes of the caller's lists."""
+    return Batch(
+        tuple(
+            part._replace(
+                block_table=tuple(part.block_table),
+                rows=tuple(row._replace(token_ids=tuple(row.token_ids)) for row in part.rows),
+            )
+            for part in batch.slices
+        )
+    )
+
+
+def _followed(part: SequenceSlice, drawn: Sequence[Sample]) -> SequenceSlice:
+    """With the token that the launch before has drawn. Raises EngineFault if it has drawn none, or
+    rows depend on it."""
+    if part.follows is None:
+        return part
+    if part.follows >= len(drawn):
+        raise EngineFault("the launch before drew no such row")
+    if any(row.sampling.has_penalties or row.sampling.bad_words for row in part.rows):
+        raise EngineFault("a row depends on a token that is still being drawn")
+    return part._replace(token_ids=(drawn[part.follows].token_id,))
+
+
+def oracle_tokens(
+    prompt: Sequence[int],
+    sampling: Sampling,
+    vocab_size: int,
+    choice: int = 0,
+    allowed: Callable[[Sequence[int]], bytes | None] | None = None,
+    adapter: str = "",
+    layers: OracleLayers = FULL_LAYERS,
+) -> list[int]:
+    """The output that a whole, undisturbed request gets from any oracle engine of default shape.
+
+    allowed: SampleRow.allowed after an output; None for an output that may be anything.
+    """
+    engine = _undisturbed(vocab_size, layers)
+    token_ids = list(prompt)
+    start = 0
+    while True:
+        mask = allowed(token_ids[len(prompt) :]) if allowed else None
+        row = SampleRow(len(token_ids) - start - 1, sampling, token_ids, len(prompt), choice, mask)
+        part = SequenceSlice(token_ids[start:], start, [0], (row,), adapter=adapter)
+        start = len(token_ids)
+        token_ids.append(engine.forward(Batch((part,)))[0][0].token_id)
+        num_output = len(token_ids) - len(prompt)
+        end = finish_reason(token_ids[-1], num_output, len(token_ids), sampling, _REFERENCE_LEN)
+        if end is not FinishReason.NONE:
+            return token_ids[len(prompt) :]
+
+
+def oracle_beams(
+    prompt: Sequence[int],
+    sampling: Sampling,
+    vocab_size: int,
+    allowed: Callable[[Sequence[int]], bytes | None] | None = None,
+    adapter: str = "",
+    layers: OracleLayers = FULL_LAYERS,
+) -> tuple[Hypothesis, ...]:
+    """What a whole, undisturbed beam search finds on any oracle engine of default shape. allowed:
+    as of oracle_tokens."""
+    engine = _undisturbed(vocab_size, layers)
+    search = BeamSearch(sampling, len(prompt), _REFERENCE_LEN)
+    beams: list[list[int]] = [list(prompt)]
+    while True:
+        offered = []
+        for token_ids in beams:
+            mask = allowed(token_ids[len(prompt) :]) if allowed else None
+            row = SampleRow(len(token_ids) - 1, sampling, token_ids, len(prompt), allowed=mask)
+            part = SequenceSlice(token_ids, 0, [0], (row,), adapter=adapter)
+            ((one,),) = engine.forward(Batch((part,)))
+            offered.append(one.logprobs.top if one.logprobs else ())
+        step = search.step(offered)
+        if step.is_over:
+            return search.best()
+        pairs = zip(step.parents, step.token_ids, strict=True)
+        beams = [[*beams[parent], token_id] for parent, token_id in pairs]
+
+
+def oracle_prompt_logprobs(
+    prompt: Sequence[int], sampling: Sampling, vocab_size: int, layers: OracleLayers = FULL_LAYERS
+) -> tuple[TokenLogprobs, ...]:
+    """What any oracle engine of default shape reports of a prompt's tokens but the first."""
+    rows = tuple(
+        SampleRow(i, sampling, prompt[: i + 1], len(prompt), scored_token_id=token_id)
+        for i, token_id in enumerate(prompt[1:])
+    )
+    part = SequenceSlice(prompt, 0, [0], rows)
+    (samples,) = _undisturbed(vocab_size, layers).forward(Batch((part,)))
+    return tuple(one.logprobs for one in samples if one.logprobs)
+
+
+def _undisturbed(vocab_size: int, layers: OracleLayers) -> OracleEngine:
+    """An engine for one sequence, whose only block holds it all."""
+    size = _REFERENCE_LEN
+    engine = OracleEngine(OracleOptions(1, block_size=size, vocab_size=vocab_size, layers=layers))
+    if engine.kv.state_slots:
+        engine.kv.state_slots.of_block[0] = 0
+    return engine
+
+
+def _slot_weights(layout: KvLayout) -> _Words:
+    """One word per (layer, part, head, dimension), so that swapped slots differ."""
+    shape = (layout.num_layers, layout.num_parts, layout.num_kv_heads, layout.head_dim)
+    words = [mix(_ROOT + index) for index in range(int(np.prod(shape)))]
+    return np.array(words, dtype=np.uint64).reshape(shape)

@@ -1,0 +1,138 @@
+"""What the oracle engine says after a prefix: a token, or log probabilities, all of them hashes of
+the prefix's digest.
+
+A token depends on the digest, on the sampling, and on what penalties look at. Log probabilities are
+the model's, so that they depend on the digest alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import EngineFault
+from baton.sampling_params import OPTIONS
+from baton.types import Sample, Sampling, TokenLogprobs
+from engine.interface import SampleRow
+from engine.sampling.beam_search import num_candidates
+from engine.sampling.restrictions import banned_tokens, forbidden_by
+
+_MASK = (1 << 64) - 1
+#: Logits are spread over [0, _SPREAD).
+_SPREAD = 6.0
+
+#: Options whose numbers a token depends on; whole numbers last.
+_DRAW_NUMBERS = sorted(
+    (name for name, option in OPTIONS.items() if option.changes_draw),
+    key=lambda name: isinstance(getattr(Sampling(), name), int),
+)
+
+
+def mix(word: int) -> int:
+    """A bijection of 64-bit words that mixes well (the finaliser of SplitMix64, Steele et al.
+    2014)."""
+    word = (word + 0x9E3779B97F4A7C15) & _MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
+
+
+def choose(digest: int, row: SampleRow, vocab_size: int) -> Sample:
+    """The sample after a prefix of this digest. Raises EngineFault if no token may be chosen."""
+    sampling = row.sampling
+    if row.scored_token_id is not None:
+        logprobs = _reported(
+            _logprobs(digest, vocab_size), row.scored_token_id, sampling.prompt_logprobs
+        )
+        return Sample(row.scored_token_id, logprobs)
+    allowed = _allowed_ids(row, vocab_size)
+    if allowed is not None and not len(allowed):
+        raise EngineFault("no token is left to choose")
+    if sampling.beam is not None:
+        return _candidates(digest, row, vocab_size, allowed)
+    state = _state(digest, row)
+    token_id = state % vocab_size if allowed is None else int(allowed[state % len(allowed)])
+    if sampling.logprobs < 0:
+        return Sample(token_id)
+    return Sample(token_id, _reported(_logprobs(digest, vocab_size), token_id, sampling.logprobs))
+
+
+def _state(digest: int, row: SampleRow) -> int:
+    sampling = row.sampling
+    state = digest
+    if not sampling.is_greedy:
+        state = mix(state ^ sampling.seed)
+        state = mix(state ^ (row.num_output_tokens << 32) ^ row.choice)
+    state = mix(state ^ _sampling_digest(sampling))
+    if sampling.has_penalties:
+        for token_id in row.token_ids[row.num_prompt_tokens :]:
+            state = mix(state ^ token_id)
+    return state
+
+
+def _allowed_ids(row: SampleRow, vocab_size: int) -> NDArray[np.intp] | None:
+    """Tokens that the row may choose, ascending; None for all."""
+    banned = banned_tokens(row)
+    if row.allowed is None and not banned:
+        return None
+    forbidden = (
+        np.zeros(vocab_size, dtype=np.bool_)
+        if row.allowed is None
+        else forbidden_by([row.allowed], vocab_size)[0]
+    )
+    forbidden[[token_id for token_id in banned if token_id < vocab_size]] = True
+    return np.flatnonzero(~forbidden)
+
+
+def _logprobs(digest: int, vocab_size: int) -> NDArray[np.float32]:
+    """Log probabilities of all tokens, [vocab]. In single precision, as a model's are, and as they
+    are on the wire."""
+    words = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    words ^= np.uint64(digest)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    logits = (words >> np.uint64(40)).astype(np.float64) * (_SPREAD / (1 << 24))
+    logprobs: NDArray[np.float32] = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    return logprobs
+
+
+def _best(values: NDArray[np.float32], count: int) -> tuple[tuple[int, float], ...]:
+    """(token id, value) of the `count` largest, best first; equals by id."""
+    order = np.argsort(-values, kind="stable")[:count]
+    return tuple(zip(order.tolist(), values[order].tolist(), strict=True))
+
+
+def _reported(values: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id, float(values[token_id]), _best(values, num_top))
+
+
+def _candidates(
+    digest: int, row: SampleRow, vocab_size: int, allowed: NDArray[np.intp] | None
+) -> Sample:
+    """The sample of a beam: see SampleRow."""
+    values = _logprobs(digest, vocab_size)
+    ids = np.arange(vocab_size) if allowed is None else allowed
+    best = _best(values[ids], num_candidates(row.sampling))
+    top = tuple((int(ids[place]), value) for place, value in best)
+    return Sample(top[0][0], TokenLogprobs(*top[0], top))
+
+
+def _sampling_digest(sampling: Sampling) -> int:
+    numbers = (
+        *(float(getattr(sampling, name)) for name in _DRAW_NUMBERS),
+        *(value for entry in sorted(sampling.logit_bias.items()) for value in entry),
+    )
+    # Single precision, as on the wire.
+    return _digest_of(struct.pack(f"<{len(numbers)}f", *numbers))
+
+
+@lru_cache(maxsize=256)
+def _digest_of(words: bytes) -> int:
+    """Of words of 32 bits; the same few samplings are asked for again and again."""
+    state = 0
+    for (word,) in struct.iter_unpack("<I", words):
+        state = mix(state ^ word)
+    return state

@@ -1,0 +1,153 @@
+"""From the tensors that a checkpoint has for a quantised layer to its weight.
+
+Layouts, by the names of the tensors (out and in are the layer's sizes, a word is an int32 of 32 /
+bits levels):
+    compressed-tensors, packed   weight_packed [out, words of in], weight_scale [out, groups],
+                                 weight_shape [2] and, where they apply, weight_zero_point
+                                 [words of out, groups], weight_g_idx [in]
+    compressed-tensors           weight [out, in] int8 or float8, weight_scale [out, groups] or [1]
+    GPTQ                         qweight [words of in, out], qzeros [groups, words of out],
+                                 scales [groups, out], g_idx [in]
+    fp8                          weight [out, in] float8, weight_scale_inv [blocks of out, blocks of
+                                 in], which weights are multiplied by for all its name
+    AWQ                          qweight [in, words of out], qzeros [groups, words of out],
+                                 scales [groups, out]; the eight levels of a word are those of
+                                 outputs 0, 2, 4, 6, 1, 3, 5, 7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from engine.quantization.config import QuantizationConfig
+from engine.quantization.packing import unpack
+from engine.quantization.weight import Float8Weight, QuantizedWeight, StoredWeight
+
+Pieces = Mapping[str, torch.Tensor]
+
+#: Where in a word of AWQ each of eight outputs is.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def required_pieces(config: QuantizationConfig) -> frozenset[str]:
+    """Last parts of the names of the tensors that a quantised layer has."""
+    if config.method == "gptq":
+        return frozenset({"qweight", "qzeros", "scales", "g_idx"})
+    if config.method == "awq":
+        return frozenset({"qweight", "qzeros", "scales"})
+    if config.method == "fp8":
+        return frozenset({"weight", "weight_scale_inv"})
+    names = {"weight_scale"}
+    names |= {"weight_packed", "weight_shape"} if config.is_packed else {"weight"}
+    if not config.is_symmetric:
+        names.add("weight_zero_point")
+    if config.has_order:
+        names.add("weight_g_idx")
+    return frozenset(names)
+
+
+def layer_of_scheme(name: str, config: QuantizationConfig) -> str | None:
+    """The quantised layer that a tensor shows to be there, by their names; None for all tensors but
+    one of each layer."""
+    telling = {"gptq": "qweight", "awq": "qweight", "fp8": "weight_scale_inv"}
+    layer, _, piece = name.rpartition(".")
+    return layer if piece == telling.get(config.method, "weight_scale") else None
+
+
+def decode(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.Tensor:
+    """The weight, or a dense one [out, in] float32 where levels cannot be kept as they are: those
+    of reordered groups.
+
+    Raises ValueError if sizes contradict each other.
+    """
+    if config.method == "gptq":
+        return _gptq(pieces, config)
+    if config.method == "awq":
+        return _awq(pieces)
+    if config.method == "fp8":
+        return _fp8(pieces, config)
+    return _compressed_tensors(pieces, config)
+
+
+def _gptq(pieces: Pieces, config: QuantizationConfig) -> QuantizedWeight | torch.Tensor:
+    levels = unpack(pieces["qweight"].t(), config.bits)
+    num_out = levels.shape[0]
+    zeros = unpack(pieces["qzeros"], config.bits, num_out).t().float() + config.zero_offset
+    return _grouped(levels, pieces["scales"].t().float(), zeros, pieces["g_idx"], config.bits)
+
+
+def _awq(pieces: Pieces) -> QuantizedWeight:
+    levels, zeros = (_in_order(unpack(pieces[name], 4)).t() for name in ("qweight", "qzeros"))
+    scales = pieces["scales"].t().float().contiguous()
+    return QuantizedWeight(levels.contiguous(), scales, zeros.float().contiguous(), 4)
+
+
+def _in_order(levels: torch.Tensor) -> torch.Tensor:
+    return levels.view(levels.shape[0], -1, 8)[:, :, _AWQ_PLACES].flatten(1)
+
+
+def _fp8(pieces: Pieces, config: QuantizationConfig) -> Float8Weight:
+    """A block's scale becomes that of each of its outputs, so that a rank, or another order, may
+    take outputs one by one; in blocks of 128 scales are 3 % of the weight's bytes then."""
+    codes, scales = _float8(pieces["weight"]), pieces["weight_scale_inv"].float()
+    num_out, num_in = codes.shape
+    blocks = (-(-num_out // config.block_rows), -(-num_in // config.group_size))
+    if scales.shape != blocks:
+        raise ValueError(f"weight_scale_inv is {list(scales.shape)}, of blocks {list(blocks)}")
+    by_output = scales.repeat_interleave(config.block_rows, 0)[:num_out]
+    return Float8Weight(codes, by_output, min(config.group_size, num_in))
+
+
+def _float8(codes: torch.Tensor) -> torch.Tensor:
+    if codes.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"weight is {codes.dtype}; float8_e4m3fn is read")
+    return codes
+
+
+def _compressed_tensors(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.Tensor:
+    scales = pieces["weight_scale"].float()
+    if config.kind == "float":
+        codes = _float8(pieces["weight"])
+        return Float8Weight(codes, scales.flatten().expand(len(codes))[:, None], codes.shape[1])
+    if config.is_packed:
+        num_out, num_in = pieces["weight_shape"].tolist()
+        levels = unpack(pieces["weight_packed"], config.bits, num_in)
+    else:
+        num_out = pieces["weight"].shape[0]
+        levels = (pieces["weight"].to(torch.int16) + (1 << (config.bits - 1))).to(torch.uint8)
+    scales = scales.expand(num_out, -1) if scales.dim() == 2 else scales.expand(num_out)[:, None]
+    zeros = _stored_zeros(pieces, config, num_out)
+    order = pieces.get("weight_g_idx") if config.has_order else None
+    return _grouped(levels, scales, zeros, order, config.bits)
+
+
+def _stored_zeros(pieces: Pieces, config: QuantizationConfig, num_out: int) -> torch.Tensor | None:
+    """[out, groups] on the scale of the levels, which are not negative."""
+    if config.is_symmetric:
+        return None
+    zeros = pieces["weight_zero_point"]
+    if config.is_packed:
+        return unpack(zeros.t().contiguous(), config.bits, num_out).t().float()
+    return zeros.float() + (1 << (config.bits - 1))
+
+
+def _grouped(
+    levels: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    order: torch.Tensor | None,
+    bits: int,
+) -> QuantizedWeight | torch.Tensor:
+    """`order`: the group of each input, or none where groups follow each other."""
+    num_in, num_groups = levels.shape[1], scales.shape[1]
+    if num_in % num_groups:
+        raise ValueError(f"{num_in} inputs in {num_groups} groups")
+    usual = torch.arange(num_in) // (num_in // num_groups)
+    if order is not None and not torch.equal(order.long(), usual):
+        index = order.long()
+        middle = torch.tensor(float(1 << (bits - 1)))
+        return (levels.float() - (middle if zeros is None else zeros[:, index])) * scales[:, index]
+    kept = None if zeros is None else zeros.contiguous()
+    return QuantizedWeight(levels.contiguous(), scales.contiguous(), kept, bits)

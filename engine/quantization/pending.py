@@ -1,0 +1,66 @@
+"""Quantised layers whose tensors have not all been read yet: they may lie in several files."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+import torch
+
+from engine.quantization.config import QuantizationConfig
+from engine.quantization.decode import decode, required_pieces
+from engine.quantization.weight import StoredWeight
+
+#: Numbers as which an unquantised layer of a quantised checkpoint is stored.
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+#: How a calibrated checkpoint would round a layer's inputs.
+_OF_INPUTS = ("input_scale", "input_zero_point")
+
+
+class PendingLayers:
+    """Takes tensors one by one and gives each layer's weight once it is whole."""
+
+    def __init__(self, config: QuantizationConfig, layers: AbstractSet[str]) -> None:
+        """layers: names of those that may be quantised."""
+        self._config = config
+        self._layers = layers
+        self._pieces: dict[str, dict[str, torch.Tensor]] = {}
+
+    def takes(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether the tensor is a piece of a quantised layer."""
+        layer, _, piece = name.rpartition(".")
+        if layer not in self._layers or (piece == "weight" and dtype in PLAIN):
+            return False
+        return piece in self._required(layer)
+
+    def is_unused(self, name: str) -> bool:
+        """Whether the tensor is a quantised layer's, but not needed: activations are rounded with
+        scales of their own, whatever a calibration found."""
+        layer, _, piece = name.rpartition(".")
+        return layer in self._layers and piece in _OF_INPUTS
+
+    def is_bias(self, name: str) -> bool:
+        """Whether the tensor is a bias of a layer that may be quantised."""
+        layer, _, piece = name.rpartition(".")
+        return layer in self._layers and piece == "bias"
+
+    def add(
+        self, name: str, tensor: torch.Tensor
+    ) -> tuple[str, StoredWeight | torch.Tensor] | None:
+        """The layer's name and weight, if this was its last piece. Raises ValueError for pieces
+        that do not fit."""
+        layer, _, piece = name.rpartition(".")
+        pieces = self._pieces.setdefault(layer, {})
+        pieces[piece] = tensor
+        if pieces.keys() != self._required(layer):
+            return None
+        return layer, decode(self._pieces.pop(layer), self._config.of(layer))
+
+    def missing(self) -> dict[str, list[str]]:
+        """Of each layer that is not whole, what has not come."""
+        return {
+            layer: sorted(self._required(layer) - pieces.keys())
+            for layer, pieces in self._pieces.items()
+        }
+
+    def _required(self, layer: str) -> frozenset[str]:
+        return required_pieces(self._config.of(layer))

@@ -1,0 +1,101 @@
+"""What rank 0 has the others do: a kind, a count, and so many numbers. All are int64 in the
+machine's order."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate, pairwise
+from typing import IO
+
+from baton.types import Sampling
+from engine.interface import Batch, SampleRow, SequenceSlice
+
+_HEADER_BYTES = 16
+#: Of each slice, before its token ids, block ids, offsets of rows and window's table: start,
+#: num_prompt_tokens, and how many of each.
+_SLICE_NUMBERS = 6
+#: Only rank 0 samples.
+_UNUSED = Sampling()
+
+
+class _Kind(IntEnum):
+    STEP = 1
+    """A batch: how many slices, _SLICE_NUMBERS of each, then each one's numbers."""
+    TOLD_STEP = 2
+    """The same, of a forward with a `layers_done`: ranks meet at every layer."""
+    LOGITS = 3
+    """Rows of the last step's states."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommand:
+    """Write the batch's KV and keep its states. Of its rows only the offsets are true. tables: of
+    each slice, see WindowedStep; empty ones where windowed layers' KV is not apart."""
+
+    batch: Batch
+    tables: Sequence[Sequence[int]]
+    is_told: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsCommand:
+    """Compute logits of these rows of the last step's states."""
+
+    rows: Sequence[int]
+
+
+def encode_step(batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool) -> bytes:
+    """The frame of a StepCommand. tables: none, or one of each slice."""
+    numbers = array("q", [len(batch.slices)])
+    parts = list(zip(batch.slices, tables or [()] * len(batch.slices), strict=True))
+    for part, table in parts:
+        counts = (len(part.token_ids), len(part.block_table), len(part.rows), len(table))
+        numbers.extend((part.start, part.num_prompt_tokens, *counts))
+    for part, table in parts:
+        numbers.extend(part.token_ids)
+        numbers.extend(part.block_table)
+        numbers.extend(row.offset for row in part.rows)
+        numbers.extend(table)
+    return _frame(_Kind.TOLD_STEP if is_told else _Kind.STEP, numbers)
+
+
+def encode_logits(rows: Sequence[int]) -> bytes:
+    """The frame of a LogitsCommand."""
+    return _frame(_Kind.LOGITS, array("q", rows))
+
+
+def _frame(kind: _Kind, numbers: array[int]) -> bytes:
+    return array("q", (kind, len(numbers))).tobytes() + numbers.tobytes()
+
+
+def read_commands(stream: IO[bytes]) -> Iterator[StepCommand | LogitsCommand]:
+    """Until the stream ends, even within a frame. Raises ValueError for a kind that is none."""
+    while len(header := stream.read(_HEADER_BYTES)) == _HEADER_BYTES:
+        kind, count = array("q", header)
+        body = stream.read(8 * count)
+        if len(body) < 8 * count:
+            return
+        yield _command(_Kind(kind), array("q", body))
+
+
+def _command(kind: _Kind, numbers: array[int]) -> StepCommand | LogitsCommand:
+    if kind is _Kind.LOGITS:
+        return LogitsCommand(numbers)
+    return StepCommand(*_batch(numbers), kind is _Kind.TOLD_STEP)
+
+
+def _batch(numbers: array[int]) -> tuple[Batch, Sequence[Sequence[int]]]:
+    at = 1 + numbers[0] * _SLICE_NUMBERS
+    slices, tables = [], []
+    for first in range(1, at, _SLICE_NUMBERS):
+        start, num_prompt_tokens, *counts = numbers[first : first + _SLICE_NUMBERS]
+        ends = list(accumulate(counts, initial=at))
+        token_ids, block_table, offsets, table = (numbers[i:end] for i, end in pairwise(ends))
+        rows = tuple(SampleRow(offset, _UNUSED, (), 0) for offset in offsets)
+        slices.append(SequenceSlice(token_ids, start, block_table, rows, num_prompt_tokens))
+        tables.append(table)
+        at = ends[-1]
+    return Batch(tuple(slices)), tables

@@ -1,0 +1,131 @@
+"""How ranks on one host meet and exchange what they computed: semaphores and staging areas in
+shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+
+import torch
+
+from engine.shard import Shard
+
+#: A semaphore of POSIX takes 32 bytes on 64-bit Linux; each has a cache line of its own.
+_SEMAPHORE_BYTES = 64
+_PAGE_BYTES = 4096
+#: A rank may be one exchange ahead of the slowest, which still reads what the last one left.
+_NUM_AREAS = 2
+
+#: Calls hold no GIL.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def segment_bytes(size: int, staging_bytes: int) -> int:
+    """Bytes that SharedRanks of `size` ranks needs."""
+    return _semaphores_bytes(size) + _NUM_AREAS * size * staging_bytes
+
+
+def prepare(memory: torch.Tensor, size: int) -> None:
+    """Make the semaphores, once, before any rank uses `memory`. Raises OSError."""
+    for index in range(size * size):
+        address = memory.data_ptr() + index * _SEMAPHORE_BYTES
+        if _libc.sem_init(ctypes.c_void_p(address), 1, 0):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+class SharedRanks:
+    """See engine.shard.Ranks. Used by one thread of each process.
+
+    Each pair of ranks has a semaphore for each direction. A rank that arrives raises those towards
+    the others, and waits for theirs; a pair's own counts one meeting after the other, so that a
+    fast rank is never taken for a slow one. Nothing here has a deadline: whoever started the ranks
+    ends them all when one dies.
+    """
+
+    def __init__(self, memory: torch.Tensor, shard: Shard, staging_bytes: int) -> None:
+        """memory: segment_bytes of uint8, prepared, the same for all. staging_bytes: room for a
+        rank's part of a row."""
+        self.shard = shard
+        size, first = shard.size, _semaphores_bytes(shard.size)
+        self._memory = memory  # the semaphores are reached by address
+        self._staging = memory[first:].view(_NUM_AREAS, size, staging_bytes)
+        self._staging_bytes = staging_bytes
+        self._area = 0
+        others = [rank for rank in range(size) if rank != shard.rank]
+        self._towards = [self._semaphore(shard.rank, other) for other in others]
+        self._from = [self._semaphore(other, shard.rank) for other in others]
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        columns = self.shard.part(whole.shape[1])
+        return whole[:, columns.start : columns.stop]
+
+    def meet(self) -> None:
+        """See Ranks."""
+        for semaphore in self._towards:
+            _libc.sem_post(semaphore)
+        for semaphore in self._from:
+            _wait(semaphore)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        rows, columns = part.shape
+        whole = part.new_empty(rows, self.shard.size * columns)
+        for first in self._pieces(rows, columns, part.element_size()):
+            self._put(part, first)
+            self.meet()
+            self._take(whole, first, [columns] * self.shard.size)
+        return whole
+
+    def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """See Ranks."""
+        size, is_first = self.shard.size, self.shard.rank == 0
+        columns = [len(Shard(rank, size).part(num_columns)) for rank in range(size)]
+        whole = part.new_empty(part.shape[0], num_columns) if is_first else part
+        for first in self._pieces(part.shape[0], columns[0], part.element_size()):
+            self._put(part, first)
+            self.meet()
+            if is_first:
+                self._take(whole, first, columns)
+        return whole
+
+    def _pieces(self, rows: int, columns: int, element_bytes: int) -> Sequence[slice]:
+        """Rows that fit the staging area together; one piece at least, for the meeting."""
+        step = self._staging_bytes // (columns * element_bytes)
+        return [slice(i, min(i + step, rows)) for i in range(0, max(rows, 1), step)]
+
+    def _put(self, part: torch.Tensor, rows: slice) -> None:
+        """Into this rank's staging area of the next exchange."""
+        self._area = (self._area + 1) % _NUM_AREAS
+        piece = part[rows]
+        self._staged(self.shard.rank, piece.shape[0], piece.shape[1], part.dtype).copy_(piece)
+
+    def _take(self, whole: torch.Tensor, rows: slice, columns: Sequence[int]) -> None:
+        """What all ranks put there, side by side."""
+        target = whole[rows]
+        parts = [
+            self._staged(rank, target.shape[0], width, whole.dtype)
+            for rank, width in enumerate(columns)
+        ]
+        torch.cat(parts, dim=1, out=target)
+
+    def _staged(self, rank: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = rows * columns * dtype.itemsize
+        return self._staging[self._area, rank, :num_bytes].view(dtype).view(rows, columns)
+
+    def _semaphore(self, by: int, to: int) -> ctypes.c_void_p:
+        index = by * self.shard.size + to
+        return ctypes.c_void_p(self._memory.data_ptr() + index * _SEMAPHORE_BYTES)
+
+
+def _semaphores_bytes(size: int) -> int:
+    """In whole pages."""
+    return -(-size * size * _SEMAPHORE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _wait(semaphore: ctypes.c_void_p) -> None:
+    while _libc.sem_wait(semaphore):
+        if ctypes.get_errno() != errno.EINTR:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

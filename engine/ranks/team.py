@@ -1,0 +1,187 @@
+"""The processes of ranks 1, 2, ...: started, commanded, watched, and ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from baton.errors import ModelError, StartupError
+from baton.types import KvLayout
+from engine.interface import Batch
+from engine.kv.tensors.paged import GroupedTensorPool
+from engine.kv.tensors.ranks import (
+    ShardedKvPool,
+    pool_bytes,
+    pool_memories,
+    rank_memory,
+)
+from engine.ranks.commands import encode_logits, encode_step
+from engine.ranks.rank_spec import RankSpec
+from engine.ranks.segment import create_segment, map_segment
+from engine.ranks.shared_ranks import SharedRanks, prepare, segment_bytes
+
+_log = logging.getLogger(__name__)
+
+#: -P keeps folders of the caller's directory, which may bear any name, out of the import path.
+_PROGRAM = (sys.executable, "-P", "-m", "engine.torch.follow")
+
+
+def end_process(reason: str) -> None:
+    """What a worker does that has lost a rank: it ends at once, as if killed, and its sequences go
+    on elsewhere."""
+    _log.critical("%s: this worker ends", reason)
+    os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank that runs. control: the socket to it; its end of file ends the rank. wait: until it
+    has ended; its exit status."""
+
+    name: str
+    control: socket.socket
+    wait: Callable[[], int]
+
+
+def start_process(spec: RankSpec) -> Member:
+    """A rank in a process of its own. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            (*_PROGRAM, str(theirs.fileno())),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), spec.kv_fd, spec.meeting_fd),
+        )
+    # If it is gone already, `wait_ready` says so.
+    with suppress(ConnectionError):
+        ours.sendall(spec.to_line())
+    return Member(f"rank {spec.rank} of {spec.size} (pid {process.pid})", ours, process.wait)
+
+
+class RankTeam:
+    """See engine.torch.step_runner.Followers. Its methods belong to the thread that drives the
+    engine."""
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        *,
+        start: Callable[[RankSpec], Member] = start_process,
+        on_loss: Callable[[str], None] = end_process,
+    ) -> None:
+        """Start the others; they load while rank 0 does. Raises OSError.
+
+        spec: that of rank 0; file descriptors are filled in here. start: starts one. on_loss:
+        called when the ranks cannot go on, by any thread.
+        """
+        self._on_loss = on_loss
+        self._is_closing = threading.Event()
+        sizes = [pool_bytes(pool.layout, pool.num_blocks, spec.size) for pool in spec.pools]
+        kv_fd = create_segment("baton-kv", sum(sizes))
+        meeting_fd = create_segment("baton-ranks", segment_bytes(spec.size, spec.staging_bytes))
+        self._size = spec.size
+        self._memories = pool_memories(map_segment(kv_fd), spec.pools, spec.size)
+        meeting = map_segment(meeting_fd)
+        prepare(meeting, spec.size)
+        self.ranks = SharedRanks(meeting, spec.shard, spec.staging_bytes)
+        started = replace(spec, kv_fd=kv_fd, meeting_fd=meeting_fd)
+        self._members = [start(replace(started, rank=rank)) for rank in range(1, spec.size)]
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(m,), name=m.name, daemon=True)
+            for m in self._members
+        ]
+        os.close(kv_fd)
+        os.close(meeting_fd)
+        # As each rank does with its own: no step pays for the first touch.
+        for memory, pool in zip(self._memories, spec.pools, strict=True):
+            rank_memory(memory, pool.layout, pool.num_blocks, spec.shard).zero_()
+
+    def wait_ready(self, digest: str) -> None:
+        """See Followers. They are watched from then on."""
+        for member in self._members:
+            if _digest_of(member) != digest:
+                raise ModelError("the checkpoint changed while it was read; start again")
+        for watcher in self._watchers:
+            watcher.start()
+
+    def make_pool(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_window_slots: int,
+        device: torch.device,  # noqa: ARG002
+    ) -> ShardedKvPool | GroupedTensorPool:
+        """See Followers."""
+        memories, size = iter(self._memories), self._size
+
+        def make(own: KvLayout, count: int) -> ShardedKvPool:
+            return ShardedKvPool(next(memories), own, count, size)
+
+        if num_window_slots:
+            return GroupedTensorPool(layout, num_blocks, num_window_slots, make)
+        return make(layout, num_blocks)
+
+    @contextmanager
+    def step(
+        self, batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool
+    ) -> Iterator[None]:
+        """See Followers."""
+        with self._together(encode_step(batch, tables, is_told=is_told)):
+            yield
+
+    @contextmanager
+    def logits(self, rows: Sequence[int]) -> Iterator[None]:
+        """See Followers."""
+        with self._together(encode_logits(rows)):
+            yield
+
+    def close(self) -> None:
+        """See Followers."""
+        self._is_closing.set()
+        for member in self._members:
+            member.control.close()
+        for member in self._members:
+            member.wait()
+        for watcher in self._watchers:
+            if watcher.ident is not None:
+                watcher.join()
+
+    @contextmanager
+    def _together(self, frame: bytes) -> Iterator[None]:
+        try:
+            for member in self._members:
+                member.control.sendall(frame)
+            yield
+        except Exception:
+            _log.exception("rank 0 failed in a step that the others take, too")
+            self._on_loss("the ranks of the engine are apart")
+            raise
+
+    def _watch(self, member: Member) -> None:
+        status = member.wait()
+        if not self._is_closing.is_set():
+            self._on_loss(f"{member.name} ended with status {status}")
+
+
+def _digest_of(member: Member) -> str:
+    """What it says once it has loaded. Raises StartupError if it ends before."""
+    line = b""
+    with suppress(ConnectionError), member.control.makefile("rb") as stream:
+        line = stream.readline()
+    if not line:
+        raise StartupError(
+            f"{member.name} ended before it had loaded its part of the model; its error is in the "
+            "log above"
+        )
+    digest: str = json.loads(line)["digest"]
+    return digest

@@ -1,0 +1,119 @@
+"""What a request may do to the model's logits before a token is chosen.
+
+Order, as in transformers: logit_bias, repetition penalty (prompt and output), presence and
+frequency (output), bad words (looked for in prompt and output), min_tokens, allowed tokens, to
+which the two before give way. A row takes part only in the steps that it asks for: its result does
+not depend on what other rows ask for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from baton.types import Sampling
+from baton_kernels.host_copy import to_device
+from baton_kernels.sampling import add_bias, forbid, penalize
+from engine.interface import SampleRow
+from engine.sampling.restrictions import banned_tokens, forbidden_by
+
+
+def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:
+    """Whether a setting names a token id outside the vocabulary."""
+    ids: Iterable[int] = (
+        *sampling.logit_bias,
+        *sampling.stop_token_ids,
+        *(token for word in sampling.bad_words for token in word),
+    )
+    return any(not 0 <= token < vocab_size for token in ids)
+
+
+def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Logits [rows, vocab] float32 after all edits, -inf for tokens that may not be chosen: a copy
+    where any row has one."""
+    # None of most steps' rows may, and then nothing is made for them.
+    if not any(
+        row.allowed is not None
+        or row.sampling.logit_bias
+        or row.sampling.bad_words
+        or row.num_output_tokens < row.sampling.min_tokens
+        or row.sampling.has_penalties
+        for row in rows
+    ):
+        return logits
+    penalized = [i for i, row in enumerate(rows) if row.sampling.has_penalties]
+    biased = [
+        (i, token, bias)
+        for i, row in enumerate(rows)
+        for token, bias in row.sampling.logit_bias.items()
+    ]
+    banned = [
+        (i, token, float("-inf")) for i, row in enumerate(rows) for token in banned_tokens(row)
+    ]
+    masked = [i for i, row in enumerate(rows) if row.allowed is not None]
+    if not (penalized or biased or banned or masked):
+        return logits
+    edited = logits.clone()
+    if biased:
+        _add(edited, biased)
+    if penalized:
+        penalize(edited, *_penalty_entries(rows, penalized, logits.device))
+    if banned:
+        _add(edited, banned)
+    if masked:
+        _forbid(edited, rows, masked)
+    return edited
+
+
+def _add(logits: torch.Tensor, entries: Sequence[tuple[int, int, float]]) -> None:
+    """Add (row, token, bias) entries, without repeats, in place."""
+    at, tokens, bias = zip(*entries, strict=True)
+    device = logits.device
+    add_bias(
+        logits,
+        to_device(torch.tensor(at), device),
+        to_device(torch.tensor(tokens), device),
+        to_device(torch.tensor(bias, dtype=torch.float32), device),
+    )
+
+
+def _penalty_entries(
+    rows: Sequence[SampleRow], penalized: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """rows, tokens, output counts and the three penalties, [entries] each: one entry per distinct
+    token of a row."""
+    at: list[int] = []
+    tokens: list[int] = []
+    counts: list[int] = []
+    settings: list[tuple[float, float, float]] = []
+    for index in penalized:
+        row = rows[index]
+        output = Counter(row.token_ids[row.num_prompt_tokens :])
+        seen = set(row.token_ids) if row.sampling.repetition_penalty != 1.0 else set(output)
+        at += [index] * len(seen)
+        tokens += seen
+        counts += [output[token] for token in seen]
+        s = row.sampling
+        settings += [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty)] * len(seen)
+    columns = to_device(torch.tensor(settings, dtype=torch.float32).reshape(-1, 3), device)
+    return (
+        to_device(torch.tensor(at, dtype=torch.int64), device),
+        to_device(torch.tensor(tokens, dtype=torch.int64), device),
+        to_device(torch.tensor(counts, dtype=torch.float32), device),
+        *columns.unbind(1),
+    )
+
+
+def _forbid(logits: torch.Tensor, rows: Sequence[SampleRow], masked: Sequence[int]) -> None:
+    """Apply the rows' `allowed` masks in place."""
+    masks = [rows[i].allowed or b"" for i in masked]
+    on_device = to_device(torch.from_numpy(forbidden_by(masks, logits.shape[-1])), logits.device)
+    if len(masked) == len(rows):
+        forbid(logits, on_device)
+        return
+    index = to_device(torch.tensor(masked), logits.device)
+    part = logits[index]
+    forbid(part, on_device)
+    logits.index_copy_(0, index, part)

@@ -1,0 +1,50 @@
+"""Which tokens a row may not choose. No torch: the oracle engine keeps to them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.interface import SampleRow
+
+
+def banned_tokens(row: SampleRow) -> frozenset[int]:
+    """Tokens that would complete a bad word, and stop tokens before min_tokens; none if no other is
+    allowed: then `row.allowed` alone holds, as in transformers."""
+    sampling = row.sampling
+    is_short = row.num_output_tokens < sampling.min_tokens
+    banned = sampling.stop_token_ids if is_short else frozenset[int]()
+    if sampling.bad_words:
+        banned = banned.union(_completing(sampling.bad_words, row.token_ids))
+    if row.allowed is None or not banned or _leaves_any(row.allowed, banned):
+        return banned
+    return frozenset()
+
+
+def _leaves_any(allowed: bytes, banned: Iterable[int]) -> bool:
+    """Whether a mask allows more tokens than are banned."""
+    bits = int.from_bytes(allowed, "little")
+    return bits.bit_count() > sum(bits >> token & 1 for token in banned)
+
+
+def _completing(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> Iterator[int]:
+    """The last token of each word whose other tokens are the last of `token_ids`."""
+    longest = max(map(len, words)) - 1
+    tail = tuple(token_ids[max(0, len(token_ids) - longest) :])
+    for word in words:
+        num_before = len(word) - 1
+        if tail[max(0, len(tail) - num_before) :] == tuple(word[:-1]):
+            yield word[-1]
+
+
+def forbidden_by(masks: Sequence[bytes], vocab_size: int) -> NDArray[np.bool_]:
+    """[masks, vocab]: what SampleRow.allowed masks forbid. Tokens past a mask's end are
+    forbidden."""
+    num_bytes = -(-vocab_size // 8)
+    packed = np.frombuffer(
+        b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks), dtype=np.uint8
+    ).reshape(len(masks), num_bytes)
+    bits = np.unpackbits(~packed, axis=1, count=vocab_size, bitorder="little")
+    return bits.view(np.bool_)

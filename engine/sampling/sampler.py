@@ -1,0 +1,170 @@
+"""Turn sample rows and their logits into samples: drawn on the device, had when they are asked
+for.
+
+Order, as in transformers: the edits of engine.sampling.edits, temperature, top_k, top_p, min_p,
+draw. A row takes part only in the steps that it asks for: its result does not depend on what other
+rows ask for. Log probabilities are those of the model, before all of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.types import Sample, TokenLogprobs
+from baton_kernels.host_copy import HostCopy, to_device
+from baton_kernels.sampling import NOT_FINITE, Draw, checked_argmax, draw_rows, is_broken
+from engine.interface import SampleRow
+from engine.sampling.beam_search import num_candidates
+from engine.sampling.edits import edit
+from engine.sampling.logprobs import (
+    ChosenLogprobs,
+    LikeliestLogprobs,
+    likeliest,
+    token_logprobs,
+)
+
+_MASK = (1 << 64) - 1
+#: What Draws.verdicts holds in place of a token.
+_BROKEN, _NOTHING = NOT_FINITE, -2
+
+
+class RowsError(ValueError):
+    """Nothing can be drawn for some rows."""
+
+    def __init__(self, reason: str, rows: Sequence[int]) -> None:
+        """rows: indices of the rows."""
+        super().__init__(reason)
+        self.rows = tuple(rows)
+
+
+class BrokenRowsError(RowsError):
+    """The model's logits are no numbers."""
+
+
+class NothingAllowedError(RowsError):
+    """No token may be chosen: what the requests forbid and demand leaves none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Tokens that were drawn, on their way from the device.
+
+    chosen: [rows] int64 on the device, in [0, vocab), of broken rows any.
+    verdicts: chosen, _BROKEN or _NOTHING. logprobs: of the rows that ask for some.
+    """
+
+    chosen: torch.Tensor
+    verdicts: HostCopy
+    logprobs: tuple[ChosenLogprobs | LikeliestLogprobs, ...]
+
+    def samples(self) -> list[Sample]:
+        """One per row, once they are here. Raises BrokenRowsError and NothingAllowedError."""
+        verdicts = self.verdicts.wait().tolist()
+        if min(verdicts, default=0) < 0:
+            _raise_of(verdicts)
+        if not self.logprobs:
+            return [Sample(token) for token in verdicts]
+        reported: dict[int, TokenLogprobs] = {}
+        for part in self.logprobs:
+            reported |= part.reported(verdicts)
+        return [_sample(token, reported.get(row)) for row, token in enumerate(verdicts)]
+
+
+def _raise_of(verdicts: Sequence[int]) -> None:
+    """Raise for the rows whose verdict is no token."""
+    if broken := [row for row, verdict in enumerate(verdicts) if verdict == _BROKEN]:
+        raise BrokenRowsError("the model's output is not finite", broken)
+    dead = [row for row, verdict in enumerate(verdicts) if verdict == _NOTHING]
+    raise NothingAllowedError("no token is left to choose", dead)
+
+
+def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
+    """One token per row of logits [rows, vocab] float32, which are not changed. Does not wait for
+    the device.
+
+    Either all rows score a token or none does.
+    """
+    if rows and rows[0].scored_token_id is not None:
+        scored = [0 if row.scored_token_id is None else row.scored_token_id for row in rows]
+        chosen = to_device(torch.tensor(scored), logits.device)
+        num_top = {i: row.sampling.prompt_logprobs for i, row in enumerate(rows)}
+        return _draws(logits, logits, chosen, token_logprobs(logits, chosen, num_top))
+    edited = edit(logits, rows)
+    if all(row.sampling.is_greedy for row in rows):
+        chosen, verdicts = checked_argmax(edited)
+    else:
+        chosen, verdicts = draw_rows(edited, [_draw_of(row) for row in rows])
+    reported = _reported(logits, edited, rows, chosen)
+    if edited is logits:
+        return Draws(chosen, HostCopy(verdicts), tuple(reported))
+    return _draws(logits, edited, chosen, reported)
+
+
+def _draw_of(row: SampleRow) -> Draw:
+    sampling = row.sampling
+    key = draw_key(sampling.seed, row.num_output_tokens, row.choice)
+    return Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, key)
+
+
+def _draws(
+    logits: torch.Tensor,
+    edited: torch.Tensor,
+    chosen: torch.Tensor,
+    logprobs: Sequence[ChosenLogprobs | LikeliestLogprobs],
+) -> Draws:
+    verdicts = chosen
+    if edited is not logits:
+        # A row that has chosen a forbidden token had no other.
+        is_dead = edited.gather(1, chosen[:, None])[:, 0].isneginf()
+        verdicts = verdicts.masked_fill(is_dead, _NOTHING)
+    verdicts = verdicts.masked_fill(is_broken(logits), _BROKEN)
+    return Draws(chosen, HostCopy(verdicts), tuple(logprobs))
+
+
+def _reported(
+    logits: torch.Tensor, edited: torch.Tensor, rows: Sequence[SampleRow], chosen: torch.Tensor
+) -> list[ChosenLogprobs | LikeliestLogprobs]:
+    """Log probabilities of the rows that ask for some, and what beams may go on with."""
+    if not any(row.sampling.logprobs >= 0 or row.sampling.beam is not None for row in rows):
+        return []
+    beams = {
+        i: num_candidates(r.sampling) for i, r in enumerate(rows) if r.sampling.beam is not None
+    }
+    wanted = {
+        i: r.sampling.logprobs
+        for i, r in enumerate(rows)
+        if r.sampling.logprobs >= 0 and i not in beams
+    }
+    return [*token_logprobs(logits, chosen, wanted), *likeliest(logits, edited, beams)]
+
+
+def _sample(token_id: int, logprobs: TokenLogprobs | None) -> Sample:
+    return Sample(logprobs.token_id if logprobs else token_id, logprobs)
+
+
+def draw_key(seed: int, num_output_tokens: int, choice: int) -> tuple[int, int]:
+    """Two signed 32-bit words for the draw of one position of one choice: what a token's choice
+    depends on besides its logits, and nothing else.
+
+    Numbers are taken modulo 2^64. Distinct triples give unrelated keys: each number is absorbed by
+    a bijective mix.
+    """
+    state = _mix(seed & _MASK)
+    state = _mix(state ^ _mix((num_output_tokens + 0x632BE59BD9B4E019) & _MASK))
+    state = _mix(state ^ _mix((choice + 0x9E6C63D0876A9A47) & _MASK))
+    return _signed(state & 0xFFFFFFFF), _signed(state >> 32)
+
+
+def _mix(x: int) -> int:
+    """A bijection of 64-bit words that spreads every bit over all."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word

@@ -1,0 +1,1 @@
+"""Decoders of our own over torch: parameters, steps, forward."""

@@ -1,0 +1,427 @@
+"""The forward of a decoder over a packed batch: prefill, decode and verification alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from baton_kernels.attention_backends import REFERENCE, AttentionBackend
+from baton_kernels.experts import GroupedLinear, combine, grouped_linear, route
+from baton_kernels.gated_activation import clamped_swiglu, geglu, swiglu
+from baton_kernels.kv_write import head_rows
+from baton_kernels.latent_kv_write import latent_kv_write
+from baton_kernels.layer import Attention, AttentionShape, Experts, LatentAttention, Mlp, Norm
+from baton_kernels.linear import Linear
+from baton_kernels.paged_attention import (
+    NO_TERMS,
+    AttentionPlan,
+    AttentionSlice,
+    ScoreTerms,
+)
+from baton_kernels.rms_norm import rms_norm
+from baton_kernels.rope_kv_write import rope_kv_write
+from engine.families.config import ModelConfig
+from engine.shard import Alone, Ranks
+from engine.torch.adapters import Adapter, AdapterLayer, LowRank
+from engine.torch.packed import PackedLayer, PackedParameters
+from engine.torch.rope import Rotation
+
+PackedNorm = Norm[torch.Tensor]
+#: By Mlp.activation, the op that makes one row of gate and up.
+GATES = {"silu": swiglu, "gelu_tanh": geglu, "clamped_silu": clamped_swiglu}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """A step's tokens one sequence after the other. All tensors on the engine's device.
+
+    token_ids, positions, first_rows [tokens] int64, the last as baton_kernels.kv_write.head_rows
+    takes them; slices: which tokens are of which sequence; sampled [rows] int64: the tokens whose
+    logits are wanted, in that order, with repeats, or None for all, once each.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    first_rows: torch.Tensor
+    slices: Sequence[AttentionSlice]
+    sampled: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The tokens of a step that one adapter is for: rows [tokens of it] int64 of the step's tokens,
+    and sampled of the sampled ones; an adapter is for no other's rows."""
+
+    adapter: Adapter
+    rows: torch.Tensor
+    sampled: torch.Tensor
+
+
+#: What is added to some rows of a layer's products.
+_Added = Sequence[tuple[AdapterLayer, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """What the layers of baton's own families need to know of a step. All on the engine's device.
+
+    token_ids, first_rows, sampled: see PackedTokens; rotations: by AttentionShape.rope, of the
+    model's dtype; plans by window; adapters: for some of the tokens; windowed: where windowed
+    layers' KV is, if apart from that of the others.
+    """
+
+    token_ids: torch.Tensor
+    rotations: tuple[Rotation, ...]
+    first_rows: torch.Tensor
+    plans: Mapping[int | None, AttentionPlan]
+    sampled: torch.Tensor | None
+    adapters: tuple[AdapterRows, ...] = ()
+    windowed: WindowedKv | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedKv:
+    """KV of windowed layers that lies apart from that of the others: pool, scales: of these layers
+    alone, in their order, as what the forward is given has that of the others alone; first_rows: of
+    the tokens in this pool, see PackedTokens."""
+
+    pool: torch.Tensor
+    scales: torch.Tensor | None
+    first_rows: torch.Tensor
+
+
+class LayerKv(NamedTuple):
+    """Where a layer's KV is: the layer's number in a pool and its scales, and the rows of the
+    step's tokens there as baton_kernels.kv_write takes them."""
+
+    pool: torch.Tensor
+    scales: torch.Tensor | None
+    number: int
+    rows: torch.Tensor
+
+
+class Watch:
+    """The sampled tokens' hidden states on their way through a forward, before some of its layers.
+
+    layers: in rising order; as many as the model has is what comes after the last, before the norm.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        self._states: list[torch.Tensor] = []
+
+    def add(self, hidden: torch.Tensor, sampled: torch.Tensor | None) -> None:
+        """Those before the next of the layers: a copy of hidden [tokens, hidden], or of the rows
+        `sampled`."""
+        self._states.append(hidden.clone() if sampled is None else hidden[sampled])
+
+    def take(self) -> torch.Tensor:
+        """[rows, layers * hidden], once the forward is over."""
+        return torch.cat(self._states, -1)
+
+
+class Decoder:
+    """Parameters and how to run them. Holds no state of any sequence: KV is in the pool that it is
+    given.
+
+    Of several ranks each has one of these, over its part of the parameters and a pool of its own
+    heads, and all are called alike.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: PackedParameters,
+        ranks: Ranks | None = None,
+        attention: AttentionBackend = REFERENCE,
+    ) -> None:
+        """config: with the heads that are here, Shard.attention_config. ranks: who else has parts
+        of the model; nobody if not given. attention: who made the plans of batches."""
+        self._attend = attention.attend
+        self._ranks: Ranks = ranks or Alone()
+        self._config = config
+        self._parameters = parameters
+        self.dtype = parameters.embeddings.dtype
+        """Of the weights, and of what is computed."""
+        self._grouped = {
+            index: _Grouped.of(layer.mlp)
+            for index, layer in enumerate(parameters.layers)
+            if isinstance(layer.mlp, Experts)
+        }
+        """What runs the experts of a layer, by its index."""
+        self._heads = {
+            index: _Heads.of(layer.attention)
+            for index, layer in enumerate(parameters.layers)
+            if isinstance(layer.attention, LatentAttention)
+        }
+        """What runs the linear layers of each head of latent attention, by the layer's index."""
+        scale = torch.tensor(config.traits.embedding_scale, dtype=self.dtype)
+        # Rounded to the model's type, as it was in training.
+        self._embedding_scale = scale.item()
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        pool: torch.Tensor,
+        layer_done: Callable[[int], None] | None = None,
+        scales: torch.Tensor | None = None,
+        watch: Watch | None = None,
+    ) -> torch.Tensor:
+        """Write the tokens' KV into `pool`, and `scales` if it has any, and into those of
+        `batch.windowed`; returns the sampled tokens' states [rows, hidden], which `logits` takes.
+        watch: gets those of other layers, too.
+
+        `layer_done` is called with each layer's index once the KV of that layer is written, by all
+        ranks: each rank gives a hook, or none does. After the last layer's KV only the sampled
+        tokens go on. When this returns, all ranks are done with the pool.
+        """
+        parameters, ranks = self._parameters, self._ranks
+        hidden = self.embed(batch.token_ids)
+        places = self._places(batch, pool, scales)
+        last = len(parameters.layers) - 1
+        for index, layer in enumerate(parameters.layers):
+            if watch is not None and index in watch.layers:
+                watch.add(hidden, batch.sampled)
+            added: _Added = [(each.adapter.layers[index], each.rows) for each in batch.adapters]
+            x = normed(layer.before_attention, hidden)
+            mixed = self._attention(index, layer, x, batch, places[index], layer_done, added)
+            if index == last and batch.sampled is not None:
+                hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
+                added = [(each.adapter.layers[index], each.sampled) for each in batch.adapters]
+            output, own = layer.attention.output, _of(added, _output)
+            hidden = self._add(output, ranks.gather(mixed), hidden, layer.after_attention, own)
+            hidden = self._mlp(index, layer, hidden, added)
+        if watch is not None and last + 1 in watch.layers:
+            watch.add(hidden, None)
+        return normed(parameters.norm, hidden)
+
+    def _places(
+        self, batch: PackedBatch, pool: torch.Tensor, scales: torch.Tensor | None
+    ) -> list[LayerKv]:
+        """Each layer's."""
+        rows, windows = head_rows(batch.first_rows, pool), self._config.windows
+        apart = batch.windowed
+        if apart is None:
+            return [LayerKv(pool, scales, index, rows) for index in range(len(windows))]
+        own_rows, numbers = head_rows(apart.first_rows, apart.pool), (count(), count())
+        return [
+            LayerKv(pool, scales, next(numbers[0]), rows)
+            if window is None
+            else LayerKv(apart.pool, apart.scales, next(numbers[1]), own_rows)
+            for window in windows
+        ]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """States [tokens, hidden] that the first layer takes."""
+        hidden = F.embedding(token_ids, self._parameters.embeddings)
+        return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[rows, vocab] float32 of states [rows, hidden], on rank 0; on others what they have of
+        it."""
+        part = self._parameters.lm_head(states, None, torch.float32)
+        cap = self._config.traits.logit_softcap
+        if cap is not None:
+            part = torch.tanh(part / cap) * cap
+        return self._ranks.gather_first(part, self._config.vocab_size)
+
+    def _attention(
+        self,
+        index: int,
+        layer: PackedLayer,
+        x: torch.Tensor,
+        batch: PackedBatch,
+        kv: LayerKv,
+        layer_done: Callable[[int], None] | None,
+        added: _Added = (),
+    ) -> torch.Tensor:
+        """The results of this rank's heads for x [tokens, hidden], side by side [tokens, heads * a
+        result's width], before the output layer."""
+        attention, shape = layer.attention, layer.attention.shape
+        pool, scales, number, rows = kv
+        cos, sin = batch.rotations[shape.rope]
+        if isinstance(attention, Attention):
+            query, key, value = _fused_heads(attention, x, _of(added, _qkv))
+            norms = _own_norm(attention.q_norm, shape), _own_norm(attention.k_norm, shape)
+            query, key = rope_kv_write(
+                query, key, value, cos, sin, pool, number, rows, scales, *norms
+            )
+            terms = ScoreTerms(shape.softcap, attention.sinks)
+        else:
+            absorbed, turned = self._heads[index].queries(attention, x)
+            latent, norm = attention.latent(x), attention.latent_norm
+            query, key = latent_kv_write(
+                absorbed, turned, latent, norm, cos, sin, pool, number, rows, scales
+            )
+            value, terms = key[..., : absorbed.shape[2]], NO_TERMS
+        if layer_done is not None:
+            self._ranks.meet()
+            layer_done(index)
+        plan = batch.plans[shape.window]
+        mixed = self._attend(query, key, value, pool, number, plan, scales, terms)
+        if isinstance(attention, LatentAttention):
+            return self._heads[index].results(mixed)
+        return mixed.flatten(1)
+
+    def _mlp(
+        self, index: int, layer: PackedLayer, hidden: torch.Tensor, added: _Added = ()
+    ) -> torch.Tensor:
+        x = normed(layer.before_mlp, hidden)
+        if isinstance(layer.mlp, Experts):
+            return self._experts(layer.mlp, self._grouped[index], x, hidden, layer.after_mlp)
+        inner = self._gated(layer.mlp, x, _of(added, _gate_up))
+        return self._add(layer.mlp.down, inner, hidden, layer.after_mlp, _of(added, _down))
+
+    def _gated(self, mlp: Mlp[Linear], x: torch.Tensor, own: _Own = ()) -> torch.Tensor:
+        """What goes into the MLP's last layer, whole on every rank."""
+        gate_up = _adapted(mlp.gate_up(x), x, own)
+        return self._ranks.gather(GATES[mlp.activation](gate_up))
+
+    def _experts(
+        self,
+        mlp: Experts[Linear, torch.Tensor],
+        grouped: _Grouped,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        after: PackedNorm | None,
+    ) -> torch.Tensor:
+        ranks = self._ranks
+        seen = x.float() if mlp.routing.is_sigmoid else x
+        chosen, weights = route(mlp.router(seen, None, torch.float32), mlp.bias, mlp.routing)
+        inner = grouped_linear(x, chosen, grouped.gate_up, mlp.routing.num_chosen)
+        inner = ranks.gather(GATES[mlp.experts[0].activation](inner))
+        parts = grouped_linear(inner, chosen, grouped.down, 1)
+        shared = None if mlp.shared is None else mlp.shared.down(self._gated(mlp.shared, x))
+        if after is None:
+            return ranks.gather(combine(parts, weights, shared, ranks.own(hidden)))
+        return hidden + normed(after, ranks.gather(combine(parts, weights, shared, None)))
+
+    def _add(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        after: PackedNorm | None,
+        own: _Own = (),
+    ) -> torch.Tensor:
+        """hidden + after(linear(x)), whole on every rank; it may be in hidden's memory."""
+        ranks = self._ranks
+        if after is None:
+            return ranks.gather(_adapted(linear(x, ranks.own(hidden)), x, own))
+        return hidden + normed(after, ranks.gather(_adapted(linear(x), x, own)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    """The experts of a layer."""
+
+    gate_up: GroupedLinear
+    down: GroupedLinear
+
+    @classmethod
+    def of(cls, mlp: Experts[Linear, torch.Tensor]) -> _Grouped:
+        gate_ups = [expert.gate_up for expert in mlp.experts]
+        return cls(GroupedLinear(gate_ups), GroupedLinear([expert.down for expert in mlp.experts]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The linear layers of each head of latent attention. A row's result depends on it alone, as
+    that of a mixture's experts does, which these are run as."""
+
+    keys: GroupedLinear
+    values: GroupedLinear
+
+    @classmethod
+    def of(cls, attention: LatentAttention[Linear, torch.Tensor]) -> _Heads:
+        return cls(GroupedLinear(attention.keys), GroupedLinear(attention.values))
+
+    def queries(
+        self, attention: LatentAttention[Linear, torch.Tensor], x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x [tokens, hidden], as they meet latents, and what is to be rotated: [tokens, heads,
+        rank] and [tokens, heads, rope_dim]."""
+        down = attention.query_down
+        low = x if down is None else normed(attention.query_norm, down(x))
+        heads = attention.query(low).view(len(x), attention.shape.num_heads, -1)
+        plain, turned = heads.split_with_sizes((self.keys.num_in, attention.rope_dim), dim=2)
+        return self._grouped(plain, self.keys), turned
+
+    def results(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Of sums over latents [tokens, heads, rank]: [tokens, heads * value_dim]."""
+        return self._grouped(mixed, self.values).flatten(1)
+
+    def _grouped(self, x: torch.Tensor, layers: GroupedLinear) -> torch.Tensor:
+        """x [tokens, heads, num_in], each head by its own layer -> [tokens, heads, num_out]."""
+        tokens, heads, num_in = x.shape
+        head = torch.arange(heads, dtype=torch.int32, device=x.device).repeat(tokens)
+        return grouped_linear(x.reshape(-1, num_in), head, layers, 1).view(tokens, heads, -1)
+
+
+def _fused_heads(
+    attention: Attention[Linear, torch.Tensor], x: torch.Tensor, own: _Own
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], not yet
+    rotated, nor normed head by head."""
+    shape = attention.shape
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    fused = _adapted(attention.qkv(x), x, own).view(-1, heads + 2 * kv_heads, shape.head_dim)
+    query, key, value = fused.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+    query, key = _norm_all(attention.q_norm, query), _norm_all(attention.k_norm, key)
+    return query, key, value
+
+
+#: What is added to some rows of one product, where anything is.
+_Own = Sequence[tuple[LowRank, torch.Tensor]]
+
+
+def _of(added: _Added, part: Callable[[AdapterLayer], LowRank | None]) -> _Own:
+    found = ((part(layer), rows) for layer, rows in added)
+    return [(own, rows) for own, rows in found if own is not None]
+
+
+def _adapted(y: torch.Tensor, x: torch.Tensor, own: _Own) -> torch.Tensor:
+    """y [rows, num_out] with what adapters make of their rows of x [rows, num_in] added, in
+    place."""
+    for low_rank, rows in own:
+        y[rows] = low_rank.add(x[rows], y[rows])
+    return y
+
+
+def _qkv(layer: AdapterLayer) -> LowRank | None:
+    return layer.attention.qkv if isinstance(layer.attention, Attention) else None
+
+
+def _output(layer: AdapterLayer) -> LowRank | None:
+    return layer.attention.output
+
+
+def _gate_up(layer: AdapterLayer) -> LowRank | None:
+    return layer.mlp.gate_up if isinstance(layer.mlp, Mlp) else None
+
+
+def _down(layer: AdapterLayer) -> LowRank | None:
+    return layer.mlp.down if isinstance(layer.mlp, Mlp) else None
+
+
+def _norm_all(norm: PackedNorm | None, heads: torch.Tensor) -> torch.Tensor:
+    """heads [tokens, heads, head_dim], by a norm of all of them together, if this is one: see
+    Attention."""
+    if norm is not None and len(norm.weight) > heads.shape[2]:
+        return normed(norm, heads.flatten(1)).view(heads.shape)
+    return heads
+
+
+def _own_norm(norm: PackedNorm | None, shape: AttentionShape) -> PackedNorm | None:
+    """The norm, if it is of each head by itself."""
+    return norm if norm is not None and len(norm.weight) == shape.head_dim else None
+
+
+def normed(norm: PackedNorm | None, x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, hidden] after the norm, or as it is where there is none."""
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps)

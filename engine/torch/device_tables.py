@@ -1,0 +1,93 @@
+"""Block tables in a device's memory: a row for each of the sequences that ran last, and of each row
+a step sends what is not there yet."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton_kernels.host_copy import to_device
+from baton_kernels.paged_attention import PlacedTables
+from engine.kv.pool import BlockTable
+
+
+@dataclass(slots=True)
+class _Row:
+    """What row `index` holds: the first num_sent entries of `source`, as of num_rewrites. It keeps
+    the table alive, so that no other one gets its id."""
+
+    index: int
+    source: Sequence[int]
+    num_rewrites: int = -1
+    num_sent: int = 0
+
+
+def table_width(max_model_len: int, block_size: int) -> int:
+    """Blocks of the longest sequence."""
+    return -(-max_model_len // block_size)
+
+
+def table_bytes(num_rows: int, width: int) -> int:
+    """What DeviceTables take on the device."""
+    return num_rows * width * 4
+
+
+class DeviceTables:
+    """entries: [num_rows * width] int32 on the device, width entries of each row.
+
+    A table that is a BlockTable is sent once, entry by entry as it grows; of any other nobody knows
+    what changed, so that it is sent whole. Driven by one thread.
+    """
+
+    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
+        """num_rows: most sequences of a step. width: blocks of the longest one."""
+        self.entries = torch.zeros(num_rows * width, dtype=torch.int32, device=device)
+        self._num_rows = num_rows
+        self._width = width
+        self._free = list(range(num_rows))
+        self._rows: OrderedDict[int, _Row] = OrderedDict()
+        """By the table's id, least recently used first."""
+
+    def place(self, tables: Sequence[Sequence[int]]) -> list[int]:
+        """Where each table begins in `entries`, from what the device is given next on: at most
+        num_rows tables, none of them twice. Entries past the width are not needed, and not
+        there."""
+        for table in tables:
+            if id(table) in self._rows:
+                self._rows.move_to_end(id(table))
+        places, ids = array("q"), array("q")
+        begins = []
+        for table in tables:
+            row = self._rows.get(id(table)) or self._take(table)
+            begin = row.index * self._width
+            end = min(len(table), self._width)
+            is_grown = isinstance(table, BlockTable) and row.num_rewrites == table.num_rewrites
+            first = row.num_sent if is_grown else 0
+            if first < end:
+                places.extend(range(begin + first, begin + end))
+                ids.extend(table[first:end])
+                row.num_sent = end
+                if isinstance(table, BlockTable):
+                    row.num_rewrites = table.num_rewrites
+            begins.append(begin)
+        if places:
+            sent = to_device(torch.frombuffer(places + ids, dtype=torch.int64), self.entries.device)
+            self.entries[sent[: len(places)]] = sent[len(places) :].to(torch.int32)
+        return begins
+
+    def placed(self, tables: Sequence[Sequence[int]]) -> PlacedTables | None:
+        """The tables of a step, and where they are; None if there are more of them than rows."""
+        if len(tables) > self._num_rows:
+            return None
+        return PlacedTables(self.entries, self.place(tables))
+
+    def _take(self, table: Sequence[int]) -> _Row:
+        """A row for a table that has none: a free one, or that of the table that is unused for
+        longest, which is none of this step unless there are more than rows."""
+        index = self._free.pop() if self._free else self._rows.popitem(last=False)[1].index
+        row = self._rows[id(table)] = _Row(index, table)
+        return row

@@ -1,0 +1,87 @@
+"""A rank that follows: its part of the model, and what it does on each command.
+
+On the socket to rank 0 first comes a line, see RankSpec; when the rank has loaded, it answers with
+a line, {"digest": ...}; then come commands.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.kv.tensors.ranks import pool_memories, rank_memory, rank_pool
+from engine.ranks.commands import LogitsCommand, StepCommand, read_commands
+from engine.ranks.rank_spec import RankSpec
+from engine.ranks.segment import map_segment
+from engine.ranks.shared_ranks import SharedRanks
+from engine.torch.decoder import Decoder
+from engine.torch.load import load_parameters
+from engine.torch.rope import make_rope
+from engine.torch.step import NOT_APART, WindowedStep, pack_batch
+from engine.torch.weights import ShardProgress
+
+_CPU = torch.device("cpu")
+
+
+def follow(control: socket.socket) -> None:
+    """Be a rank until rank 0 closes its end. Raises ModelError if loading fails, and whatever a
+    step raises."""
+    with control.makefile("rb") as stream, torch.inference_mode():
+        rank = Rank(RankSpec.from_line(stream.readline()))
+        control.sendall(json.dumps({"digest": rank.digest}).encode() + b"\n")
+        for command in read_commands(stream):
+            rank.follow(command)
+
+
+class Rank:
+    """Driven by one thread."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        """Load. Raises ModelError."""
+        torch.set_num_threads(spec.num_threads)
+        whole, shard = spec.config, spec.shard
+        dtype = getattr(torch, spec.dtype)
+        memories = pool_memories(map_segment(spec.kv_fd), spec.pools, spec.size)
+        meeting = map_segment(spec.meeting_fd)
+        self._pools = []
+        for memory, pool in zip(memories, spec.pools, strict=True):
+            # Each rank touches its own pages: they lie near it, and no step pays for it.
+            rank_memory(memory, pool.layout, pool.num_blocks, shard).zero_()
+            self._pools.append(rank_pool(memory, pool.layout, pool.num_blocks, shard))
+        parameters, self.digest = load_parameters(
+            Path(spec.folder), whole, dtype, _CPU, _untold, shard
+        )
+        ranks = SharedRanks(meeting, shard, spec.staging_bytes)
+        self._config = shard.attention_config(whole)
+        self._decoder = Decoder(self._config, parameters, ranks)
+        self._rope = make_rope(whole, spec.max_model_len, _CPU)
+        self._states = torch.empty(0)
+
+    def follow(self, command: StepCommand | LogitsCommand) -> None:
+        """Do as rank 0 does."""
+        if isinstance(command, LogitsCommand):
+            self._decoder.logits(self._states[torch.tensor(command.rows)])
+        else:
+            self._states = self._step(command, _meet_only if command.is_told else None)
+
+    def _step(self, command: StepCommand, layer_done: Callable[[int], None] | None) -> torch.Tensor:
+        (pool, *apart), decoder = self._pools, self._decoder
+        windowed = NOT_APART
+        if apart:
+            windowed = WindowedStep(command.tables, apart[0].tensor, apart[0].scales)
+        packed = pack_batch(
+            command.batch, self._config, self._rope, pool.tensor, decoder.dtype, apart=windowed
+        )
+        return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
+
+
+def _meet_only(_layer: int) -> None:
+    """Rank 0 reports the layer."""
+
+
+def _untold(_: ShardProgress) -> None:
+    """Rank 0 shows how loading goes on."""

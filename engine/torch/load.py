@@ -1,0 +1,71 @@
+"""From a checkpoint's folder to parameters that run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from baton_kernels.linear import keeps_float8, keeps_levels
+from engine.families.config import ModelConfig
+from engine.quantization.weight import Float8Weight, StoredWeight
+from engine.shard import WHOLE, Shard
+from engine.torch.packed import PackedParameters, pack_parameters
+from engine.torch.parameters import empty_parameters
+from engine.torch.weights import Loaded, ProgressHook, load_weights, terminal_progress
+
+
+def keeps_stored_levels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the checkpoint's linear layers run as the levels or codes that it has."""
+    stored = config.quantization
+    if stored is None:
+        return False
+    if stored.kind == "float":
+        num_in = config.hidden_size
+        return keeps_float8(device, dtype, num_in, stored.group_size or num_in)
+    return keeps_levels(device, dtype, stored.bits, stored.group_size or config.hidden_size)
+
+
+def keeps_as_stored(dtype: torch.dtype, device: torch.device) -> Callable[[StoredWeight], bool]:
+    """Whether a linear layer's weight runs as it is stored, for load_weights."""
+
+    def keeps(weight: StoredWeight) -> bool:
+        if isinstance(weight, Float8Weight):
+            return keeps_float8(device, dtype, weight.shape[1], weight.group_size)
+        return keeps_levels(device, dtype, weight.bits, weight.group_size)
+
+    return keeps
+
+
+def load_parameters(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: ProgressHook | None = None,
+    shard: Shard = WHOLE,
+    *,
+    batch_invariant: bool = False,
+) -> tuple[PackedParameters, str]:
+    """A rank's parameters, ready to run, and the digest of the whole checkpoint.
+
+    batch_invariant: see pack_parameters. progress: sees each tensor read; by default there is a bar
+    on a terminal. Files are mapped: what a rank does not keep takes no memory of its own. Raises
+    ModelError.
+    """
+    # Dense linear layers that nobody fills cost nothing in the host's memory, but would in a GPU's.
+    of_linears = torch.device("cpu") if keeps_stored_levels(config, dtype, device) else device
+    parameters = empty_parameters(config, dtype, device, shard, of_linears)
+    keeps = keeps_as_stored(dtype, device)
+
+    def load(hook: ProgressHook) -> Loaded:
+        return load_weights(folder, parameters, hook, config.quantization, keeps)
+
+    if progress is not None:
+        loaded = load(progress)
+    else:
+        with terminal_progress() as show:
+            loaded = load(show)
+    packed = pack_parameters(parameters, loaded.quantized, batch_invariant=batch_invariant)
+    return packed, loaded.digest

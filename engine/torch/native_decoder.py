@@ -1,0 +1,120 @@
+"""The decoder over the native CPU kernels: its layers in a few calls instead of nine for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from baton_kernels.attention_backends import REFERENCE, AttentionBackend
+from baton_kernels.cpu.layers import (
+    NUM_STAGES,
+    NativeLayer,
+    NativeLayers,
+    RunningLayers,
+    Step,
+    StepKv,
+    can_run,
+    native_layer,
+)
+from baton_kernels.cpu.paged_attention import AttentionPlan
+from engine.families.config import ModelConfig
+from engine.shard import Ranks
+from engine.torch.decoder import Decoder, PackedBatch, Watch
+from engine.torch.packed import PackedParameters
+
+
+def make_decoder(
+    config: ModelConfig,
+    parameters: PackedParameters,
+    pool_dtype: torch.dtype,
+    ranks: Ranks,
+    attention: AttentionBackend = REFERENCE,
+) -> Decoder:
+    """The fastest decoder for where the parameters are. All give the same, to the bit where both
+    run native kernels.
+
+    config, ranks, attention: see Decoder. Several ranks meet within a layer, so that they run it
+    operation by operation, and so do layers whose attention somebody else computes.
+    """
+    embeddings = parameters.embeddings
+    if attention is not REFERENCE:
+        return Decoder(config, parameters, ranks, attention)
+    is_alone = ranks.shard.size == 1 and embeddings.device.type == "cpu"
+    if not is_alone or not can_run(embeddings.dtype, pool_dtype, config.head_dim):
+        return Decoder(config, parameters, ranks)
+    layers = [native_layer(layer) for layer in parameters.layers]
+    known = [layer for layer in layers if layer is not None]
+    if len(known) < len(layers):
+        return Decoder(config, parameters, ranks)
+    return NativeDecoder(config, parameters, known)
+
+
+class NativeDecoder(Decoder):
+    """See make_decoder."""
+
+    def __init__(
+        self, config: ModelConfig, parameters: PackedParameters, layers: Sequence[NativeLayer]
+    ) -> None:
+        super().__init__(config, parameters)
+        self._layers = NativeLayers(layers, parameters.norm)
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        pool: torch.Tensor,
+        layer_done: Callable[[int], None] | None = None,
+        scales: torch.Tensor | None = None,
+        watch: Watch | None = None,
+    ) -> torch.Tensor:
+        """See Decoder.forward. Tokens with adapters go operation by operation."""
+        if batch.adapters:
+            return super().forward(batch, pool, layer_done, scales, watch)
+        config = self._config
+        hidden = self.embed(batch.token_ids)
+        mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
+        cos, sin = batch.rotations[0]
+        # Native ones, as `can_run` holds.
+        plans = cast(Mapping[int | None, AttentionPlan], batch.plans)
+        apart = batch.windowed
+        windowed = StepKv(apart.pool, apart.scales, apart.first_rows) if apart else None
+        step = Step(StepKv(pool, scales, batch.first_rows), cos, sin, plans, windowed)
+        max_rows = 0 if batch.sampled is None else len(batch.sampled)
+        running = self._layers.begin(hidden, mixed, step, max_rows)
+        end = config.num_layers * NUM_STAGES
+        first = 0
+        if watch is not None:
+            for layer in watch.layers:
+                if layer == config.num_layers:
+                    break
+                _run_to(running, first, layer * NUM_STAGES, layer_done)
+                first = layer * NUM_STAGES
+                watch.add(hidden, batch.sampled)
+        _run_to(running, first, end - 1, layer_done)
+        if batch.sampled is not None:
+            hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
+            running.goes_on_with(hidden, mixed)
+        if watch is not None and config.num_layers in watch.layers:
+            running.run(end - 1, end)
+            watch.add(hidden, None)
+            running.run(end, end + 1)
+            return hidden
+        # With the norm after the last layer.
+        running.run(end - 1, end + 1)
+        return hidden
+
+
+def _run_to(
+    running: RunningLayers, first: int, end: int, layer_done: Callable[[int], None] | None
+) -> None:
+    """Stages from `first`, which begins a layer, up to `end`, stopping to report where a layer's KV
+    is written."""
+    if layer_done is None:
+        running.run(first, end)
+        return
+    for after_kv in range(first + 1, end, NUM_STAGES):
+        running.run(first, after_kv)
+        layer_done(after_kv // NUM_STAGES)
+        first = after_kv
+    running.run(first, end)

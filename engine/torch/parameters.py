@@ -1,0 +1,221 @@
+"""A decoder's parameters, fused as the forward wants them, before they are packed, and where each
+tensor of a checkpoint goes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import torch
+
+from baton_kernels.layer import Layer, Norm
+from engine.families.config import ModelConfig
+from engine.families.layers import (
+    LinearSpec,
+    Source,
+    VectorSpec,
+    describe_layers,
+    describe_norm,
+    describe_output,
+)
+from engine.shard import WHOLE, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x weight^T + bias; weight [out, in], bias [out] or none."""
+
+    spec: LinearSpec
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def targets(self) -> Iterator[tuple[str, Target]]:
+        """What a fused one is made of, by the names of tensors in a checkpoint. They are views."""
+        at = 0
+        for name, group in groupby(self.spec.sources, key=lambda source: source.name):
+            sources = tuple(group)
+            end = at + sum(len(source.rows) for source in sources)
+            yield f"{name}.weight", Target(self.weight[at:end], sources)
+            if self.bias is not None:
+                yield f"{name}.bias", Target(self.bias[at:end], sources)
+            at = end
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """numbers [size]."""
+
+    spec: VectorSpec
+    numbers: torch.Tensor
+
+    def target(self) -> tuple[str, Target]:
+        """By the name of its tensor in a checkpoint."""
+        return self.spec.name, Target(self.numbers, (self.spec.source,), self.spec.offset)
+
+
+DenseLayer = Layer[Linear, Vector]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a tensor of a checkpoint goes: `tensor` has the rows that the sources give, one below
+    the other. offset: added to what the checkpoint has."""
+
+    tensor: torch.Tensor
+    sources: tuple[Source, ...]
+    offset: float = 0.0
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor in the checkpoint."""
+        return torch.Size((self.sources[0].num_rows, *self.tensor.shape[1:]))
+
+    def fill(self, whole: torch.Tensor) -> None:
+        """Take the rows from the checkpoint's tensor."""
+        at = 0
+        for source in self.sources:
+            rows = source.take(whole)
+            # Out of page-locked memory a copy to a GPU runs while the next tensor is taken; torch
+            # keeps such memory until the copy is done.
+            self.tensor[at : at + len(rows)].copy_(rows, non_blocking=True)
+            at += len(rows)
+        if self.offset:
+            self.tensor.add_(self.offset)
+
+
+class Fillable(Protocol):
+    """What is read of a checkpoint. has_stacked_experts: whether that has experts as
+    engine.torch.stacked_experts says."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def has_stacked_experts(self) -> bool: ...
+
+    def targets(self) -> Iterator[tuple[str, Target]]:
+        """Each tensor that a checkpoint must have, and the memory that it is to fill; some have
+        several."""
+        ...
+
+    def linear_names(self) -> frozenset[str]:
+        """The linear layers of the checkpoint that may be quantised, by name."""
+        ...
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor that is no target is rightly in the checkpoint."""
+        ...
+
+
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """All parameters of a rank; a Fillable. lm_head's weight [vocab, hidden] is of embeddings
+    itself where they are tied.
+
+    layers: a list, because packing takes them out of it one by one. unused_layers: which the
+    checkpoint has besides, for other uses.
+    """
+
+    embeddings: torch.Tensor
+    layers: list[DenseLayer]
+    norm: Norm[Vector]
+    lm_head: Linear
+    is_tied: bool
+    has_stacked_experts: bool = False
+    unused_layers: range = range(0)
+
+    @property
+    def device(self) -> torch.device:
+        """Of what is not packed."""
+        return self.embeddings.device
+
+    def targets(self) -> Iterator[tuple[str, Target]]:
+        """See Fillable."""
+        yield "model.embed_tokens.weight", whole_target(self.embeddings)
+        yield self.norm.weight.target()
+        if not self.is_tied:
+            yield from self.lm_head.targets()
+        for layer in self.layers:
+            yield from layer_targets(layer)
+
+    def linear_names(self) -> frozenset[str]:
+        """See Fillable."""
+        linears = [linear for layer in self.layers for linear in layer.linears]
+        return quantizable_names(linears if self.is_tied else [*linears, self.lm_head])
+
+    def ignores(self, name: str) -> bool:
+        """See Fillable."""
+        layer = _OF_LAYER.match(name)
+        is_unused = layer is not None and int(layer[1]) in self.unused_layers
+        return is_unused or (self.is_tied and name == "lm_head.weight")
+
+
+def layer_targets(layer: DenseLayer) -> Iterator[tuple[str, Target]]:
+    """See Fillable.targets."""
+    for vector in layer.vectors:
+        yield vector.target()
+    for linear in layer.linears:
+        yield from linear.targets()
+
+
+def quantizable_names(linears: Iterable[Linear]) -> frozenset[str]:
+    """See Fillable.linear_names."""
+    specs = [linear.spec for linear in linears]
+    return frozenset(name for spec in specs if not spec.is_router for name in spec.names)
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyTensors:
+    """Makes what is to be filled. dtype: of all that is not wide; of_linears: where linear layers
+    are, but routers, until they are packed; device: of the rest."""
+
+    dtype: torch.dtype
+    device: torch.device
+    of_linears: torch.device
+
+    def linear(self, spec: LinearSpec) -> Linear:
+        of = torch.float32 if spec.is_wide else self.dtype
+        on = self.device if spec.is_router else self.of_linears
+        bias = torch.empty(spec.num_out, device=on, dtype=of) if spec.has_bias else None
+        return Linear(spec, torch.empty(spec.num_out, spec.num_in, device=on, dtype=of), bias)
+
+    def vector(self, spec: VectorSpec) -> Vector:
+        of = torch.float32 if spec.is_wide else self.dtype
+        return Vector(spec, torch.empty(len(spec.source.rows), device=self.device, dtype=of))
+
+
+def empty_parameters(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard = WHOLE,
+    of_linears: torch.device | None = None,
+) -> Parameters:
+    """Parameters of the config's shapes, as many of them as the rank holds, not yet filled.
+
+    of_linears: where linear layers are until they are packed, if not on `device`.
+    """
+    empty = EmptyTensors(dtype, device, of_linears or device)
+    layers = [spec.map(empty.linear, empty.vector) for spec in describe_layers(config, shard)]
+    embeddings = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+    output = describe_output(config, shard)
+    if config.is_tied:
+        lm_head = Linear(output, output.sources[0].take(embeddings), None)
+    else:
+        lm_head = empty.linear(output)
+    norm = describe_norm(config).map(empty.vector)
+    experts = config.traits.experts
+    is_stacked = experts is not None and experts.is_stacked
+    unused = range(config.num_layers, config.num_layers + config.traits.num_unused_layers)
+    return Parameters(embeddings, layers, norm, lm_head, config.is_tied, is_stacked, unused)
+
+
+def whole_target(tensor: torch.Tensor) -> Target:
+    """As the checkpoint has it."""
+    return Target(tensor, (Source("", range(len(tensor)), len(tensor)),))

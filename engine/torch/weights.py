@@ -1,0 +1,463 @@
+"""Fill a decoder's parameters from a checkpoint's safetensors, while threads read ahead and digest
+what is read."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from baton.errors import MissingTensor, ModelError, TensorMismatch
+from baton.start_log import report_phase
+from engine.checkpoint import find_shards
+from engine.memory_plan import format_bytes
+from engine.quantization.config import QuantizationConfig
+from engine.quantization.decode import layer_of_scheme
+from engine.quantization.pending import PLAIN, PendingLayers
+from engine.quantization.weight import StoredWeight, stack
+from engine.torch.parameters import Fillable, Target
+from engine.torch.stacked_experts import StackedExperts
+
+_log = logging.getLogger(__name__)
+
+#: Tensors that old checkpoints hold and nobody reads.
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$")
+
+#: Several, because a disk gives more to many that ask than to one.
+NUM_READERS = 8
+#: What is read ahead of the tensor that is taken. Mapped files cost no memory of their own, but
+#: page-locked copies do.
+_AHEAD_BYTES = 4 << 30
+_REPORT_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardProgress:
+    """Where loading stands: `done_bytes` of `num_bytes` of shard `index` (from 0) of
+    `num_shards`."""
+
+    name: str
+    index: int
+    num_shards: int
+    done_bytes: int
+    num_bytes: int
+
+
+ProgressHook = Callable[[ShardProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """digest: of every tensor read, by name, type and bytes. quantized: by layer, weights that were
+    kept as they are stored."""
+
+    digest: str
+    quantized: dict[str, StoredWeight]
+
+
+def load_weights(
+    folder: Path,
+    parameters: Fillable,
+    progress: ProgressHook | None = None,
+    quantization: QuantizationConfig | None = None,
+    keeps: Callable[[StoredWeight], bool] = lambda _: False,
+) -> Loaded:
+    """Fill `parameters` from `folder`. Quantised weights go there dequantised, but for those that
+    `keeps` wants as they are.
+
+    Raises MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
+    """
+    filling = _Filling(parameters, quantization, keeps)
+    pins = parameters.device.type == "cuda"
+    digest = _read_shards(folder, filling.taker_of, progress, pins)
+    return Loaded(digest, filling.finish(folder))
+
+
+def digest_checkpoint(folder: Path, progress: ProgressHook | None = None) -> str:
+    """As Loaded.digest, of all tensors in `folder`. Raises UnsafeCheckpoint, ModelError."""
+
+    def taker_of(*_: object) -> Take:
+        """The digest is all that is wanted."""
+        return lambda _: None
+
+    return _read_shards(folder, taker_of, progress)
+
+
+def read_dequantized(
+    folder: Path,
+    quantization: QuantizationConfig,
+    dtype: torch.dtype,
+    transposed: AbstractSet[str],
+    progress: ProgressHook | None = None,
+) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of the dense checkpoint that the one in `folder` stands for, by name: weights of
+    quantised layers in `dtype`, all others as they are; and the digest, as Loaded.digest.
+
+    transposed: last parts of the names of layers whose dense weight is [in, out]. Raises
+    MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
+    """
+    names = (stored.name for stored in _stored_tensors(list(find_shards(folder))))
+    layers = frozenset(filter(None, (layer_of_scheme(name, quantization) for name in names)))
+    pending, dense = PendingLayers(quantization, layers), dict[str, torch.Tensor]()
+
+    def take(name: str, path: Path, tensor: torch.Tensor) -> None:
+        whole = _add_piece(pending, name, path, tensor)
+        if whole is not None:
+            layer, weight = whole
+            wide = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+            is_transposed = layer.rpartition(".")[2] in transposed
+            own = wide.t().contiguous() if is_transposed else wide
+            dense[f"{layer}.weight"] = own.to(dtype)
+
+    def keep(name: str, path: Path, tensor: torch.Tensor) -> None:
+        if tensor.is_floating_point() or name.endswith(".weight"):
+            _check_dtype(name, tensor, path)
+        dense[name] = tensor
+
+    def taker_of(name: str, tensor: torch.Tensor, path: Path) -> Take | None:
+        if pending.takes(name, tensor.dtype):
+            return partial(take, name, path)
+        return None if pending.is_unused(name) else partial(keep, name, path)
+
+    digest = _read_shards(folder, taker_of, progress)
+    _refuse_unfinished(folder, pending)
+    return dense, digest
+
+
+#: Takes what was read of a tensor.
+Take = Callable[[torch.Tensor], None]
+#: Of a tensor's name, the mapped tensor and its shard, what takes it; None for one that is rightly
+#: not read.
+TakerOf = Callable[[str, torch.Tensor, Path], Take | None]
+#: From a mapped tensor to one in memory, and its digest.
+Read = Callable[[torch.Tensor], tuple[torch.Tensor, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of shard `index` at `path`, mapped."""
+
+    index: int
+    path: Path
+    name: str
+    tensor: torch.Tensor
+
+
+def _read_shards(
+    folder: Path, taker_of: TakerOf, progress: ProgressHook | None, pins: bool = False
+) -> str:
+    """Give each tensor that somebody takes, in order, while threads read and digest those after it.
+    pins: into page-locked memory, from which a GPU copies at the speed of its link. Returns the
+    digest of all that were taken."""
+    shards = list(find_shards(folder))
+    sizes = [path.stat().st_size for path in shards]
+    done = [0] * len(shards)
+    digests: dict[str, str] = {}
+    read = partial(_read, pins=pins)
+    at = 0
+
+    def show(index: int) -> None:
+        if progress:
+            path = shards[index]
+            progress(ShardProgress(path.name, index, len(shards), done[index], sizes[index]))
+
+    def finish(end: int) -> None:
+        for index in range(at, end):
+            done[index] = sizes[index]
+            show(index)
+
+    for stored, take, (tensor, digest) in read_ahead(_stored_tensors(shards), taker_of, read):
+        finish(stored.index)
+        at = stored.index
+        take(tensor)
+        digests[stored.name] = digest
+        done[at] += tensor.nbytes
+        show(at)
+    finish(len(shards))
+    return _total(digests)
+
+
+def _stored_tensors(shards: Sequence[Path]) -> Iterator[StoredTensor]:
+    """Raises ModelError."""
+    for index, path in enumerate(shards):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as shard:
+                for name in sorted(shard.keys()):
+                    yield StoredTensor(index, path, name, shard.get_tensor(name))
+        except SafetensorError as error:
+            raise ModelError(
+                f"{path}: not a whole safetensors file ({error}); fetch it again"
+            ) from error
+
+
+def read_ahead(
+    stored: Iterable[StoredTensor], taker_of: TakerOf, read: Read
+) -> Iterator[tuple[StoredTensor, Take, tuple[torch.Tensor, str]]]:
+    """Those that somebody takes, in order, each with what was read of it and its digest. read:
+    called in one of several threads."""
+    waiting: deque[tuple[StoredTensor, Take, Future[tuple[torch.Tensor, str]]]] = deque()
+    num_bytes = 0
+    readers = ThreadPoolExecutor(NUM_READERS, "reads-weights")
+    try:
+        for each in stored:
+            take = taker_of(each.name, each.tensor, each.path)
+            if take is None:
+                continue
+            waiting.append((each, take, readers.submit(read, each.tensor)))
+            num_bytes += each.tensor.nbytes
+            while num_bytes > _AHEAD_BYTES:
+                first, take, done = waiting.popleft()
+                num_bytes -= first.tensor.nbytes
+                yield first, take, done.result()
+        for first, take, done in waiting:
+            yield first, take, done.result()
+    finally:
+        readers.shutdown(cancel_futures=True)
+
+
+def _read(mapped: torch.Tensor, pins: bool) -> tuple[torch.Tensor, str]:
+    tensor = mapped.pin_memory() if pins else mapped
+    return tensor, _digest(tensor)
+
+
+def _total(digests: Mapping[str, str]) -> str:
+    """Of all tensors, from each one's."""
+    total = xxhash.xxh3_128()
+    for name in sorted(digests):
+        total.update(f"{name}={digests[name]};".encode())
+    return total.hexdigest()
+
+
+class _Filling:
+    """Where a checkpoint's tensors go, and which have come."""
+
+    def __init__(
+        self,
+        parameters: Fillable,
+        quantization: QuantizationConfig | None,
+        keeps: Callable[[StoredWeight], bool],
+    ) -> None:
+        self._targets: dict[str, list[Target]] = {}
+        for name, target in parameters.targets():
+            self._targets.setdefault(name, []).append(target)
+        self._ignores = parameters.ignores
+        self._keeps = keeps
+        self._pending = None
+        if quantization is not None:
+            self._pending = PendingLayers(quantization, parameters.linear_names())
+        self._stacked = StackedExperts() if parameters.has_stacked_experts else None
+        self._filled: set[str] = set()
+        self._quantized: dict[str, StoredWeight] = {}
+
+    def taker_of(self, name: str, tensor: torch.Tensor, path: Path) -> Take | None:
+        """See TakerOf. Raises TensorMismatch of a tensor that has no place; so does what takes
+        one, if it does not fit there."""
+        pending, stacked = self._pending, self._stacked
+        if pending is not None and pending.takes(name, tensor.dtype):
+            return partial(self._take_quantized, pending, name, path)
+        if pending is not None and self._is_idle(pending, name, tensor):
+            return None
+        if stacked is not None and stacked.takes(name):
+            return partial(self._take_stacked, stacked, name, path)
+        return partial(self._fill, name, path) if self._targets_of(name, path) else None
+
+    def _is_idle(self, pending: PendingLayers, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a quantised checkpoint has it for nothing: GPTQ's older tools wrote zeros for
+        layers without a bias."""
+        is_bias = name not in self._targets and pending.is_bias(name)
+        return pending.is_unused(name) or (is_bias and not tensor.any())
+
+    def _take_quantized(
+        self, pending: PendingLayers, name: str, path: Path, tensor: torch.Tensor
+    ) -> None:
+        whole = _add_piece(pending, name, path, tensor)
+        if whole is not None:
+            self._put(*whole, path)
+
+    def _take_stacked(
+        self, stacked: StackedExperts, name: str, path: Path, tensor: torch.Tensor
+    ) -> None:
+        try:
+            for piece, part in stacked.pieces(name, tensor):
+                self._fill(piece, path, part)
+        except ValueError as error:
+            raise TensorMismatch(f"{path.name}: {name!r}: {error}") from error
+
+    def _fill(self, name: str, path: Path, tensor: torch.Tensor) -> None:
+        for target in self._targets_of(name, path):
+            _check(name, tensor, target, path)
+            target.fill(tensor)
+            self._filled.add(name)
+
+    def _targets_of(self, name: str, path: Path) -> Sequence[Target]:
+        """None of them for a tensor that is rightly not read. Raises TensorMismatch of one that has
+        no place."""
+        targets = self._targets.get(name, ())
+        if not targets and not (_IGNORED.search(name) or self._ignores(name)):
+            fix = "the config and the weights must be of one model"
+            if self._stacked is not None and ".experts." in name:
+                fix = (
+                    "each layer's experts are read from one tensor, or one by one with gate and up "
+                    "in one gate_up_proj; of this checkpoint's model use the one in mxfp4, or an "
+                    "unquantised one"
+                )
+            raise TensorMismatch(
+                f"{path.name}: tensor {name!r} has no place in the model that config.json "
+                f"describes; {fix}"
+            )
+        return targets
+
+    def _put(self, layer: str, weight: StoredWeight | torch.Tensor, path: Path) -> None:
+        name = f"{layer}.weight"
+        targets = self._targets[name]
+        if weight.shape != targets[0].shape:
+            raise _wrong_shape(name, weight.shape, targets[0], path)
+        if not isinstance(weight, torch.Tensor) and len(targets) == 1 and self._keeps(weight):
+            parts = [weight.part(source.take) for source in targets[0].sources]
+            self._quantized[layer] = stack(parts)
+        else:
+            whole = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+            for target in targets:
+                target.fill(whole)
+        self._filled.add(name)
+
+    def finish(self, folder: Path) -> dict[str, StoredWeight]:
+        """Once all tensors have come: see Loaded.quantized. Raises MissingTensor."""
+        if self._pending is not None:
+            _refuse_unfinished(folder, self._pending)
+        if self._stacked is not None and (halves := self._stacked.missing):
+            raise MissingTensor(
+                f"{folder}: {len(halves)} tensors are missing, the first {halves[0]!r}; the "
+                "checkpoint is not whole"
+            )
+        _refuse_missing(folder, self._targets, self._filled)
+        return self._quantized
+
+
+def _check(name: str, tensor: torch.Tensor, target: Target, path: Path) -> None:
+    if tensor.shape != target.shape:
+        raise _wrong_shape(name, tensor.shape, target, path)
+    _check_dtype(name, tensor, path)
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, path: Path) -> None:
+    if tensor.dtype not in PLAIN:
+        raise TensorMismatch(
+            f"{path.name}: tensor {name!r} is of {tensor.dtype}; "
+            "float32, bfloat16 and float16 are read"
+        )
+
+
+def _wrong_shape(name: str, found: torch.Size, target: Target, path: Path) -> TensorMismatch:
+    return TensorMismatch(
+        f"{path.name}: tensor {name!r} is {list(found)}, but config.json makes it "
+        f"{list(target.shape)}; the config and the weights must be of one model"
+    )
+
+
+def _add_piece(
+    pending: PendingLayers, name: str, path: Path, tensor: torch.Tensor
+) -> tuple[str, StoredWeight | torch.Tensor] | None:
+    """See PendingLayers.add. Raises TensorMismatch."""
+    try:
+        return pending.add(name, tensor)
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise TensorMismatch(
+            f"{path.name}: {name!r} does not fit quantization_config: {error}"
+        ) from error
+
+
+def _refuse_unfinished(folder: Path, pending: PendingLayers) -> None:
+    if parts := pending.missing():
+        layer = min(parts)
+        raise MissingTensor(
+            f"{folder}: {len(parts)} quantised layers lack tensors, the first {layer!r}: "
+            f"{', '.join(parts[layer])}"
+        )
+
+
+def _refuse_missing(
+    folder: Path, targets: Mapping[str, Sequence[Target]], found: AbstractSet[str]
+) -> None:
+    missing = [name for name in targets if name not in found]
+    if missing:
+        shape = list(targets[missing[0]][0].shape)
+        raise MissingTensor(
+            f"{folder}: {len(missing)} tensors are missing, the first {missing[0]!r} {shape}; "
+            "the checkpoint is not whole, or not of the architecture in config.json"
+        )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    return f"{tensor.dtype}{list(tensor.shape)}{xxhash.xxh3_128_hexdigest(data)}"
+
+
+@contextmanager
+def terminal_progress() -> Iterator[ProgressHook]:
+    """A bar per shard on stderr where that is a terminal, a line of log per shard elsewhere."""
+    if not sys.stderr.isatty():
+        yield _reporter()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks = {}
+
+        def show(step: ShardProgress) -> None:
+            if step.index not in tasks:
+                title = f"{step.name} ({step.index + 1}/{step.num_shards})"
+                tasks[step.index] = bars.add_task(title, total=step.num_bytes)
+            bars.update(tasks[step.index], completed=step.done_bytes)
+
+        yield show
+
+
+def _reporter(clock: Callable[[], float] = time.monotonic) -> ProgressHook:
+    """A phase of the start each second, for large checkpoints, with the bytes per second of all
+    shards since the first; and a line of log per shard."""
+    started = last = clock()
+    done_bytes: dict[int, int] = {}
+
+    def report(step: ShardProgress) -> None:
+        nonlocal last
+        done_bytes[step.index] = step.done_bytes
+        now = clock()
+        if step.done_bytes == step.num_bytes:
+            _log.info(
+                "loaded shard %d/%d %s (%s)",
+                step.index + 1,
+                step.num_shards,
+                step.name,
+                format_bytes(step.num_bytes),
+            )
+        elif now - last >= _REPORT_EVERY_S:
+            last = now
+            rate = format_bytes(int(sum(done_bytes.values()) / (now - started)))
+            of_shard = f"{format_bytes(step.done_bytes)} of {format_bytes(step.num_bytes)}"
+            report_phase(
+                f"loading weights ({of_shard}, file {step.index + 1} of {step.num_shards}, "
+                f"{rate}/s)"
+            )
+
+    return report

@@ -1,0 +1,153 @@
+"""Our attention in place of a transformers model's: through transformers' attention interface where
+a model's code uses it, else by own_attention.
+
+A step's tokens go through the model as one sequence [1, tokens], with no padding; only attention
+knows which of them belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from baton_kernels.kv_write import kv_write
+from baton_kernels.paged_attention import AttentionPlan, ScoreTerms, paged_attention
+from engine.torch.sequence_states import SequenceStates
+
+#: Names that a model's config gives its attention: with no mask, which models then do not make, and
+#: with one that nobody reads, for code that changes its mask before it goes on.
+IMPLEMENTATION, WITH_MASK = "baton", "baton_with_mask"
+#: Where a module of attention has its LayerAttention.
+_ATTRIBUTE = "baton_attention"
+
+
+class Attention(Protocol):
+    """What a module of attention calls, [1, heads, tokens, head_dim] each, and what it is given
+    back: [1, tokens, heads, head_dim]. settings: as transformers' attention functions take them."""
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        settings: Mapping[str, Any],
+    ) -> torch.Tensor: ...
+
+
+def register() -> None:
+    """Make IMPLEMENTATION and WITH_MASK known to transformers."""
+    AttentionInterface.register(IMPLEMENTATION, attend)
+    AttentionInterface.register(WITH_MASK, attend)
+    AttentionMaskInterface.register(WITH_MASK, _no_mask)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function for modules that `set_attention` was called for."""
+    attention: Attention = getattr(module, _ATTRIBUTE)
+    return attention(module, query, key, value, attention_mask, settings), None
+
+
+def set_attention(module: torch.nn.Module, attention: Attention) -> None:
+    """What the module calls from now on."""
+    setattr(module, _ATTRIBUTE, attention)
+
+
+def _no_mask(**_: Any) -> torch.Tensor:
+    return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKey:
+    """Layers with the same one share a step's plan: see baton_kernels.paged_attention."""
+
+    scale: float
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers of a step read. rows: as kv_write takes them; layer_done: called with a
+    layer's index once its KV is in the pool; states: of each sequence, in the order of their
+    tokens, if the model has any."""
+
+    pool: torch.Tensor
+    scales: torch.Tensor | None
+    rows: torch.Tensor
+    plans: Mapping[PlanKey, AttentionPlan]
+    layer_done: Callable[[int], None] | None
+    states: tuple[SequenceStates, ...] = ()
+
+
+class StepHolder:
+    """The step under way, of one model: its layers find it here, for their calls carry none."""
+
+    def __init__(self) -> None:
+        self._step: Step | None = None
+
+    @property
+    def step(self) -> Step:
+        """Raises RuntimeError outside a step."""
+        if self._step is None:
+            raise RuntimeError("the model was called outside a step")
+        return self._step
+
+    def run(self, step: Step, forward: Callable[[], Any]) -> Any:
+        """Call `forward`, whose layers see this step."""
+        self._step = step
+        try:
+            return forward()
+        finally:
+            self._step = None
+
+
+class LayerAttention:
+    """Attention of one layer over the paged pool. See Attention."""
+
+    def __init__(self, holder: StepHolder, layer: int, key: PlanKey, *, is_reader: bool) -> None:
+        """layer: of the pool. is_reader: the step's KV is written there by another layer before."""
+        self._holder, self._layer, self._key = holder, layer, key
+        self._is_reader = is_reader
+
+    def __call__(
+        self,
+        module: torch.nn.Module,  # noqa: ARG002
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,  # noqa: ARG002
+        settings: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """See Attention."""
+        step = self._holder.step
+        sinks: torch.Tensor | None = settings.get("s_aux")
+        terms = ScoreTerms(
+            softcap=settings.get("softcap"),
+            sinks=None if sinks is None else sinks.float().contiguous(),
+            slopes=settings.get("slopes"),
+        )
+        # Models may compute queries and keys wider than values.
+        queries, keys, values = (
+            x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value)
+        )
+        if not self._is_reader:
+            kv_write(step.pool, self._layer, step.rows, keys, values, step.scales)
+            if step.layer_done is not None:
+                step.layer_done(self._layer)
+        plan = step.plans[self._key]
+        out = paged_attention(
+            queries, keys, values, step.pool, self._layer, plan, step.scales, terms
+        )
+        return out[None]

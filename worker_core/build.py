@@ -1,0 +1,189 @@
+"""From options to a loaded engine."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from baton.config import DecodeOptions, EngineOptions
+from baton.start_log import report_phase
+from engine.checkpoint import (
+    HeadFiles,
+    check_checkpoint,
+    naming_model,
+    resolve_checkpoint,
+)
+from engine.grammar import GrammarVocabulary, Matchers, load_vocabulary, synthetic_vocabulary
+from engine.interface import Engine
+from engine.kv.groups.state import StateSlots
+from engine.kv.groups.window import WindowSlots
+from engine.kv.pool import BlockPool
+from engine.oracle import OracleEngine, OracleLayers, OracleOptions, oracle_layout
+
+_log = logging.getLogger(__name__)
+
+#: Blocks of an oracle engine when nobody says: its memory is of no interest.
+_ORACLE_BLOCKS = 4096
+
+
+def build_engine(
+    options: EngineOptions,
+    max_graph_seqs: int | None = None,
+    draft_head: HeadFiles | None = None,
+    *,
+    frees_windows: bool = True,
+) -> Engine:
+    """Load the engine that the options name. Takes as long as reading the weights; raises
+    StartupError.
+
+    max_graph_seqs: most sequences of decode steps that are captured on a GPU; none is if not given.
+    draft_head, frees_windows: see load_engine.
+    """
+    if options.engine == "oracle":
+        return _build_oracle(options, frees_windows=frees_windows)
+    return _build_torch(options, max_graph_seqs, draft_head, frees_windows=frees_windows)
+
+
+def build_decode_engine(options: DecodeOptions, *, frees_windows: bool = True) -> Engine:
+    """The engine of a decode worker. See build_engine."""
+    head = draft_head_files(options)
+    return build_engine(options, options.max_graph_seqs, head, frees_windows=frees_windows)
+
+
+def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
+    """Of the heads that the options name, if they do. Raises ModelError."""
+    method = options.speculative_method
+    if options.engine == "oracle" or method not in ("eagle", "medusa", "mtp"):
+        return None
+    if method == "mtp":
+        return HeadFiles(method, resolve_checkpoint(options.model, options.revision))
+    return HeadFiles(method, resolve_checkpoint(str(options.speculative_model)))
+
+
+def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
+    """The pool over an engine's blocks, with a secret of this boot. Prefixes of a model whose
+    sequences go on from a state are not found."""
+    slots, states = engine.kv.slots, engine.kv.state_slots
+    if states and options.enable_prefix_caching:
+        _log.info(
+            "prefix caching is off: %s has layers with a state, which is kept as it is after a "
+            "sequence's last token alone",
+            options.model_name,
+        )
+    return BlockPool(
+        engine.spec.num_blocks,
+        engine.spec.layout.block_size,
+        secret=secrets.token_bytes(32),
+        enable_prefix_caching=options.enable_prefix_caching and not states,
+        window=engine.spec.layout.window,
+        has_full_layers=engine.spec.layout.has_full_layers,
+        window_slots=WindowSlots(slots.num_slots, slots.of_block) if slots else None,
+        state_slots=StateSlots(states.num_slots, states.of_block) if states else None,
+    )
+
+
+def build_matchers(options: EngineOptions, engine: Engine) -> Matchers:
+    """Matchers for the model's tokens; an oracle engine without a tokenizer gets a vocabulary that
+    is made up."""
+    vocab_size = engine.spec.vocab_size
+
+    def load() -> GrammarVocabulary:
+        if options.engine == "oracle" and not (Path(options.model) / "tokenizer.json").is_file():
+            return synthetic_vocabulary(vocab_size)
+        return load_vocabulary(resolve_checkpoint(options.model, options.revision), vocab_size)
+
+    return Matchers(load, ThreadPoolExecutor(1, thread_name_prefix="grammar"))
+
+
+def _build_oracle(options: EngineOptions, *, frees_windows: bool) -> OracleEngine:
+    num_blocks = options.num_gpu_blocks_override or _ORACLE_BLOCKS
+    layers = OracleLayers(options.oracle_window, has_states=options.oracle_has_states)
+    is_apart = layers.window > 0 and not layers.has_states and frees_windows
+    num_slots = 0
+    if is_apart:
+        layout = oracle_layout(layers, options.block_size)
+        num_slots = layout.max_window_slots(options.max_num_seqs, options.max_num_batched_tokens)
+    return OracleEngine(
+        OracleOptions(
+            num_blocks=num_blocks,
+            block_size=options.block_size,
+            max_model_len=options.max_model_len or 4096,
+            step_s=options.oracle_step_ms / 1000,
+            token_s=options.oracle_token_us / 1e6,
+            model=options.model_name,
+            adapters=tuple(options.adapter_paths),
+            layers=layers,
+            # As plan_blocks has it.
+            num_window_slots=num_slots if num_slots < num_blocks else 0,
+            num_state_slots=options.max_num_seqs,
+        )
+    )
+
+
+def _build_torch(
+    options: EngineOptions,
+    max_graph_seqs: int | None,
+    draft_head: HeadFiles | None,
+    *,
+    frees_windows: bool,
+) -> Engine:
+    with naming_model(options.model):
+        check_checkpoint(options.model, options.revision, options.model_impl)
+    report_phase("importing torch")
+    # Only a process that runs a model pays for importing torch: less while nothing looks for
+    # garbage.
+    with _no_collection():
+        import torch
+
+        from engine.cuda.graph_device import CudaGraphs
+        from engine.load import load_engine
+
+    best_device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device if options.device == "auto" else options.device
+    # What is captured are Triton's kernels.
+    can_capture = device.startswith("cuda") and find_spec("triton") is not None
+    return load_engine(
+        model=options.model,
+        revision=options.revision,
+        model_impl=options.model_impl,
+        attention_backend=options.attention_backend,
+        batch_invariant=options.batch_invariant,
+        dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
+        device=device,
+        max_model_len=options.max_model_len,
+        block_size=options.block_size,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+        memory_share=options.gpu_memory_utilization,
+        num_blocks=options.num_gpu_blocks_override,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        layer_group_size=options.layer_group_size,
+        served_model_name=options.served_model_name,
+        num_threads=options.num_threads,
+        tensor_parallel_size=options.tensor_parallel_size,
+        lora_modules=options.adapter_paths,
+        max_lora_rank=options.max_lora_rank,
+        make_graphs=CudaGraphs if can_capture and max_graph_seqs is not None else None,
+        max_graph_seqs=max_graph_seqs,
+        draft_head=draft_head,
+        frees_windows=frees_windows,
+    )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection in the body: modules that are imported are none."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
