@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 import typer
 
 
-
 def quantize(
     model: Annotated[str, typer.Argument(help="Local directory or Hub id.", metavar="MODEL")],
     scheme: Annotated[
