@@ -131,7 +131,7 @@ def _head(options: DecodeOptions, target: Engine, clock: Callable[[], float]) ->
 
 
 def _medusa(options: DecodeOptions, target: Engine, clock: Callable[[], float]) -> MedusaProposer:
-    from engine.torch.medusa_runner import open_medusa
+    from engine.torch.medusa import open_medusa
 
     engine, files = _watchable(options, target)
     heads, states = open_medusa(engine, files)
