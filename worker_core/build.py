@@ -164,7 +164,6 @@ def _build_torch(
         num_blocks=options.num_gpu_blocks_override,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        layer_group_size=options.layer_group_size,
         served_model_name=options.served_model_name,
         num_threads=options.num_threads,
         tensor_parallel_size=options.tensor_parallel_size,

@@ -54,8 +54,7 @@ def build_speculation(
     most, widths = options.num_speculative_tokens, options.tree_widths
     match speculative_method(options, engine.spec):
         case "ngram":
-            proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
-            return Speculator(proposer, most, clock)
+            return Speculator(NgramProposer(), most, clock)
         case "draft":
             return Speculator(_draft_model(options, engine, clock), most, clock)
         case "eagle" | "mtp":
