@@ -14,11 +14,13 @@ import pytest
 
 from baton.errors import ConfigError, HandoffFailed
 from baton.kv_transports import DEVICE_MAX_CHUNK_BYTES, DEVICE_NUM_CREDITS, listened_on
-from baton.types import KvLayout, KvRange, WorkerIdentity
+from baton.types import KvLayout, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.device_copy import DeviceCopy
+from engine.kv.tensors.packed import PackedPool
 from kv_transfer.device_memory import warm_up_copies
 from kv_transfer.frame import encode
 from kv_transfer.kv_secret import KvSecret
@@ -59,7 +61,7 @@ def is_whole(rig: Any) -> bool:
 def test_kv_passes_no_host(make_rig, monkeypatch, target_block_size, secret):
     """Whatever the block sizes, and with a secret, too."""
     for name in ("pack", "unpack"):
-        monkeypatch.delattr(ArrayKvPool, name)
+        monkeypatch.delattr(PackedPool, name)
     target = KvLayout("m", 3, 2, 4, "int64", target_block_size)
     rig = make_rig(
         "cuda_ipc",
@@ -76,7 +78,7 @@ def test_kv_passes_no_host(make_rig, monkeypatch, target_block_size, secret):
 @pytest.mark.parametrize("wire_dtype", ["float16", "fp8", "int8"])
 def test_kv_is_converted_without_passing_the_host(make_rig, monkeypatch, wire_dtype):
     for name in ("pack", "unpack"):
-        monkeypatch.delattr(ArrayKvPool, name)
+        monkeypatch.delattr(PackedPool, name)
     layout = KvLayout("m", 3, 2, 4, "float32", 4)
     rig = make_rig("cuda_ipc", source_layout=layout, target_layout=layout, wire_dtype=wire_dtype)
     rig.source.data[...] = 448 if wire_dtype == "fp8" else 127

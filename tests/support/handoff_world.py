@@ -751,8 +751,8 @@ class World:
 def prefilled(tokens: tuple[int, ...], layers: OracleLayers) -> ArrayKvPool:
     """What the only block, and slot, hold after these tokens, in an engine of the world's shape."""
     engine = OracleEngine(OracleOptions(1, block_size=PROMPT_TOKENS, layers=layers))
-    if engine.kv.state_slots:
-        engine.kv.state_slots.of_block[0] = 0
+    for table in engine.kv.slot_tables.values():
+        table.of_block[0] = 0
     row = SampleRow(len(tokens) - 1, Sampling(), list(tokens), len(tokens), 0, None)
     engine.forward(Batch((SequenceSlice(list(tokens), 0, [0], (row,)),)))
     assert isinstance(engine.kv, ArrayKvPool)

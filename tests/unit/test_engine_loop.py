@@ -12,6 +12,7 @@ import pytest
 
 from baton.types import KvSource, Sample, Sampling, SequenceSpec, WorkerLoad
 from engine.interface import Batch, LayersDone
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleOptions
 from kv_transfer.transport.loopback import LoopbackHub
@@ -131,7 +132,7 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
     beats: list[int] = []
     engine = CountingEngine(beats)
     sim = SimDecode(LoopbackHub(), lambda: 0.0)
-    pool = BlockPool(16, 16, secret=bytes(32))
+    pool = BlockPool(16, whole_blocks(16), secret=bytes(32))
     swap = SwapSpace(engine.kv, 0)
     devices = CoreDeps(
         engine,
