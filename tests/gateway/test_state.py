@@ -15,8 +15,8 @@ from baton.events import (
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -68,7 +68,7 @@ NO_ROOM = Deferred("full")
 DRAINING = Failed("DRAINING", "takes no more", is_retriable=True)
 LOST = Failed("WORKER_LOST", "gone", is_retriable=True)
 UNDELIVERED = Failed("HANDOFF_FAILED", "no way", is_retriable=True)
-NOT_HANDED_OFF = HandOffFailed("HANDOFF_FAILED", "no way")
+NOT_HANDED_OFF = NotHandedOff("HANDOFF_FAILED", "no way")
 
 
 @dataclass(eq=False)
@@ -344,11 +344,11 @@ class Rig:
                 opened.stage, opened.forked = "running", not opened.is_search
             case Paused():
                 opened.stage = "paused"
-            case HandOffFailed() if not opened.is_source:
+            case NotHandedOff() if not opened.is_source:
                 opened.stage = "paused"
             case Failed() | Preempted() | Deferred() if opened.forked and not opened.is_source:
                 opened.ended.add(number)
-            case Failed() | Preempted() | Deferred() | HandedOff() | HandOffFailed():
+            case Failed() | Preempted() | Deferred() | HandedOff() | NotHandedOff():
                 opened.stage = "over"
                 opened.ended.update(range(len(opened.outputs)))
 
