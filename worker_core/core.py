@@ -50,7 +50,7 @@ from worker_core.costs import Costs
 from worker_core.drafting import Drafting
 from worker_core.handoff import Handoffs, for_gateway
 from worker_core.loop import StepResult
-from worker_core.output import Output
+from worker_core.output import OutputProcessor
 from worker_core.policy import Policy
 from worker_core.preemption import Preemption
 from worker_core.scheduler import Budget, StepPlan, plan_step
@@ -100,7 +100,7 @@ class WorkerCore:
             deps.speculation.forget if deps.speculation else None,
         )
         self._handoffs = Handoffs(self._state, deps.sender)
-        self._output = Output(self._state, self._handoffs)
+        self._output = OutputProcessor(self._state, self._handoffs)
         self._steps = Steps(
             self._state,
             deps.engine,
