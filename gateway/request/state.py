@@ -68,7 +68,7 @@ from baton.types import (
     TokenLogprobs,
     across_accounts,
 )
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
     Abort,
     AbortSource,
@@ -119,7 +119,7 @@ class RequestState:
     def __init__(
         self,
         spec: SequenceSpec,
-        outputs: Sequence[Output],
+        outputs: Sequence[ChoiceOutput],
         timeline: Timeline,
         ended: Set[int] = frozenset(),
     ) -> None:

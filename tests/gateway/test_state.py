@@ -35,7 +35,7 @@ from baton.types import (
 )
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
     Abort,
     AbortSource,
@@ -117,7 +117,7 @@ class Rig:
             self.fleet.report(address, WorkerLoad(blocks=BlockCounts(64, 0, 0)))
         stop = (text_of([self.rng.randrange(97)]),) if self.rng.random() < 0.5 else ()
         text = TextOptions(stop=stop)
-        outputs = [Output(Decoding(text_of), text, 0) for _ in range(num_choices)]
+        outputs = [ChoiceOutput(Decoding(text_of), text, 0) for _ in range(num_choices)]
         self.state = RequestState(self.spec, outputs, Timeline(0.0))
         self.now_s = 0.0
         self.error: Exception | None = None
