@@ -26,7 +26,7 @@ from baton.errors import (
     InvalidRequest,
     RetriableError,
 )
-from baton.events import HandedOff, HandOffFailed, Paused
+from baton.events import HandedOff, NotHandedOff, Paused
 from baton.types import Sample
 from engine.kv.lease import BlockLease
 from engine.kv.range import KvRange
@@ -124,7 +124,7 @@ class Handoffs:
             return
         is_movable = isinstance(group, WorkerSequence) and not group.is_prefilling
         if group.stage is not Stage.RUNNING or not is_movable:
-            why = HandOffFailed(HandoffFailed.reason, "the sequence does not decode now")
+            why = NotHandedOff(HandoffFailed.reason, "the sequence does not decode now")
             self._state.emit(group, why)
             return
         group.stage = Stage.PAUSED
@@ -136,7 +136,7 @@ class Handoffs:
         try:
             self._send_whole(sequence.key, ticket, sequence.lease, sequence.num_computed_tokens)
         except InvalidRequest as error:
-            self._state.emit(sequence, HandOffFailed(error.reason, error.message))
+            self._state.emit(sequence, NotHandedOff(error.reason, error.message))
             return
         sequence.stage = Stage.HANDING_OFF
         sequence.is_sending = True
@@ -214,7 +214,7 @@ class Handoffs:
             self._state.leave(sequence)
         elif sequence.spec.num_choices == 1 and not sequence.spec.sampling.beam:
             sequence.stage = Stage.PAUSED
-            self._state.emit(sequence, HandOffFailed(error.reason, error.message))
+            self._state.emit(sequence, NotHandedOff(error.reason, error.message))
         else:
             self._state.fail(sequence, error)
 

@@ -33,7 +33,7 @@ from engine.oracle import (
 )
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
     Abort,
     AbortSource,
@@ -283,7 +283,7 @@ class Request:
         prompt = tuple(range(index * 100 + 1, index * 100 + 1 + PROMPT_TOKENS))
         self.spec = SequenceSpec(self.name, prompt, SAMPLING, arrival_ns=index)
         self.expected = expected_tokens(prompt, world.bounds.layers)
-        output = Output(_DECODING, TextOptions(), 0)
+        output = ChoiceOutput(_DECODING, TextOptions(), 0)
         self.state = RequestState(self.spec, [output], Timeline(0.0))
         self.num_places = num_places
         self.waiting: list[Assignment] = []

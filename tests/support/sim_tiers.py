@@ -40,7 +40,7 @@ from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Destination, Open, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
-from worker_core.loop import Step
+from worker_core.loop import StepResult
 from worker_core.policy import LocalPrefillPolicy, Policy, decode_policy, prefill_policy
 from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace
@@ -262,7 +262,7 @@ class SimWorker:
         self.inbox.append(command)
         self.on_command()
 
-    def step(self) -> Step[StreamEvent]:
+    def step(self) -> StepResult[StreamEvent]:
         commands, self.inbox[:] = list(self.inbox), []
         return self.core.step(commands)
 

@@ -20,7 +20,7 @@ from tests.support.sim_tiers import SimDecode, sim_matchers
 from worker_core.admission import CoreLimits
 from worker_core.commands import Open
 from worker_core.core import CoreDeps, WorkerCore
-from worker_core.loop import EngineLoop, Heartbeat, Step
+from worker_core.loop import EngineLoop, Heartbeat, StepResult
 from worker_core.policy import LocalPrefillPolicy, decode_policy
 from worker_core.state import SwapSpace
 
@@ -32,10 +32,10 @@ class EchoCore:
     on_step: Callable[[Sequence[int]], None] = lambda _: None
     num_steps: int = field(default=0, init=False)
 
-    def step(self, commands: Sequence[int]) -> Step[int]:
+    def step(self, commands: Sequence[int]) -> StepResult[int]:
         self.on_step(commands)
         self.num_steps += bool(commands)
-        return Step(list(commands), WorkerLoad(num_steps=self.num_steps), is_idle=True)
+        return StepResult(list(commands), WorkerLoad(num_steps=self.num_steps), is_idle=True)
 
 
 def loop_over(

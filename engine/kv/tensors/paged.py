@@ -15,7 +15,7 @@ from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 from engine.kv.range import KvRange
 from engine.kv.tensors.copy_order import copy_order
 from engine.kv.tensors.cuda_memory import cuda_memory
-from engine.kv.tensors.device_copy import DeviceCopy
+from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.grouped import GroupedKvPool, LayersPool
 from engine.kv.tensors.packed import NO_RECORDS, PackedPart, PackedPool, RecordMemory
 from engine.kv.tensors.prefault import prefault
@@ -73,7 +73,7 @@ class TorchKvPool(PackedPool):
         )
         shared = None if self._is_host else cuda_memory(device)
         self._device_copy = (
-            DeviceCopy(layout, self._blocks, self._order, shared) if shared else None
+            PagedDeviceCopy(layout, self._blocks, self._order, shared) if shared else None
         )
 
     def _scales(self, layout: KvLayout) -> torch.Tensor:
@@ -125,7 +125,7 @@ class TorchKvPool(PackedPool):
         return self._bytes[start : start + num_layers * layer_bytes]
 
     @property
-    def device_copy(self) -> DeviceCopy | None:
+    def device_copy(self) -> PagedDeviceCopy | None:
         """Packs into, and unpacks from, memory of the blocks' own device; None if that is the CPU,
         or shares no memory."""
         return self._device_copy
