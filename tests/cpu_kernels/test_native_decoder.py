@@ -12,7 +12,8 @@ import torch
 from baton.types import KvLayout, KvRange, Sampling, windows_of
 from baton_kernels.cpu.layers import native_layer, row_bytes
 from baton_kernels.cpu.library import level
-from engine.families.config import ModelConfig, parse_config
+from engine.families.config import ModelConfig
+from engine.families.read import parse_config
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.groups.window import WindowSlots
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool

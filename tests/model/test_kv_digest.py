@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.families.config import FAMILIES, parse_config
+from engine.families.read import parse_config
+from engine.families.registry import FAMILIES
 
 #: What a family's own defaults lack: they are odd, or null, there.
 LACKING: dict[str, dict[str, Any]] = {
