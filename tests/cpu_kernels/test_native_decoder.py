@@ -12,7 +12,8 @@ import torch
 from baton.types import KvLayout, Sampling
 from baton_kernels.cpu.layers import native_layer, row_bytes
 from baton_kernels.cpu.library import level
-from engine.families.config import ModelConfig, parse_config
+from engine.families.config import ModelConfig
+from engine.families.read import parse_config
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.groups.group import SlotTable
 from engine.kv.groups.window import WINDOWED, WindowSlots, windows_of

@@ -22,7 +22,8 @@ from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from baton_kernels.linear import PlainLinear
 from engine import choose_source, native_source
-from engine.families.config import FAMILIES, parse_config
+from engine.families.read import parse_config
+from engine.families.registry import FAMILIES
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.range import KvRange
 from engine.load import load_engine

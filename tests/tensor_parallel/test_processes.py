@@ -17,7 +17,7 @@ import pytest
 
 from baton.errors import ModelError, StartupError
 from baton.types import KvLayout, Sampling
-from engine.families.config import read_config
+from engine.families.read import read_config
 from engine.interface import Batch, SequenceSlice
 from engine.kv.tensors.ranks import pool_sizes
 from engine.load import load_engine
