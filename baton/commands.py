@@ -23,7 +23,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """Send the KV of the paused sequence to the owner of `ticket`: HandedOff or HandOffFailed
+    """Send the KV of the paused sequence to the owner of `ticket`: HandedOff or NotHandedOff
     answers."""
 
     ticket: bytes

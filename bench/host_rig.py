@@ -17,6 +17,7 @@ from bench.stub_engine import BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE, StubEngine
 from engine.grammar import Matchers
 from engine.grammar.vocabulary import GrammarVocabulary
 from engine.interface import Engine
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Finish, LaterTask, SendDone
@@ -151,7 +152,7 @@ class HostRig:
         ahead. engine: one of num_blocks, in place of the stub."""
         self.num_seqs = num_seqs
         engine = engine or StubEngine(num_blocks, step_s)
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE, secret=secrets.token_bytes(32))
+        self.pool = BlockPool(num_blocks, whole_blocks(BLOCK_SIZE), secret=secrets.token_bytes(32))
         limits = CoreLimits(2 * num_seqs, 2 * num_seqs * num_prompt_tokens, max_num_launches)
         self.core, self.tickets = decode_core(engine, self.pool, limits, [])
         self.opening = [

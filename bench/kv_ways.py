@@ -24,7 +24,8 @@ import torch
 import trustme
 
 from baton.rpc.tls import TlsFiles
-from baton.types import KvLayout, KvRange, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.kv_secret import KvSecret

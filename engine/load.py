@@ -15,7 +15,7 @@ import torch
 from baton.errors import ConfigError
 from baton.kv_transports import planned_device_bytes
 from baton.start_log import report_phase
-from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout, windows_of
+from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend, batch_invariant
 from baton_kernels.cpu.library import why_none
 from engine.checkpoint import HeadFiles, find_shards, naming_model, resolve_checkpoint
@@ -26,6 +26,8 @@ from engine.dtype import choose_dtype
 from engine.families.config import DTYPES
 from engine.host_memory import available_memory_bytes
 from engine.interface import EngineSpec
+from engine.kv.groups.window import windows_of
+from engine.kv.layout import groups_of
 from engine.kv.tensors.state_memory import STATES_PER_SLOT
 from engine.kv.tensors.stateful import StatefulKvPool
 from engine.memory_plan import NO_HEAD, MemoryPlan, plan_blocks
@@ -130,7 +132,7 @@ def load_engine(
         dtype=chosen.name,
         weights=source.weight_bytes(chosen.name, where, size)
         + sum(adapter.num_bytes for adapter in adapters.values()),
-        states=max_num_seqs * STATES_PER_SLOT * sizes.state_bytes,
+        states=max_num_seqs * STATES_PER_SLOT * groups_of(sizes).record_bytes,
         activations=source.activation_bytes(
             chosen.name, max_num_batched_tokens, max_num_seqs, longest
         )
@@ -178,9 +180,9 @@ def load_engine(
         vocab_size=source.vocab_size,
         max_model_len=memory.longest_context,
         shared_prompt_limit=loaded.shared_prompt_limit,
-        # Other ranks know of a step what they are told, and what was drawn stays with this one. Of
-        # states there are those before one step: two that are thrown away could not be run again.
-        max_num_launches=1 if size > 1 or layout.has_states else 2,
+        # Followers receive only the batch, not sampled tokens. Records are kept of one step: two
+        # that are thrown away could not be run again.
+        max_num_launches=1 if size > 1 or groups_of(layout).cannot_rewind else 2,
         computes_aside=where.type == "cuda",
         numerics=numerics_of(where, chosen.name, ".".join(filter(None, whose))),
         dtype_reason=chosen.reason,
@@ -200,7 +202,7 @@ def load_engine(
 def _make_pool(
     layout: KvLayout, memory: MemoryPlan, device: torch.device, followers: Followers
 ) -> TensorPool:
-    if layout.has_states:
+    if groups_of(layout).records:
         return StatefulKvPool(layout, memory.num_blocks, memory.max_num_seqs)
     return followers.make_pool(layout, memory.num_blocks, memory.num_window_slots, device)
 
@@ -230,19 +232,18 @@ def max_window_slots(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
-    """Most slots that windowed layers' KV needs apart from that of the others, see WindowSlots; 0
-    where blocks have the KV of all layers. That is so
+    """Most slots that layers with fewer than all tokens need apart from the others; 0 where blocks
+    have the KV of all layers. That is so
 
-    * if no layer has a window; or if all have: then the blocks themselves go back;
+    * if LayerGroups.max_slots says so;
     * on a GPU: block tables in its memory, and recorded steps, are of one pool;
     * of layers that transformers' code runs, which are given one pool.
 
     And of a draft model, whose sequences do not slide (load_engine's frees_windows), where steps
     are recorded without a GPU, and where blocks would be no more than slots (plan_blocks)."""
-    has_both = bool(layout.windowed_layers) and layout.has_full_layers
-    if not (has_both and device.type == "cpu" and source.takes_grouped_kv):
+    if device.type != "cpu" or not source.takes_grouped_kv:
         return 0
-    return layout.max_window_slots(max_num_seqs, max_num_batched_tokens)
+    return groups_of(layout).max_slots(max_num_seqs, max_num_batched_tokens)
 
 
 def _batch_invariant(

@@ -34,10 +34,12 @@ from baton.kv_transports import (
 )
 from baton.rpc.bind import bind_fault
 from baton.rpc.tls import TlsFiles
-from baton.types import ANY_NUMERICS, KvGroup, KvRange, NumericsRule, WorkerIdentity
+from baton.types import ANY_NUMERICS, NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import sample_from_proto
-from engine.interface import KvPool
+from engine.kv.groups import GROUP_NUMBERS
+from engine.kv.interface import KvPool
+from engine.kv.range import KvRange
 from kv_transfer.device_memory import Payload, device_memory_of
 from kv_transfer.frame import (
     CHECKSUM_MASK,
@@ -310,12 +312,10 @@ def _abort_of(ticket_id: int, epoch: int, rejection: Rejection) -> kv_pb2.KvAbor
 
 def place_of(chunk: kv_pb2.KvChunk) -> KvRange:
     """Where a chunk belongs. Raises FrameError if it is of no group that this version knows."""
-    try:
-        group = KvGroup(chunk.group)
-    except ValueError:
-        raise FrameError(f"a chunk of an unknown group {chunk.group}") from None
+    if chunk.group not in GROUP_NUMBERS:
+        raise FrameError(f"a chunk of an unknown group {chunk.group}")
     place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
-    return KvRange(*place, group)
+    return KvRange(*place, chunk.group)
 
 
 def header_fault(chunk: kv_pb2.KvChunk, num_bytes: int, terms: Terms) -> str:

@@ -11,8 +11,10 @@ from functools import partial
 from typing import NamedTuple
 
 from baton.errors import HandoffFailed, InvalidRequest
-from baton.types import KvLayout, KvRange, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 from kv_transfer.ticket import (
     Commit,
     Coverage,
@@ -68,7 +70,7 @@ class TicketTable:
         if not 16 <= len(secret) <= 64:
             raise ValueError("the secret must have 16 to 64 bytes")
         self._identity = identity
-        self._layout = layout
+        self._groups = groups_of(layout)
         self._common = common_fields(identity, layout, endpoints)
         self._lease_s = lease_s
         self._offer_s = min(offer_s, lease_s)
@@ -112,9 +114,9 @@ class TicketTable:
 
         A commit of fewer tokens is taken if it covers spec.num_tokens at least. lease_s: if it is
         to be shorter than the table's own. held_start: the first token that has a block, see
-        KvLayout. Raises ValueError if the blocks have no such room.
+        BlockLease. Raises ValueError if the blocks have no such room.
         """
-        room = len(block_ids) * self._layout.block_size
+        room = len(block_ids) * self._groups.layout.block_size
         if not 0 <= num_cached_tokens <= num_tokens <= room:
             raise ValueError(
                 f"{num_cached_tokens} cached of {num_tokens} tokens in room for {room}"
@@ -142,11 +144,11 @@ class TicketTable:
                 ticket_id=ticket_id,
                 data=data,
                 block_ids=block_ids,
-                layout=self._layout,
+                groups=self._groups,
                 min_tokens=min(spec.num_tokens, num_tokens),
                 num_cached_tokens=num_cached_tokens,
                 num_tokens=num_tokens,
-                coverage=Coverage(self._layout),
+                coverage=Coverage(self._groups),
                 lease_s=lease_s,
                 deadline=deadline,
                 mark=self._mark(),

@@ -50,7 +50,7 @@ EventT = TypeVar("EventT")
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Generic[EventT]):
+class StepResult(Generic[EventT]):
     """What a step came to. `is_idle`: there is nothing to do before the next command or
     heartbeat."""
 
@@ -62,7 +62,7 @@ class Step(Generic[EventT]):
 class Core(Protocol[CommandT_contra, EventT]):
     """A tier's state and scheduling: commands in, events out."""
 
-    def step(self, commands: Sequence[CommandT_contra]) -> Step[EventT]: ...
+    def step(self, commands: Sequence[CommandT_contra]) -> StepResult[EventT]: ...
 
 
 class EngineLoop(Generic[CommandT, EventT]):

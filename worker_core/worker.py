@@ -65,9 +65,8 @@ def max_num_launches(is_asked: bool | None, spec: EngineSpec, *, has_drafts: boo
     are asked for than the engine can have."""
     if is_asked and spec.max_num_launches == 1:
         why = (
-            f"{spec.model} has layers with a state, of which that before one step is kept; leave "
-            "it out"
-            if spec.layout.has_states
+            f"{spec.model} has {spec.groups.cannot_rewind}; leave it out"
+            if spec.groups.cannot_rewind
             else "processes that share a model get all tokens; leave it out, or give "
             "--tensor-parallel-size 1"
         )

@@ -206,7 +206,7 @@ def templates() -> Target:
 
 def configs() -> Target:
     """config.json and generation_config.json."""
-    from engine.families.config import parse_config
+    from engine.families.read import parse_config
     from gateway.intake.sampling_defaults import sampling_defaults
 
     def run(data: bytes) -> None:

@@ -17,13 +17,13 @@ from baton.rpc.tls import TlsFiles
 from baton.types import (
     ANY_NUMERICS,
     KvLayout,
-    KvRange,
     NumericsRule,
     Sample,
     Sampling,
     SequenceSpec,
     WorkerIdentity,
 )
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.grouped import GroupedKvPool
 from kv_transfer.device_memory import device_memory_of
@@ -132,7 +132,9 @@ def make_rig() -> Iterator[MakeRig]:
         target = (make_target or make_pool)(target_layout or layout_of(3), 16)
         rng = np.random.default_rng(0)
         most = 1 << (50 if source.layout.dtype == "int64" else 15)
-        for own in source.pools.values() if isinstance(source, GroupedKvPool) else (source,):
+        for own in (
+            (source.in_blocks, source.in_slots) if isinstance(source, GroupedKvPool) else (source,)
+        ):
             own.data[...] = rng.integers(1, most, own.data.shape)
         hub = LoopbackHub()
         events: queue.SimpleQueue[TicketEvent] = queue.SimpleQueue()

@@ -29,8 +29,9 @@ import pytest
 
 from baton.errors import HandoffFailed
 from baton.kv_transports import kv_transport
-from baton.types import KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer import receiver
 from kv_transfer.device_memory import device_memory_of
@@ -386,7 +387,8 @@ _SENDER = """
 import signal, sys, threading, time
 import numpy as np
 from engine.kv.tensors.array import ArrayKvPool
-from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
+from baton.types import KvLayout, Sample, WorkerIdentity
+from engine.kv.range import KvRange
 from baton.v1 import kv_pb2
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.handshake import SenderConfig

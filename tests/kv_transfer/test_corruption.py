@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from baton.types import KvLayout, KvRange, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from baton_kernels.word_sum import host_checksum
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec

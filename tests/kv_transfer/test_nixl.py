@@ -18,9 +18,10 @@ import pytest
 
 from baton.errors import ConfigError, HandoffFailed
 from baton.kv_transports import kv_transport
-from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
+from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import PREAMBLE_BYTES, decode_header, decode_preamble, encode
 from kv_transfer.handshake import SenderConfig

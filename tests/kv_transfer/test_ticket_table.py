@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from baton.types import KvLayout, KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from engine.kv.range import KvRange
 from kv_transfer.ticket import (
     Commit,
     Rejection,

@@ -26,7 +26,6 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from baton.errors import PeerMismatch
 from baton.types import (
     KvLayout,
-    KvRange,
     Sample,
     Sampling,
     SequenceSpec,
@@ -34,6 +33,7 @@ from baton.types import (
     WorkerIdentity,
 )
 from baton.v1 import kv_pb2
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import PREAMBLE_BYTES, FrameError, decode_header, decode_preamble, encode
 from kv_transfer.handshake import SenderConfig, agreed_version

@@ -19,8 +19,8 @@ from baton.events import (
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -244,7 +244,7 @@ class FakeDecode:
             sequence.is_paused = True
             self._emit(sequence.handle, Paused())
         else:
-            self._emit(sequence.handle, HandOffFailed("HANDOFF_FAILED", "it does not decode"))
+            self._emit(sequence.handle, NotHandedOff("HANDOFF_FAILED", "it does not decode"))
 
     # What the test does to it.
 
@@ -313,7 +313,7 @@ class FakeDecode:
             self._leave(sequence, HandedOff())
         else:
             sequence.is_moving = False
-            self._emit(sequence.handle, HandOffFailed("HANDOFF_FAILED", "nobody took it"))
+            self._emit(sequence.handle, NotHandedOff("HANDOFF_FAILED", "nobody took it"))
 
     def take_over(self, ticket: bytes, num_tokens: int) -> bool:
         """Whether the ticket is one of this worker's, for a sequence of so many tokens; it runs

@@ -30,6 +30,7 @@ from baton.types import (
 from baton.v1 import inference_pb2
 from bench.measure import Record, Slo, Summary, summarise
 from engine.interface import Batch, EngineSpec, Launched, LayersDone
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.kv.tensors.array import ArrayKvPool
 from gateway.intake.decoding import Decoding
@@ -184,7 +185,7 @@ class LoadNode:
         self._sender = Sender(config, self.submit, is_inline=True)
         deps = CoreDeps(
             engine=engine,
-            pool=BlockPool(num_blocks, _BLOCK_SIZE, secret=bytes(32)),
+            pool=BlockPool(num_blocks, whole_blocks(_BLOCK_SIZE), secret=bytes(32)),
             tickets=tickets,
             sender=self._sender,
             swap=SwapSpace(engine.kv, 0),
