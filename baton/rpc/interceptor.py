@@ -33,8 +33,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 # Any: the stubs know the behaviours of grpc's synchronous servers only.
 _Behavior = Any
 
-Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
-Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+# Quoted: only the stubs have type arguments.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 """What an interceptor asks for the handler of a call; None if there is no such method."""
 
 #: Bytes of a message from which on its fields are counted before they are read.
