@@ -37,7 +37,7 @@ from baton.rpc.tls import TlsFiles
 from baton.types import ANY_NUMERICS, NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import sample_from_proto
-from engine.kv.groups import GROUP_NUMBERS
+from engine.kv.groups import is_known
 from engine.kv.interface import KvPool
 from engine.kv.range import KvRange
 from kv_transfer.device_memory import Payload, device_memory_of
@@ -312,7 +312,7 @@ def _abort_of(ticket_id: int, epoch: int, rejection: Rejection) -> kv_pb2.KvAbor
 
 def place_of(chunk: kv_pb2.KvChunk) -> KvRange:
     """Where a chunk belongs. Raises FrameError if it is of no group that this version knows."""
-    if chunk.group not in GROUP_NUMBERS:
+    if not is_known(chunk.group):
         raise FrameError(f"a chunk of an unknown group {chunk.group}")
     place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
     return KvRange(*place, chunk.group)

@@ -36,10 +36,10 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.kv_transports import KV_TRANSPORTS
-from baton.types import DTYPE_BYTES, KvLayout, Sample, WorkerIdentity
+from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto
-from engine.kv.layout import LayerGroups
+from engine.kv.layout import LayerGroups, is_sound
 from engine.kv.range import KvRange
 from kv_transfer.frame import CHECKSUM_MASK
 
@@ -130,11 +130,7 @@ def parse_ticket(data: bytes) -> KvTicket:
         and message.ticket_id
         and message.lease_ms
         and message.num_cached_tokens <= message.num_tokens
-        and layout.dtype in DTYPE_BYTES
-        and min(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size) > 0
-        and bool(layout.window) == bool(layout.windowed_layers)
-        and all(layer < layout.num_layers for layer in layout.windowed_layers)
-        and bool(layout.num_state_layers) == bool(layout.state_layer_bytes)
+        and is_sound(layout)
     ):
         raise InvalidRequest("the KV ticket lacks fields, or they contradict each other")
     return KvTicket(
