@@ -64,7 +64,7 @@ class PayloadFormat(Protocol):
 _MAX_RUN_ELEMENTS = 1 << 14
 
 
-class DeviceCopy:
+class PagedDeviceCopy:
     """See kv_transfer.device_memory.DeviceCopy. Payloads are uint8 [bytes], contiguous, at a
     multiple of 8 bytes. Thread-safe for distinct blocks.
 

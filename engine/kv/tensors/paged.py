@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout, KvRange
-from baton_kernels.cpu.checked_copy import CheckedCopy, checked_copy_of
+from baton_kernels.cpu.checked_copy import NativeCheckedCopy, checked_copy_of
 from baton_kernels.cpu.memory import host_memory
 from baton_kernels.host_copy import to_device
 from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 from engine.kv.tensors.copy_order import copy_order
 from engine.kv.tensors.cuda_memory import cuda_memory
-from engine.kv.tensors.device_copy import DeviceCopy
+from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.grouped import GroupedKvPool, LayersPool
 from engine.kv.tensors.packed import PackedPart, PackedPool
 from engine.kv.tensors.prefault import prefault
@@ -68,7 +68,7 @@ class TorchKvPool(PackedPool):
         )
         shared = None if self._is_host else cuda_memory(device)
         self._device_copy = (
-            DeviceCopy(layout, self._blocks, self._order, shared) if shared else None
+            PagedDeviceCopy(layout, self._blocks, self._order, shared) if shared else None
         )
 
     def _scales(self, layout: KvLayout) -> torch.Tensor:
@@ -125,13 +125,13 @@ class TorchKvPool(PackedPool):
         return self._bytes[start : start + num_layers * layer_bytes]
 
     @property
-    def device_copy(self) -> DeviceCopy | None:
+    def device_copy(self) -> PagedDeviceCopy | None:
         """Packs into, and unpacks from, memory of the blocks' own device; None if that is the CPU,
         or shares no memory."""
         return self._device_copy
 
     @property
-    def checked_copy(self) -> CheckedCopy | None:
+    def checked_copy(self) -> NativeCheckedCopy | None:
         """Copies rows and hashes them in one pass; None where there is no such kernel."""
         return self._checked_copy
 
