@@ -216,13 +216,13 @@ class OfferedTicket:
 class TicketCommitted:
     """All KV of `num_tokens` tokens is in the blocks, which whoever gets this owns.
 
-    firsts: the token after them, of each choice; none if it is known there already. window_start:
+    first_tokens: the token after them, of each choice; none if it is known there already. window_start:
     the first token that came in every layer; of those before, windowed layers may have none.
     """
 
     ticket_id: int
     num_tokens: int
-    firsts: tuple[Sample, ...]
+    first_tokens: tuple[Sample, ...]
     transfer_exposed_ms: float
     num_bytes: int
     reserved_s: float = 0.0
@@ -273,7 +273,7 @@ class Commit:
     ticket_id: int
     epoch: int
     num_tokens: int
-    firsts: tuple[Sample, ...]
+    first_tokens: tuple[Sample, ...]
     checksum: int
     exposed_ms: float
 
@@ -401,7 +401,7 @@ class Ticket:
         return TicketCommitted(
             self.ticket_id,
             commit.num_tokens,
-            commit.firsts,
+            commit.first_tokens,
             commit.exposed_ms,
             self.num_bytes,
             self.reserved_s,

@@ -185,8 +185,8 @@ class WorkerCore:
                     self._cancel(group)
             case TicketCommitted():
                 sequence = self._admission.on_committed(command)
-                if sequence and command.firsts:
-                    self._output.produce_firsts(sequence, command.firsts)
+                if sequence and command.first_tokens:
+                    self._output.produce_first_tokens(sequence, command.first_tokens)
             case TicketAborted():
                 self._admission.on_aborted(command)
             case PrefixRequested(ticket_id):
