@@ -233,7 +233,7 @@ class WorkerSequence:
         is_last = self.is_leaving or self.next_position + 1 >= most
         self.is_drawing_last = drawing_row is not None and is_last
 
-    def landed(self, num_new: int) -> None:
+    def collected(self, num_new: int) -> None:
         """The oldest `num_new` tokens in flight are so no longer."""
         self.num_launched_tokens -= num_new
         if not self.num_launched_tokens:
