@@ -216,8 +216,8 @@ class OfferedTicket:
 class TicketCommitted:
     """All KV of `num_tokens` tokens is in the blocks, which whoever gets this owns.
 
-    first_tokens: the token after them, of each choice; none if it is known there already. window_start:
-    the first token that came in every layer; of those before, windowed layers may have none.
+    first_tokens: the token after them, of each choice; none if it is known there already.
+    window_start: the first token that came in every layer; windowed layers may have none before it.
     """
 
     ticket_id: int
