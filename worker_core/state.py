@@ -16,7 +16,7 @@ from engine.interface import EngineSpec, KvPool
 from engine.kv.ledger import BlockLedger, BlockOwner, take_ledger
 from engine.kv.pool import BlockLease, BlockPool
 from worker_core.beam_group import BeamGroup
-from worker_core.commands import Known, StreamEvent
+from worker_core.commands import KnownSequences, StreamEvent
 from worker_core.sequence import Stage, WorkerSequence
 
 
@@ -257,7 +257,7 @@ def ledger_of(state: CoreState) -> BlockLedger:
     return take_ledger(state.pool, (*owners, *served))
 
 
-def orphans_of(state: CoreState, known: Known) -> list[SequenceGroup]:
+def orphans_of(state: CoreState, known: KnownSequences) -> list[SequenceGroup]:
     """Sequences of a stream that its gateway does not know, and has not given up either."""
     return [
         group
