@@ -213,7 +213,7 @@ class Admission:
             lease.num_cached_tokens,
             destination=command.destination,
             is_sending=command.destination is not None,
-            order=self._matchers.order(sampling) if sampling.grammar else None,
+            matcher_future=self._matchers.submit(sampling) if sampling.grammar else None,
         )
         state.put(sequence)
         num_cached = lease.num_cached_tokens

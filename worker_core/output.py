@@ -136,7 +136,7 @@ class OutputProcessor:
                 group.lease.fork(num_computed),
                 Stage.RUNNING,
                 num_computed,
-                order=group.order,
+                matcher_future=group.matcher_future,
             )
             self._state.put(choice)
             self._produce(choice, (first_tokens[offset],))

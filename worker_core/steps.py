@@ -305,7 +305,7 @@ class Steps:
         for grant in granted:
             group, _ = grant
             try:
-                if group.order:
+                if group.matcher_future:
                     group.follow_grammar()
             except BatonError as error:
                 if isinstance(group, WorkerSequence):
