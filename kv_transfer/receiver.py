@@ -257,7 +257,7 @@ class ReceiverSession:
             ticket_id=frame.ticket_id,
             epoch=frame.epoch,
             num_tokens=frame.num_tokens,
-            firsts=tuple(map(sample_from_proto, frame.first_tokens)),
+            first_tokens=tuple(map(sample_from_proto, frame.first_tokens)),
             checksum=checksum,
             exposed_ms=frame.exposed_us / 1000,
         )

@@ -214,14 +214,14 @@ class OfferedTicket:
 class TicketCommitted:
     """All KV of `num_tokens` tokens is in the blocks, which whoever gets this owns.
 
-    firsts: the token after them, of each choice; none if it is known there already. whole_start:
-    the first token that came in every group; before it, those that keep fewer than all tokens may
-    have none.
+    first_tokens: the token after them, of each choice; none if it is known there already.
+    whole_start: the first token that came in every group; groups that keep fewer than all tokens
+    may have none before it.
     """
 
     ticket_id: int
     num_tokens: int
-    firsts: tuple[Sample, ...]
+    first_tokens: tuple[Sample, ...]
     transfer_exposed_ms: float
     num_bytes: int
     reserved_s: float = 0.0
@@ -272,7 +272,7 @@ class Commit:
     ticket_id: int
     epoch: int
     num_tokens: int
-    firsts: tuple[Sample, ...]
+    first_tokens: tuple[Sample, ...]
     checksum: int
     exposed_ms: float
 
@@ -399,7 +399,7 @@ class Ticket:
         return TicketCommitted(
             self.ticket_id,
             commit.num_tokens,
-            commit.firsts,
+            commit.first_tokens,
             commit.exposed_ms,
             self.num_bytes,
             self.reserved_s,

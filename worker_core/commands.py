@@ -78,7 +78,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownSequences:
     """The handles of all outputs of a stream that its gateway waits for. Streams keep their order:
     what it opened before this is here, and what it gave up before this is not."""
 
@@ -119,7 +119,7 @@ Command = (
     | PrefixRequested
     | SendDone
     | ListBlocks
-    | Known
+    | KnownSequences
 )
 
 

@@ -24,7 +24,7 @@ from worker_core.commands import (
     Command,
     Destination,
     HandOff,
-    Known,
+    KnownSequences,
     Open,
     Pause,
     Resume,
@@ -171,7 +171,7 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
                     case "resume":
                         self._submit(Resume(stream, request.resume.handle))
                     case "known":
-                        self._submit(Known(stream, frozenset(request.known.handles)))
+                        self._submit(KnownSequences(stream, frozenset(request.known.handles)))
         finally:
             outbox.close()
 

@@ -22,7 +22,7 @@ from worker_core.commands import (
     Abort,
     Command,
     HandOff,
-    Known,
+    KnownSequences,
     Open,
     Pause,
     Resume,
@@ -144,7 +144,7 @@ async def test_a_stream_whose_worker_is_full_goes_on_and_ends_what_it_has() -> N
         Resume(0, 1),
         HandOff(0, 1, b"t"),
         Abort(0, 2),
-        Known(0, frozenset({1})),
+        KnownSequences(0, frozenset({1})),
         StreamClosed(0),
     ]
 

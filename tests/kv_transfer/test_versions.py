@@ -234,7 +234,7 @@ def test_a_sender_of_another_release_hands_over(running, events, messages, is_la
         assert peer.expect("KvCommitted").ticket_id == ticket.ticket_id
     event = events.get(timeout=PATIENCE_S)
     assert isinstance(event, TicketCommitted)
-    assert event.firsts == (FIRST,)
+    assert event.first_tokens == (FIRST,)
     got = np.concatenate([pool.data[3], pool.data[1][:, :, :, :2]], axis=3)
     np.testing.assert_array_equal(got, kv)
 
