@@ -24,7 +24,6 @@ from baton_kernels.linear import PlainLinear
 from engine import choose_source, native_source
 from engine.families.config import FAMILIES, parse_config
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.load import load_engine
 from engine.quantization.encode import encode
 from engine.quantization.quantize import quantize_checkpoint
 from engine.quantization.scheme import Scheme
@@ -36,6 +35,7 @@ from engine.torch.decoder import Decoder
 from engine.torch.engine import TorchEngine
 from engine.torch.native_decoder import NativeDecoder, make_decoder
 from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
 from tests.support.quantized_models import FORMATS, quantize
 from tests.support.rank_threads import start_thread
 from tests.support.transformers_greedy import greedy_outputs

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
-from engine.load import load_engine
 from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.model.conftest import MakeModel
+from tests.support.engines import load_engine
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_client import Choice, SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
