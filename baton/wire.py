@@ -19,8 +19,8 @@ from baton.events import (
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -345,7 +345,7 @@ _CHANGES: Mapping[type, tuple[str, tuple[str, ...]]] = {
     Prefilled: ("prefilled", _plain(Prefilled, "prompt_logprobs", "chunks")),
     Paused: ("paused", ()),
     HandedOff: ("handed_off", ()),
-    HandOffFailed: ("hand_off_failed", _plain(HandOffFailed)),
+    NotHandedOff: ("hand_off_failed", _plain(NotHandedOff)),
     Failed: ("failed", _plain(Failed, "is_retriable")),
 }
 _KINDS = {name: (kind, names) for kind, (name, names) in _CHANGES.items()}

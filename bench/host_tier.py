@@ -9,7 +9,9 @@ from statistics import median
 
 from bench.host_rig import HostRig, draw_spec
 from bench.stub_engine import BLOCK_SIZE
-from engine.kv.pool import BlockLease, BlockPool
+from engine.kv.layout import whole_blocks
+from engine.kv.lease import BlockLease
+from engine.kv.pool import BlockPool
 from worker_core.commands import Abort
 from worker_core.scheduler import Budget, plan_step
 from worker_core.sequence import Stage, WorkerSequence
@@ -61,7 +63,7 @@ def measure_tier(num_seqs: int, num_blocks: int, num_steps: int) -> TierCosts:
 
 def _plan_seconds(num_seqs: int, num_steps: int) -> float:
     """The scheduler alone, over sequences that decode and sometimes need a block."""
-    pool = BlockPool(4 * num_seqs, BLOCK_SIZE, secret=bytes(32))
+    pool = BlockPool(4 * num_seqs, whole_blocks(BLOCK_SIZE), secret=bytes(32))
     sequences = []
     for index in range(num_seqs):
         spec = draw_spec(index, BLOCK_SIZE + index % BLOCK_SIZE)

@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from baton.types import KvRange, Sampling
+from baton.types import Sampling
 from bench.machine import document_of, now, publish
 from bench.suite.markdown import table
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelChoice
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.range import KvRange
 from engine.load import load_engine
 from engine.torch.engine import TorchEngine
 from kv_transfer.codec import ChunkCodec

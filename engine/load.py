@@ -13,7 +13,7 @@ import torch
 from baton.errors import ConfigError
 from baton.kv_transports import planned_device_bytes
 from baton.start_log import report_phase
-from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout, windows_of
+from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend, batch_invariant
 from baton_kernels.cpu.library import why_none
 from engine.checkpoint import find_shards, naming_model, resolve_checkpoint
@@ -24,6 +24,8 @@ from engine.dtype import choose_dtype
 from engine.families.config import DTYPES
 from engine.host_memory import available_memory_bytes
 from engine.interface import EngineSpec
+from engine.kv.groups.window import windows_of
+from engine.kv.layout import groups_of
 from engine.kv.tensors.state_memory import STATES_PER_SLOT
 from engine.kv.tensors.stateful import StatefulKvPool
 from engine.memory_plan import NO_HEAD, MemoryPlan, plan_blocks
@@ -151,7 +153,7 @@ def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
         dtype=plan.dtype,
         weights=source.weight_bytes(plan.dtype, where, plan.num_ranks)
         + sum(adapter.num_bytes for adapter in plan.adapters.values()),
-        states=max_num_seqs * STATES_PER_SLOT * sizes.state_bytes,
+        states=max_num_seqs * STATES_PER_SLOT * groups_of(sizes).record_bytes,
         activations=source.activation_bytes(
             plan.dtype, max_num_batched_tokens, max_num_seqs, plan.max_len
         )
@@ -216,9 +218,9 @@ def _spec(
         vocab_size=source.vocab_size,
         max_model_len=memory.longest_context,
         shared_prompt_limit=loaded.shared_prompt_limit,
-        # Followers receive only the batch, not sampled tokens. Of states, only those before one
-        # step are kept: two steps that are thrown away could not be run again.
-        max_num_launches=1 if plan.num_ranks > 1 or layout.has_states else 2,
+        # Followers receive only the batch, not sampled tokens. Records are kept of one step: two
+        # that are thrown away could not be run again.
+        max_num_launches=1 if plan.num_ranks > 1 or groups_of(layout).cannot_rewind else 2,
         computes_aside=plan.device.type == "cuda",
         numerics=numerics,
         dtype_reason=settled.dtype_reason,
@@ -229,7 +231,7 @@ def _spec(
 def _make_pool(
     layout: KvLayout, memory: MemoryPlan, device: torch.device, followers: Followers
 ) -> TensorPool:
-    if layout.has_states:
+    if groups_of(layout).records:
         return StatefulKvPool(layout, memory.num_blocks, memory.max_num_seqs)
     return followers.make_pool(layout, memory.num_blocks, memory.num_window_slots, device)
 
@@ -259,19 +261,18 @@ def max_window_slots(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
-    """Most slots that windowed layers' KV needs apart from that of the others, see WindowSlots; 0
-    where blocks have the KV of all layers. That is so
+    """Most slots that layers with fewer than all tokens need apart from the others; 0 where blocks
+    have the KV of all layers. That is so
 
-    * if no layer has a window; or if all have: then the blocks themselves go back;
+    * if LayerGroups.max_slots says so;
     * on a GPU: block tables in its memory, and recorded steps, are of one pool;
     * of layers that transformers' code runs, which are given one pool.
 
     And of a draft model, whose sequences do not slide (see StepLimits), where steps
     are recorded without a GPU, and where blocks would be no more than slots (plan_blocks)."""
-    has_both = bool(layout.windowed_layers) and layout.has_full_layers
-    if not (has_both and device.type == "cpu" and source.takes_grouped_kv):
+    if device.type != "cpu" or not source.takes_grouped_kv:
         return 0
-    return layout.max_window_slots(max_num_seqs, max_num_batched_tokens)
+    return groups_of(layout).max_slots(max_num_seqs, max_num_batched_tokens)
 
 
 def _batch_invariant(

@@ -29,8 +29,7 @@ from engine.config import (
 )
 from engine.grammar import GrammarVocabulary, Matchers, load_vocabulary, synthetic_vocabulary
 from engine.interface import Engine
-from engine.kv.groups.state import StateSlots
-from engine.kv.groups.window import WindowSlots
+from engine.kv.layout import groups_of
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleLayers, OracleOptions, oracle_layout
 
@@ -75,24 +74,17 @@ def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
 
 
 def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
-    """The pool over an engine's blocks, with a secret of this boot. Prefixes of a model whose
-    sequences go on from a state are not found."""
-    slots, states = engine.kv.slots, engine.kv.state_slots
-    if states and options.enable_prefix_caching:
-        _log.info(
-            "prefix caching is off: %s has layers with a state, which is kept as it is after a "
-            "sequence's last token alone",
-            options.model_name,
-        )
+    """The pool over an engine's blocks, with a secret of this boot. No prefixes are found of a
+    model that could not go on from one."""
+    groups = engine.kv.groups
+    if groups.cannot_rewind and options.enable_prefix_caching:
+        _log.info("prefix caching is off: %s has %s", options.model_name, groups.cannot_rewind)
     return BlockPool(
         engine.spec.num_blocks,
-        engine.spec.layout.block_size,
+        groups,
         secret=secrets.token_bytes(32),
-        enable_prefix_caching=options.enable_prefix_caching and not states,
-        window=engine.spec.layout.window,
-        has_full_layers=engine.spec.layout.has_full_layers,
-        window_slots=WindowSlots(slots.num_slots, slots.of_block) if slots else None,
-        state_slots=StateSlots(states.num_slots, states.of_block) if states else None,
+        allocators=groups.allocators(engine.kv.slot_tables),
+        enable_prefix_caching=options.enable_prefix_caching and not groups.cannot_rewind,
     )
 
 
@@ -112,11 +104,10 @@ def build_matchers(options: EngineOptions, engine: Engine) -> Matchers:
 def _build_oracle(options: EngineOptions, *, frees_windows: bool) -> OracleEngine:
     num_blocks = options.num_gpu_blocks_override or _ORACLE_BLOCKS
     layers = OracleLayers(options.oracle_window, has_states=options.oracle_has_states)
-    is_apart = layers.window > 0 and not layers.has_states and frees_windows
     num_slots = 0
-    if is_apart:
-        layout = oracle_layout(layers, options.block_size)
-        num_slots = layout.max_window_slots(options.max_num_seqs, options.max_num_batched_tokens)
+    if frees_windows and not layers.has_states:
+        groups = groups_of(oracle_layout(layers, options.block_size))
+        num_slots = groups.max_slots(options.max_num_seqs, options.max_num_batched_tokens)
     return OracleEngine(
         OracleOptions(
             num_blocks=num_blocks,

@@ -49,8 +49,8 @@ from worker_core.commands import (
 from worker_core.costs import Costs
 from worker_core.drafting import Drafting
 from worker_core.handoff import Handoffs, for_gateway
-from worker_core.loop import Step
-from worker_core.output import Output
+from worker_core.loop import StepResult
+from worker_core.output import OutputProcessor
 from worker_core.policy import Policy
 from worker_core.preemption import Preemption
 from worker_core.scheduler import Budget, StepPlan, plan_step
@@ -100,7 +100,7 @@ class WorkerCore:
             deps.speculation.forget if deps.speculation else None,
         )
         self._handoffs = Handoffs(self._state, deps.sender)
-        self._output = Output(self._state, self._handoffs)
+        self._output = OutputProcessor(self._state, self._handoffs)
         self._steps = Steps(
             self._state,
             deps.engine,
@@ -123,14 +123,16 @@ class WorkerCore:
         self._preemption = Preemption(self._state, self._costs, self._handoffs)
         self._num_orphans = 0
 
-    def step(self, commands: Sequence[Command]) -> Step[StreamEvent]:
+    def step(self, commands: Sequence[Command]) -> StepResult[StreamEvent]:
         self._tickets.expire()
         self._handoffs.heartbeat()
         for command in commands:
             self._apply(command)
         has_come = self._preemption.bring_back() | self._admission.admit_queued()
         has_run = self._run_ahead() or self._run_alone()
-        return Step(self._state.take_events(), self._load(), is_idle=not (has_come or has_run))
+        return StepResult(
+            self._state.take_events(), self._load(), is_idle=not (has_come or has_run)
+        )
 
     def _run_ahead(self) -> bool:
         """Launch the next step before the one in flight is collected, if it may be. Whether there

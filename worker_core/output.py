@@ -15,7 +15,7 @@ from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState
 
 
-class Output:
+class OutputProcessor:
     """Takes outcomes of slices to the sequences they are of."""
 
     def __init__(self, state: CoreState, handoffs: Handoffs) -> None:

@@ -23,8 +23,8 @@ from baton.events import (
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Preempted,
     Prefilled,
@@ -237,7 +237,7 @@ class WorkerRecorder:
             case HandedOff() if not sequence.has_destination:
                 self._handed_off.add(1)
                 self._leave(key, RequestEvent.HANDED_OFF, now_s)
-            case HandOffFailed() if sequence.has_destination:
+            case NotHandedOff() if sequence.has_destination:
                 sequence.has_destination = False  # an ordinary sequence from here on
                 sequence.running_s = now_s
             case Failed(reason):

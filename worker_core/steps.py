@@ -29,7 +29,6 @@ from baton.events import ChunkTime
 from engine.interface import (
     Batch,
     Engine,
-    KvPool,
     Launched,
     LayersDone,
     SequenceSlice,
@@ -37,12 +36,13 @@ from engine.interface import (
     try_collect,
     try_launch,
 )
-from engine.kv.pool import BlockCopy
+from engine.kv.interface import KvPool
+from engine.kv.lease import BlockCopy
 from worker_core.beam_group import BeamGroup
 from worker_core.costs import Costs
 from worker_core.drafting import Drafting
 from worker_core.handoff import Handoffs
-from worker_core.output import Output
+from worker_core.output import OutputProcessor
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SequenceGroup
 
@@ -134,7 +134,7 @@ class Steps:
         drafting: Drafting,
         costs: Costs,
         handoffs: Handoffs,
-        output: Output,
+        output: OutputProcessor,
         beat: Callable[[int], None],
         max_num_launches: int,
     ) -> None:

@@ -1,6 +1,6 @@
 """Which parts a model's layers are made of: its config as a composition of baton_kernels.layer.
 
-A family of models is told apart here and nowhere below: what follows (parameters, packing, ranks,
+Composed by the traits of a config, not by its family; what follows (parameters, packing, ranks,
 quantising, the memory plan, decoders) takes the description. A linear layer is described by where
 it is in a checkpoint, and which of its outputs a rank holds.
 """
@@ -316,21 +316,18 @@ class _Composing:
         )
 
     def _experts(self, experts: ExpertsConfig) -> Experts[LinearSpec, VectorSpec]:
-        config, num = self._config, experts.num_experts
-        is_mixtral = config.family == "mixtral"
-        folder = "block_sparse_moe" if is_mixtral else "mlp"
-        gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+        config, names, num = self._config, experts.names, experts.num_experts
 
         def mlp(name: str, inner: int) -> Mlp[LinearSpec]:
-            return self._mlp((f"{name}.{gate}", f"{name}.{up}", f"{name}.{down}"), inner)
+            parts = (f"{name}.{names.gate}", f"{name}.{names.up}", f"{name}.{names.down}")
+            return self._mlp(parts, inner)
 
         def expert(index: int) -> Mlp[LinearSpec]:
-            name, inner = f"{folder}.experts.{index}", experts.intermediate_size
+            name, inner = f"{names.folder}.{index}", experts.intermediate_size
             return self._stacked_mlp(name, inner) if experts.is_stacked else mlp(name, inner)
 
-        router_name = "router" if experts.is_stacked else "gate"
-        router = Source(self._name(f"{folder}.{router_name}"), range(num), num)
-        bias = VectorSpec(self._name(f"{folder}.gate.e_score_correction_bias"), num, is_wide=True)
+        router = Source(self._name(names.router), range(num), num)
+        bias = VectorSpec(self._name(f"{names.router}.e_score_correction_bias"), num, is_wide=True)
         return Experts(
             Routing(
                 num_experts=num,

@@ -33,7 +33,8 @@ from baton_kernels.kv_write import head_rows
 from baton_kernels.layer import Attention, AttentionShape, Layer, Mlp, Norm
 from baton_kernels.linear import Linear, pack_linear
 from engine.checkpoint import find_shards
-from engine.families.config import ModelConfig, parse_config
+from engine.families.config import ModelConfig
+from engine.families.read import parse_config
 from engine.torch.decoder import Decoder, LayerKv, PackedBatch, normed
 from engine.torch.packed import PackedParameters
 

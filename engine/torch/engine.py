@@ -33,7 +33,7 @@ from engine.interface import (
 from engine.ranks.followers import Followers, NoFollowers, TensorPool
 from engine.sampling.sampler import Draws, RowsError, draw
 from engine.torch.step import check_batch, fault, sample_rows
-from engine.torch.step_runner import NO_STATES, EagerStep, EagerSteps, Step, StepRunner
+from engine.torch.step_runner import NO_STATES, EagerStep, EagerSteps, StepOutput, StepRunner
 
 #: Rows of a prompt that are scored at once: each takes vocab_size * 4 bytes, a few times over.
 NUM_SCORED_ROWS = 64
@@ -141,7 +141,7 @@ class TorchEngine(Engine):
 
     def _run(
         self, batch: Batch, layers_done: LayersDone | None, drawn: torch.Tensor | None
-    ) -> Step:
+    ) -> StepOutput:
         """Write the new tokens' KV. drawn: see StepRunner."""
         num_layers, size = self._spec.layout.num_layers, self._layer_group_size
         check_batch(batch, self._spec, 0 if drawn is None else len(drawn))

@@ -49,7 +49,7 @@ class WorkerLink(Protocol):
         ...
 
     def hand_off(self, handle: int, ticket: bytes) -> None:
-        """Have a paused sequence's KV sent to the ticket's owner: HandedOff or HandOffFailed
+        """Have a paused sequence's KV sent to the ticket's owner: HandedOff or NotHandedOff
         answers."""
         ...
 

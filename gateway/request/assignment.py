@@ -12,7 +12,7 @@ from baton.errors import BatonError, HandoffFailed
 from baton.events import Deferred, Preempted, Tokens
 from baton.types import KvSource, SequenceSpec
 from gateway.links.worker_link import WorkerLink
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.routing.fleet import Worker
 from gateway.routing.placement import Outcome, Placement
 from gateway.routing.router import Need
@@ -51,7 +51,7 @@ class Choice:
     """One output. index: among the request's."""
 
     index: int
-    output: Output
+    output: ChoiceOutput
     is_over: bool = False
     """Whether it has ended, and holds nothing on any worker."""
     pending: list[Tokens] = field(default_factory=list)

@@ -21,7 +21,7 @@ from gateway.intake.request import ValidatedRequest
 from gateway.links.worker_link import WorkerLink
 from gateway.long_work import in_pieces
 from gateway.output.delivery import Delivery, Write
-from gateway.output.output import Output, Piece, best
+from gateway.output.output import ChoiceOutput, Piece, best
 from gateway.request.assignment import (
     Abort,
     AbortSource,
@@ -87,7 +87,7 @@ class RequestDriver:
         self,
         deps: RequestDeps,
         request: ValidatedRequest,
-        outputs: Sequence[Output],
+        outputs: Sequence[ChoiceOutput],
         write: Write,
         deadline_s: float,
         timeline: Timeline | None = None,
@@ -344,20 +344,20 @@ class RequestDriver:
         self._perform(self.state.on_migration(choice, placement, self._clock()))
 
 
-def outputs_of(request: ValidatedRequest, decodings: Mapping[bool, Decoding]) -> list[Output]:
+def outputs_of(request: ValidatedRequest, decodings: Mapping[bool, Decoding]) -> list[ChoiceOutput]:
     """One for each choice, without what earlier streams sent. decodings: see RequestDeps."""
     decoding, sampling = decodings[request.text.skip_special_tokens], request.spec.sampling
     # A grammar counts a space that its text begins with.
     is_continuation = bool(sampling.grammar)
     return [
-        Output(decoding, request.text, sampling.min_tokens, is_continuation=is_continuation)
+        ChoiceOutput(decoding, request.text, sampling.min_tokens, is_continuation=is_continuation)
         for _ in range(request.spec.num_choices)
     ]
 
 
 async def resumed_outputs_of(
     request: ValidatedRequest, decodings: Mapping[bool, Decoding]
-) -> list[Output]:
+) -> list[ChoiceOutput]:
     """The same, with what earlier streams sent. A long text is decoded in pieces."""
     outputs = outputs_of(request, decodings)
     for index, so_far in request.resume_from.items():

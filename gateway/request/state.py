@@ -48,8 +48,8 @@ from baton.events import (
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -68,7 +68,7 @@ from baton.types import (
     TokenLogprobs,
     across_accounts,
 )
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
     Abort,
     AbortSource,
@@ -119,7 +119,7 @@ class RequestState:
     def __init__(
         self,
         spec: SequenceSpec,
-        outputs: Sequence[Output],
+        outputs: Sequence[ChoiceOutput],
         timeline: Timeline,
         ended: Set[int] = frozenset(),
     ) -> None:
@@ -216,7 +216,7 @@ class RequestState:
                 self._on_released(assignment, number, event, now_s)
             case Failed():
                 self._on_released(assignment, number, _error_of(event), now_s)
-            case Paused() | HandedOff() | HandOffFailed():
+            case Paused() | HandedOff() | NotHandedOff():
                 self._on_origin_event(assignment, number, event, now_s)
         return self._taken_actions()
 
@@ -243,7 +243,7 @@ class RequestState:
             case HandedOff() if assignment.is_prefill_awaited:
                 text = "a sequence was handed off before its prompt was reported as computed"
                 self._fail(EngineFault(text))
-            case HandOffFailed(reason, message):
+            case NotHandedOff(reason, message):
                 self._actions.append(AbortSource(assignment))
                 error = _error_of(Failed(reason, message, is_retriable=True))
                 self._on_source_failed(assignment, error, now_s)
@@ -461,7 +461,7 @@ class RequestState:
         self,
         origin: Assignment,
         number: int,
-        event: Paused | HandedOff | HandOffFailed,
+        event: Paused | HandedOff | NotHandedOff,
         now_s: float,
     ) -> None:
         if number in origin.gone:
@@ -480,7 +480,7 @@ class RequestState:
                     self._lose_both(migration, migration.failure, now_s)
                 else:
                     migration.has_origin_left = True
-            case HandOffFailed(_, message):
+            case NotHandedOff(_, message):
                 if migration is None:
                     self._actions.append(Resume(origin, number))
                     return

@@ -15,8 +15,8 @@ from baton.events import (
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -35,7 +35,7 @@ from baton.types import (
 )
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
     Abort,
     AbortSource,
@@ -68,7 +68,7 @@ NO_ROOM = Deferred("full")
 DRAINING = Failed("DRAINING", "takes no more", is_retriable=True)
 LOST = Failed("WORKER_LOST", "gone", is_retriable=True)
 UNDELIVERED = Failed("HANDOFF_FAILED", "no way", is_retriable=True)
-NOT_HANDED_OFF = HandOffFailed("HANDOFF_FAILED", "no way")
+NOT_HANDED_OFF = NotHandedOff("HANDOFF_FAILED", "no way")
 
 
 @dataclass(eq=False)
@@ -117,7 +117,7 @@ class Rig:
             self.fleet.report(address, WorkerLoad(blocks=BlockCounts(64, 0, 0)))
         stop = (text_of([self.rng.randrange(97)]),) if self.rng.random() < 0.5 else ()
         text = TextOptions(stop=stop)
-        outputs = [Output(Decoding(text_of), text, 0) for _ in range(num_choices)]
+        outputs = [ChoiceOutput(Decoding(text_of), text, 0) for _ in range(num_choices)]
         self.state = RequestState(self.spec, outputs, Timeline(0.0))
         self.now_s = 0.0
         self.error: Exception | None = None
@@ -344,11 +344,11 @@ class Rig:
                 opened.stage, opened.forked = "running", not opened.is_search
             case Paused():
                 opened.stage = "paused"
-            case HandOffFailed() if not opened.is_source:
+            case NotHandedOff() if not opened.is_source:
                 opened.stage = "paused"
             case Failed() | Preempted() | Deferred() if opened.forked and not opened.is_source:
                 opened.ended.add(number)
-            case Failed() | Preempted() | Deferred() | HandedOff() | HandOffFailed():
+            case Failed() | Preempted() | Deferred() | HandedOff() | NotHandedOff():
                 opened.stage = "over"
                 opened.ended.update(range(len(opened.outputs)))
 

@@ -18,12 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError, TensorMismatch, UnsupportedModel
-from baton.types import KvRange, Sampling
+from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from baton_kernels.linear import PlainLinear
 from engine import choose_source, native_source
-from engine.families.config import FAMILIES, parse_config
+from engine.families.read import parse_config
+from engine.families.registry import FAMILIES
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.range import KvRange
 from engine.quantization.encode import encode
 from engine.quantization.quantize import quantize_checkpoint
 from engine.quantization.scheme import Scheme

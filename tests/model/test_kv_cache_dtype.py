@@ -13,8 +13,9 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.errors import ConfigError, EngineFault
-from baton.types import KvRange, Sampling
+from baton.types import Sampling
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.range import KvRange
 from engine.torch.engine import TorchEngine
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import agreed_dtype, wire_format

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.errors import ConfigError
 from baton.types import Sampling
-from engine.families.config import read_config
+from engine.families.read import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.quantization.calibration import grams, read_pieces
 from engine.quantization.quantize import quantize_checkpoint

@@ -17,7 +17,7 @@ from baton.cli.main import app
 from baton.errors import ConfigError, UnsupportedModel
 from baton.types import Sampling
 from baton_kernels.sparse_linear import is_sparse
-from engine.families.config import read_config
+from engine.families.read import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.memory_plan import num_quantized_weights
 from engine.quantization.quantize import quantize_checkpoint

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from baton.errors import HandoffFailed
 from baton.events import Failed, LocalPrefill, Prefilled, Tokens
 from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleOptions
 from kv_transfer.sender import SendDone
@@ -43,7 +44,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         options = OracleOptions(self.num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN)
-        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, secret=bytes(32))
+        self.pool = BlockPool(self.num_blocks, whole_blocks(BLOCK_SIZE), secret=bytes(32))
         self.sender = CountingSender()
         engine = OracleEngine(options)
         deps = CoreDeps(

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from baton.errors import BY_REASON
 from baton.events import Failed, HandedOff, Preempted, Tokens
-from baton.types import KvRange, KvSource, Sample, Sampling, SequenceSpec
+from baton.types import KvSource, Sample, Sampling, SequenceSpec
 from engine.interface import Batch, Launched, LayersDone, SequenceSlice
+from engine.kv.range import KvRange
 from engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from kv_transfer.send_connection import Cancel, Finish, LaterTask, Send, SendDone
 from kv_transfer.sender import KvSender

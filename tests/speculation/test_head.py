@@ -31,6 +31,7 @@ from engine.checkpoint import HeadFiles
 from engine.choose_source import model_source
 from engine.grammar import Grammar
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.memory_plan import MemoryPlan, format_bytes
 from engine.torch.engine import TorchEngine
@@ -134,7 +135,7 @@ def test_each_token_meets_the_state_before_it_whatever_was_accepted(
     rng = random.Random(seed)
     states = HiddenStates(lambda _: None)
     num_blocks = rng.choice((40, 300))  # too few of them, or enough
-    pool = BlockPool(num_blocks, 4, secret=bytes(32), enable_prefix_caching=False)
+    pool = BlockPool(num_blocks, whole_blocks(4), secret=bytes(32), enable_prefix_caching=False)
     widths = rng.choice(((), (3, 2), (2,)))
     proposer = (
         MedusaProposer(CheckingMedusa(), states, lambda: 0.0, widths)
@@ -222,7 +223,7 @@ def test_states_are_kept_only_while_somebody_takes_them() -> None:
     proposer = HeadProposer(
         CheckingHead(),
         states,
-        BlockPool(8, 4, secret=bytes(32), enable_prefix_caching=False),
+        BlockPool(8, whole_blocks(4), secret=bytes(32), enable_prefix_caching=False),
         lambda: 0.0,
     )
 
@@ -285,11 +286,16 @@ def open_proposer(
     """What drafts, and what it holds: Medusa heads hold no blocks."""
     if head.method == "medusa":
         heads, states = open_medusa(engine, head)
-        pool = BlockPool(1, SHAPE.block_size, secret=bytes(32), enable_prefix_caching=False)
+        pool = BlockPool(
+            1, whole_blocks(SHAPE.block_size), secret=bytes(32), enable_prefix_caching=False
+        )
         return MedusaProposer(heads, states, lambda: 0.0, widths), states, pool
     runner, states = open_head(engine, head, max_num_seqs)
     pool = BlockPool(
-        runner.num_blocks, runner.block_size, secret=bytes(32), enable_prefix_caching=False
+        runner.num_blocks,
+        whole_blocks(runner.block_size),
+        secret=bytes(32),
+        enable_prefix_caching=False,
     )
     return HeadProposer(runner, states, pool, lambda: 0.0, widths), states, pool
 

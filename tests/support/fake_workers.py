@@ -18,8 +18,8 @@ from baton.events import (
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -232,7 +232,7 @@ class FakeDecode:
             sequence.is_paused = True
             self._emit(handle, Paused())
         else:
-            self._emit(handle, HandOffFailed("HANDOFF_FAILED", "it does not decode"))
+            self._emit(handle, NotHandedOff("HANDOFF_FAILED", "it does not decode"))
 
     def on_resume(self, handle: int) -> None:
         sequence = self._sequences.get(handle)
@@ -313,7 +313,7 @@ class FakeDecode:
             self._leave(sequence, HandedOff())
         else:
             sequence.is_moving = False
-            self._emit(sequence.handle, HandOffFailed("HANDOFF_FAILED", "nobody took it"))
+            self._emit(sequence.handle, NotHandedOff("HANDOFF_FAILED", "nobody took it"))
 
     def take_over(self, ticket: bytes, num_tokens: int) -> bool:
         """Whether the ticket is one of this worker's, for a sequence of so many tokens; it runs

@@ -33,7 +33,7 @@ from engine.oracle import (
 )
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
     Abort,
     AbortSource,
@@ -283,7 +283,7 @@ class Request:
         prompt = tuple(range(index * 100 + 1, index * 100 + 1 + PROMPT_TOKENS))
         self.spec = SequenceSpec(self.name, prompt, SAMPLING, arrival_ns=index)
         self.expected = expected_tokens(prompt, world.bounds.layers)
-        output = Output(_DECODING, TextOptions(), 0)
+        output = ChoiceOutput(_DECODING, TextOptions(), 0)
         self.state = RequestState(self.spec, [output], Timeline(0.0))
         self.num_places = num_places
         self.waiting: list[Assignment] = []
@@ -751,8 +751,8 @@ class World:
 def prefilled(tokens: tuple[int, ...], layers: OracleLayers) -> ArrayKvPool:
     """What the only block, and slot, hold after these tokens, in an engine of the world's shape."""
     engine = OracleEngine(OracleOptions(1, block_size=PROMPT_TOKENS, layers=layers))
-    if engine.kv.state_slots:
-        engine.kv.state_slots.of_block[0] = 0
+    for table in engine.kv.slot_tables.values():
+        table.of_block[0] = 0
     row = SampleRow(len(tokens) - 1, Sampling(), list(tokens), len(tokens), 0, None)
     engine.forward(Batch((SequenceSlice(list(tokens), 0, [0], (row,)),)))
     assert isinstance(engine.kv, ArrayKvPool)

@@ -14,8 +14,8 @@ from baton.events import (
     Committed,
     Deferred,
     Failed,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -161,7 +161,7 @@ class SimClient:
                 # What is left there is over, though it has not told so yet.
                 del self.live[stay.moves_from]
                 stay.moves_from = None
-            case HandOffFailed():
+            case NotHandedOff():
                 for other in [h for h, s in self.live.items() if s.moves_from == handle]:
                     self.abort(other)
                 self.resume(handle)
@@ -221,7 +221,7 @@ class SimClient:
                     self.failed[self.live[group[0]].spec.request_id] = event
                     for member in group:
                         self.abort(member)
-                case HandOffFailed() | Deferred() | Preempted():
+                case NotHandedOff() | Deferred() | Preempted():
                     raise AssertionError(f"{event} of a prefill worker that nobody disturbs")
                 case Prefilled() if group:
                     self.num_fetched += event.num_fetched_tokens

@@ -29,6 +29,7 @@ from baton.types import (
 from baton.v1 import inference_pb2
 from bench.measure import Record, Slo, Summary, summarise
 from engine.interface import Batch, EngineSpec, Launched, LayersDone
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.kv.tensors.array import ArrayKvPool
 from gateway.intake.decoding import Decoding
@@ -42,7 +43,7 @@ from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.ticket import TicketCommitted
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import sim_matchers
 from tests.support.virtual_loop import run_virtual
@@ -175,11 +176,9 @@ class LoadNode:
             identity,
             _LAYOUT,
             (listener.endpoint,),
-            30.0,
+            TicketRules(secret=bytes(32), draw_id=lambda: ids.getrandbits(64)),
             self.submit,
             self.clock,
-            bytes(32),
-            lambda: ids.getrandbits(64),
         )
         listener.serve(Receiver(ReceiverConfig(identity, engine.kv, 4, 1 << 20), tickets))
         config = SenderConfig(
@@ -191,7 +190,7 @@ class LoadNode:
         self._sender = Sender(config, self.submit, is_inline=True)
         deps = CoreDeps(
             engine=engine,
-            pool=BlockPool(num_blocks, _BLOCK_SIZE, secret=bytes(32)),
+            pool=BlockPool(num_blocks, whole_blocks(_BLOCK_SIZE), secret=bytes(32)),
             tickets=tickets,
             sender=self._sender,
             swap=SwapSpace(engine.kv, 0),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -18,8 +17,10 @@ from baton.errors import BatonError
 from baton.types import KvSource, SequenceSpec, WorkerIdentity
 from engine.grammar import Matchers
 from engine.interface import Engine
-from engine.kv.groups.state import StateSlots
-from engine.kv.groups.window import WindowSlots
+from engine.kv.groups.group import SlotTable
+from engine.kv.groups.state import STATE, StateSlots
+from engine.kv.groups.window import WINDOWED, WindowSlots
+from engine.kv.layout import groups_of
 from engine.kv.pool import BlockPool
 from engine.oracle import (
     FULL_LAYERS,
@@ -32,14 +33,14 @@ from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import KvSender, SendDone, Sender
 from kv_transfer.ticket import TicketEvent
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
 from tests.support.grammar_walks import small_vocabulary
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Destination, Open, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
-from worker_core.loop import Step
+from worker_core.loop import StepResult
 from worker_core.policy import LocalPrefillPolicy, Policy, decode_policy, prefill_policy
 from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace
@@ -77,8 +78,8 @@ class SimShape:
     def num_window_slots(self) -> int:
         if not self.has_window_slots:
             return 0
-        layout = oracle_layout(self.layers, self.block_size)
-        most = layout.max_window_slots(self.max_num_seqs, self.max_num_batched_tokens)
+        groups = groups_of(oracle_layout(self.layers, self.block_size))
+        most = groups.max_slots(self.max_num_seqs, self.max_num_batched_tokens)
         return min(most, self.num_blocks)
 
 
@@ -106,17 +107,17 @@ def _engine(shape: SimShape) -> OracleEngine:
 
 
 def _slots(engine: Engine) -> WindowSlots | None:
-    table = engine.kv.slots
-    return WindowSlots(table.num_slots, table.of_block) if table else None
+    table = engine.kv.slot_tables.get(WINDOWED)
+    return WindowSlots(table) if table else None
 
 
 class EnoughSlots(StateSlots):
     """Fails where a slot is looked for and there is none: nobody who has a place in the batch lacks
     one."""
 
-    def __init__(self, num_slots: int, of_block: array[int]) -> None:
-        super().__init__(num_slots, of_block)
-        self.fewest = num_slots
+    def __init__(self, table: SlotTable) -> None:
+        super().__init__(table)
+        self.fewest = table.num_slots
         """That have been available."""
 
     @property
@@ -130,23 +131,19 @@ class EnoughSlots(StateSlots):
 
 
 def _state_slots(engine: Engine) -> EnoughSlots | None:
-    table = engine.kv.state_slots
-    return EnoughSlots(table.num_slots, table.of_block) if table else None
+    table = engine.kv.slot_tables.get(STATE)
+    return EnoughSlots(table) if table else None
 
 
 def _pool(
     shape: SimShape, engine: Engine, slots: WindowSlots | None, states: StateSlots | None
 ) -> BlockPool:
-    layout = engine.spec.layout
     return BlockPool(
         shape.num_pool_blocks or shape.num_blocks,
-        shape.block_size,
+        engine.kv.groups,
         secret=bytes(32),
+        allocators=[each for each in (slots, states) if each],
         enable_prefix_caching=shape.enable_prefix_caching and not states,
-        window=layout.window,
-        has_full_layers=layout.has_full_layers,
-        window_slots=slots,
-        state_slots=states,
     )
 
 
@@ -183,11 +180,9 @@ def _open_tickets(
         identity,
         layout,
         (listener.endpoint,),
-        lease_s,
+        TicketRules(lease_s, secret=bytes(32), draw_id=lambda: ids.getrandbits(64)),
         on_event,
         clock,
-        bytes(32),
-        lambda: ids.getrandbits(64),
     )
     listener.serve(Receiver(ReceiverConfig(identity, engine.kv, 4, 1 << 16), tickets))
     return listener, tickets
@@ -265,7 +260,7 @@ class SimWorker:
         self.inbox.append(command)
         self.on_command()
 
-    def step(self) -> Step[StreamEvent]:
+    def step(self) -> StepResult[StreamEvent]:
         commands, self.inbox[:] = list(self.inbox), []
         return self.core.step(commands)
 

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.types import KvSource, Sampling, SequenceSpec
+from engine.kv.layout import whole_blocks
+from engine.kv.lease import BlockLease
 from engine.kv.ledger import BlockOwner, ListBlocks, num_orphan_blocks, take_ledger
-from engine.kv.pool import BlockLease, BlockPool
+from engine.kv.pool import BlockPool
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimPrefill
 from worker_core.commands import Abort, Known, Open
@@ -25,7 +27,7 @@ def owner_of(lease: BlockLease) -> BlockOwner:
 @quick
 @given(st.data())
 def test_every_block_is_free_cached_owned_or_an_orphan(data):
-    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, secret=bytes(32))
+    pool = BlockPool(NUM_BLOCKS, whole_blocks(BLOCK_SIZE), secret=bytes(32))
     leases: list[BlockLease] = []
     for _ in range(data.draw(st.integers(0, 8))):
         # Common beginnings, so that some blocks have several owners.

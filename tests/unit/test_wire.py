@@ -11,8 +11,8 @@ from baton.events import (
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -66,7 +66,7 @@ CHANGES = st.sampled_from(
         Preempted(),
         Paused(),
         HandedOff(),
-        HandOffFailed("X", "why"),
+        NotHandedOff("X", "why"),
         Failed("X", "why", is_retriable=True),
     ]
 )

@@ -24,7 +24,8 @@ from engine.interface import (
     SequenceSlice,
     forward_guarded,
 )
-from engine.kv.pool import BlockLease, BlockPool
+from engine.kv.lease import BlockLease
+from engine.kv.pool import BlockPool
 from worker_core.speculation.draft_lengths import DraftCosts
 from worker_core.speculation.interface import (
     NO_PROPOSAL,
@@ -38,8 +39,8 @@ from worker_core.speculation.interface import (
 def check_specs(target: EngineSpec, draft: EngineSpec) -> None:
     """Raises ConfigError unless each draft is a token id of the target, and the draft model can go
     back to where one was not accepted."""
-    if draft.layout.has_states:
-        raise _mismatch(draft.model, "it has layers with a state, which cannot go back")
+    if draft.groups.cannot_rewind:
+        raise _mismatch(draft.model, f"it has {draft.groups.cannot_rewind}")
     if draft.vocab_size != target.vocab_size:
         raise _mismatch(
             draft.model,

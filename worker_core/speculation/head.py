@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.types import Sampling
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.kv.pool import BlockLease, BlockPool
+from engine.kv.lease import BlockLease
+from engine.kv.pool import BlockPool
 from worker_core.speculation.draft_lengths import DraftCosts
 from worker_core.speculation.interface import NO_PROPOSAL, NOTHING, DraftRequest, Estimate, Proposal
 
