@@ -19,7 +19,7 @@ from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
-from engine.kv.tensors.device_copy import DeviceCopy
+from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.packed import PackedPool
 from kv_transfer.device_memory import warm_up_copies
 from kv_transfer.frame import encode
@@ -91,7 +91,7 @@ def test_kv_is_converted_without_passing_the_host(make_rig, monkeypatch, wire_dt
 def test_kv_that_the_device_cannot_pack_is_packed_by_the_host(make_rig, monkeypatch):
     """Rows that are no whole words."""
     for name in ("pack", "unpack"):
-        monkeypatch.delattr(DeviceCopy, name)
+        monkeypatch.delattr(PagedDeviceCopy, name)
     layout = KvLayout("m", 3, 2, 3, "bfloat16", 4)
     rig = make_rig("cuda_ipc", source_layout=layout, target_layout=layout)
     rig.source.data[...] = 1
@@ -334,13 +334,13 @@ def test_every_form_is_packed_and_unpacked_before_the_first_handoff(monkeypatch,
     pool = DeviceArrayPool(KvLayout("m", 3, 2, 8, dtype, 4), num_blocks=1)
     seen: dict[str, list[tuple[str, bool]]] = {"pack": [], "unpack": []}
     for name, forms in seen.items():
-        whole = getattr(DeviceCopy, name)
+        whole = getattr(PagedDeviceCopy, name)
 
         def noted(self, block_ids, piece, wire, payload, seed, whole=whole, forms=forms):
             forms.append((wire.dtype, wire.has_row_scales))
             return whole(self, block_ids, piece, wire, payload, seed)
 
-        monkeypatch.setattr(DeviceCopy, name, noted)
+        monkeypatch.setattr(PagedDeviceCopy, name, noted)
     warm_up_copies(pool)
     expected = {("int64", False)} if dtype == "int64" else _ALL_FORMS
     assert sorted(seen["pack"]) == sorted(seen["unpack"]) == sorted(expected)
