@@ -30,7 +30,7 @@ from worker_core.commands import (
     StreamEvent,
 )
 from worker_core.loop import EngineLoop
-from worker_core.service import SequenceServicer
+from worker_core.sequence_service import SequenceServicer
 
 LAYOUT = KvLayout("oracle", 4, 2, 8, "float32", 4)
 SPEC = SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=4))

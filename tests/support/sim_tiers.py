@@ -33,7 +33,7 @@ from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import KvSender, SendDone, Sender
 from kv_transfer.ticket import TicketEvent
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
 from tests.support.grammar_walks import small_vocabulary
 from worker_core.admission import CoreLimits
@@ -178,11 +178,9 @@ def _open_tickets(
         identity,
         layout,
         (listener.endpoint,),
-        lease_s,
+        TicketRules(lease_s, secret=bytes(32), draw_id=lambda: ids.getrandbits(64)),
         on_event,
         clock,
-        bytes(32),
-        lambda: ids.getrandbits(64),
     )
     listener.serve(Receiver(ReceiverConfig(identity, engine.kv, 4, 1 << 16), tickets))
     return listener, tickets
