@@ -19,6 +19,7 @@ from collections.abc import Hashable
 from itertools import groupby
 from operator import itemgetter
 
+from baton.commands import HandOff, Pause, Resume
 from baton.errors import (
     BatonError,
     EngineFault,
@@ -33,7 +34,7 @@ from engine.kv.range import KvRange
 from kv_transfer.send_connection import Cancel, FetchPrefix, Finish, Send, SendDone
 from kv_transfer.sender import KvSender
 from kv_transfer.ticket import PrefixRequested
-from worker_core.commands import HandOff, Pause, Resume
+from worker_core.commands import StreamCommand
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SequenceGroup
 
@@ -107,14 +108,14 @@ class Handoffs:
 
     # Of sequences that run
 
-    def apply(self, command: Pause | HandOff | Resume) -> None:
+    def apply(self, command: StreamCommand) -> None:
         group = self._state.groups.get((command.stream, command.handle))
         if group is None:
             return
-        match command:
+        match command.command:
             case Pause():
                 self._pause(group)
-            case HandOff(_, _, ticket) if isinstance(group, WorkerSequence):
+            case HandOff(ticket) if isinstance(group, WorkerSequence):
                 self._hand_off(group, ticket)
             case Resume() if group.stage is Stage.PAUSED:
                 group.stage = Stage.RUNNING

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from baton.commands import SequenceCommand
 from baton.errors import BatonError, HandoffFailed
 from baton.events import Deferred, Preempted, Tokens
 from baton.types import KvSource, SequenceSpec
@@ -140,36 +141,12 @@ class OpenSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """Pause a choice at its home; as the next three, by its number in the assignment."""
+class SendCommand:
+    """Command a choice at its home; the choice by its number in the assignment."""
 
     assignment: Assignment
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandOff:
-    """Have a paused choice's KV sent to the ticket's owner."""
-
-    assignment: Assignment
-    number: int
-    ticket: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Let a paused choice go on at its home."""
-
-    assignment: Assignment
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End one choice at its home; others go on there."""
-
-    assignment: Assignment
-    number: int
+    command: SequenceCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +223,7 @@ Action = (
     Place
     | Open
     | OpenSource
-    | Pause
-    | HandOff
-    | Resume
-    | Abort
+    | SendCommand
     | AbortSource
     | Close
     | SetTimer
