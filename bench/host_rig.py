@@ -22,7 +22,7 @@ from engine.kv.pool import BlockPool
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Finish, LaterTask, SendDone
 from kv_transfer.sender import KvSender, Sender
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Open
@@ -94,11 +94,9 @@ def _core(
         identity,
         layout,
         (),
-        _LEASE_S,
+        TicketRules(_LEASE_S, draw_id=lambda: next(ids)),
         commands.append,
         time.monotonic,
-        secrets.token_bytes(32),
-        lambda: next(ids),
     )
     config = SenderConfig(
         identity,

@@ -247,7 +247,8 @@ class SenderSession:
 class ReceiverConfig:
     """What a receiver offers to every sender, and asks of it.
 
-    num_credits: chunks in flight per connection; each has max_chunk_bytes of staging here.
+    num_credits: chunks in flight per connection; each has max_chunk_bytes of staging here. 0 of
+    either: open_receiver takes what suits memory of the host, or of the pool's device.
     wire_dtype: what senders are asked to send, one of WIRE_DTYPES. secret: KV is taken only from
     workers that have it, too; None: from whoever presents a ticket. rule: which senders it takes KV
     of.
@@ -255,8 +256,8 @@ class ReceiverConfig:
 
     identity: WorkerIdentity
     pool: KvPool
-    num_credits: int
-    max_chunk_bytes: int
+    num_credits: int = 0
+    max_chunk_bytes: int = 0
     wire_dtype: str = "auto"
     secret: KvSecret | None = None
     rule: NumericsRule = ANY_NUMERICS

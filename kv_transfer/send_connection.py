@@ -89,12 +89,12 @@ class FetchPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """All is computed: `firsts` follow `num_tokens` tokens, one for each choice; none if the
+    """All is computed: `first_tokens` follow `num_tokens` tokens, one for each choice; none if the
     receiver knows what follows. prefill_end: when, by the sender's clock."""
 
     key: Hashable
     num_tokens: int
-    firsts: tuple[Sample, ...]
+    first_tokens: tuple[Sample, ...]
     prefill_end: float
 
 
@@ -385,13 +385,13 @@ class SendConnection:
             case Send(_, _, piece):
                 text = f"{piece} is more than the ticket's {ticket.num_tokens} tokens"
                 self._abort(handoff, HandoffFailed(text))
-            case Finish(_, num_tokens, firsts, prefill_end):
+            case Finish(_, num_tokens, first_tokens, prefill_end):
                 commit = kv_pb2.KvCommit(
                     ticket_id=ticket.ticket_id,
                     epoch=ticket.epoch,
                     num_tokens=num_tokens,
                     exposed_us=max(0, round((now - prefill_end) * 1e6)),
-                    first_tokens=map(sample_to_proto, firsts),
+                    first_tokens=map(sample_to_proto, first_tokens),
                 )
                 commit.checksum = commit_checksum(commit, handoff.checksum, terms.key)
                 handoff.commit_deadline = now + self._config.ack_timeout_s

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hmac
 import math
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -44,6 +46,25 @@ class Pinned(NamedTuple):
     mark: object
 
 
+def _draw_id() -> int:
+    return secrets.randbits(64)
+
+
+@dataclass(frozen=True, slots=True)
+class TicketRules:
+    """How tickets are made and how long they last.
+
+    lease_s: how long a ticket waits for its commit, from its begin. offer_s: how long an offer
+    waits for its sender, never longer than the lease. secret: of the tickets' digests, 16 to 64
+    random bytes. draw_id: random numbers below 2^64.
+    """
+
+    lease_s: float = 30.0
+    offer_s: float = math.inf
+    secret: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
+    draw_id: Callable[[], int] = _draw_id
+
+
 class TicketTable:
     """All tickets of one worker's boot. Thread-safe. Reports exactly one end, TicketCommitted or
     TicketAborted, per offered ticket."""
@@ -53,31 +74,24 @@ class TicketTable:
         identity: WorkerIdentity,
         layout: KvLayout,
         endpoints: tuple[Endpoint, ...],
-        lease_s: float,
+        rules: TicketRules,
         on_event: Callable[[TicketEvent], None],
         clock: Callable[[], float],
-        secret: bytes,
-        draw_id: Callable[[], int],
-        offer_s: float = math.inf,
         mark: Callable[[], object] = lambda: None,
     ) -> None:
-        """on_event: called in any thread, holding no lock. clock: monotonic seconds. secret: 16 to
-        64 random bytes.
-
-        draw_id: random numbers below 2^64. offer_s: how long an offer waits for its sender, never
-        longer than the lease. mark: of the pool that the blocks are in, see KvPool.
-        """
-        if not 16 <= len(secret) <= 64:
+        """on_event: called in any thread, holding no lock. clock: monotonic seconds. mark: of the
+        pool that the blocks are in, see KvPool."""
+        if not 16 <= len(rules.secret) <= 64:
             raise ValueError("the secret must have 16 to 64 bytes")
         self._identity = identity
         self._groups = groups_of(layout)
         self._common = common_fields(identity, layout, endpoints)
-        self._lease_s = lease_s
-        self._offer_s = min(offer_s, lease_s)
+        self._lease_s = rules.lease_s
+        self._offer_s = min(rules.offer_s, rules.lease_s)
         self._on_event = on_event
         self._clock = clock
-        self._secret = secret
-        self._draw_id = draw_id
+        self._secret = rules.secret
+        self._draw_id = rules.draw_id
         self._mark = mark
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}

@@ -19,6 +19,14 @@ from engine.checkpoint import (
     naming_model,
     resolve_checkpoint,
 )
+from engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelChoice,
+    StepLimits,
+)
 from engine.grammar import GrammarVocabulary, Matchers, load_vocabulary, synthetic_vocabulary
 from engine.interface import Engine
 from engine.kv.layout import groups_of
@@ -42,7 +50,7 @@ def build_engine(
     StartupError.
 
     max_graph_seqs: most sequences of decode steps that are captured on a GPU; none is if not given.
-    draft_head, frees_windows: see load_engine.
+    draft_head: see EngineConfig; frees_windows: see StepLimits.
     """
     if options.engine == "oracle":
         return _build_oracle(options, frees_windows=frees_windows)
@@ -134,36 +142,44 @@ def _build_torch(
 
         from engine.cuda.graph_device import CudaGraphs
         from engine.load import load_engine
+        from engine.model_source import Graphs
 
     best_device = "cuda" if torch.cuda.is_available() else "cpu"
     device = best_device if options.device == "auto" else options.device
     # What is captured are Triton's kernels.
     can_capture = device.startswith("cuda") and find_spec("triton") is not None
+    graphs = None
+    if can_capture and max_graph_seqs is not None:
+        graphs = Graphs(CudaGraphs, max_graph_seqs)
     return load_engine(
-        model=options.model,
-        revision=options.revision,
-        model_impl=options.model_impl,
-        attention_backend=options.attention_backend,
-        batch_invariant=options.batch_invariant,
-        dtype=options.dtype,
-        kv_cache_dtype=options.kv_cache_dtype,
-        device=device,
-        max_model_len=options.max_model_len,
-        block_size=options.block_size,
-        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
-        memory_share=options.gpu_memory_utilization,
-        num_blocks=options.num_gpu_blocks_override,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        served_model_name=options.served_model_name,
-        num_threads=options.num_threads,
-        tensor_parallel_size=options.tensor_parallel_size,
-        lora_modules=options.adapter_paths,
-        max_lora_rank=options.max_lora_rank,
-        make_graphs=CudaGraphs if can_capture and max_graph_seqs is not None else None,
-        max_graph_seqs=max_graph_seqs,
-        draft_head=draft_head,
-        frees_windows=frees_windows,
+        EngineConfig(
+            ModelChoice(
+                model=options.model,
+                revision=options.revision,
+                implementation=options.model_impl,
+                dtype=options.dtype,
+                max_model_len=options.max_model_len,
+                served_name=options.served_model_name,
+                attention_backend=options.attention_backend,
+                batch_invariant=options.batch_invariant,
+            ),
+            CacheConfig(
+                block_size=options.block_size,
+                dtype=options.kv_cache_dtype,
+                num_blocks=options.num_gpu_blocks_override,
+                memory_bytes=options.kv_cache_memory_bytes,
+                memory_share=options.gpu_memory_utilization,
+            ),
+            StepLimits(
+                max_num_seqs=options.max_num_seqs,
+                max_num_batched_tokens=options.max_num_batched_tokens,
+                frees_windows=frees_windows,
+            ),
+            DeviceConfig(device, options.num_threads, options.tensor_parallel_size),
+            LoraConfig(options.adapter_paths, options.max_lora_rank),
+            graphs,
+            draft_head,
+        )
     )
 
 

@@ -55,7 +55,7 @@ class StreamCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownSequences:
     """The handles of all outputs of a stream that its gateway waits for. Streams keep their order:
     what it opened before this is here, and what it gave up before this is not."""
 
@@ -93,7 +93,7 @@ Command = (
     | PrefixRequested
     | SendDone
     | ListBlocks
-    | Known
+    | KnownSequences
 )
 
 

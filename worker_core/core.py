@@ -37,7 +37,7 @@ from worker_core.beam_group import BeamGroup
 from worker_core.commands import (
     Command,
     Drain,
-    Known,
+    KnownSequences,
     Open,
     SetPolicy,
     StreamClosed,
@@ -182,8 +182,8 @@ class WorkerCore:
                     self._cancel(group)
             case TicketCommitted():
                 sequence = self._admission.on_committed(command)
-                if sequence and command.firsts:
-                    self._output.produce_firsts(sequence, command.firsts)
+                if sequence and command.first_tokens:
+                    self._output.produce_first_tokens(sequence, command.first_tokens)
             case TicketAborted():
                 self._admission.on_aborted(command)
             case PrefixRequested(ticket_id):
@@ -198,7 +198,7 @@ class WorkerCore:
                 self._costs.policy = policy.local_prefill
             case ListBlocks(reply):
                 reply(ledger_of(self._state))
-            case Known():
+            case KnownSequences():
                 self._end_orphans(command)
 
     def _on_sent(self, done: SendDone) -> None:
@@ -211,7 +211,7 @@ class WorkerCore:
             self._tickets.abort(sequence.ticket_id, Cancelled.reason, "the handoff has ended")
         self._handoffs.on_done(done, sequence)
 
-    def _end_orphans(self, known: Known) -> None:
+    def _end_orphans(self, known: KnownSequences) -> None:
         """Compare what is here with what a gateway knows."""
         for group in orphans_of(self._state, known):
             _log.error("sequence %s is unknown to its gateway: ended", group.spec.request_id)

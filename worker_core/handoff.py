@@ -98,13 +98,13 @@ class Handoffs:
                 self._sender.submit(send)
                 sent_ends.update(dict.fromkeys(alike, tokens.stop))
 
-    def commit(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
-        """The prompt is computed, and `firsts` follow it: it is handed off with them."""
+    def commit(self, sequence: WorkerSequence, first_tokens: tuple[Sample, ...]) -> None:
+        """The prompt is computed, and `first_tokens` follow it: it is handed off with them."""
         sequence.stage = Stage.HANDING_OFF
         num_tokens = sequence.spec.num_tokens
         for send in self._records(sequence.key, sequence.lease, num_tokens):
             self._sender.submit(send)
-        self._sender.submit(Finish(sequence.key, num_tokens, firsts, self._state.clock()))
+        self._sender.submit(Finish(sequence.key, num_tokens, first_tokens, self._state.clock()))
 
     # Of sequences that run
 

@@ -117,10 +117,13 @@ class TorchEngine(Engine):
             # prompt, of which there are as many as tokens, some at a time.
             drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None]
             scored = [i for i, row in enumerate(rows) if row.scored_token_id is not None]
-            firsts = range(0, len(scored), NUM_SCORED_ROWS)
+            first_rows = range(0, len(scored), NUM_SCORED_ROWS)
             groups = tuple(
                 (tuple(group), draw(step.logits(group), [rows[i] for i in group]))
-                for group in (drawn, *(scored[first : first + NUM_SCORED_ROWS] for first in firsts))
+                for group in (
+                    drawn,
+                    *(scored[first : first + NUM_SCORED_ROWS] for first in first_rows),
+                )
                 if group
             )
             if self._spec.max_num_launches > 1:

@@ -17,9 +17,9 @@ from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.range import KvRange
-from engine.load import load_engine
 from engine.torch.engine import TorchEngine
 from tests.support.adapters import ATTENTION, make_adapter, merged
+from tests.support.engines import load_engine
 from tests.support.tiny_models import Family, make_tiny_model
 
 NUM_TOKENS = 8

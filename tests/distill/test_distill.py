@@ -20,9 +20,9 @@ from engine.distill.text import read_documents
 from engine.distill.training import Progress, learning_rate_scale, sample_batch
 from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
-from engine.load import load_engine
 from engine.torch.head_runner import open_head
 from engine.torch.medusa import open_medusa
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 from worker_core.speculation.draft_model import DraftModelProposer, check_specs, check_tokenizers
 from worker_core.speculation.interface import DraftRequest

@@ -19,9 +19,16 @@ from engine.oracle import oracle_tokens
 from kv_transfer.ticket import parse_ticket
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 from tests.support.tickets import ticket_of
-from worker_core.commands import Command, Known, Open, StreamClosed, StreamCommand, StreamEvent
+from worker_core.commands import (
+    Command,
+    KnownSequences,
+    Open,
+    StreamClosed,
+    StreamCommand,
+    StreamEvent,
+)
 from worker_core.loop import EngineLoop
-from worker_core.service import SequenceServicer
+from worker_core.sequence_service import SequenceServicer
 
 LAYOUT = KvLayout("oracle", 4, 2, 8, "float32", 4)
 SPEC = SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=4))
@@ -135,7 +142,7 @@ async def test_a_stream_whose_worker_is_full_goes_on_and_ends_what_it_has() -> N
         StreamCommand(0, 1, Resume()),
         StreamCommand(0, 1, HandOff(b"t")),
         StreamCommand(0, 2, Abort()),
-        Known(0, frozenset({1})),
+        KnownSequences(0, frozenset({1})),
         StreamClosed(0),
     ]
 

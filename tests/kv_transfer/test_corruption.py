@@ -35,7 +35,7 @@ from kv_transfer.frame import (
 from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.receiver import Receiver, ReceiverSession
 from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.wire_format import wire_format
 from tests.support.device_double import DeviceArrayPool
 
@@ -99,7 +99,12 @@ class Wire:
         self.codec = ChunkCodec(self.source, wire_format(self.wire_dtype, LAYOUT))
         owner = WorkerIdentity("d0", 7)
         self.table = TicketTable(
-            owner, LAYOUT, (), 10.0, self.events.append, lambda: 0.0, b"s" * 32, self._draw
+            owner,
+            LAYOUT,
+            (),
+            TicketRules(10.0, secret=b"s" * 32, draw_id=self._draw),
+            self.events.append,
+            lambda: 0.0,
         )
         self.receiver = Receiver(
             ReceiverConfig(owner, pool, 4, MAX_PAYLOAD_BYTES, self.wire_dtype), self.table

@@ -23,6 +23,7 @@ from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.packed import PackedPool
 from kv_transfer.device_memory import warm_up_copies
 from kv_transfer.frame import encode
+from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import (
     DEFAULT_MAX_CHUNK_BYTES,
@@ -190,12 +191,10 @@ def test_where_the_memory_cannot_be_mapped_the_next_way_is_taken(make_rig, caplo
 
     rig = make_rig("cuda_ipc")
     both = open_receiver(
-        WorkerIdentity("d0", 7),
-        rig.target,
+        ReceiverConfig(WorkerIdentity("d0", 7), rig.target, max_chunk_bytes=512),
         rig.events.put,
         time.monotonic,
         transports=("cuda_ipc", "tcp"),
-        max_chunk_bytes=512,
     )
     connect = make_connector("auto", memory=Foreign(), clock=lambda: 0.0)
     first = connect(both.endpoints, PATIENCE_S)
@@ -281,7 +280,10 @@ def test_a_worker_without_a_device_is_refused_by_the_options_name(make_rig):
     pool = ArrayKvPool(INTS, 2)
     with pytest.raises(ConfigError, match=r"kv_transport.*CUDA device"):
         open_receiver(
-            WorkerIdentity("d0", 7), pool, print, time.monotonic, transports=("cuda_ipc",)
+            ReceiverConfig(WorkerIdentity("d0", 7), pool),
+            print,
+            time.monotonic,
+            transports=("cuda_ipc",),
         )
     rig = make_rig("cuda_ipc")
     connect = make_connector("cuda_ipc")
@@ -295,7 +297,10 @@ def test_staging_on_a_device_is_larger():
         (ArrayKvPool(INTS, 2), (DEFAULT_NUM_CREDITS, DEFAULT_MAX_CHUNK_BYTES)),
     ):
         running = open_receiver(
-            WorkerIdentity("d0", 7), pool, print, time.monotonic, transports=("tcp",)
+            ReceiverConfig(WorkerIdentity("d0", 7), pool),
+            print,
+            time.monotonic,
+            transports=("tcp",),
         )
         receiver = running.receiver
         assert (receiver.num_credits, receiver.max_chunk_bytes) == wanted

@@ -44,11 +44,15 @@ _RECEIVER = """
 import sys, time
 from engine.kv.tensors.array import ArrayKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
+from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.receiver import open_receiver
 
 layout = KvLayout("m", 3, 2, 4, "int64", 4)
 running = open_receiver(
-    WorkerIdentity("d9", 1), ArrayKvPool(layout, 8), print, time.monotonic, transports=("nixl",)
+    ReceiverConfig(WorkerIdentity("d9", 1), ArrayKvPool(layout, 8)),
+    print,
+    time.monotonic,
+    transports=("nixl",),
 )
 for blocks in ((0, 1), (2, 3)):
     spec = SequenceSpec("r", tuple(range(6)), Sampling())

@@ -21,7 +21,7 @@ from kv_transfer.ticket import (
     TicketEvent,
     TicketState,
 )
-from kv_transfer.ticket_table import Pinned, TicketTable
+from kv_transfer.ticket_table import Pinned, TicketRules, TicketTable
 
 NUM_LAYERS = 2
 LEASE_S = 10.0
@@ -71,12 +71,9 @@ class Tickets(RuleBasedStateMachine):
             OWNER,
             LAYOUT,
             (),
-            LEASE_S,
+            TicketRules(LEASE_S, OFFER_S, b"s" * 32, ids.__next__),
             self.on_event,
             lambda: self.now,
-            b"s" * 32,
-            ids.__next__,
-            offer_s=OFFER_S,
         )
 
     def on_event(self, event: TicketEvent) -> None:

@@ -92,7 +92,7 @@ def test_the_commit_rides_with_the_last_chunk(make_rig, monkeypatch):
     assert [name for name, more in sent if more and name != "KvBegin"] == ["KvChunk"]
     at = sent.index(("KvChunk", True))
     assert sent[at + 1] == ("KvCommit", False)
-    assert rig.event().firsts == (Sample(7),)
+    assert rig.event().first_tokens == (Sample(7),)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -26,7 +26,6 @@ from engine.families.read import parse_config
 from engine.families.registry import FAMILIES
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.range import KvRange
-from engine.load import load_engine
 from engine.quantization.encode import encode
 from engine.quantization.quantize import quantize_checkpoint
 from engine.quantization.scheme import Scheme
@@ -38,6 +37,7 @@ from engine.torch.decoder import Decoder
 from engine.torch.engine import TorchEngine
 from engine.torch.native_decoder import NativeDecoder, make_decoder
 from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
 from tests.support.quantized_models import FORMATS, quantize
 from tests.support.rank_threads import start_thread
 from tests.support.transformers_greedy import greedy_outputs

@@ -12,10 +12,10 @@ import pytest
 
 from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
 from engine.kv.groups.window import WINDOWED
-from engine.load import load_engine
 from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.model.conftest import MakeModel
+from tests.support.engines import load_engine
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_client import Choice, SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape

@@ -34,13 +34,13 @@ from engine.grammar import Grammar
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
-from engine.load import load_engine
 from engine.memory_plan import MemoryPlan, format_bytes
 from engine.torch.engine import TorchEngine
 from engine.torch.head_runner import open_head
 from engine.torch.hidden_states import MAX_IDLE_LAUNCHES, MAX_WAITING, HiddenStates
 from engine.torch.medusa import open_medusa
 from kv_transfer.transport.loopback import LoopbackHub
+from tests.support.engines import load_engine
 from tests.support.grammar_walks import allowed_after, ids_of
 from tests.support.sim_tiers import SimDecode, SimShape
 from tests.support.tiny_heads import (

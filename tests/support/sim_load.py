@@ -44,7 +44,7 @@ from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.ticket import TicketCommitted
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import sim_matchers
 from tests.support.virtual_loop import run_virtual
@@ -169,11 +169,9 @@ class LoadNode:
             identity,
             _LAYOUT,
             (listener.endpoint,),
-            30.0,
+            TicketRules(secret=bytes(32), draw_id=lambda: ids.getrandbits(64)),
             self.submit,
             self.clock,
-            bytes(32),
-            lambda: ids.getrandbits(64),
         )
         listener.serve(Receiver(ReceiverConfig(identity, engine.kv, 4, 1 << 20), tickets))
         config = SenderConfig(

@@ -27,7 +27,7 @@ from gateway.routing.migrator import Migrator
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape, SimWorker
-from worker_core.commands import Drain, Known, StreamCommand
+from worker_core.commands import Drain, KnownSequences, StreamCommand
 from worker_core.loop import HEARTBEAT_S
 from worker_core.speculation.interface import Speculation
 
@@ -79,7 +79,7 @@ class WorkerNode:
 
     def turn(self) -> bool:
         # More often than a gateway does, so that what it forgets is found in the step after.
-        self.worker.inbox.append(Known(0, frozenset(self.sinks)))
+        self.worker.inbox.append(KnownSequences(0, frozenset(self.sinks)))
         step = self.worker.step()
         self.worker.pool.check_integrity()
         assert step.load.num_orphan_blocks == step.load.num_orphan_sequences == 0

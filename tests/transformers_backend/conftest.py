@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load import load_engine
 from engine.torch.engine import TorchEngine
 from tests.support.architectures import VOCAB_SIZE, make_checkpoint
+from tests.support.engines import load_engine
 
 NUM_TOKENS = 8
 #: One token; some; more than a window of 8 and a block of 16.

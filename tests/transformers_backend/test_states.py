@@ -16,10 +16,10 @@ from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
 from engine.interface import Batch, SampleRow, SequenceSlice, forward_guarded
 from engine.kv.groups.state import STATE
 from engine.kv.layout import groups_of
-from engine.load import load_engine
 from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.architectures import VOCAB_SIZE
+from tests.support.engines import load_engine
 from tests.support.sim_client import Choice, SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 from tests.transformers_backend.conftest import Case, load, prompts

@@ -67,7 +67,7 @@ _MAX_RUN_ELEMENTS = 1 << 14
 
 
 class PagedDeviceCopy:
-    """See kv_transfer.device_memory.PagedDeviceCopy. Payloads are uint8 [bytes], contiguous, at a
+    """See kv_transfer.device_memory.DeviceCopy. Payloads are uint8 [bytes], contiguous, at a
     multiple of 8 bytes. Thread-safe for distinct blocks.
 
     A row of a plain pool is one token's head, [head_dim] elements; a row of one with scales is a

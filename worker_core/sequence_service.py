@@ -22,7 +22,7 @@ from baton.wire import command_from_proto, known, sequence_from_proto, step_to_p
 from worker_core.commands import (
     Command,
     Destination,
-    Known,
+    KnownSequences,
     Open,
     SequenceKey,
     StreamClosed,
@@ -159,7 +159,7 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
                         last_handle = request.open.handle + num_handles - 1
                         self._open(stream, request.open, outbox)
                     case "known":
-                        self._submit(Known(stream, frozenset(request.known.handles)))
+                        self._submit(KnownSequences(stream, frozenset(request.known.handles)))
                     case _:
                         if (addressed := command_from_proto(request)) is not None:
                             self._submit(StreamCommand(stream, *addressed))
