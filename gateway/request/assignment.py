@@ -32,8 +32,7 @@ class State(enum.Enum):
     PAUSING = enum.auto()
     """A migration: the worker that runs the sequence was asked to pause it. PAUSE_TIMEOUT_S."""
     RESERVING = enum.auto()
-    """Opened at its owner. OPEN_TIMEOUT_S; at a owner that queues what it cannot take, the request's
-    deadline."""
+    """Opened at its owner. Deadline: OPEN_TIMEOUT_S; the request's own at an owner with a queue."""
     DELIVERING = enum.auto()
     """The source has the ticket. Once all KV is computed HANDOFF_TIMEOUT_S, until then the
     request's deadline."""
@@ -104,8 +103,8 @@ class Assignment:
     is_streaming: bool = False
     """Whether tokens pass at once: nothing has to come before them."""
     held: list[tuple[int, Tokens | Released]] = field(default_factory=list)
-    """By number, what has come from the owner and must wait: for the source's word, or for the other
-    outputs of a search."""
+    """Events of the owner, by number, that wait for the source's event or for the other outputs of
+    a search."""
     has_origin_left: bool = False
     """Whether the origin has handed the sequence off."""
     failure: Released | None = None

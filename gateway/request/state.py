@@ -1,7 +1,7 @@
 """The life of a request, from the queue to its last token. Pure: events and the time in, actions
 out.
 
-A sequence comes to the worker that runs it, its owner, by one handoff, wherever its KV is from:
+A sequence reaches the worker that runs it, its owner, by one handoff, wherever its KV is from:
 
     WAITING ──placed──┐              ┌─Offered──> DELIVERING ──Committed──┐
                       ├─> RESERVING ─┤  its source sends KV by the ticket ├─> RUNNING ─tokens─> OVER
@@ -22,9 +22,9 @@ Several choices are one sequence up to their first tokens, and each goes its own
 The gateway may know the first tokens, which the source reports at once, earlier than the owner:
 choices fork there no sooner than it has the KV. The outputs of a beam search fork at its end.
 
-What the source and the owner report comes on different ways: what the owner reports before the source
-has said that the prompt is computed waits for that. Once the owner has the KV, its word counts: the
-source may not know it.
+Source and owner events arrive on separate streams, unordered: those of the owner wait until the
+source has reported that the prompt is computed. Once the owner has the KV, its events decide: the
+source may not know of it.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class Placement:
     """A sequence's claim on workers, counted in the fleet from the start until it is released.
     Release is idempotent.
 
-    The sequence runs at its owner. A worker that only computes its prompt is its source; without one
-    the owner does it.
+    The sequence runs at its owner. A worker that only computes its prompt is its source; without
+    one the owner does it.
     """
 
     def __init__(
