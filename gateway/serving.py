@@ -219,7 +219,7 @@ class Serving:
             prompt_token_ids = await self._tokenize(request.prompt, read, facts)
         await let_others_run(len(prompt_token_ids))
         words = params.bad_words
-        bad_words = await self.tokenizer.ways_to_write(words) if words else ()
+        bad_words = await self.tokenizer.encode_word_variants(words) if words else ()
         record.timeline.tokenize_ms = (self._clock() - started_s) * 1e3
         grammar = b""
         if params.HasField("structured_output"):

@@ -226,7 +226,7 @@ class RequestDriver:
     def _on_event(
         self, reduce: _Reduce, assignment: Assignment, number: int, event: SequenceEvent
     ) -> None:
-        """reduce: the reducer's method for events of the home, or of the source."""
+        """reduce: the reducer's method for events of the owner, or of the source."""
         self._perform(reduce(assignment, number, event, self._clock()))
 
     def _on_place(self, assignment: Assignment, place: Placement | BatonError) -> None:
@@ -270,7 +270,7 @@ class RequestDriver:
                 if not waiting.is_over:
                     self._waiting[assignment] = waiting
             case Open(assignment, placement, source):
-                reduce, link = self.state.on_event, placement.home_link
+                reduce, link = self.state.on_event, placement.owner_link
                 self._homes[assignment] = self._open(assignment, link, source, reduce)
             case OpenSource(assignment, link, ticket):
                 reduce, source = self.state.on_source_event, KvSource.LOCAL
@@ -388,9 +388,9 @@ class _RunningChoice:
         return self.driver.state.is_movable(self.choice)
 
     @property
-    def home(self) -> Worker | None:
+    def owner(self) -> Worker | None:
         assignment = self.choice.assignment
-        return assignment.placement.home if assignment and assignment.placement else None
+        return assignment.placement.owner if assignment and assignment.placement else None
 
     @property
     def rank(self) -> Rank:

@@ -1,12 +1,12 @@
 """The life of a request, from the queue to its last token. Pure: events and the time in, actions
 out.
 
-A sequence comes to the worker that runs it, its home, by one handoff, wherever its KV is from:
+A sequence reaches the worker that runs it, its owner, by one handoff, wherever its KV is from:
 
     WAITING ──placed──┐              ┌─Offered──> DELIVERING ──Committed──┐
                       ├─> RESERVING ─┤  its source sends KV by the ticket ├─> RUNNING ─tokens─> OVER
     PAUSING ──Paused──┘   opened at  └─LocalPrefill───────────────────────┘
-                          the home
+                          the owner
 
     the source     a prefill worker, which is opened with the ticket and computes the prompt
                    a worker that runs the sequence, its origin, and hands it off: a migration begins
@@ -19,12 +19,12 @@ A sequence comes to the worker that runs it, its home, by one handoff, wherever 
                         so far
 
 Several choices are one sequence up to their first tokens, and each goes its own way from then on.
-The gateway may know the first tokens, which the source reports at once, earlier than the home:
+The gateway may know the first tokens, which the source reports at once, earlier than the owner:
 choices fork there no sooner than it has the KV. The outputs of a beam search fork at its end.
 
-What the source and the home report comes on different ways: what the home reports before the source
-has said that the prompt is computed waits for that. Once the home has the KV, its word counts: the
-source may not know it.
+Source and owner events arrive on separate streams, unordered: those of the owner wait until the
+source has reported that the prompt is computed. Once the owner has the KV, its events decide: the
+source may not know of it.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ PAUSE_TIMEOUT_S = 10.0
 #: messages.
 OPEN_TIMEOUT_S = 15.0
 
-#: How long KV may take to the home once it is all computed.
+#: How long KV may take to the owner once it is all computed.
 HANDOFF_TIMEOUT_S = 30.0
 
 _NOTHING: tuple[Action, ...] = ()
 
-#: Nothing is held at the home, whatever of it is still on its way.
+#: Nothing is held at the owner, whatever of it is still on its way.
 _DEAF = frozenset({State.RETURNING, State.OVER})
 
 
@@ -175,7 +175,7 @@ class RequestState:
     def on_event(  # noqa: PLR0912, one arm per event
         self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
     ) -> Sequence[Action]:
-        """The home reports an event of one choice, or of all while they are one."""
+        """The owner reports an event of one choice, or of all while they are one."""
         if assignment.is_streaming and type(event) is Tokens:
             if number in assignment.gone:
                 return _NOTHING
@@ -234,7 +234,7 @@ class RequestState:
                     self._actions.append(SetTimer(assignment, HANDOFF_TIMEOUT_S))
                 if self._is_search:
                     self._timeline.on_tokens(now_s)
-                elif assignment.held:  # what the home has reported since may go
+                elif assignment.held:  # what the owner has reported since may go
                     self._release_held(assignment, now_s)
             case Tokens():
                 self._give(assignment, number, event, now_s)
@@ -323,7 +323,7 @@ class RequestState:
         (choice,) = choices
         return spec.choice_alone(choice.index, tuple(choice.output.token_ids))
 
-    # What the home reports
+    # What the owner reports
 
     def _on_offered(
         self, assignment: Assignment, ticket: bytes, num_cached_tokens: int, now_s: float
@@ -342,13 +342,13 @@ class RequestState:
             self._timeline.enter(Phase.PREFILL, now_s)
             self._actions.append(OpenSource(assignment, placement.source_link, ticket))
         else:
-            text = "a ticket came for a sequence whose home computes its prompt"
+            text = "a ticket came for a sequence whose owner computes its prompt"
             self._fail(EngineFault(text))
 
     def _on_local_prefill(
         self, assignment: Assignment, num_cached_tokens: int, now_s: float
     ) -> None:
-        """No KV need come: the home computes what it has not."""
+        """No KV need come: the owner computes what it has not."""
         placement, timeline = _placement_of(assignment), self._timeline
         self._on_answer(assignment, RequestEvent.LOCAL_PREFILL, num_cached_tokens, now_s)
         timeline.on_local_prefill()
@@ -374,7 +374,7 @@ class RequestState:
             self._timeline.decode_cached_tokens = num_cached_tokens
 
     def _on_kv(self, assignment: Assignment, now_s: float) -> None:
-        """The home has the KV, or computes it: nobody else has the sequence any more."""
+        """The owner has the KV, or computes it: nobody else has the sequence any more."""
         origin, assignment.origin = assignment.origin, None
         assignment.state, assignment.since_s = State.RUNNING, now_s
         self._actions.append(SetTimer(assignment, None))
@@ -423,7 +423,7 @@ class RequestState:
         self._actions += self._deliver[choice.index]
 
     def _fork(self, assignment: Assignment) -> None:
-        """Each choice has its handle at the home. Those that ended earlier are ended there now."""
+        """Each choice has its handle at the owner. Those that ended earlier are ended there now."""
         if assignment.is_forked:
             return
         assignment.is_forked = True
@@ -483,7 +483,7 @@ class RequestState:
                     self._actions.append(SendCommand(origin, number, Resume()))
                     return
                 if migration.state is State.DELIVERING:
-                    sender, placement = _placement_of(origin).home, _placement_of(migration)
+                    sender, placement = _placement_of(origin).owner, _placement_of(migration)
                     self._actions.append(NoteUndelivered(placement, sender, message))
                 self._stay(migration)
 
@@ -521,7 +521,7 @@ class RequestState:
     def _on_released(
         self, assignment: Assignment, number: int, cause: Released, now_s: float
     ) -> None:
-        """The home has let go of a choice; of all of them while they are one."""
+        """The owner has let go of a choice; of all of them while they are one."""
         if not assignment.is_forked:
             self._release_all(assignment, cause, now_s)
         elif assignment.is_prefill_awaited:
@@ -609,7 +609,7 @@ class RequestState:
         self._actions += self._deliver[choice.index]
 
     def _drop(self, assignment: Assignment, choice: Choice) -> None:
-        """A choice is here no more. The last one ends the assignment; others, at the home, no
+        """A choice is here no more. The last one ends the assignment; others, at the owner, no
         sooner than they fork."""
         number = assignment.choices.index(choice)
         if number in assignment.gone:
@@ -663,14 +663,14 @@ class RequestState:
         self._actions.append(Place(assignment, need, self._is_return))
 
     def _open(self, assignment: Assignment, now_s: float) -> None:
-        """Open an assignment that has a placement at its home."""
+        """Open an assignment that has a placement at its owner."""
         placement = _placement_of(assignment)
         assignment.state, assignment.since_s = State.RESERVING, now_s
         self._timeline.enter(Phase.RESERVE, now_s)
         source = KvSource.PREFILL if placement.source is not None else KvSource.LOCAL
         source = KvSource.HANDOFF if assignment.origin else source
         self._actions.append(Open(assignment, placement, source))
-        if placement.home.tier is Tier.DECODE:  # those that prefill keep a queue
+        if placement.owner.tier is Tier.DECODE:  # those that prefill keep a queue
             self._actions.append(SetTimer(assignment, OPEN_TIMEOUT_S))
 
     def _taken_actions(self) -> Sequence[Action]:

@@ -215,10 +215,10 @@ class Rig:
         for opened in self.opened:
             for number, event in self.words_of(opened):
                 yield partial(self.say, opened, number, event)
-            home = opened.ticket
+            owner = opened.ticket
             is_sent = opened.stage in ("computing", "running", "sending")
-            if home is not None and home.stage == "offered" and is_sent:
-                yield partial(self.arrive, home)
+            if owner is not None and owner.stage == "offered" and is_sent:
+                yield partial(self.arrive, owner)
         for choice in self.news:
             yield partial(self.deliver, choice)
             yield partial(self.deliver, choice)
@@ -300,9 +300,9 @@ class Rig:
         return [*ends, (0, NOT_HANDED_OFF)] if self.rng.random() < 0.2 else ends
 
     @staticmethod
-    def arrive(home: Opened) -> None:
-        """All KV is at the home, which has not said so yet."""
-        home.stage, home.has_kv = "arrived", True
+    def arrive(owner: Opened) -> None:
+        """All KV is at the owner, which has not said so yet."""
+        owner.stage, owner.has_kv = "arrived", True
 
     # What happens
 
@@ -402,7 +402,7 @@ class Rig:
                     assert assignment in self.timers
                 case State.RESERVING:
                     assert placement is not None
-                    is_answered_at_once = placement.home.tier is Tier.DECODE
+                    is_answered_at_once = placement.owner.tier is Tier.DECODE
                     assert (assignment in self.timers) == is_answered_at_once
                 case State.DELIVERING:
                     assert (assignment in self.timers) != assignment.is_prefill_awaited

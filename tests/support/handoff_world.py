@@ -350,7 +350,7 @@ class Request:
         self.num_places -= 1
         fleet = self.world.fleet
         workers = fleet.workers
-        # Beyond one block the home computes it: the prefill worker's memory may be one block.
+        # Beyond one block the owner computes it: the prefill worker's memory may be one block.
         prefill = workers["p0"] if assignment.spec.num_tokens <= PROMPT_TOKENS else None
         placement = Placement(fleet, self.num_places, prefill, workers["d0"], 5, 2, 1)
         self.placements.append(placement)
