@@ -108,10 +108,13 @@ class EngineLoop(Generic[CommandT, EventT]):
             self._inbox.append(command)
             self._wakeup.notify()
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def is_alive(self) -> bool:
         """Whether the loop turns: its thread runs, and its last heartbeat is recent."""
-        heartbeat = self._heartbeat
-        return self._thread.is_alive() and heartbeat.age_s < heartbeat.max_age_s
+        return self.is_running and self._heartbeat.age_s < self._heartbeat.max_age_s
 
     async def stop(self) -> None:
         """End the thread after its current step."""
