@@ -57,7 +57,7 @@ _SUFFIX_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceOptions:
+class ServingOptions:
     """model_name, aliases: what requests call the model. request_timeout_s: for requests without a
     deadline. has_api_keys: whether callers have shown one; each key is an account then, and else
     each cache_salt.
@@ -90,7 +90,7 @@ class Serving:
 
     def __init__(
         self,
-        options: ServiceOptions,
+        options: ServingOptions,
         deps: RequestDeps,
         tokenizer: Tokenizer,
         chat: ChatRenderer | None,

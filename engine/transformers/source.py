@@ -233,16 +233,16 @@ def _begin_states(pool: StatefulKvPool, batch: Batch) -> Iterator[SequenceStates
 
 @dataclass(frozen=True, slots=True)
 class TransformersStep:
-    """See Step. states [rows, hidden], of the batch's sample rows."""
+    """See StepOutput. states [rows, hidden], of the batch's sample rows."""
 
     states: torch.Tensor
     decoder: TransformersDecoder
 
     @property
     def num_rows(self) -> int:
-        """See Step."""
+        """See StepOutput."""
         return len(self.states)
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
-        """See Step."""
+        """See StepOutput."""
         return self.decoder.logits(self.states if len(rows) == self.num_rows else self.states[rows])

@@ -8,11 +8,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from baton.commands import SequenceCommand
 from baton.errors import BatonError, HandoffFailed
 from baton.events import Deferred, Preempted, Tokens
 from baton.types import KvSource, SequenceSpec
 from gateway.links.worker_link import WorkerLink
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.routing.fleet import Worker
 from gateway.routing.placement import Outcome, Placement
 from gateway.routing.router import Need
@@ -51,7 +52,7 @@ class Choice:
     """One output. index: among the request's."""
 
     index: int
-    output: Output
+    output: ChoiceOutput
     is_over: bool = False
     """Whether it has ended, and holds nothing on any worker."""
     pending: list[Tokens] = field(default_factory=list)
@@ -140,36 +141,12 @@ class OpenSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """Pause a choice at its home; as the next three, by its number in the assignment."""
+class SendCommand:
+    """Command a choice at its home; the choice by its number in the assignment."""
 
     assignment: Assignment
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandOff:
-    """Have a paused choice's KV sent to the ticket's owner."""
-
-    assignment: Assignment
-    number: int
-    ticket: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Let a paused choice go on at its home."""
-
-    assignment: Assignment
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End one choice at its home; others go on there."""
-
-    assignment: Assignment
-    number: int
+    command: SequenceCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +223,7 @@ Action = (
     Place
     | Open
     | OpenSource
-    | Pause
-    | HandOff
-    | Resume
-    | Abort
+    | SendCommand
     | AbortSource
     | Close
     | SetTimer

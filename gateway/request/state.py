@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
+from baton.commands import Abort, HandOff, Pause, Resume
 from baton.errors import (
     BY_REASON,
     BatonError,
@@ -48,8 +49,8 @@ from baton.events import (
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -68,9 +69,8 @@ from baton.types import (
     TokenLogprobs,
     across_accounts,
 )
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
-    Abort,
     AbortSource,
     Action,
     Assignment,
@@ -79,15 +79,13 @@ from gateway.request.assignment import (
     Deliver,
     EndMigration,
     Fail,
-    HandOff,
     NoteUndelivered,
     Open,
     OpenSource,
-    Pause,
     Place,
     Released,
     Remember,
-    Resume,
+    SendCommand,
     SetTimer,
     State,
     Update,
@@ -119,7 +117,7 @@ class RequestState:
     def __init__(
         self,
         spec: SequenceSpec,
-        outputs: Sequence[Output],
+        outputs: Sequence[ChoiceOutput],
         timeline: Timeline,
         ended: Set[int] = frozenset(),
     ) -> None:
@@ -216,7 +214,7 @@ class RequestState:
                 self._on_released(assignment, number, event, now_s)
             case Failed():
                 self._on_released(assignment, number, _error_of(event), now_s)
-            case Paused() | HandedOff() | HandOffFailed():
+            case Paused() | HandedOff() | NotHandedOff():
                 self._on_origin_event(assignment, number, event, now_s)
         return self._taken_actions()
 
@@ -243,7 +241,7 @@ class RequestState:
             case HandedOff() if assignment.is_prefill_awaited:
                 text = "a sequence was handed off before its prompt was reported as computed"
                 self._fail(EngineFault(text))
-            case HandOffFailed(reason, message):
+            case NotHandedOff(reason, message):
                 self._actions.append(AbortSource(assignment))
                 error = _error_of(Failed(reason, message, is_retriable=True))
                 self._on_source_failed(assignment, error, now_s)
@@ -282,7 +280,7 @@ class RequestState:
         migration = Assignment((choice,), State.PAUSING, now_s, spec, origin, placement)
         self._assignments[migration] = None
         choice.migration = migration
-        self._actions.append(Pause(origin, origin.choices.index(choice)))
+        self._actions.append(SendCommand(origin, origin.choices.index(choice), Pause()))
         self._actions.append(SetTimer(migration, PAUSE_TIMEOUT_S))
         return self._taken_actions()
 
@@ -336,7 +334,7 @@ class RequestState:
         assignment.state, assignment.since_s = State.DELIVERING, now_s
         if origin is not None:
             self._actions.append(
-                HandOff(origin, origin.choices.index(assignment.choices[0]), ticket)
+                SendCommand(origin, origin.choices.index(assignment.choices[0]), HandOff(ticket))
             )
             self._actions.append(SetTimer(assignment, HANDOFF_TIMEOUT_S))
         elif placement.source_link is not None:
@@ -461,7 +459,7 @@ class RequestState:
         self,
         origin: Assignment,
         number: int,
-        event: Paused | HandedOff | HandOffFailed,
+        event: Paused | HandedOff | NotHandedOff,
         now_s: float,
     ) -> None:
         if number in origin.gone:
@@ -480,9 +478,9 @@ class RequestState:
                     self._lose_both(migration, migration.failure, now_s)
                 else:
                     migration.has_origin_left = True
-            case HandOffFailed(_, message):
+            case NotHandedOff(_, message):
                 if migration is None:
-                    self._actions.append(Resume(origin, number))
+                    self._actions.append(SendCommand(origin, number, Resume()))
                     return
                 if migration.state is State.DELIVERING:
                     sender, placement = _placement_of(origin).home, _placement_of(migration)
@@ -502,7 +500,7 @@ class RequestState:
         origin, (choice,) = migration.origin, migration.choices
         self._end_migration(migration)
         if origin is not None:
-            self._actions.append(Resume(origin, origin.choices.index(choice)))
+            self._actions.append(SendCommand(origin, origin.choices.index(choice), Resume()))
 
     def _lose_both(self, migration: Assignment, cause: Released, now_s: float) -> None:
         """It is in neither place, or nobody knows in which."""
@@ -623,7 +621,7 @@ class RequestState:
             self._end_one(assignment, number)
 
     def _end_one(self, assignment: Assignment, number: int) -> None:
-        self._actions.append(Abort(assignment, number))
+        self._actions.append(SendCommand(assignment, number, Abort()))
         self._actions.append(Update(_placement_of(assignment), Outcome.ONE_ENDED))
 
     def _close(self, assignment: Assignment) -> None:

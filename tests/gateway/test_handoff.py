@@ -11,8 +11,8 @@ from baton.events import (
     Committed,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Preempted,
     Prefilled,
@@ -29,7 +29,7 @@ from tests.support.stub_world import StubWorld, in_stub_world, settle
 PREFILLED = Prefilled(0, 0, 1.0, 1.0)
 COMMITTED = Committed(0.0, 1)
 LOST = Failed("WORKER_LOST", "gone", is_retriable=True)
-UNDELIVERED = HandOffFailed("HANDOFF_FAILED", "refused")
+UNDELIVERED = NotHandedOff("HANDOFF_FAILED", "refused")
 
 
 def one(index: int, token_id: int) -> Tokens:

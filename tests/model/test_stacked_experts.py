@@ -15,10 +15,10 @@ from baton.types import Sampling
 from baton_kernels.gated_activation import ALPHA, LIMIT
 from engine.families.gpt_oss import CLAMPED_SILU
 from engine.families.read import parse_config
-from engine.load import load_engine
 from engine.quantization.quantize import quantize_checkpoint
 from engine.torch.stacked_experts import decode_mxfp4
 from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
 
 MakeModel = Callable[..., Path]
 
