@@ -34,15 +34,22 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Names in a checkpoint, below a layer's: of the router, of the folder with a folder for each
-    expert, and of an expert's linear layers."""
+class MlpNames:
+    """Names in a checkpoint of an MLP's linear layers, below the MLP's own."""
 
-    router: str = "mlp.gate"
-    folder: str = "mlp.experts"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names in a checkpoint, below a layer's: of the router, of the folder with a folder for each
+    expert, and of an expert's parts."""
+
+    router: str = "mlp.gate"
+    folder: str = "mlp.experts"
+    parts: MlpNames = MlpNames()
 
 
 @dataclass(frozen=True, slots=True)

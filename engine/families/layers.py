@@ -21,7 +21,7 @@ from baton_kernels.layer import (
     Norm,
     Routing,
 )
-from engine.families.config import ExpertsConfig, LatentConfig, ModelConfig
+from engine.families.config import ExpertsConfig, LatentConfig, MlpNames, ModelConfig
 from engine.shard import WHOLE, Shard
 
 if TYPE_CHECKING:
@@ -175,7 +175,9 @@ class _Composing:
             self._attention() if latent is None else self._latent_attention(latent),
             after_attention,
             before_mlp,
-            self._experts(experts) if experts and has_experts else self._own_mlp(),
+            self._experts(experts)
+            if experts and has_experts
+            else self._mlp("mlp", MlpNames(), config.intermediate_size, config.traits.is_fused),
             after_mlp,
         )
 
@@ -280,24 +282,18 @@ class _Composing:
             ),
         )
 
-    def _own_mlp(self) -> Mlp[LinearSpec]:
-        config, inner = self._config, self._config.intermediate_size
-        return self._mlp(
-            ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), inner, config.traits.is_fused
-        )
-
     def _mlp(
-        self, parts: tuple[str, str, str], inner: int, is_fused: bool = False
+        self, folder: str, names: MlpNames, inner: int, is_fused: bool = False
     ) -> Mlp[LinearSpec]:
         config = self._config
-        gate, up, down = parts
-        sources: tuple[Source, ...] = (self._source(gate, inner), self._source(up, inner))
+        sources = tuple(self._source(f"{folder}.{part}", inner) for part in (names.gate, names.up))
         if is_fused:
-            sources = _fuse(self._name("mlp.gate_up_proj"), sources)
+            sources = _fuse(self._name(f"{folder}.gate_up_proj"), sources)
+        down = self._source(f"{folder}.{names.down}", config.hidden_size)
         return Mlp(
             config.traits.activation,
             LinearSpec(sources, config.hidden_size, config.has_mlp_bias),
-            LinearSpec((self._source(down, config.hidden_size),), inner, config.has_mlp_bias),
+            LinearSpec((down,), inner, config.has_mlp_bias),
         )
 
     def _stacked_mlp(self, name: str, inner: int) -> Mlp[LinearSpec]:
@@ -318,13 +314,11 @@ class _Composing:
     def _experts(self, experts: ExpertsConfig) -> Experts[LinearSpec, VectorSpec]:
         config, names, num = self._config, experts.names, experts.num_experts
 
-        def mlp(name: str, inner: int) -> Mlp[LinearSpec]:
-            parts = (f"{name}.{names.gate}", f"{name}.{names.up}", f"{name}.{names.down}")
-            return self._mlp(parts, inner)
-
         def expert(index: int) -> Mlp[LinearSpec]:
             name, inner = f"{names.folder}.{index}", experts.intermediate_size
-            return self._stacked_mlp(name, inner) if experts.is_stacked else mlp(name, inner)
+            if experts.is_stacked:
+                return self._stacked_mlp(name, inner)
+            return self._mlp(name, names.parts, inner)
 
         router = Source(self._name(names.router), range(num), num)
         bias = VectorSpec(self._name(f"{names.router}.e_score_correction_bias"), num, is_wide=True)
@@ -348,7 +342,9 @@ class _Composing:
             ),
             bias if experts.is_sigmoid else None,
             tuple(map(expert, range(num))),
-            mlp("mlp.shared_experts", experts.shared_size) if experts.shared_size else None,
+            self._mlp("mlp.shared_experts", MlpNames(), experts.shared_size)
+            if experts.shared_size
+            else None,
         )
 
 

@@ -45,8 +45,8 @@ from engine.torch.weights import load_weights
 def read_mtp_config(folder: Path, target: ModelConfig) -> HeadConfig:
     """Of the first of the checkpoint's layers for multi-token prediction. Raises
     UnsupportedModel."""
-    known = [name for name, family in FAMILIES.items() if family.has_mtp_layers]
-    if target.family not in known or not target.traits.num_unused_layers:
+    if not FAMILIES[target.family].has_mtp_layers or not target.traits.num_unused_layers:
+        known = (name for name, family in FAMILIES.items() if family.has_mtp_layers)
         raise UnsupportedModel(
             f"{folder}: a {target.family} model with "
             f"num_nextn_predict_layers={target.traits.num_unused_layers}: layers for multi-token "
