@@ -39,7 +39,6 @@ from gateway.intake.chat import ChatRenderer
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.sampling_defaults import sampling_defaults
 from gateway.intake.tokenizer import Tokenizer, load_tokenizer
-from gateway.models import Models
 from gateway.request.driver import RequestDeps
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
@@ -48,7 +47,7 @@ from gateway.routing.gauges import DISCOVERY_PATH, observe_gateway, scrape_targe
 from gateway.routing.migrator import Migrator
 from gateway.routing.workers import Membership, Roster, keep_connected
 from gateway.service import InferenceService
-from gateway.serving import ServiceOptions, Serving
+from gateway.serving import Models, ServiceOptions, Serving
 from gateway.telemetry.recorder import GatewayRecorder
 
 if TYPE_CHECKING:

@@ -38,8 +38,7 @@ from gateway.http.responses import ResponsesBody, ResponsesFormat
 from gateway.http.tokens import DetokenizeBody, TokenizeBody, put_tokenized_prompt
 from gateway.intake.token_bytes import text_of
 from gateway.long_work import in_pieces, let_others_run
-from gateway.models import Models
-from gateway.serving import Serving, unique_request_id
+from gateway.serving import Models, Serving, unique_request_id
 from gateway.telemetry.recorder import GatewayRecorder
 
 _log = logging.getLogger(__name__)

@@ -41,10 +41,9 @@ from gateway.http.requests import (
     structure_field,
 )
 from gateway.http.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
-from gateway.intake.long_fields import MAX_MESSAGES
+from gateway.intake.rules import MAX_KWARGS_CHARS, MAX_SHOWN, MAX_TOOL_CALLS, MAX_TOOLS, Violations
 from gateway.intake.token_bytes import ends_with
-from gateway.intake.tool_rules import MAX_KWARGS_CHARS, MAX_TOOL_CALLS, MAX_TOOLS
-from gateway.intake.violations import MAX_SHOWN, Violations
+from gateway.intake.validator import MAX_MESSAGES
 
 _KIND, _CHUNK_KIND = "chat.completion", "chat.completion.chunk"
 

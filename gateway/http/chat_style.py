@@ -14,7 +14,7 @@ from gateway.http.harmony import ANSWERING, CHANNEL
 from gateway.http.reasoning import BEGIN, END
 from gateway.http.requests import json_text
 from gateway.http.tools import TOOL_FORMATS, ToolFormat, format_of_template
-from gateway.intake.tool_rules import MAX_TOOL_CHARS, MAX_TOOLS
+from gateway.intake.rules import MAX_TOOL_CHARS, MAX_TOOLS
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.v1 import inference_pb2
-from gateway.intake.violations import MAX_SHOWN, shown
+from gateway.intake.rules import MAX_SHOWN, shown
 
 #: nginx's: the client went away. Only logs and metrics ever see it.
 CLIENT_CLOSED_REQUEST = 499

@@ -28,9 +28,8 @@ from gateway.http.requests import (
     refusals,
 )
 from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
-from gateway.intake.long_fields import MAX_MESSAGES
-from gateway.intake.tool_rules import MAX_TOOLS
-from gateway.intake.violations import MAX_SHOWN, Violations
+from gateway.intake.rules import MAX_SHOWN, MAX_TOOLS, Violations
+from gateway.intake.validator import MAX_MESSAGES
 
 #: The form of fields that are read here and not by pydantic, for /openapi.json.
 _MESSAGES = {

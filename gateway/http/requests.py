@@ -28,9 +28,8 @@ from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.errors import FieldNames, from_validation, shown_value
 from gateway.http.json_body import read_fields, wrong_ids
 from gateway.http.long_json import Received
-from gateway.intake.sampling_rules import MAX_STRUCTURED_CHARS
+from gateway.intake.rules import MAX_STRUCTURED_CHARS, Violations
 from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
-from gateway.intake.violations import Violations
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64

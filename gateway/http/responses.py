@@ -16,7 +16,7 @@ from gateway.http.generation import FINISHES, ID_HEADERS, timing_of
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import SEED, ChoiceSoFar, ModelBody, NumTokens, json_text
 from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
-from gateway.intake.long_fields import MAX_MESSAGES
+from gateway.intake.validator import MAX_MESSAGES
 
 
 class ResponseSoFar(ChoiceSoFar):

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.intake.child_process import ChildProcess, ChildSpec
+from gateway.intake.child import ChildProcess, ChildSpec
 
 RENDER_TIMEOUT_S = 5.0
 

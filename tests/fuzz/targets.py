@@ -40,6 +40,7 @@ _LARGE_NUMBER = re.compile(r"[0-9_]{5,}|0[xXoObB]")
 def requests() -> Target:
     """Requests of clients, from their bytes to what the tiers get."""
     from baton.v1 import inference_pb2
+    from gateway.intake.rules import ModelFacts
     from gateway.intake.validator import (
         Ids,
         Tokenized,
@@ -48,7 +49,6 @@ def requests() -> Target:
         check_tokenize,
         resolve,
     )
-    from gateway.intake.violations import ModelFacts
 
     facts = ModelFacts(
         "m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=8, max_token_chars=8
