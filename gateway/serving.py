@@ -28,7 +28,7 @@ from baton.telemetry.spans import trace_of
 from baton.types import Tier, WorkerInfo
 from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import numerics_to_proto
-from gateway.intake.chat import ChatRenderer, more_of
+from gateway.chat.renderer import ChatRenderer, more_of
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.request import ValidatedRequest
 from gateway.intake.rules import ModelFacts, given, shown

@@ -18,8 +18,8 @@ from baton import __version__
 from baton.errors import BatonError, ClientStalled
 from baton.rpc.api_key import ApiKeys, refusal
 from baton.v1 import inference_pb2
+from gateway.chat.style import ChatStyle
 from gateway.http.chat import ChatBody, ChatFormat
-from gateway.http.chat_style import ChatStyle
 from gateway.http.completions import CompletionBody, CompletionFormat
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH, Docs

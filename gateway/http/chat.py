@@ -7,14 +7,19 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import count, groupby, islice
+from itertools import count, groupby
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.http.chat_style import ChatStyle, choice_of_tools, free_text_of, schema_of_calls
+from gateway.chat.harmony import THINKING, HarmonyParser
+from gateway.chat.reasoning import BEGIN as THINK
+from gateway.chat.reasoning import ReasoningSplitter
+from gateway.chat.style import ChatStyle, free_text_of, schema_of_calls
+from gateway.chat.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
+from gateway.http.conversation import MESSAGES, TOOL_CHOICE, TOOLS, choice_of_tools, put_messages
 from gateway.http.errors import FieldNames, shown_value
 from gateway.http.generation import (
     FINISHES,
@@ -26,10 +31,7 @@ from gateway.http.generation import (
     stop_reason,
     usage_and_done,
 )
-from gateway.http.harmony import THINKING, HarmonyParser
 from gateway.http.logprobs import BytesOf, chat_logprobs, prompt_logprobs
-from gateway.http.reasoning import BEGIN as THINK
-from gateway.http.reasoning import ReasoningSplitter
 from gateway.http.requests import (
     GenerationBody,
     NumTokens,
@@ -40,74 +42,10 @@ from gateway.http.requests import (
     sampling_message,
     structure_field,
 )
-from gateway.http.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
-from gateway.intake.rules import MAX_KWARGS_CHARS, MAX_SHOWN, MAX_TOOL_CALLS, MAX_TOOLS, Violations
+from gateway.intake.rules import MAX_KWARGS_CHARS
 from gateway.intake.token_bytes import ends_with
-from gateway.intake.validator import MAX_MESSAGES
 
 _KIND, _CHUNK_KIND = "chat.completion", "chat.completion.chunk"
-
-#: Of what a call of a tool was given, or answered.
-MAX_ARGUMENTS_CHARS = 2**19
-
-#: Parts of a message that are text, and where.
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-
-
-#: The form of fields that are read here and not by pydantic, for /openapi.json.
-MESSAGES = {
-    "type": "array",
-    "minItems": 1,
-    "maxItems": MAX_MESSAGES,
-    "items": {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"type": "string"},
-            "content": {
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "object", "required": ["type"]}},
-                ]
-            },
-            "name": {"type": "string"},
-            "tool_call_id": {"type": "string"},
-            "reasoning_content": {"type": "string"},
-            "tool_calls": {"type": "array", "items": {"type": "object"}},
-        },
-    },
-}
-_FUNCTION = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "name": {"type": "string"},
-        "description": {"type": "string"},
-        "parameters": {"type": "object"},
-    },
-}
-_TOOLS = {
-    "type": "array",
-    "maxItems": MAX_TOOLS,
-    "items": {
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
-    },
-}
-_TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "required": ["name"]},
-            },
-        },
-    ]
-}
 
 
 class ChatBody(GenerationBody):
@@ -121,9 +59,9 @@ class ChatBody(GenerationBody):
     """Give the log probability of each token of the output."""
     top_logprobs: int | None = None
     """Alternatives to give with each; goes with logprobs."""
-    tools: Annotated[list[Any] | None, WithJsonSchema(_TOOLS)] = None
+    tools: Annotated[list[Any] | None, WithJsonSchema(TOOLS)] = None
     """What the model may call."""
-    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE)] = None
     """Whether it must call, and what: none, auto, required, or the name of a function."""
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
@@ -488,97 +426,3 @@ class ChatChoice:
             else:
                 call["function"]["arguments"] += part.text
         return list(calls.values())
-
-
-def put_messages(
-    messages: Sequence[Any], developer_role: str, chat: inference_pb2.ChatPrompt
-) -> None:
-    """developer_role: what the template calls that role. Raises InvalidRequest."""
-    violations = tuple(islice(_put_messages(messages, chat), MAX_SHOWN))
-    if violations:
-        raise InvalidRequest.of(*violations)
-    for message in chat.messages:
-        if message.role == "developer":
-            message.role = developer_role
-
-
-def _put_messages(messages: Sequence[Any], chat: inference_pb2.ChatPrompt) -> Violations:
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        yield FieldViolation(
-            "messages", f"{len(messages)} messages; give at least 1 and at most {MAX_MESSAGES}"
-        )
-        return
-    calls = (m.get("tool_calls") for m in messages if isinstance(m, dict))
-    num_calls = sum(len(of_one) for of_one in calls if isinstance(of_one, list))
-    if num_calls > MAX_TOOL_CALLS:
-        fault = f"{num_calls} calls of tools; give at most {MAX_TOOL_CALLS}"
-        yield FieldViolation("messages", fault)
-        return
-    for index, message in enumerate(messages):
-        path = f"messages[{index}]"
-        if isinstance(message, dict):
-            yield from _put_message(path, message, chat.messages.add())
-        else:
-            yield FieldViolation(path, f"{shown_value(message)}: must be an object")
-
-
-def _put_message(
-    path: str, message: Mapping[str, Any], into: inference_pb2.ChatMessage
-) -> Violations:
-    role = message.get("role")
-    if isinstance(role, str) and role:
-        into.role = role
-    else:
-        yield FieldViolation(f"{path}.role", f'{shown_value(role)}: say who speaks, e.g. "user"')
-    content = message.get("content")
-    if isinstance(content, list):
-        violations = list(islice(_part_violations(f"{path}.content", content), MAX_SHOWN))
-        yield from violations
-        if not violations:
-            into.content = "\n".join(part[_TEXT_PARTS[part["type"]]] for part in content)
-    elif isinstance(content, str):
-        into.content = content
-    elif content is not None:
-        fault = f"{shown_value(content)}: must be text, or a list of parts"
-        yield FieldViolation(f"{path}.content", fault)
-    for field, given in (
-        ("name", message.get("name")),
-        ("tool_call_id", message.get("tool_call_id")),
-        ("reasoning_content", message.get("reasoning_content", message.get("reasoning"))),
-    ):
-        if isinstance(given, str):
-            setattr(into, field, given)
-        elif given is not None:
-            yield FieldViolation(f"{path}.{field}", f"{shown_value(given)}: must be text")
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        for index, call in enumerate(calls):
-            yield from _put_call(f"{path}.tool_calls[{index}]", call, into.tool_calls.add())
-    elif calls is not None:
-        yield FieldViolation(f"{path}.tool_calls", f"{shown_value(calls)}: must be a list")
-
-
-def _put_call(path: str, call: Any, into: inference_pb2.ToolCall) -> Violations:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        fault = "must be an object with a name and arguments"
-        yield FieldViolation(f"{path}.function", f"{shown_value(function)}: {fault}")
-        return
-    into.name = function["name"]
-    into.id = call["id"] if isinstance(call.get("id"), str) else ""
-    arguments = function.get("arguments") or "{}"
-    if not isinstance(arguments, str):
-        arguments = json_text(f"{path}.function.arguments", arguments, MAX_ARGUMENTS_CHARS)
-    into.arguments = arguments
-
-
-def _part_violations(path: str, parts: Sequence[Any]) -> Violations:
-    for index, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if field is None:
-            fault = f"{shown_value(kind)}: this model reads text only; send parts of type text"
-            yield FieldViolation(f"{path}[{index}].type", fault)
-        elif not isinstance(part.get(field), str):
-            fault = f"{shown_value(part.get(field))}: must be text"
-            yield FieldViolation(f"{path}[{index}].{field}", fault)

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import FailFast, WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
-from gateway.http.chat import MAX_ARGUMENTS_CHARS
-from gateway.http.chat_style import ChatStyle
+from gateway.chat.style import ChatStyle
+from gateway.http.conversation import MAX_ARGUMENTS_CHARS
 from gateway.http.errors import HttpError, shown_value
 from gateway.http.generation import FINISHES, ID_HEADERS
 from gateway.http.logprobs import BytesOf

@@ -8,9 +8,10 @@ from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.http.chat import MESSAGES, ChatBody, ChatFormat
-from gateway.http.chat_style import ChatStyle
+from gateway.chat.style import ChatStyle
+from gateway.http.chat import ChatBody, ChatFormat
 from gateway.http.completions import PROMPT_NAMES, TOKEN_IDS, put_text_prompt
+from gateway.http.conversation import MESSAGES
 from gateway.http.errors import FieldNames
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import ModelBody, field_namer, validated

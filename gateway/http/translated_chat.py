@@ -11,8 +11,8 @@ from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
+from gateway.chat.style import ChatStyle
 from gateway.http.chat import ChatBody, ChatChoice, ChatFormat
-from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import FieldNames
 from gateway.http.generation import Answer, Chunk, by_choice
 from gateway.http.logprobs import BytesOf

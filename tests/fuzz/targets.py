@@ -184,7 +184,7 @@ def grammars() -> Target:
 
 def templates() -> Target:
     """A model's chat template, rendered for a short conversation."""
-    from gateway.intake.chat_renderer import make_answer
+    from gateway.chat.template import make_answer
 
     question: Mapping[str, Any] = {
         "messages": [{"role": "user", "num_chars": 2}, {"role": "assistant", "num_chars": 3}],
@@ -273,8 +273,8 @@ def safetensors() -> Target:
 
 def http_bodies() -> Target:
     """Bodies of the HTTP port: a letter for the path, then JSON; up to the requests they mean."""
+    from gateway.chat.style import chat_style
     from gateway.http.chat import ChatBody, ChatFormat
-    from gateway.http.chat_style import chat_style
     from gateway.http.completions import CompletionBody, CompletionFormat
     from gateway.http.messages import MessagesBody, MessagesFormat
     from gateway.http.responses import ResponsesBody, ResponsesFormat

@@ -1,5 +1,5 @@
 """A process that renders chat templates, so that one which does not end can be killed: python -m
-gateway.intake.chat_renderer
+gateway.chat.template
 
 It is made with {"template": str, "special_tokens": {name: text}}, and answers {"messages":
 [{"role": str, "num_chars": int}], "text": str} with {"text": str} or {"error": str}. The text asked
