@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from baton import __version__
-from baton.errors import BatonError, ClientStalled
+from baton.errors import BatonError, ClientStalled, InvalidRequest
 from baton.rpc.api_key import ApiKeys, refusal
 from baton.v1 import inference_pb2
 from gateway.chat.style import ChatStyle
@@ -23,7 +23,7 @@ from gateway.http.chat import ChatBody, ChatFormat
 from gateway.http.completions import CompletionBody, CompletionFormat
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH, Docs
-from gateway.http.errors import HttpError, from_baton, http_error
+from gateway.http.errors import HttpError, from_baton, http_error, in_words_of, names_in
 from gateway.http.generation import ID_HEADERS, Format, Generation
 from gateway.http.logprobs import BytesOf
 from gateway.http.messages import (
@@ -33,7 +33,7 @@ from gateway.http.messages import (
     messages_error,
 )
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
-from gateway.http.requests import BodyT, ModelBody, field_namer, parsed, put_token_ids
+from gateway.http.requests import BodyT, ModelBody, parsed, put_token_ids
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from gateway.http.tokens import DetokenizeBody, TokenizeBody, put_tokenized_prompt
 from gateway.intake.token_bytes import text_of
@@ -146,7 +146,7 @@ class HttpApp:
             _show_key(request)
         if self._api_keys.admit(request.headers):
             return None
-        error, request_id = from_baton(refusal(), _unchanged), unique_request_id(request.headers)
+        error, request_id = from_baton(refusal()), unique_request_id(request.headers)
         headers = (*error.headers, *_id_headers(request_id, request))
         return _shaped(HttpError(error.status, error.body, headers, request_id), request)
 
@@ -163,7 +163,7 @@ class HttpApp:
         except ClientStalled:
             return  # who does not read gets no more
         except BatonError as error:
-            await _send_error(from_baton(error, _unchanged), request, response)
+            await _send_error(from_baton(error), request, response)
         except Exception as error:  # noqa: BLE001, the one border where any failure becomes an answer
             await _send_error(_logged(error, request), request, response)
 
@@ -224,10 +224,8 @@ class HttpApp:
         form = make(body, serving.tokenizer.bytes_of, self._styles[serving])
         try:
             await Generation(serving, form, request, response).run()
-        except ClientStalled:
-            raise
-        except BatonError as error:
-            raise from_baton(error, form.field_names) from None
+        except InvalidRequest as error:
+            raise in_words_of(form.field_names, error) from None
 
     async def _count_tokens(self, request: HttpRequest, response: HttpResponse) -> None:
         body = await self._parsed(MessagesBody, request, response)
@@ -238,8 +236,8 @@ class HttpApp:
         tokenize = inference_pb2.TokenizeRequest(model=asked.model, prompt=asked.prompt)
         try:
             token_ids = await serving.tokenize(tokenize)
-        except BatonError as error:
-            raise from_baton(error, form.field_names) from None
+        except InvalidRequest as error:
+            raise in_words_of(form.field_names, error) from None
         await _send_json({"input_tokens": len(token_ids)}, request, response)
 
     # Tokens
@@ -252,8 +250,8 @@ class HttpApp:
         names = put_tokenized_prompt(body, bytes_of, self._styles[serving], asked.prompt)
         try:
             token_ids = await serving.tokenize(asked)
-        except BatonError as error:
-            raise from_baton(error, names) from None
+        except InvalidRequest as error:
+            raise in_words_of(names, error) from None
         facts = {"count": len(token_ids), "max_model_len": serving.facts.max_model_len}
         tokens, texts = await _json_list(token_ids, lambda token_id: token_id), "null"
         if body.return_token_strs:
@@ -267,9 +265,8 @@ class HttpApp:
         put_token_ids("tokens", body.tokens, asked.token_ids)
         try:
             text = await self._models.of(asked.model).detokenize(asked)
-        except BatonError as error:
-            names = field_namer({"token_ids": "tokens"})
-            raise from_baton(error, names) from None
+        except InvalidRequest as error:
+            raise in_words_of(names_in(body), error) from None
         await _send_json({"prompt": text}, request, response)
 
     async def _tokenizer_info(self, request: HttpRequest, response: HttpResponse) -> None:
@@ -332,10 +329,6 @@ def _show_key(request: HttpRequest) -> None:
 def _shaped(error: HttpError, request: HttpRequest) -> HttpError:
     """An error as clients of that path read it."""
     return messages_error(error) if request.path.startswith(_MESSAGES) else error
-
-
-def _unchanged(field: str) -> str:
-    return field
 
 
 def _unknown_path(request: HttpRequest) -> HttpError:

@@ -20,7 +20,7 @@ from gateway.chat.reasoning import ReasoningSplitter
 from gateway.chat.style import ChatStyle, free_text_of, schema_of_calls
 from gateway.chat.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
 from gateway.http.conversation import MESSAGES, TOOL_CHOICE, TOOLS, choice_of_tools, put_messages
-from gateway.http.errors import FieldNames, shown_value
+from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
 from gateway.http.generation import (
     FINISHES,
     ID_HEADERS,
@@ -35,7 +35,6 @@ from gateway.http.logprobs import BytesOf, chat_logprobs, prompt_logprobs
 from gateway.http.requests import (
     GenerationBody,
     NumTokens,
-    field_namer,
     generate_request,
     is_whole_structured,
     json_text,
@@ -51,23 +50,29 @@ _KIND, _CHUNK_KIND = "chat.completion", "chat.completion.chunk"
 class ChatBody(GenerationBody):
     """What a request may have."""
 
-    messages: Annotated[list[Any], WithJsonSchema(MESSAGES)]
+    messages: Annotated[
+        list[Any],
+        WithJsonSchema(MESSAGES),
+        *(Fills(path) for path in ("prompt.chat.messages", "prompt.chat", "prompt")),
+    ]
     """The conversation, oldest message first."""
-    max_completion_tokens: NumTokens = None
+    max_completion_tokens: Annotated[NumTokens, Fills("sampling.max_tokens")] = None
     """OpenAI's newer name of max_tokens, and taken before it."""
     logprobs: bool | None = None
     """Give the log probability of each token of the output."""
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, Fills("sampling.logprobs")] = None
     """Alternatives to give with each; goes with logprobs."""
-    tools: Annotated[list[Any] | None, WithJsonSchema(TOOLS)] = None
+    tools: Annotated[list[Any] | None, WithJsonSchema(TOOLS), Fills("prompt.chat.tools")] = None
     """What the model may call."""
     tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE)] = None
     """Whether it must call, and what: none, auto, required, or the name of a function."""
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Fills("prompt.chat.template_kwargs")] = (
+        None
+    )
     """Variables of the model's chat template."""
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: Annotated[bool | None, Fills("prompt.chat.add_generation_prompt")] = None
     """false: do not begin a message of the assistant."""
     continue_final_message: bool | None = None
     """Go on with the last message instead of answering it."""
@@ -81,17 +86,6 @@ class ChatBody(GenerationBody):
         *("functions", "function_call", "audio", "chat_template", "documents"),
     )
     ignored = (*GenerationBody.ignored, "modalities", "verbosity", "prediction")
-
-
-#: What parts of a chat prompt are called in errors.
-CHAT_NAMES = {
-    "prompt.chat.tools": "tools",
-    "prompt.chat.template_kwargs": "chat_template_kwargs",
-    "prompt.chat.add_generation_prompt": "add_generation_prompt",
-    "prompt.chat.messages": "messages",
-    "prompt.chat": "messages",
-    "prompt": "messages",
-}
 
 
 class ChatFormat:
@@ -121,7 +115,10 @@ class ChatFormat:
         """Whether the prompt ends with the beginning of the model's thoughts."""
         self._num_top = body.top_logprobs or 0
         self._choice_of_tools = choice_of_tools(body.tools, body.tool_choice)
-        self.requests = [self._request()]
+        try:
+            self.requests = [self._request()]
+        except InvalidRequest as error:
+            raise in_words_of(self.field_names, error) from None
         self._is_plain = not (
             body.logprobs or body.return_token_ids or self._has_calls or self._has_thoughts
         )
@@ -143,23 +140,17 @@ class ChatFormat:
     @property
     def field_names(self) -> FieldNames:
         """What its fields are called in errors."""
-        given = self.body.max_completion_tokens is not None
-        return field_namer(
-            {
-                **CHAT_NAMES,
-                "sampling.logprobs": "top_logprobs",
-                "sampling.max_tokens": "max_completion_tokens" if given else "max_tokens",
-                "sampling.structured_output": structure_field(self.body) or "tools",
-            }
-        )
+        # A call that is required has a form of its own, where nothing else asks for one.
+        moved = {} if structure_field(self.body) else {"sampling.structured_output": "tools"}
+        return names_in(self.body, moved)
 
     def _request(self) -> inference_pb2.GenerateRequest:
         body, chosen = self.body, self._choice_of_tools
-        name, number = "max_completion_tokens", body.max_completion_tokens
-        if number is None:
-            name, number = "max_tokens", body.max_tokens
+        max_tokens = body.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = sampling_message(body, logprobs=logprobs, max_tokens=(name, number))
+        sampling = sampling_message(body, logprobs=logprobs, max_tokens=max_tokens)
         violations = []
         if body.top_logprobs is not None and not body.logprobs:
             fault = f"{shown_value(body.top_logprobs)}: goes with logprobs; set it to true"

@@ -10,7 +10,7 @@ from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.http.errors import FieldNames, shown_value
+from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
 from gateway.http.generation import (
     FINISHES,
     ID_HEADERS,
@@ -25,11 +25,9 @@ from gateway.http.json_body import MAX_PROMPTS
 from gateway.http.logprobs import BytesOf, completion_logprobs, prompt_logprobs
 from gateway.http.requests import (
     GenerationBody,
-    field_namer,
     generate_request,
     put_token_ids,
     sampling_message,
-    structure_field,
 )
 
 #: OpenAI's and vLLM's, where a request does not say.
@@ -51,18 +49,14 @@ _PROMPT = {
     ]
 }
 
-#: What parts of a prompt are called in errors.
-PROMPT_NAMES = {
-    "prompt.token_ids.ids": "prompt",
-    "prompt.token_ids": "prompt",
-    "prompt.text": "prompt",
-}
+#: What a prompt of text, or of token ids, is in a message.
+OF_PROMPT = tuple(Fills(f"prompt.{path}") for path in ("text", "token_ids", "token_ids.ids"))
 
 
 class CompletionBody(GenerationBody):
     """What a request may have."""
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = None
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT), *OF_PROMPT] = None
     """Text, token ids, or a list of either. Must be given."""
     echo: bool | None = None
     logprobs: int | None = None
@@ -93,14 +87,16 @@ class CompletionFormat:
         """Of each prompt, which come with its first choice."""
         self._is_plain = body.logprobs is None and not body.return_token_ids
         """Whether streamed pieces have text alone."""
-        self.requests = _requests(body)
+        try:
+            self.requests = _requests(body)
+        except InvalidRequest as error:
+            raise in_words_of(self.field_names, error) from None
         self._num_choices = max(1, self.requests[0].sampling.n)
 
     @property
     def field_names(self) -> FieldNames:
         """What its fields are called in errors."""
-        structure = structure_field(self.body)
-        return field_namer({**PROMPT_NAMES, "sampling.structured_output": structure})
+        return names_in(self.body)
 
     def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:  # noqa: ARG002
         self._answer = answer
@@ -187,7 +183,7 @@ class CompletionFormat:
 def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     prompts = _prompts(body.prompt)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=("max_tokens", max_tokens))
+    sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=max_tokens)
     violations = []
     if body.resume_from and len(prompts) > 1:
         fault = f"given with {len(prompts)} prompts; give the one that it is of"

@@ -14,7 +14,7 @@ from pydantic import FailFast, WithJsonSchema
 from baton.errors import FieldViolation, InvalidRequest
 from gateway.chat.style import ChatStyle
 from gateway.http.conversation import MAX_ARGUMENTS_CHARS
-from gateway.http.errors import HttpError, shown_value
+from gateway.http.errors import Fills, HttpError, shown_value
 from gateway.http.generation import FINISHES, ID_HEADERS
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import (
@@ -27,7 +27,14 @@ from gateway.http.requests import (
     json_text,
     refusals,
 )
-from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
+from gateway.http.translated_chat import (
+    OF_FORMAT,
+    OF_NAME,
+    OF_PARAMETERS,
+    ChatOutput,
+    TranslatedChat,
+    response_format,
+)
 from gateway.intake.rules import MAX_SHOWN, MAX_TOOLS, Violations
 from gateway.intake.validator import MAX_MESSAGES
 
@@ -74,16 +81,20 @@ class MessagesBody(ModelBody):
     """Most tokens to produce. Must be given, but to count."""
     system: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
     """Text, or blocks of text."""
-    stop_sequences: TextList = None
+    stop_sequences: Annotated[TextList, Fills("stop")] = None
     stream: bool | None = None
     """Send Anthropic's events as soon as there is output."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int | None, WithJsonSchema(TOP_K)] = None
     """Keep the k most probable tokens; 0 and -1 keep all."""
-    tools: Annotated[list[Any] | None, WithJsonSchema(_TOOLS)] = None
+    tools: Annotated[
+        list[Any] | None,
+        WithJsonSchema(_TOOLS),
+        *(Fills(f"tools[].{path}", "[].input_schema") for path in OF_PARAMETERS),
+    ] = None
     """What the model may call; nothing is run here."""
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: Annotated[dict[str, Any] | None, OF_NAME] = None
     """Of type auto, any or none, or of type tool, with its name."""
     seed: Annotated[int | None, WithJsonSchema(SEED)] = None
     """Same seed, same request, same tokens. Drawn by the server if not given."""
@@ -94,7 +105,7 @@ class MessagesBody(ModelBody):
     Needs seed."""
     thinking: dict[str, Any] | None = None
     """By its type, enabled or disabled, whether the model thinks first."""
-    output_config: dict[str, Any] | None = None
+    output_config: Annotated[dict[str, Any] | None, *OF_FORMAT] = None
     """format: a JSON Schema to follow. effort: a variable of the template."""
 
     refused = ("container", "mcp_servers")
@@ -104,14 +115,6 @@ class MessagesBody(ModelBody):
         *("user_profile_id", "workspace_id"),
     )
 
-
-#: What chat.py calls a field, and this API.
-_NAMES = {
-    "stop": "stop_sequences",
-    "response_format.json_schema.schema": "output_config.format.schema",
-    "response_format": "output_config.format",
-    "tool_choice.function.name": "tool_choice.name",
-}
 
 #: Clients of Anthropic's read the second.
 MESSAGES_ID_HEADERS: tuple[str, ...] = (*ID_HEADERS, "request-id")
@@ -145,7 +148,6 @@ class MessagesFormat(TranslatedChat):
 
     id_prefix = "msg"
     id_headers = MESSAGES_ID_HEADERS
-    tool_schema = "input_schema"
 
     def __init__(
         self, body: MessagesBody, bytes_of: BytesOf, style: ChatStyle, *, is_counted: bool = False
@@ -158,7 +160,7 @@ class MessagesFormat(TranslatedChat):
         if violations:
             raise InvalidRequest.of(*violations[:MAX_SHOWN])
         fields = _chat_fields(body, conversation.messages)
-        super().__init__(fields, _NAMES, conversation.paths, bytes_of, style)
+        super().__init__(body, fields, conversation.paths, bytes_of, style)
         self._blocks = _Blocks()
 
     @property

@@ -10,11 +10,11 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.chat.style import ChatStyle
 from gateway.http.chat import ChatBody, ChatFormat
-from gateway.http.completions import PROMPT_NAMES, TOKEN_IDS, put_text_prompt
+from gateway.http.completions import OF_PROMPT, TOKEN_IDS, put_text_prompt
 from gateway.http.conversation import MESSAGES
-from gateway.http.errors import FieldNames
+from gateway.http.errors import FieldNames, Fills, names_in
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import ModelBody, field_namer, validated
+from gateway.http.requests import ModelBody, validated
 
 #: Of a conversation, as /v1/chat/completions has them.
 _OF_CHAT = (
@@ -26,7 +26,7 @@ _OF_CHAT = (
 class TokenizeBody(ModelBody):
     """Of a prompt, or of a conversation."""
 
-    prompt: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
+    prompt: Annotated[Any, WithJsonSchema({"type": ["string", "array"]}), *OF_PROMPT] = None
     """Text, or token ids, which come back as they are."""
     messages: Annotated[list[Any] | None, WithJsonSchema(MESSAGES)] = None
     """A conversation, instead of prompt, by the model's chat template."""
@@ -51,7 +51,7 @@ class TokenizeBody(ModelBody):
 class DetokenizeBody(ModelBody):
     """Of token ids."""
 
-    tokens: Annotated[Any, WithJsonSchema(TOKEN_IDS)]
+    tokens: Annotated[Any, WithJsonSchema(TOKEN_IDS), Fills("token_ids")]
     """Token ids."""
 
     id_fields = ("tokens",)
@@ -65,7 +65,7 @@ def put_tokenized_prompt(
     if body.messages is None:
         put_text_prompt("prompt", body.prompt, prompt)
         prompt.omit_special_tokens = body.add_special_tokens is False
-        return field_namer(PROMPT_NAMES)
+        return names_in(body)
     if body.add_special_tokens:
         fault = "true: the chat template writes the special tokens; leave it out, or give prompt"
         raise InvalidRequest.of(FieldViolation("add_special_tokens", fault))
