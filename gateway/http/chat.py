@@ -21,11 +21,12 @@ from gateway.chat.style import ChatStyle, free_text_of, schema_of_calls
 from gateway.chat.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
 from gateway.http.conversation import MESSAGES, TOOL_CHOICE, TOOLS, choice_of_tools, put_messages
 from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
-from gateway.http.generation import (
+from gateway.http.format import (
     FINISHES,
-    ID_HEADERS,
+    OPENAI,
     Answer,
     Chunk,
+    Route,
     by_choice,
     quoted,
     stop_reason,
@@ -92,7 +93,7 @@ class ChatFormat:
     """See generation.Format."""
 
     id_prefix = "chatcmpl"
-    id_headers = ID_HEADERS
+    dialect = OPENAI
     has_event_ids = True
 
     def __init__(self, body: ChatBody, bytes_of: BytesOf, style: ChatStyle) -> None:
@@ -417,3 +418,14 @@ class ChatChoice:
             else:
                 call["function"]["arguments"] += part.text
         return list(calls.values())
+
+
+ROUTES = (
+    Route(
+        "/v1/chat/completions",
+        "post",
+        "A conversation in, the next message out: text, calls of tools, thoughts.",
+        ChatBody,
+        make=ChatFormat,
+    ),
+)

@@ -10,12 +10,14 @@ from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2, sampling_pb2
+from gateway.chat.style import ChatStyle
 from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
-from gateway.http.generation import (
+from gateway.http.format import (
     FINISHES,
-    ID_HEADERS,
+    OPENAI,
     Answer,
     Chunk,
+    Route,
     by_choice,
     quoted,
     stop_reason,
@@ -72,11 +74,14 @@ class CompletionFormat:
     """See generation.Format."""
 
     id_prefix = "cmpl"
-    id_headers = ID_HEADERS
+    dialect = OPENAI
     has_event_ids = True
 
-    def __init__(self, body: CompletionBody, bytes_of: BytesOf) -> None:
-        """Raises InvalidRequest."""
+    def __init__(
+        self, body: CompletionBody, bytes_of: BytesOf, style: ChatStyle | None = None
+    ) -> None:
+        """style: of chats alone. Raises InvalidRequest."""
+        del style
         self.body = body
         self._bytes_of = bytes_of
         self._head = ""
@@ -223,3 +228,14 @@ def put_text_prompt(field: str, value: Any, prompt: inference_pb2.Prompt) -> Non
     else:
         fault = f"{shown_value(value)}: give text, token ids, or a list of either"
         raise InvalidRequest.of(FieldViolation(field, fault))
+
+
+ROUTES = (
+    Route(
+        "/v1/completions",
+        "post",
+        "Text or token ids of one or several prompts in, text out.",
+        CompletionBody,
+        make=CompletionFormat,
+    ),
+)

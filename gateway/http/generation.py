@@ -8,86 +8,20 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import Any
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest
 from baton.rpc.status import given_request_id
 from baton.v1 import inference_pb2
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
-from gateway.http.errors import FieldNames
 from gateway.http.event_ids import LAST_EVENT_ID, EventIds
-from gateway.http.requests import GenerationBody
+from gateway.http.format import Answer, Chunk, Format, timing_of
 from gateway.intake.request import ValidatedRequest
 from gateway.long_work import Pacer
 from gateway.serving import Call, Serving
 
 EVENTS = "text/event-stream; charset=utf-8"
-
-#: Of an answer, each with the name of its request.
-ID_HEADERS: tuple[str, ...] = ("x-request-id",)
-
-_DONE = "data: [DONE]\n\n"
-
-#: In a JSON document of ASCII: some readers of lines take more than "\n" for the end of one.
-quoted = json.encoder.encode_basestring_ascii
-
-Chunk = inference_pb2.GenerateResponse
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What all chunks of an answer begin with."""
-
-    id: str
-    created: int
-    model: str
-    fingerprint: str
-
-    def fields(self, kind: str) -> dict[str, Any]:
-        """kind: OpenAI's `object`."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
-
-
-class Format(Protocol):
-    """One kind of completion: what is asked of the tiers, and the form of the answer."""
-
-    id_prefix: str
-    id_headers: tuple[str, ...]
-    has_event_ids: bool
-    """Whether its events can have ids."""
-
-    @property
-    def body(self) -> GenerationBody:
-        """As it was sent."""
-
-    @property
-    def requests(self) -> Sequence[inference_pb2.GenerateRequest]:
-        """One for each prompt."""
-
-    @property
-    def field_names(self) -> FieldNames:
-        """What fields of its requests are called in errors."""
-
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
-        """Before the first piece. prompt_token_ids: of one of its prompts."""
-
-    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
-        """A piece as server-sent events, if there is anything new. usage: members of the JSON to
-        put in, or nothing."""
-
-    def end(self, usage: Mapping[str, Any]) -> str:
-        """The last events of a stream."""
-
-    def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
-        """The whole answer. chunks: those of each prompt."""
 
 
 class Usage:
@@ -189,7 +123,7 @@ class Generation:
         if self._answer is not None:
             return
         request_id = validated.spec.request_id
-        self._response.headers += [(name, request_id) for name in self._form.id_headers]
+        self._response.headers += [(name, request_id) for name in self._form.dialect.id_headers]
         if self._is_taken_up:  # the name that its first part had goes on
             request_id = given_request_id(self._metadata) or request_id
         self._answer = Answer(
@@ -259,60 +193,6 @@ def _event_ids_of(form: Format, last: str) -> EventIds | None:
     return ids
 
 
-def timing_of(chunk: Chunk) -> dict[str, Any]:
-    """Where a request's time went, in milliseconds, and by which workers; of its last piece.
-    first_token_ms: the parts of time_to_first_token_ms."""
-    timing, first = chunk.timing, chunk.timing.first_token
-    return {
-        "time_to_first_token_ms": round(timing.time_to_first_token_ms, 3),
-        "total_ms": round(timing.total_ms, 3),
-        "first_token_ms": {
-            "tokenize": round(first.tokenize_ms, 3),
-            "queue": round(first.queue_ms, 3),
-            "reserve": round(first.reserve_ms, 3),
-            "prefill": round(first.prefill_ms, 3),
-            "first_step": round(first.first_step_ms, 3),
-        },
-        "transfer_exposed_ms": round(timing.transfer_exposed_ms, 3),
-        "transfer_bytes": timing.transfer_bytes,
-        "prefill_worker": timing.prefill_worker,
-        "decode_worker": timing.decode_worker,
-        "num_resumes": timing.num_resumes,
-    }
-
-
 def _first(failures: BaseExceptionGroup[BatonError]) -> BatonError:
     first = failures.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-def usage_and_done(
-    body: GenerationBody, fields: Mapping[str, Any], usage: Mapping[str, Any]
-) -> str:
-    """The end of a stream of completions: the chunk that has the usage alone, if it is wanted, and
-    OpenAI's sign. fields: what chunks begin with."""
-    if not body.has_usage_chunk:
-        return _DONE
-    document = {**fields, "choices": [], "usage": usage}
-    return f"data: {json.dumps(document)}\n\n{_DONE}"
-
-
-FINISHES: Mapping[int, str | None] = {0: None, 1: "stop", 2: "length"}
-
-
-def stop_reason(chunk: Chunk) -> str | int | None:
-    """vLLM's: the string or the token that ended the output, if the client had named it."""
-    match chunk.stop_cause.WhichOneof("kind"):
-        case "stop":
-            return chunk.stop_cause.stop
-        case "stop_token_id":
-            return chunk.stop_cause.stop_token_id
-    return None
-
-
-def by_choice(chunks: Sequence[Chunk]) -> Mapping[int, list[Chunk]]:
-    """The pieces of each choice of a prompt, choices in order."""
-    choices: dict[int, list[Chunk]] = {}
-    for chunk in chunks:
-        choices.setdefault(chunk.choice, []).append(chunk)
-    return dict(sorted(choices.items()))

@@ -3,6 +3,7 @@ a chat in another form."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -12,10 +13,12 @@ from typing import Annotated, Any
 from pydantic import FailFast, WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
+from baton.v1 import inference_pb2
 from gateway.chat.style import ChatStyle
+from gateway.http.connection import HttpRequest, HttpResponse
 from gateway.http.conversation import MAX_ARGUMENTS_CHARS
-from gateway.http.errors import Fills, HttpError, shown_value
-from gateway.http.generation import FINISHES, ID_HEADERS
+from gateway.http.errors import Fills, HttpError, in_words_of, shown_value
+from gateway.http.format import FINISHES, OPENAI, Dialect, Door, Route, send_json
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import (
     SEED,
@@ -116,9 +119,6 @@ class MessagesBody(ModelBody):
     )
 
 
-#: Clients of Anthropic's read the second.
-MESSAGES_ID_HEADERS: tuple[str, ...] = (*ID_HEADERS, "request-id")
-
 #: By status, where it is not invalid_request_error for the client's faults and api_error for ours.
 _ERROR_TYPES: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -131,7 +131,7 @@ _ERROR_TYPES: Mapping[int, str] = {
 }
 
 
-def messages_error(error: HttpError) -> HttpError:
+def _error(error: HttpError) -> HttpError:
     """The same as this API has it."""
     is_ours = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
     kind = _ERROR_TYPES.get(error.status, "api_error" if is_ours else "invalid_request_error")
@@ -143,11 +143,20 @@ def messages_error(error: HttpError) -> HttpError:
     return HttpError(error.status, body, error.headers, error.request_id)
 
 
+ANTHROPIC = Dialect(
+    "/v1/messages",
+    (*OPENAI.id_headers, "request-id"),
+    _error,
+    key_header="x-api-key",
+    error_event="event: error\n",
+)
+
+
 class MessagesFormat(TranslatedChat):
     """See generation.Format."""
 
     id_prefix = "msg"
-    id_headers = MESSAGES_ID_HEADERS
+    dialect = ANTHROPIC
 
     def __init__(
         self, body: MessagesBody, bytes_of: BytesOf, style: ChatStyle, *, is_counted: bool = False
@@ -473,3 +482,35 @@ class _Conversation:
 def _too_many_messages() -> InvalidRequest:
     fault = f"give at most {MAX_MESSAGES} messages, results of tools among them"
     return InvalidRequest.of(FieldViolation("messages", fault))
+
+
+async def _count_tokens(door: Door, request: HttpRequest, response: HttpResponse) -> None:
+    body = await door.parsed(MessagesBody, request, response)
+    serving, form = door.form(functools.partial(MessagesFormat, is_counted=True), body)
+    (asked,) = form.requests
+    tokenize = inference_pb2.TokenizeRequest(model=asked.model, prompt=asked.prompt)
+    try:
+        token_ids = await serving.tokenize(tokenize)
+    except InvalidRequest as error:
+        raise in_words_of(form.field_names, error) from None
+    await send_json({"input_tokens": len(token_ids)}, request, response, ANTHROPIC)
+
+
+ROUTES = (
+    Route(
+        ANTHROPIC.prefix,
+        "post",
+        "Anthropic's form of a chat. Errors have Anthropic's form, too.",
+        MessagesBody,
+        make=MessagesFormat,
+        dialect=ANTHROPIC,
+    ),
+    Route(
+        f"{ANTHROPIC.prefix}/count_tokens",
+        "post",
+        "Tokens of the same prompt, counted.",
+        MessagesBody,
+        handle=_count_tokens,
+        dialect=ANTHROPIC,
+    ),
+)

@@ -12,7 +12,7 @@ from baton.errors import FieldViolation, InvalidRequest
 from gateway.chat.style import ChatStyle
 from gateway.http.conversation import MAX_ARGUMENTS_CHARS
 from gateway.http.errors import Fills, shown_value
-from gateway.http.generation import FINISHES, ID_HEADERS, timing_of
+from gateway.http.format import FINISHES, OPENAI, Route, timing_of
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import SEED, ChoiceSoFar, ModelBody, NumTokens, json_text
 from gateway.http.translated_chat import (
@@ -92,7 +92,7 @@ class ResponsesFormat(TranslatedChat):
     """See generation.Format."""
 
     id_prefix = "resp"
-    id_headers = ID_HEADERS
+    dialect = OPENAI
 
     def __init__(self, body: ResponsesBody, bytes_of: BytesOf, style: ChatStyle) -> None:
         """Raises InvalidRequest, with this API's names."""
@@ -350,3 +350,14 @@ def _tool_choice(choice: Any) -> Any:
         case {"type": "function", "name": name}:
             return {"type": "function", "function": {"name": name}}
     return choice
+
+
+ROUTES = (
+    Route(
+        "/v1/responses",
+        "post",
+        "OpenAI's newer form of a chat. Nothing is kept between requests.",
+        ResponsesBody,
+        make=ResponsesFormat,
+    ),
+)

@@ -13,7 +13,7 @@ from baton.v1 import inference_pb2
 from gateway.chat.style import ChatStyle
 from gateway.http.chat import ChatBody, ChatChoice, ChatFormat
 from gateway.http.errors import FieldNames, Fills, in_words_of, names_in
-from gateway.http.generation import Answer, Chunk, by_choice
+from gateway.http.format import Answer, Chunk, Dialect, by_choice
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import ChoiceSoFar, ModelBody, validated
 
@@ -65,7 +65,7 @@ class TranslatedChat(ABC):
     beginning and the end of a stream, and the document."""
 
     id_prefix: str
-    id_headers: tuple[str, ...]
+    dialect: Dialect
     has_event_ids = False
 
     def __init__(

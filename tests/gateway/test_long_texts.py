@@ -45,7 +45,7 @@ MEGABYTE = 1_000_000
 MAX_MODEL_LEN = MEGABYTE + 2
 PIECE = 65_536
 MODULES = (
-    "gateway.http.app",
+    "gateway.http.format",
     "gateway.http.json_body",
     "gateway.intake.validator",
     "gateway.links.grpc_link",
