@@ -21,7 +21,7 @@ from baton.errors import (
     NoWorkers,
 )
 from baton.rpc.api_key import shown_digest
-from baton.rpc.status import given_request_id
+from baton.rpc.interceptor import given_request_id
 from baton.sampling_params import MAX_CHOICES
 from baton.telemetry import no_telemetry
 from baton.telemetry.spans import trace_of

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from baton import __version__
-from baton.errors import BatonError, ClientStalled, InvalidRequest
+from baton.errors import BatonError, ClientStalled
 from baton.rpc.api_key import ApiKeys, refusal
 from gateway.chat.style import ChatStyle
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
@@ -205,10 +205,8 @@ class HttpApp:
     ) -> None:
         body = await self._door.parsed(cls, request, response)
         serving, form = self._door.form(make, body)
-        try:
+        with in_words_of(form.field_names):
             await Generation(serving, form, request, response).run()
-        except InvalidRequest as error:
-            raise in_words_of(form.field_names, error) from None
 
     # The gateway itself
 

@@ -23,14 +23,13 @@ from gateway.http.conversation import MESSAGES, TOOL_CHOICE, TOOLS, choice_of_to
 from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
 from gateway.http.format import (
     FINISHES,
-    OPENAI,
     Answer,
     Chunk,
+    OpenAiFormat,
     Route,
     by_choice,
     quoted,
     stop_reason,
-    usage_and_done,
 )
 from gateway.http.logprobs import BytesOf, chat_logprobs, prompt_logprobs
 from gateway.http.requests import (
@@ -44,8 +43,6 @@ from gateway.http.requests import (
 )
 from gateway.intake.rules import MAX_KWARGS_CHARS
 from gateway.intake.token_bytes import ends_with
-
-_KIND, _CHUNK_KIND = "chat.completion", "chat.completion.chunk"
 
 
 class ChatBody(GenerationBody):
@@ -89,20 +86,17 @@ class ChatBody(GenerationBody):
     ignored = (*GenerationBody.ignored, "modalities", "verbosity", "prediction")
 
 
-class ChatFormat:
+class ChatFormat(OpenAiFormat):
     """See generation.Format."""
 
     id_prefix = "chatcmpl"
-    dialect = OPENAI
-    has_event_ids = True
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: ChatBody, bytes_of: BytesOf, style: ChatStyle) -> None:
         """Raises InvalidRequest."""
+        super().__init__(body, bytes_of)
         self.body = body
-        self._bytes_of = bytes_of
         self._style = style
-        self._head = ""
-        self._answer: Answer | None = None
         self._choices: dict[int, ChatChoice] = {}
         """That have begun."""
         self._begun = {entry.choice for entry in body.resume_from or ()}
@@ -116,10 +110,8 @@ class ChatFormat:
         """Whether the prompt ends with the beginning of the model's thoughts."""
         self._num_top = body.top_logprobs or 0
         self._choice_of_tools = choice_of_tools(body.tools, body.tool_choice)
-        try:
+        with in_words_of(self.field_names):
             self.requests = [self._request()]
-        except InvalidRequest as error:
-            raise in_words_of(self.field_names, error) from None
         self._is_plain = not (
             body.logprobs or body.return_token_ids or self._has_calls or self._has_thoughts
         )
@@ -210,9 +202,7 @@ class ChatFormat:
         return self._style.is_harmony and not self._choice_of_tools.is_forced
 
     def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
-        self._answer = answer
-        fields = json.dumps(answer.fields(_CHUNK_KIND))
-        self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
+        super().begin(answer, prompt_token_ids)
         self._prompt_token_ids = prompt_token_ids
         if self._has_thoughts:
             begin = THINKING if self._is_harmony else THINK
@@ -303,19 +293,13 @@ class ChatFormat:
         has_called = choice.tools.num_calls > 0 and self._choice_of_tools.name is None
         return "tool_calls" if finish == "stop" and has_called else finish
 
-    def end(self, usage: Mapping[str, Any]) -> str:
-        return usage_and_done(self.body, self._fields(_CHUNK_KIND), usage)
-
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         choices = [self._choice(i, pieces) for i, pieces in by_choice(chunks[0]).items()]
-        document = {**self._fields(_KIND), "choices": choices, "usage": usage}
+        document = {**self._fields(self.kind), "choices": choices, "usage": usage}
         if self.body.prompt_logprobs is not None:
             positions = [position for chunk in chunks[0] for position in chunk.prompt_logprobs]
             document["prompt_logprobs"] = prompt_logprobs(positions, self._bytes_of)
         return document
-
-    def _fields(self, kind: str) -> dict[str, Any]:
-        return self._answer.fields(kind) if self._answer else {}
 
     def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         last = chunks[-1]

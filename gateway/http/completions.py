@@ -14,14 +14,12 @@ from gateway.chat.style import ChatStyle
 from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
 from gateway.http.format import (
     FINISHES,
-    OPENAI,
-    Answer,
     Chunk,
+    OpenAiFormat,
     Route,
     by_choice,
     quoted,
     stop_reason,
-    usage_and_done,
 )
 from gateway.http.json_body import MAX_PROMPTS
 from gateway.http.logprobs import BytesOf, completion_logprobs, prompt_logprobs
@@ -34,8 +32,6 @@ from gateway.http.requests import (
 
 #: OpenAI's and vLLM's, where a request does not say.
 DEFAULT_MAX_TOKENS = 16
-
-_KIND = "text_completion"
 
 #: The form of a prompt, or of several, for /openapi.json.
 TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
@@ -70,43 +66,35 @@ class CompletionBody(GenerationBody):
     id_fields = ("prompt",)
 
 
-class CompletionFormat:
+class CompletionFormat(OpenAiFormat):
     """See generation.Format."""
 
     id_prefix = "cmpl"
-    dialect = OPENAI
-    has_event_ids = True
+    kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, body: CompletionBody, bytes_of: BytesOf, style: ChatStyle | None = None
+        self,
+        body: CompletionBody,
+        bytes_of: BytesOf,
+        style: ChatStyle | None = None,  # noqa: ARG002, as of all formats
     ) -> None:
         """style: of chats alone. Raises InvalidRequest."""
-        del style
+        super().__init__(body, bytes_of)
         self.body = body
-        self._bytes_of = bytes_of
-        self._head = ""
-        self._answer: Answer | None = None
         self._offsets = {entry.choice: entry.num_chars for entry in body.resume_from or ()}
         """Of each choice of a stream, in characters so far."""
         self._prompt_logprobs: dict[int, Sequence[sampling_pb2.PositionLogprobs]] = {}
         """Of each prompt, which come with its first choice."""
         self._is_plain = body.logprobs is None and not body.return_token_ids
         """Whether streamed pieces have text alone."""
-        try:
+        with in_words_of(self.field_names):
             self.requests = _requests(body)
-        except InvalidRequest as error:
-            raise in_words_of(self.field_names, error) from None
         self._num_choices = max(1, self.requests[0].sampling.n)
 
     @property
     def field_names(self) -> FieldNames:
         """What its fields are called in errors."""
         return names_in(self.body)
-
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:  # noqa: ARG002
-        self._answer = answer
-        fields = json.dumps(answer.fields(_KIND))
-        self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
         index = prompt * self._num_choices + chunk.choice
@@ -137,19 +125,13 @@ class CompletionFormat:
             more["token_ids"] = list(chunk.token_ids)
         return more
 
-    def end(self, usage: Mapping[str, Any]) -> str:
-        return usage_and_done(self.body, self._fields(), usage)
-
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         choices = [
             self._choice(prompt, prompt * self._num_choices + number, pieces)
             for prompt, of_prompt in enumerate(chunks)
             for number, pieces in by_choice(of_prompt).items()
         ]
-        return {**self._fields(), "choices": choices, "usage": usage}
-
-    def _fields(self) -> dict[str, Any]:
-        return self._answer.fields(_KIND) if self._answer else {}
+        return {**self._fields(self.kind), "choices": choices, "usage": usage}
 
     def _choice(self, prompt: int, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         last = chunks[-1]

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -136,12 +137,18 @@ def names_in(body: BaseModel, moved: Mapping[str, str] | None = None) -> FieldNa
     return name_of
 
 
-def in_words_of(names: FieldNames, error: InvalidRequest) -> InvalidRequest:
-    """The same error, its fields by the names that the client knows."""
-    violations = (FieldViolation(names(v.field), v.description) for v in error.violations)
-    made = InvalidRequest.of(*violations) if error.violations else error
-    made.request_id = error.request_id
-    return made
+@contextmanager
+def in_words_of(names: FieldNames) -> Iterator[None]:
+    """Violations raised within name their fields as the client knows them."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if not error.violations:
+            raise
+        violations = (FieldViolation(names(v.field), v.description) for v in error.violations)
+        made = InvalidRequest.of(*violations)
+        made.request_id = error.request_id
+        raise made from None
 
 
 @dataclass(eq=False)

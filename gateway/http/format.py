@@ -5,6 +5,7 @@ parts of answers are here, too."""
 from __future__ import annotations
 
 import json
+from abc import ABC
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -176,17 +177,6 @@ def timing_of(chunk: Chunk) -> dict[str, Any]:
     }
 
 
-def usage_and_done(
-    body: GenerationBody, fields: Mapping[str, Any], usage: Mapping[str, Any]
-) -> str:
-    """The end of a stream of completions: the chunk that has the usage alone, if it is wanted, and
-    OpenAI's sign. fields: what chunks begin with."""
-    if not body.has_usage_chunk:
-        return _DONE
-    document = {**fields, "choices": [], "usage": usage}
-    return f"data: {json.dumps(document)}\n\n{_DONE}"
-
-
 FINISHES: Mapping[int, str | None] = {0: None, 1: "stop", 2: "length"}
 
 
@@ -206,6 +196,38 @@ def by_choice(chunks: Sequence[Chunk]) -> Mapping[int, list[Chunk]]:
     for chunk in chunks:
         choices.setdefault(chunk.choice, []).append(chunk)
     return dict(sorted(choices.items()))
+
+
+class OpenAiFormat(ABC):
+    """What both of OpenAI's completions have in common; see Format."""
+
+    dialect = OPENAI
+    has_event_ids = True
+    kind: str
+    """OpenAI's `object`, of an answer; and of a piece of a stream."""
+    chunk_kind: str
+
+    def __init__(self, body: GenerationBody, bytes_of: BytesOf) -> None:
+        self._body = body
+        self._bytes_of = bytes_of
+        self._answer: Answer | None = None
+        self._head = ""
+        """What each event begins with, up to its choice's index."""
+
+    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:  # noqa: ARG002
+        self._answer = answer
+        fields = json.dumps(answer.fields(self.chunk_kind))
+        self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
+
+    def end(self, usage: Mapping[str, Any]) -> str:
+        """A piece that has the usage alone, if it is wanted, and OpenAI's sign."""
+        if not self._body.has_usage_chunk:
+            return _DONE
+        document = {**self._fields(self.chunk_kind), "choices": [], "usage": usage}
+        return f"data: {json.dumps(document)}\n\n{_DONE}"
+
+    def _fields(self, kind: str) -> dict[str, Any]:
+        return self._answer.fields(kind) if self._answer else {}
 
 
 async def send_json(

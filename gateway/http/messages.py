@@ -489,10 +489,8 @@ async def _count_tokens(door: Door, request: HttpRequest, response: HttpResponse
     serving, form = door.form(functools.partial(MessagesFormat, is_counted=True), body)
     (asked,) = form.requests
     tokenize = inference_pb2.TokenizeRequest(model=asked.model, prompt=asked.prompt)
-    try:
+    with in_words_of(form.field_names):
         token_ids = await serving.tokenize(tokenize)
-    except InvalidRequest as error:
-        raise in_words_of(form.field_names, error) from None
     await send_json({"input_tokens": len(token_ids)}, request, response, ANTHROPIC)
 
 

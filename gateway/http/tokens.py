@@ -91,10 +91,8 @@ async def _tokenize(door: Door, request: HttpRequest, response: HttpResponse) ->
     bytes_of = serving.tokenizer.bytes_of
     asked = inference_pb2.TokenizeRequest(model=body.model or "")
     names = _put_prompt(body, bytes_of, door.styles[serving], asked.prompt)
-    try:
+    with in_words_of(names):
         token_ids = await serving.tokenize(asked)
-    except InvalidRequest as error:
-        raise in_words_of(names, error) from None
     facts = {"count": len(token_ids), "max_model_len": serving.facts.max_model_len}
     tokens, texts = await _json_list(token_ids, lambda token_id: token_id), "null"
     if body.return_token_strs:
@@ -108,10 +106,8 @@ async def _detokenize(door: Door, request: HttpRequest, response: HttpResponse) 
     asked = inference_pb2.DetokenizeRequest(model=body.model or "")
     put_token_ids("tokens", body.tokens, asked.token_ids)
     serving = door.models.of(asked.model)
-    try:
+    with in_words_of(names_in(body)):
         text = await serving.detokenize(asked)
-    except InvalidRequest as error:
-        raise in_words_of(names_in(body), error) from None
     await send_json({"prompt": text}, request, response)
 
 

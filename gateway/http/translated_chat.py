@@ -80,11 +80,9 @@ class TranslatedChat(ABC):
         Raises InvalidRequest, with that API's names."""
         moved = {f"messages[{index}]": path for index, path in enumerate(paths)}
         self._name_of = names_in(asked, moved)
-        try:
+        with in_words_of(self._name_of):
             self._chat = ChatFormat(validated(ChatBody, fields), bytes_of, style)
             self._chat.replay()
-        except InvalidRequest as error:
-            raise in_words_of(self._name_of, error) from None
         self.answer: Answer | None = None
         self._choice: ChatChoice | None = None
         for index, entry in enumerate(self.body.resume_from or ()):
