@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
 from typing import Any, NoReturn, TypeAlias
 
@@ -25,8 +26,9 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import BY_REASON, BatonError, Cancelled, EngineFault, InvalidRequest
 from baton.rpc.message_fields import has_more_fields
-from baton.rpc.status import abort, given_request_id
+from baton.rpc.status import REQUEST_ID_KEY, abort
 
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _log = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -214,3 +216,10 @@ def _frames(error: BaseException) -> list[str]:
     cause = error.__cause__ or error.__context__
     above = [*_frames(cause), f"then {type(error).__name__}:\n"] if cause else []
     return [*above, *traceback.format_tb(error.__traceback__)]
+
+
+def given_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The caller's x-request-id, the first if there are several; empty if there is none, or it is
+    not 1 to 128 of [A-Za-z0-9_.:-]."""
+    given = next((value for key, value in metadata or () if key == REQUEST_ID_KEY), "")
+    return given if isinstance(given, str) and _REQUEST_ID.fullmatch(given) else ""

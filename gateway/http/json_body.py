@@ -20,7 +20,7 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.http.errors import shown_value
 from gateway.http.long_json import Received, outlines, read_long_json
-from gateway.intake.violations import MAX_SHOWN
+from gateway.intake.rules import MAX_SHOWN
 from gateway.long_work import LONG_PIECE, Pacer, let_others_run
 
 #: Of a body, nested ones too: objects and lists, members of objects, and values, long lists of

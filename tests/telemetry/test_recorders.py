@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from baton.commands import Abort
 from baton.events import Offered, Prefilled, Tokens, is_last
 from baton.telemetry import Telemetry
-from baton.telemetry.histograms import SdkHistograms
+from baton.telemetry.metrics import SdkHistograms
 from baton.types import BlockCounts, KvSource, Sampling, SequenceSpec, WorkerLoad
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape

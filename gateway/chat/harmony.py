@@ -19,8 +19,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from gateway.http.marks import num_held_back
-from gateway.http.tools import CallArguments, CallBegins, Content, Part, Thought
+from gateway.chat.marks import num_held_back
+from gateway.chat.tools import CallArguments, CallBegins, Content, Part, Thought
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 #: What a prompt ends with whose answer begins with thoughts.

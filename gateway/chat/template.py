@@ -1,12 +1,12 @@
 """A process that renders chat templates, so that one which does not end can be killed: python -m
-gateway.intake.chat_renderer
+gateway.chat.template
 
 It is made with {"template": str, "special_tokens": {name: text}}, and answers {"messages":
 [{"role": str, "num_chars": int}], "text": str} with {"text": str} or {"error": str}. The text asked
 with is what all messages say, one after the other. A question may also
 have "fields", further ones of messages by index; "tools" and "kwargs", variables of the template;
 "add_generation_prompt", true if not given; and "continues": the text is to end with the last
-message. See gateway.intake.child_main.
+message. See gateway.intake.child.
 
 Templates are written for transformers, whose rendering this is, without that package: a sandboxed
 jinja environment and what the templates find in it. tests/gateway/test_chat_template.py holds the
@@ -28,7 +28,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from gateway.intake.child_main import Answer, limit_memory, serve
+from gateway.intake.child import Answer, limit_memory, serve
 
 #: Memory that a template may make the process take, in bytes.
 _MAX_MEMORY_BYTES = 4 * 2**30

@@ -3,18 +3,14 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.http.errors import shown_value
-from gateway.http.harmony import ANSWERING, CHANNEL
-from gateway.http.reasoning import BEGIN, END
-from gateway.http.requests import json_text
-from gateway.http.tools import TOOL_FORMATS, ToolFormat, format_of_template
-from gateway.intake.tool_rules import MAX_TOOL_CHARS, MAX_TOOLS
+from gateway.chat.harmony import ANSWERING, CHANNEL
+from gateway.chat.reasoning import BEGIN, END
+from gateway.chat.tools import TOOL_FORMATS, ToolFormat, format_of_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,58 +54,6 @@ class ChoiceOfTools:
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_forced: bool = False
     name: str | None = None
-
-
-def choice_of_tools(tools: Sequence[Any] | None, choice: Any) -> ChoiceOfTools:
-    """By `tools` and `tool_choice`. Raises InvalidRequest."""
-    if choice not in (None, "none") and not tools:
-        fault = f"{shown_value(choice)}: goes with tools; give some"
-        raise InvalidRequest.of(FieldViolation("tool_choice", fault))
-    if tools and len(tools) > MAX_TOOLS:
-        fault = f"{len(tools)} tools: give at most {MAX_TOOLS}"
-        raise InvalidRequest.of(FieldViolation("tools", fault))
-    described = tuple(_tool(index, tool) for index, tool in enumerate(tools or ()))
-    functions = [tool["function"] for tool in tools or ()]
-    schemas = {it["name"]: it.get("parameters") or {"type": "object"} for it in functions}
-    match choice:
-        case "none":
-            return ChoiceOfTools()
-        case None | "auto":
-            return ChoiceOfTools(described, schemas)
-        case "required":
-            return ChoiceOfTools(described, schemas, is_forced=True)
-        case {"type": "function", "function": {"name": str(name)}}:
-            if all(tool.name != name for tool in described):
-                fault = f"{shown_value(name)}: is none of tools"
-                raise InvalidRequest.of(FieldViolation("tool_choice.function.name", fault))
-            return ChoiceOfTools(described, schemas, is_forced=True, name=name)
-        case _:
-            fault = (
-                f"{shown_value(choice)}: must be none, auto, required, or the name of a function"
-            )
-            raise InvalidRequest.of(FieldViolation("tool_choice", fault))
-
-
-def _tool(index: int, tool: Any) -> inference_pb2.Tool:
-    path = f"tools[{index}]"
-    match tool:
-        case {"type": "function", "function": {"name": str(name)} as function}:
-            description, parameters = function.get("description"), function.get("parameters")
-        case _:
-            fault = f"{shown_value(tool)}: must be of type function, with a name"
-            raise InvalidRequest.of(FieldViolation(path, fault))
-    if description is not None and not isinstance(description, str):
-        fault = f"{shown_value(description)}: must be text"
-        raise InvalidRequest.of(FieldViolation(f"{path}.function.description", fault))
-    if parameters is not None and not isinstance(parameters, dict):
-        fault = f"{shown_value(parameters)}: must be a JSON Schema, an object"
-        raise InvalidRequest.of(FieldViolation(f"{path}.function.parameters", fault))
-    where = f"{path}.function.parameters"
-    return inference_pb2.Tool(
-        name=name,
-        description=description or "",
-        parameters=json_text(where, parameters, MAX_TOOL_CHARS) if parameters else "",
-    )
 
 
 def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gateway.http.marks import num_held_back
+from gateway.chat.marks import num_held_back
 
 #: Longest mark of a parameter, its name within, and the longest name.
 _MAX_MARK_CHARS, _MAX_KEY_CHARS = 384, 256

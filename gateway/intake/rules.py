@@ -1,27 +1,148 @@
-"""The rules of SamplingParams, and what parameters that keep to them mean. Pure.
+"""The rules of a request's parts, and what they are made of: what is known of the model and its
+workers, limits, and how a wrong value is reported. Pure.
 
-Limits of one option, and whether it goes with a beam search, are in the table,
-baton.sampling_params; here is what depends on the model or on other options.
+Limits of one sampling option, and whether it goes with a beam search, are in the table,
+baton.sampling_params; here is what depends on the model or on other fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from baton.errors import FieldViolation
-from baton.sampling_params import LENGTH_PENALTY, MAX_BEAM_WIDTH, MAX_CHOICES, OPTIONS, Texts
-from baton.types import BeamParams, EarlyStopping, Sampling
-from baton.v1 import sampling_pb2
-from gateway.intake.violations import (
-    MAX_SHOWN,
-    ModelFacts,
-    Violations,
-    given,
-    limit_violations,
-    text_violations,
+from baton.sampling_params import (
+    LENGTH_PENALTY,
+    MAX_BEAM_WIDTH,
+    MAX_CHOICES,
+    OPTIONS,
+    Limits,
+    Range,
+    Texts,
+    TokenBiases,
+    TokenIds,
 )
+from baton.types import BeamParams, EarlyStopping, Sampling
+from baton.v1 import inference_pb2, sampling_pb2
+
+#: Violations of one repeated field that are reported one by one.
+MAX_SHOWN = 4
+
+_MAX_SHOWN_CHARS = 40
+
+Violations = Iterator[FieldViolation]
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What requests are checked against.
+
+    max_kv_tokens: tokens that the largest decode worker's memory holds. max_num_seqs: sequences
+    that the widest one runs at once. max_token_chars: of the longest token of the tokenizer.
+    has_tools: whether the chat template describes tools. aliases: further names. adapters: names of
+    the LoRA adapters that all workers have.
+    sampling_defaults: the model's own, by option.
+    """
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    max_kv_tokens: int
+    eos_token_ids: frozenset[int]
+    has_chat_template: bool
+    max_num_seqs: int
+    max_token_chars: int
+    has_tools: bool = False
+    aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests call the model itself."""
+        return (self.name, *self.aliases)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """One token of output must fit, too."""
+        return min(self.max_model_len, self.max_kv_tokens) - 1
+
+
+def limit_violations(field: str, value: Any, limits: Limits, vocab_size: int) -> Violations:
+    """What is wrong with the given value of the option at `field`."""
+    match limits:
+        case Range():
+            if not limits.holds(value):
+                yield FieldViolation(field, f"{value:g}: must be {limits}")
+        case Texts():
+            yield from text_violations(field, value, limits)
+        case TokenIds():
+            if len(value) > limits.max_num:
+                # However many there are, they cost no more than this.
+                yield FieldViolation(field, f"{len(value)} ids: give at most {limits.max_num}")
+                return
+            yield from id_violations(field, value, vocab_size)
+        case TokenBiases():
+            if len(value) > limits.max_num:
+                yield FieldViolation(field, f"{len(value)} entries: give at most {limits.max_num}")
+                return
+            yield from id_violations(field, sorted(value), vocab_size, is_map=True)
+            wrong = [(k, bias) for k, bias in value.items() if not limits.bias.holds(bias)]
+            for token_id, bias in sorted(wrong)[:MAX_SHOWN]:
+                yield FieldViolation(f"{field}[{token_id}]", f"{bias:g}: must be {limits.bias}")
+
+
+def id_violations(
+    field: str,
+    token_ids: Sequence[int],
+    vocab_size: int,
+    *,
+    is_map: bool = False,
+    first: int = 0,
+) -> Violations:
+    """Token ids outside the vocabulary. is_map: they are the keys of a map. first: the index of the
+    first of them in their field."""
+    if not token_ids or max(token_ids) < vocab_size:
+        return
+    wrong = ((i, t) for i, t in enumerate(token_ids, first) if t >= vocab_size)
+    for index, token_id in islice(wrong, MAX_SHOWN):
+        yield FieldViolation(
+            f"{field}[{token_id if is_map else index}]",
+            f"token id {token_id}: must be below the vocabulary's size, {vocab_size}",
+        )
+
+
+def text_violations(field: str, texts: Sequence[str], limits: Texts) -> Violations:
+    """More texts than there may be, or texts that are empty or too long."""
+    max_chars = limits.max_chars
+    if len(texts) > limits.max_num:
+        yield FieldViolation(field, f"{len(texts)} {limits.unit}: give at most {limits.max_num}")
+        return
+    wrong = [(i, text) for i, text in enumerate(texts) if not 1 <= len(text) <= max_chars]
+    for index, text in wrong[:MAX_SHOWN]:
+        yield FieldViolation(
+            f"{field}[{index}]", f"{len(text)} characters: must have 1 to {max_chars}"
+        )
+
+
+def given(message: Message, field: str, default: ValueT) -> ValueT:
+    """An optional field's value, or its default."""
+    value: ValueT = getattr(message, field)
+    return value if message.HasField(field) else default
+
+
+def shown(text: str) -> str:
+    """A text of the client's in a message: quoted, and not long."""
+    return repr(text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}...")
+
 
 #: Log probabilities of a prompt, over all its positions: one message carries them all.
 MAX_PROMPT_LOGPROBS = 2**20
@@ -57,9 +178,9 @@ def sampling_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) 
     words are written."""
     is_beam_search = params.HasField("beam_search")
     # Few options are given: these are looked at.
-    for field, value in params.ListFields():
-        option, path = OPTIONS[field.name], f"{_PATH}.{field.name}"
-        rule = _RULES.get(field.name)
+    for descriptor, value in params.ListFields():
+        option, path = OPTIONS[descriptor.name], f"{_PATH}.{descriptor.name}"
+        rule = _RULES.get(descriptor.name)
         if rule is not None:
             yield from rule(params, facts)
         elif option.limits is not None:
@@ -289,3 +410,91 @@ _RULES: Mapping[str, Callable[[sampling_pb2.SamplingParams, ModelFacts], Violati
         }
     )
 )
+
+
+MAX_TOOLS = 128
+MAX_TOOL_CHARS = 65_536
+MAX_TOOLS_CHARS = 524_288
+MAX_KWARGS_CHARS = 65_536
+#: In all messages together.
+MAX_TOOL_CALLS = 1024
+
+_CHAT = "prompt.chat"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+#: What the renderer sets itself.
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+def tool_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:
+    """What is wrong with the tools, their calls, and the template's variables."""
+    if chat.tools:
+        yield from _tools_violations(chat, facts)
+    num_calls = sum(len(message.tool_calls) for message in chat.messages)
+    if num_calls > MAX_TOOL_CALLS:
+        fault = f"{num_calls} calls of tools; give at most {MAX_TOOL_CALLS}"
+        yield FieldViolation(f"{_CHAT}.messages", fault)
+        return
+    for index, message in enumerate(chat.messages):
+        for number, call in enumerate(message.tool_calls):
+            if not _is_object(call.arguments):
+                yield FieldViolation(
+                    f"{_CHAT}.messages[{index}].tool_calls[{number}].arguments",
+                    f"{shown(call.arguments)}: must be a JSON object",
+                )
+                return
+    if chat.template_kwargs:
+        yield from _kwargs_violations(chat.template_kwargs)
+    if chat.continue_final_message and chat.add_generation_prompt:
+        yield FieldViolation(
+            f"{_CHAT}.add_generation_prompt",
+            "true: with continue_final_message nothing begins anew; leave out one of them",
+        )
+
+
+def _tools_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:
+    field, tools = f"{_CHAT}.tools", chat.tools
+    if not facts.has_tools:
+        yield FieldViolation(
+            field, "this model's chat template has no place for tools; leave them out"
+        )
+    num_chars = sum(len(tool.description) + len(tool.parameters) for tool in tools)
+    if len(tools) > MAX_TOOLS or num_chars > MAX_TOOLS_CHARS:
+        yield FieldViolation(
+            field,
+            f"{len(tools)} tools of {num_chars} characters: give at most {MAX_TOOLS}, of "
+            f"{MAX_TOOLS_CHARS} characters in all",
+        )
+        return
+    wrong = []
+    for index, tool in enumerate(tools):
+        if not _NAME.fullmatch(tool.name):
+            fault = f'{shown(tool.name)}: must have 1 to 64 of letters, digits, "_", "-" and "."'
+            wrong.append(FieldViolation(f"{field}[{index}].name", fault))
+        elif len(tool.parameters) > MAX_TOOL_CHARS:
+            fault = f"{len(tool.parameters)} characters: give at most {MAX_TOOL_CHARS}"
+            wrong.append(FieldViolation(f"{field}[{index}].parameters", fault))
+        elif tool.parameters and not _is_object(tool.parameters):
+            fault = f"{shown(tool.parameters)}: must be a JSON Schema, an object"
+            wrong.append(FieldViolation(f"{field}[{index}].parameters", fault))
+    yield from wrong[:MAX_SHOWN]
+
+
+def _kwargs_violations(text: str) -> Violations:
+    field = f"{_CHAT}.template_kwargs"
+    if len(text) > MAX_KWARGS_CHARS:
+        yield FieldViolation(field, f"{len(text)} characters: give at most {MAX_KWARGS_CHARS}")
+        return
+    if not _is_object(text):
+        yield FieldViolation(field, f"{shown(text)}: must be a JSON object")
+        return
+    taken = sorted(_RESERVED & json.loads(text).keys())
+    if taken:
+        yield FieldViolation(f"{field}.{taken[0]}", "is not a variable of the template's own")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

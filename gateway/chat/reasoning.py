@@ -3,7 +3,7 @@ piece. What was emitted by the end of a text does not depend on how the text was
 
 from __future__ import annotations
 
-from gateway.http.marks import num_held_back
+from gateway.chat.marks import num_held_back
 
 BEGIN, END = "<think>", "</think>"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.intake.child_process import ChildProcess, ChildSpec
+from gateway.intake.child import ChildProcess, ChildSpec
 
 RENDER_TIMEOUT_S = 5.0
 
@@ -34,7 +34,7 @@ class ChatRenderer:
         self.process = ChildProcess(
             ChildSpec(
                 "chat template renderer",
-                "gateway.intake.chat_renderer",
+                "gateway.chat.template",
                 start_line,
                 render_timeout_s,
             )
@@ -44,7 +44,7 @@ class ChatRenderer:
         self, messages: Sequence[tuple[str, str]], more: Mapping[str, Any] = _NO_MORE
     ) -> str:
         """The text of (role, content) messages, up to where the model is to answer. more: see
-        gateway.intake.chat_renderer.
+        gateway.chat.template.
 
         Raises InvalidRequest if the template refuses them or takes too long.
         """
