@@ -1,4 +1,4 @@
-"""`baton quantize` writes checkpoints that are smaller, whole, and mean nearly the same."""
+"""Checkpoints that tests and benchmarks quantise are smaller, whole, and mean nearly the same."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
-from baton.cli.main import app
-from baton.errors import ConfigError, UnsupportedModel
+from baton.errors import UnsupportedModel
 from baton.types import Sampling
 from baton_kernels.sparse_linear import is_sparse
+from bench.quantized_checkpoints import SCHEMES, Scheme, _choose_group_size, quantize_checkpoint
 from engine.families.read import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.memory_plan import num_quantized_weights
-from engine.quantization.quantize import quantize_checkpoint
-from engine.quantization.scheme import SCHEMES, Scheme, choose_group_size
 from engine.torch import load
 from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
@@ -160,13 +157,7 @@ def test_the_memory_plan_knows_a_quantised_output_layer(tmp_path: Path) -> None:
     assert num_quantized_weights(whole) == num_quantized_weights(kept) + output_layer
 
 
-def test_what_is_refused(model: Path, tmp_path: Path) -> None:
-    output = tmp_path / "new"
-    quantize_checkpoint(model, output, "int8")
-    with pytest.raises(ConfigError, match="already"):
-        quantize_checkpoint(model, output, "int8")
-    with pytest.raises(UnsupportedModel, match="quantised already"):
-        quantize_checkpoint(output, tmp_path / "other", "int4")
+def test_layers_without_a_group_size_are_refused(tmp_path: Path) -> None:
     odd = make_tiny_model(tmp_path / "odd", intermediate_size=40)
     with pytest.raises(UnsupportedModel, match="multiple of 32"):
         quantize_checkpoint(odd, tmp_path / "other", "int4")
@@ -174,15 +165,6 @@ def test_what_is_refused(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_group_is_the_largest_that_fits() -> None:
-    assert choose_group_size([256, 1024]) == 128
-    assert choose_group_size([256, 672]) == 32
-    assert choose_group_size([100]) is None
-
-
-@pytest.mark.slow
-def test_the_command(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["quantize", str(model), "--scheme", "int4", "--output", str(tmp_path / "new")]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert "of weights instead of" in capfd.readouterr().out
-    assert CliRunner().invoke(app, arguments).exit_code == 2
-    assert "is there already" in capfd.readouterr().err
+    assert _choose_group_size([256, 1024]) == 128
+    assert _choose_group_size([256, 672]) == 32
+    assert _choose_group_size([100]) is None
