@@ -25,7 +25,7 @@ from bench.suite.markdown import about, replaced, table
 from engine.kv.groups.window import WindowSlots
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.receiver import DEFAULT_MAX_CHUNK_BYTES
+from kv_transfer.transport.listeners import DEFAULT_MAX_CHUNK_BYTES
 from kv_transfer.wire_format import chunks, wire_format
 
 _NUM_LAYERS = 34
