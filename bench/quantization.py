@@ -28,8 +28,8 @@ from bench.peers.ours import BatonContender
 from bench.peers.task import Task
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.load import load_engine
-from engine.quantization.quantize import quantize_checkpoint
 from engine.quantization.scheme import CALIBRATED, SCHEMES, Scheme
+from engine.quantize import quantize_checkpoint
 from engine.torch.engine import TorchEngine
 from models.corpus import read_corpus
 

@@ -38,7 +38,7 @@ def quantize(
 ) -> None:
     """Round or prune the linear layers of MODEL and write a checkpoint that `baton serve` and
     others read."""
-    command = [sys.executable, "-m", "engine.quantization.quantize", "--scheme", scheme]
+    command = [sys.executable, "-m", "engine.quantize", "--scheme", scheme]
     command += ["--output", str(output)]
     if calibration is not None:
         command += ["--calibration", str(calibration)]

@@ -18,7 +18,7 @@ import torch
 
 from baton_kernels.cpu.library import levels_of_machine
 from bench.machine import forced_level
-from engine.quantization.quantize import quantize_checkpoint
+from engine.quantize import quantize_checkpoint
 
 _ROOT = Path(__file__).resolve().parents[2]
 MADE = Path(__file__).with_name(".models")

@@ -26,9 +26,9 @@ from engine.families.config import FAMILIES, parse_config
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.load import load_engine
 from engine.quantization.encode import encode
-from engine.quantization.quantize import quantize_checkpoint
 from engine.quantization.scheme import Scheme
 from engine.quantization.weight import StoredWeight
+from engine.quantize import quantize_checkpoint
 from engine.ranks.team import RankTeam
 from engine.torch import load
 from engine.torch import packed as packing

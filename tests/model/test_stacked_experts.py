@@ -15,7 +15,7 @@ from baton.types import Sampling
 from baton_kernels.gated_activation import ALPHA, LIMIT
 from engine.families.config import CLAMPED_SILU_ALPHA, CLAMPED_SILU_LIMIT, parse_config
 from engine.load import load_engine
-from engine.quantization.quantize import quantize_checkpoint
+from engine.quantize import quantize_checkpoint
 from engine.torch.stacked_experts import decode_mxfp4
 from tests.support.drive_engine import generate, token_ids
 

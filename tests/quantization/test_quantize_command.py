@@ -21,8 +21,8 @@ from engine.families.config import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.load import load_engine
 from engine.memory_plan import num_quantized_weights
-from engine.quantization.quantize import quantize_checkpoint
 from engine.quantization.scheme import SCHEMES, Scheme, choose_group_size
+from engine.quantize import quantize_checkpoint
 from engine.torch import load
 from tests.support.tiny_models import make_tiny_model
 

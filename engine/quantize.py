@@ -1,5 +1,5 @@
-"""`python -m engine.quantization.quantize`: a checkpoint, its linear layers rounded or pruned by a
-scheme, as a new checkpoint.
+"""`python -m engine.quantize`: a checkpoint, its linear layers rounded or pruned by a scheme, as a new
+checkpoint.
 
 A process of its own, so that the command line stays without torch.
 """
@@ -19,11 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from baton.errors import ConfigError, StartupError, UnsupportedModel
+from engine.calibration import grams, read_pieces
 from engine.checkpoint import find_shards, naming_model, resolve_checkpoint
 from engine.families.config import ModelConfig, read_config
 from engine.families.layers import describe_layers, describe_output
 from engine.memory_plan import format_bytes
-from engine.quantization.calibration import grams, read_pieces
 from engine.quantization.encode import encode
 from engine.quantization.scheme import (
     CALIBRATED,
@@ -82,7 +82,7 @@ def quantize_checkpoint(
     Everything but the linear layers (embeddings, norms, biases) stays as it is, and so do all other
     files. The output layer, lm_head, becomes one of its own if it was tied to the embeddings;
     keeps_output: it stays as it is, too. calibration: a file of text, for schemes of CALIBRATED:
-    see engine.quantization.calibration. Raises ModelError, ConfigError.
+    see engine.calibration. Raises ModelError, ConfigError.
     """
     try:
         config = read_config(source)
