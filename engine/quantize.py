@@ -1,5 +1,5 @@
-"""`python -m engine.quantize`: a checkpoint, its linear layers rounded or pruned by a scheme, as a new
-checkpoint.
+"""`python -m engine.quantize`: a checkpoint, its linear layers rounded or pruned by a scheme, as a
+new checkpoint.
 
 A process of its own, so that the command line stays without torch.
 """
