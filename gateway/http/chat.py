@@ -404,12 +404,10 @@ class ChatChoice:
         return list(calls.values())
 
 
-ROUTES = (
-    Route(
-        "/v1/chat/completions",
-        "post",
-        "A conversation in, the next message out: text, calls of tools, thoughts.",
-        ChatBody,
-        make=ChatFormat,
-    ),
+ROUTE = Route(
+    "/v1/chat/completions",
+    "post",
+    "A conversation in, the next message out: text, calls of tools, thoughts.",
+    ChatBody,
+    make=ChatFormat,
 )
