@@ -87,7 +87,7 @@ class ChatBody(GenerationBody):
 
 
 class ChatFormat(OpenAiFormat):
-    """See generation.Format."""
+    """See format.Format."""
 
     id_prefix = "chatcmpl"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"

@@ -67,7 +67,7 @@ class CompletionBody(GenerationBody):
 
 
 class CompletionFormat(OpenAiFormat):
-    """See generation.Format."""
+    """See format.Format."""
 
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"

@@ -89,7 +89,7 @@ _MAX_ITEMS = 4 * MAX_MESSAGES
 
 
 class ResponsesFormat(TranslatedChat):
-    """See generation.Format."""
+    """See format.Format."""
 
     id_prefix = "resp"
     dialect = OPENAI
