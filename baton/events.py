@@ -6,7 +6,7 @@ are forked, at the first token; each has its own from then on.
     OpenSequence ──> Deferred                                      no room now
                 ├──> Offered ──> Committed ──> Tokens ...          the KV comes by the ticket
                 └──> LocalPrefill ──> Prefilled, Tokens ...        it is computed here
-                                        └── with a destination: ──> HandedOff | HandOffFailed
+                                        └── with a destination: ──> HandedOff | NotHandedOff
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HandedOff:
 
 
 @dataclass(frozen=True, slots=True)
-class HandOffFailed:
+class NotHandedOff:
     """The sequence could not be handed off and is still here, paused. `reason` is one of
     baton.errors.BY_REASON."""
 
@@ -140,7 +140,7 @@ SequenceEvent = (
     | Preempted
     | Paused
     | HandedOff
-    | HandOffFailed
+    | NotHandedOff
     | Failed
     | Tokens
 )

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from baton.types import Sampling
 from bench.peers.ours import BatonContender
 from bench.peers.task import Task
+from engine.config import CacheConfig, EngineConfig, ModelChoice
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.load import load_engine
 from engine.quantization.quantize import quantize_checkpoint
@@ -108,7 +109,12 @@ def measure(model: Path, num_tokens: int, num_rounds: int) -> Iterator[Row]:
         for name, folder in folders.items():
             served, exact = (
                 perplexity(
-                    load_engine(str(folder), dtype=dtype, num_blocks=64, progress=lambda _: None),
+                    load_engine(
+                        EngineConfig(
+                            ModelChoice(str(folder), dtype=dtype), CacheConfig(num_blocks=64)
+                        ),
+                        progress=lambda _: None,
+                    ),
                     pieces,
                 )
                 for dtype in ("bfloat16", "float32")

@@ -47,7 +47,7 @@ from gateway.routing.gauges import DISCOVERY_PATH, observe_gateway, scrape_targe
 from gateway.routing.migrator import Migrator
 from gateway.routing.workers import Membership, Roster, keep_connected
 from gateway.service import InferenceService
-from gateway.serving import Models, ServiceOptions, Serving
+from gateway.serving import Models, Serving, ServingOptions
 from gateway.telemetry.recorder import GatewayRecorder
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class _Model:
     ) -> Serving:
         timeout_s = options.request_timeout_s
         return Serving(
-            ServiceOptions(self.name, timeout_s, has_api_keys, self.aliases, self.defaults),
+            ServingOptions(self.name, timeout_s, has_api_keys, self.aliases, self.defaults),
             RequestDeps(
                 self.fleet,
                 self.dispatcher,

@@ -68,7 +68,7 @@ _SUFFIX_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceOptions:
+class ServingOptions:
     """model_name, aliases: what requests call the model. request_timeout_s: for requests without a
     deadline. has_api_keys: whether callers have shown one; each key is an account then, and else
     each cache_salt.
@@ -101,7 +101,7 @@ class Serving:
 
     def __init__(
         self,
-        options: ServiceOptions,
+        options: ServingOptions,
         deps: RequestDeps,
         tokenizer: Tokenizer,
         chat: ChatRenderer | None,
@@ -230,7 +230,7 @@ class Serving:
             prompt_token_ids = await self._tokenize(request.prompt, read, facts)
         await let_others_run(len(prompt_token_ids))
         words = params.bad_words
-        bad_words = await self.tokenizer.ways_to_write(words) if words else ()
+        bad_words = await self.tokenizer.encode_word_variants(words) if words else ()
         record.timeline.tokenize_ms = (self._clock() - started_s) * 1e3
         grammar = b""
         if params.HasField("structured_output"):

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.commands import Abort, Pause
 from baton.errors import Cancelled
 from baton.types import WorkerLoad
 from engine.grammar import Matchers, with_grammar_ready
@@ -34,23 +35,20 @@ from kv_transfer.ticket_table import TicketTable
 from worker_core.admission import Admission, CoreLimits
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import (
-    Abort,
     Command,
     Drain,
-    HandOff,
-    Known,
+    KnownSequences,
     Open,
-    Pause,
-    Resume,
     SetPolicy,
     StreamClosed,
+    StreamCommand,
     StreamEvent,
 )
 from worker_core.costs import Costs
 from worker_core.drafting import Drafting
 from worker_core.handoff import Handoffs, for_gateway
-from worker_core.loop import Step
-from worker_core.output import Output
+from worker_core.loop import StepResult
+from worker_core.output import OutputProcessor
 from worker_core.policy import Policy
 from worker_core.preemption import Preemption
 from worker_core.scheduler import Budget, StepPlan, plan_step
@@ -100,7 +98,7 @@ class WorkerCore:
             deps.speculation.forget if deps.speculation else None,
         )
         self._handoffs = Handoffs(self._state, deps.sender)
-        self._output = Output(self._state, self._handoffs)
+        self._output = OutputProcessor(self._state, self._handoffs)
         self._steps = Steps(
             self._state,
             deps.engine,
@@ -123,14 +121,16 @@ class WorkerCore:
         self._preemption = Preemption(self._state, self._costs, self._handoffs)
         self._num_orphans = 0
 
-    def step(self, commands: Sequence[Command]) -> Step[StreamEvent]:
+    def step(self, commands: Sequence[Command]) -> StepResult[StreamEvent]:
         self._tickets.expire()
         self._handoffs.heartbeat()
         for command in commands:
             self._apply(command)
         has_come = self._preemption.bring_back() | self._admission.admit_queued()
         has_run = self._run_ahead() or self._run_alone()
-        return Step(self._state.take_events(), self._load(), is_idle=not (has_come or has_run))
+        return StepResult(
+            self._state.take_events(), self._load(), is_idle=not (has_come or has_run)
+        )
 
     def _run_ahead(self) -> bool:
         """Launch the next step before the one in flight is collected, if it may be. Whether there
@@ -170,12 +170,11 @@ class WorkerCore:
         match command:
             case Open():
                 self._admission.open(command, self._policy)
-            case Abort(stream, handle):
+            case StreamCommand(stream, handle, Abort()):
                 self._give_up(stream, handle)
-            case Pause():
-                self._steps.collect()
-                self._handoffs.apply(command)
-            case HandOff() | Resume():
+            case StreamCommand():
+                if isinstance(command.command, Pause):
+                    self._steps.collect()
                 self._handoffs.apply(command)
             case StreamClosed(stream):
                 self._admission.cancel_queued_of(stream)
@@ -183,8 +182,8 @@ class WorkerCore:
                     self._cancel(group)
             case TicketCommitted():
                 sequence = self._admission.on_committed(command)
-                if sequence and command.firsts:
-                    self._output.produce_firsts(sequence, command.firsts)
+                if sequence and command.first_tokens:
+                    self._output.produce_first_tokens(sequence, command.first_tokens)
             case TicketAborted():
                 self._admission.on_aborted(command)
             case PrefixRequested(ticket_id):
@@ -199,7 +198,7 @@ class WorkerCore:
                 self._costs.policy = policy.local_prefill
             case ListBlocks(reply):
                 reply(ledger_of(self._state))
-            case Known():
+            case KnownSequences():
                 self._end_orphans(command)
 
     def _on_sent(self, done: SendDone) -> None:
@@ -212,7 +211,7 @@ class WorkerCore:
             self._tickets.abort(sequence.ticket_id, Cancelled.reason, "the handoff has ended")
         self._handoffs.on_done(done, sequence)
 
-    def _end_orphans(self, known: Known) -> None:
+    def _end_orphans(self, known: KnownSequences) -> None:
         """Compare what is here with what a gateway knows."""
         for group in orphans_of(self._state, known):
             _log.error("sequence %s is unknown to its gateway: ended", group.spec.request_id)

@@ -50,7 +50,7 @@ EventT = TypeVar("EventT")
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Generic[EventT]):
+class StepResult(Generic[EventT]):
     """What a step came to. `is_idle`: there is nothing to do before the next command or
     heartbeat."""
 
@@ -62,7 +62,7 @@ class Step(Generic[EventT]):
 class Core(Protocol[CommandT_contra, EventT]):
     """A tier's state and scheduling: commands in, events out."""
 
-    def step(self, commands: Sequence[CommandT_contra]) -> Step[EventT]: ...
+    def step(self, commands: Sequence[CommandT_contra]) -> StepResult[EventT]: ...
 
 
 class EngineLoop(Generic[CommandT, EventT]):
@@ -111,6 +111,10 @@ class EngineLoop(Generic[CommandT, EventT]):
     @property
     def is_running(self) -> bool:
         return self._thread.is_alive()
+
+    def is_alive(self) -> bool:
+        """Whether the loop turns: its thread runs, and its last heartbeat is recent."""
+        return self.is_running and self._heartbeat.age_s < self._heartbeat.max_age_s
 
     async def stop(self) -> None:
         """End the thread after its current step."""

@@ -17,14 +17,15 @@ from typing import Final
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 
+from baton.commands import Abort
 from baton.errors import Cancelled
 from baton.events import (
     Committed,
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Preempted,
     Prefilled,
@@ -37,7 +38,7 @@ from baton.telemetry.spans import SpanWriter, TimedEvent, WallClock, context_of
 from baton.types import FinishReason, SequenceSpec
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import TicketAborted, TicketCommitted
-from worker_core.commands import Abort, Command, Open, StreamClosed, StreamEvent
+from worker_core.commands import Command, Open, StreamClosed, StreamCommand, StreamEvent
 
 #: What a ticket that is committed has been through, and nobody but its worker saw.
 _TICKET_EVENTS: Final = (RequestEvent.RESERVED, RequestEvent.RECEIVING, RequestEvent.COMMITTED)
@@ -171,7 +172,7 @@ class WorkerRecorder:
                 for choice in range(spec.num_choices):
                     self._sequences[stream, handle + choice] = _Sequence(spec, parent, at_s, False)
                 self._num_choices[stream, handle] = spec.num_choices
-            case Abort(stream, handle):
+            case StreamCommand(stream, handle, Abort()):
                 self._choice_given_up((stream, handle), at_s)
             case StreamClosed(stream):
                 for key in [key for key in self._sequences if key[0] == stream]:
@@ -237,7 +238,7 @@ class WorkerRecorder:
             case HandedOff() if not sequence.has_destination:
                 self._handed_off.add(1)
                 self._leave(key, RequestEvent.HANDED_OFF, now_s)
-            case HandOffFailed() if sequence.has_destination:
+            case NotHandedOff() if sequence.has_destination:
                 sequence.has_destination = False  # an ordinary sequence from here on
                 sequence.running_s = now_s
             case Failed(reason):

@@ -30,7 +30,7 @@ from engine.interface import Batch
 from engine.memory_plan import token_bytes
 from engine.torch.device_tables import DeviceTables
 from engine.torch.step import take_drawn
-from engine.torch.step_runner import LayerDone, Step, StepModel, StepRunner
+from engine.torch.step_runner import LayerDone, StepModel, StepOutput, StepRunner
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class ReplayedSteps:
 
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
-    ) -> Step:
+    ) -> StepOutput:
         """See StepRunner. A replayed step reports its layers when all of them are queued."""
         if not _is_decode(batch):
             if reason := _why_eager(batch):
@@ -161,11 +161,11 @@ class ReplayedStep:
 
     @property
     def num_rows(self) -> int:
-        """See Step."""
+        """See StepOutput."""
         return len(self.all_logits)
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
-        """See Step."""
+        """See StepOutput."""
         return self.all_logits if len(rows) == self.num_rows else self.all_logits[rows]
 
 

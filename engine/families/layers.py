@@ -1,6 +1,6 @@
 """Which parts a model's layers are made of: its config as a composition of baton_kernels.layer.
 
-A family of models is told apart here and nowhere below: what follows (parameters, packing, ranks,
+Composed by the traits of a config, not by its family; what follows (parameters, packing, ranks,
 quantising, the memory plan, decoders) takes the description. A linear layer is described by where
 it is in a checkpoint, and which of its outputs a rank holds.
 """
@@ -21,7 +21,7 @@ from baton_kernels.layer import (
     Norm,
     Routing,
 )
-from engine.families.config import ExpertsConfig, LatentConfig, ModelConfig
+from engine.families.config import ExpertsConfig, LatentConfig, MlpNames, ModelConfig
 from engine.shard import WHOLE, Shard
 
 if TYPE_CHECKING:
@@ -175,7 +175,9 @@ class _Composing:
             self._attention() if latent is None else self._latent_attention(latent),
             after_attention,
             before_mlp,
-            self._experts(experts) if experts and has_experts else self._own_mlp(),
+            self._experts(experts)
+            if experts and has_experts
+            else self._mlp("mlp", MlpNames(), config.intermediate_size, config.traits.is_fused),
             after_mlp,
         )
 
@@ -280,24 +282,18 @@ class _Composing:
             ),
         )
 
-    def _own_mlp(self) -> Mlp[LinearSpec]:
-        config, inner = self._config, self._config.intermediate_size
-        return self._mlp(
-            ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), inner, config.traits.is_fused
-        )
-
     def _mlp(
-        self, parts: tuple[str, str, str], inner: int, is_fused: bool = False
+        self, folder: str, names: MlpNames, inner: int, is_fused: bool = False
     ) -> Mlp[LinearSpec]:
         config = self._config
-        gate, up, down = parts
-        sources: tuple[Source, ...] = (self._source(gate, inner), self._source(up, inner))
+        sources = tuple(self._source(f"{folder}.{part}", inner) for part in (names.gate, names.up))
         if is_fused:
-            sources = _fuse(self._name("mlp.gate_up_proj"), sources)
+            sources = _fuse(self._name(f"{folder}.gate_up_proj"), sources)
+        down = self._source(f"{folder}.{names.down}", config.hidden_size)
         return Mlp(
             config.traits.activation,
             LinearSpec(sources, config.hidden_size, config.has_mlp_bias),
-            LinearSpec((self._source(down, config.hidden_size),), inner, config.has_mlp_bias),
+            LinearSpec((down,), inner, config.has_mlp_bias),
         )
 
     def _stacked_mlp(self, name: str, inner: int) -> Mlp[LinearSpec]:
@@ -316,21 +312,16 @@ class _Composing:
         )
 
     def _experts(self, experts: ExpertsConfig) -> Experts[LinearSpec, VectorSpec]:
-        config, num = self._config, experts.num_experts
-        is_mixtral = config.family == "mixtral"
-        folder = "block_sparse_moe" if is_mixtral else "mlp"
-        gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-
-        def mlp(name: str, inner: int) -> Mlp[LinearSpec]:
-            return self._mlp((f"{name}.{gate}", f"{name}.{up}", f"{name}.{down}"), inner)
+        config, names, num = self._config, experts.names, experts.num_experts
 
         def expert(index: int) -> Mlp[LinearSpec]:
-            name, inner = f"{folder}.experts.{index}", experts.intermediate_size
-            return self._stacked_mlp(name, inner) if experts.is_stacked else mlp(name, inner)
+            name, inner = f"{names.folder}.{index}", experts.intermediate_size
+            if experts.is_stacked:
+                return self._stacked_mlp(name, inner)
+            return self._mlp(name, names.parts, inner)
 
-        router_name = "router" if experts.is_stacked else "gate"
-        router = Source(self._name(f"{folder}.{router_name}"), range(num), num)
-        bias = VectorSpec(self._name(f"{folder}.gate.e_score_correction_bias"), num, is_wide=True)
+        router = Source(self._name(names.router), range(num), num)
+        bias = VectorSpec(self._name(f"{names.router}.e_score_correction_bias"), num, is_wide=True)
         return Experts(
             Routing(
                 num_experts=num,
@@ -351,7 +342,9 @@ class _Composing:
             ),
             bias if experts.is_sigmoid else None,
             tuple(map(expert, range(num))),
-            mlp("mlp.shared_experts", experts.shared_size) if experts.shared_size else None,
+            self._mlp("mlp.shared_experts", MlpNames(), experts.shared_size)
+            if experts.shared_size
+            else None,
         )
 
 

@@ -34,7 +34,7 @@ class CompiledGrammar:
 
 
 @dataclass(frozen=True, slots=True)
-class MatcherOrder:
+class MatcherFuture:
     """The matcher that a sequence will need, and its choices: its grammar is known, or is being
     compiled."""
 
@@ -79,10 +79,10 @@ class Matchers:
         self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         self._executor = executor
 
-    def order(self, sampling: Sampling) -> MatcherOrder:
+    def submit(self, sampling: Sampling) -> MatcherFuture:
         """Begin to compile the grammar of a sequence that has one, unless it is known. Does not
         wait."""
-        return MatcherOrder(self._future(sampling.grammar), sampling.stop_token_ids)
+        return MatcherFuture(self._future(sampling.grammar), sampling.stop_token_ids)
 
     def close(self) -> None:
         """Compile no more."""
@@ -117,29 +117,35 @@ class Matchers:
         return CompiledGrammar(inner, self._vocabulary)
 
 
-class HasOrder(Protocol):
+class HasMatcherFuture(Protocol):
     """Something that a step may compute."""
 
     @property
-    def order(self) -> MatcherOrder | None: ...
+    def matcher_future(self) -> MatcherFuture | None: ...
 
 
-HasOrderT = TypeVar("HasOrderT", bound=HasOrder)
+HasMatcherFutureT = TypeVar("HasMatcherFutureT", bound=HasMatcherFuture)
 
 
-def with_grammar_ready(members: Sequence[HasOrderT]) -> list[HasOrderT]:
+def with_grammar_ready(members: Sequence[HasMatcherFutureT]) -> list[HasMatcherFutureT]:
     """Those whose grammars, if they have any, are compiled. If there is nobody else, waits a little
     for one.
 
     What takes longer is asked for again in the next step, so that the engine's thread shows signs
     of life meanwhile.
     """
-    ready = [member for member in members if member.order is None or member.order.is_ready]
+    ready = [
+        member
+        for member in members
+        if member.matcher_future is None or member.matcher_future.is_ready
+    ]
     if ready or not members:
         return ready
     wait(
-        [member.order.compiled for member in members if member.order],
+        [member.matcher_future.compiled for member in members if member.matcher_future],
         timeout=MAX_WAIT_S,
         return_when=FIRST_COMPLETED,
     )
-    return [member for member in members if member.order and member.order.is_ready]
+    return [
+        member for member in members if member.matcher_future and member.matcher_future.is_ready
+    ]

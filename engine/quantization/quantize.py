@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 
 from baton.errors import ConfigError, StartupError, UnsupportedModel
 from engine.checkpoint import find_shards, naming_model, resolve_checkpoint
-from engine.families.config import ModelConfig, read_config
+from engine.families.config import ModelConfig
 from engine.families.layers import describe_layers, describe_output
+from engine.families.read import read_config
 from engine.memory_plan import format_bytes
 from engine.quantization.calibration import grams, read_pieces
 from engine.quantization.encode import encode

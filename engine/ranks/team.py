@@ -44,7 +44,7 @@ def end_process(reason: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RankProcess:
     """A rank that runs. control: the socket to it; its end of file ends the rank. wait: until it
     has ended; its exit status."""
 
@@ -53,7 +53,7 @@ class Member:
     wait: Callable[[], int]
 
 
-def start_process(spec: RankSpec) -> Member:
+def start_process(spec: RankSpec) -> RankProcess:
     """A rank in a process of its own. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -65,7 +65,7 @@ def start_process(spec: RankSpec) -> Member:
     # If it is gone already, `wait_ready` says so.
     with suppress(ConnectionError):
         ours.sendall(spec.to_line())
-    return Member(f"rank {spec.rank} of {spec.size} (pid {process.pid})", ours, process.wait)
+    return RankProcess(f"rank {spec.rank} of {spec.size} (pid {process.pid})", ours, process.wait)
 
 
 class RankTeam:
@@ -76,7 +76,7 @@ class RankTeam:
         self,
         spec: RankSpec,
         *,
-        start: Callable[[RankSpec], Member] = start_process,
+        start: Callable[[RankSpec], RankProcess] = start_process,
         on_loss: Callable[[str], None] = end_process,
     ) -> None:
         """Start the others; they load while rank 0 does. Raises OSError.
@@ -167,13 +167,13 @@ class RankTeam:
             self._on_loss("the ranks of the engine are apart")
             raise
 
-    def _watch(self, member: Member) -> None:
+    def _watch(self, member: RankProcess) -> None:
         status = member.wait()
         if not self._is_closing.is_set():
             self._on_loss(f"{member.name} ended with status {status}")
 
 
-def _digest_of(member: Member) -> str:
+def _digest_of(member: RankProcess) -> str:
     """What it says once it has loaded. Raises StartupError if it ends before."""
     line = b""
     with suppress(ConnectionError), member.control.makefile("rb") as stream:

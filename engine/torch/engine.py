@@ -33,7 +33,7 @@ from engine.interface import (
 from engine.ranks.followers import Followers, NoFollowers, TensorPool
 from engine.sampling.sampler import Draws, RowsError, draw
 from engine.torch.step import check_batch, fault, sample_rows
-from engine.torch.step_runner import NO_STATES, EagerStep, EagerSteps, Step, StepRunner
+from engine.torch.step_runner import NO_STATES, EagerStep, EagerSteps, StepOutput, StepRunner
 
 #: Rows of a prompt that are scored at once: each takes vocab_size * 4 bytes, a few times over.
 NUM_SCORED_ROWS = 64
@@ -117,10 +117,13 @@ class TorchEngine(Engine):
             # prompt, of which there are as many as tokens, some at a time.
             drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None]
             scored = [i for i, row in enumerate(rows) if row.scored_token_id is not None]
-            firsts = range(0, len(scored), NUM_SCORED_ROWS)
+            first_rows = range(0, len(scored), NUM_SCORED_ROWS)
             groups = tuple(
                 (tuple(group), draw(step.logits(group), [rows[i] for i in group]))
-                for group in (drawn, *(scored[first : first + NUM_SCORED_ROWS] for first in firsts))
+                for group in (
+                    drawn,
+                    *(scored[first : first + NUM_SCORED_ROWS] for first in first_rows),
+                )
                 if group
             )
             if self._spec.max_num_launches > 1:
@@ -141,7 +144,7 @@ class TorchEngine(Engine):
 
     def _run(
         self, batch: Batch, layers_done: LayersDone | None, drawn: torch.Tensor | None
-    ) -> Step:
+    ) -> StepOutput:
         """Write the new tokens' KV. drawn: see StepRunner."""
         num_layers, size = self._spec.layout.num_layers, self._layer_group_size
         check_batch(batch, self._spec, 0 if drawn is None else len(drawn))

@@ -13,8 +13,8 @@ from baton_kernels.cpu.layers import (
     NativeLayer,
     NativeLayers,
     RunningLayers,
-    Step,
     StepKv,
+    StepMetadata,
     can_run,
     native_layer,
 )
@@ -79,7 +79,7 @@ class NativeDecoder(Decoder):
         plans = cast(Mapping[int | None, AttentionPlan], batch.plans)
         apart = batch.windowed
         windowed = StepKv(apart.pool, apart.scales, apart.first_rows) if apart else None
-        step = Step(StepKv(pool, scales, batch.first_rows), cos, sin, plans, windowed)
+        step = StepMetadata(StepKv(pool, scales, batch.first_rows), cos, sin, plans, windowed)
         max_rows = 0 if batch.sampled is None else len(batch.sampled)
         running = self._layers.begin(hidden, mixed, step, max_rows)
         end = config.num_layers * NUM_STAGES

@@ -38,7 +38,7 @@ NO_STATES = (
 LayerDone = Callable[[int], None]
 
 
-class Step(Protocol):
+class StepOutput(Protocol):
     """A forward that ran."""
 
     @property
@@ -58,7 +58,7 @@ class StepRunner(Protocol):
 
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
-    ) -> Step:
+    ) -> StepOutput:
         """Write the new tokens' KV. drawn: [rows] int64 on the device, what the step before drew,
         for slices that follow it. Waits for nothing that the device was given before."""
         ...
@@ -88,11 +88,11 @@ class EagerStep:
 
     @property
     def num_rows(self) -> int:
-        """See Step."""
+        """See StepOutput."""
         return len(self.states)
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
-        """See Step."""
+        """See StepOutput."""
         some = self.states if len(rows) == len(self.states) else self.states[rows]
         with self.followers.logits(rows):
             return self.decoder.logits(some)
@@ -157,5 +157,5 @@ def _windowed(batch: Batch, pool: TensorPool) -> WindowedStep:
     any rank has been given the step."""
     if not isinstance(pool, GroupedTensorPool):
         return NOT_APART
-    own = pool.windowed
+    own = pool.in_slots
     return WindowedStep(window_tables(batch, pool), own.tensor, own.scales)

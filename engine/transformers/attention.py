@@ -78,7 +78,7 @@ class PlanKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ForwardContext:
     """What all layers of a step read. rows: as kv_write takes them; layer_done: called with a
     layer's index once its KV is in the pool; states: of each sequence, in the order of their
     tokens, if the model has any."""
@@ -91,20 +91,20 @@ class Step:
     states: tuple[SequenceStates, ...] = ()
 
 
-class StepHolder:
+class ForwardContextHolder:
     """The step under way, of one model: its layers find it here, for their calls carry none."""
 
     def __init__(self) -> None:
-        self._step: Step | None = None
+        self._step: ForwardContext | None = None
 
     @property
-    def step(self) -> Step:
+    def step(self) -> ForwardContext:
         """Raises RuntimeError outside a step."""
         if self._step is None:
             raise RuntimeError("the model was called outside a step")
         return self._step
 
-    def run(self, step: Step, forward: Callable[[], Any]) -> Any:
+    def run(self, step: ForwardContext, forward: Callable[[], Any]) -> Any:
         """Call `forward`, whose layers see this step."""
         self._step = step
         try:
@@ -116,7 +116,9 @@ class StepHolder:
 class LayerAttention:
     """Attention of one layer over the paged pool. See Attention."""
 
-    def __init__(self, holder: StepHolder, layer: int, key: PlanKey, *, is_reader: bool) -> None:
+    def __init__(
+        self, holder: ForwardContextHolder, layer: int, key: PlanKey, *, is_reader: bool
+    ) -> None:
         """layer: of the pool. is_reader: the step's KV is written there by another layer before."""
         self._holder, self._layer, self._key = holder, layer, key
         self._is_reader = is_reader

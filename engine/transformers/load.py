@@ -23,10 +23,10 @@ from engine.torch.decoder import PackedTokens
 from engine.torch.sequence_states import SequenceStates
 from engine.transformers import own_attention, states
 from engine.transformers.attention import (
+    ForwardContext,
+    ForwardContextHolder,
     LayerAttention,
     PlanKey,
-    Step,
-    StepHolder,
     set_attention,
 )
 from engine.transformers.describe import (
@@ -122,7 +122,7 @@ class TransformersDecoder:
     ) -> None:
         """model: see load_model; dtype: that of its weights."""
         self._model, self._description, self.dtype = model, description, dtype
-        self._holder = StepHolder()
+        self._holder = ForwardContextHolder()
         for layer in description.layers:
             attention = LayerAttention(
                 self._holder, layer.kv_layer, layer.key, is_reader=layer.is_reader
@@ -153,7 +153,7 @@ class TransformersDecoder:
         """Write the tokens' KV into `pool`, and `scales` if it has any; returns the sampled tokens'
         states [rows, hidden], which `logits` takes. layer_done: as engine.torch.decoder.Decoder;
         of_sequences: the states of each, in order, if the model has any."""
-        step = Step(
+        step = ForwardContext(
             pool,
             scales,
             head_rows(tokens.first_rows, pool),

@@ -21,7 +21,7 @@ from baton.errors import AdapterError, ConfigError, UnsupportedModel
 from baton.types import DTYPE_BYTES, KEY_VALUE
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 from engine.checkpoint import HeadFiles
-from engine.families.config import read_quantization
+from engine.families.read import read_quantization
 from engine.interface import Batch
 from engine.kv.tensors.stateful import ELEMENT_BYTES, StatefulKvPool
 from engine.memory_plan import HeadMemory
@@ -233,16 +233,16 @@ def _begin_states(pool: StatefulKvPool, batch: Batch) -> Iterator[SequenceStates
 
 @dataclass(frozen=True, slots=True)
 class TransformersStep:
-    """See Step. states [rows, hidden], of the batch's sample rows."""
+    """See StepOutput. states [rows, hidden], of the batch's sample rows."""
 
     states: torch.Tensor
     decoder: TransformersDecoder
 
     @property
     def num_rows(self) -> int:
-        """See Step."""
+        """See StepOutput."""
         return len(self.states)
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
-        """See Step."""
+        """See StepOutput."""
         return self.decoder.logits(self.states if len(rows) == self.num_rows else self.states[rows])

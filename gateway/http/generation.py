@@ -112,7 +112,7 @@ class Generation:
             async with asyncio.TaskGroup() as group:
                 for index, request in enumerate(self._form.requests):
                     group.create_task(self._run_one(request, index, write))
-                    await pacer.did(request.ByteSize())
+                    await pacer.advance(request.ByteSize())
         except* BatonError as failures:
             raise _first(failures) from None
 

@@ -221,7 +221,7 @@ async def _token_ids(
             made.ids.extend(ids)
         except (TypeError, ValueError):
             raise wrong_ids(field, ids, num_before) from None
-        await pacer.did(until - at)
+        await pacer.advance(until - at)
         at = until + 1
     return made
 

@@ -88,7 +88,7 @@ async def read_prompt(prompt: inference_pb2.Prompt, most: int, vocab_size: int) 
             contents: list[str] = []
             for message in prompt.chat.messages[:MAX_MESSAGES]:
                 contents.append(message.content)
-                await pacer.did(len(contents[-1]))
+                await pacer.advance(len(contents[-1]))
             return LongFields(contents=tuple(contents))
     return LongFields()
 
@@ -101,7 +101,7 @@ async def read_several(
     read: list[ReadIds] = []
     for field, token_ids in fields:
         read.append(await read_ids(field, token_ids, most, vocab_size))
-        await pacer.did(len(token_ids))
+        await pacer.advance(len(token_ids))
     return tuple(read)
 
 

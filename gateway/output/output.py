@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     score: float | None = None
 
 
-class Output:
+class ChoiceOutput:
     """The output of one choice."""
 
     def __init__(

@@ -23,6 +23,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from baton.types import KvLayout, NumericsClass, Rank, SequenceSpec
+from engine.kv.layout import groups_of
 
 #: How much more a token computed again weighs than one to wait for: it delays all who come later,
 #: too.
@@ -166,7 +167,7 @@ class DecodeView:
 
     def num_blocks_for(self, need: Need) -> int:
         """Those that they share, and one more for each but the first to write into."""
-        return self.layout.num_held_blocks(need.num_tokens + 1) + need.num_sequences - 1
+        return groups_of(self.layout).num_held_blocks(need.num_tokens + 1) + need.num_sequences - 1
 
     def fits(self, need: Need) -> bool:
         """Whether the sequence fits here when nothing else does."""
@@ -336,7 +337,7 @@ class Running:
 
     def num_blocks_at(self, worker: DecodeView) -> int:
         """Blocks that it takes there, with room for the next token."""
-        return worker.layout.num_held_blocks(self.num_tokens + 1)
+        return groups_of(worker.layout).num_held_blocks(self.num_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,17 +360,17 @@ def rebalance(
     for sequence in sorted(sequences, key=lambda s: s.rank, reverse=True):
         if len(transfers) == max_transfers:
             break
-        home = by_address.get(sequence.address)
-        if home is None or home.address not in short:
+        owner = by_address.get(sequence.address)
+        if owner is None or owner.address not in short:
             continue
-        if available[home.address] >= RELIEVED * home.num_blocks:
+        if available[owner.address] >= RELIEVED * owner.num_blocks:
             continue
         others = [w for w in workers if w.address not in short and places[w.address] > 0]
         target = _roomiest(sequence, others, available)
         if target is None:
             continue
         available[target.address] -= sequence.num_blocks_at(target)
-        available[home.address] += sequence.num_blocks_at(home)
+        available[owner.address] += sequence.num_blocks_at(owner)
         places[target.address] -= 1
         transfers.append(Transfer(sequence.key, target.address))
     return transfers

@@ -217,7 +217,7 @@ def _plan_group(
 ) -> Group:
     block_size, num_kv_heads = pool.shape[4], pool.shape[3]
     num_tokens = members[0].num_tokens
-    firsts = [_first_block(m, block_size, window) for m in members]
+    first_blocks = [_first_block(m, block_size, window) for m in members]
     widths = [_num_blocks(m, block_size, window) for m in members]
     multiple = ALIGN // math.gcd(ALIGN, block_size)
     width = -(-max(widths) // multiple) * multiple
@@ -226,13 +226,15 @@ def _plan_group(
     tables = torch.tensor(
         [
             [*m.block_table[first : first + own], *([m.block_table[first]] * (width - own))]
-            for m, first, own in zip(members, firsts, widths, strict=True)
+            for m, first, own in zip(members, first_blocks, widths, strict=True)
         ]
     )
     key_index = torch.arange(width * block_size)
     steps = torch.arange(num_tokens)
     # Position of each query relative to the first gathered key: [seqs, num_tokens, 1].
-    start = torch.tensor([m.start - f * block_size for m, f in zip(members, firsts, strict=True)])
+    start = torch.tensor(
+        [m.start - f * block_size for m, f in zip(members, first_blocks, strict=True)]
+    )
     query = (start[:, None] + steps)[:, :, None]
     visible = key_index <= query
     if window is not None:
@@ -248,13 +250,13 @@ def _plan_group(
         rows.flatten().to(device),
         _kv_rows(tables, pool).to(device),
         F.pad(bias[:, None].repeat(1, 1, repeats, 1), (0, 0, 0, spare)).to(device),
-        _stale_rows(members, firsts, widths, width * block_size, pool).to(device),
+        _stale_rows(members, first_blocks, widths, width * block_size, pool).to(device),
     )
 
 
 def _stale_rows(
     members: Sequence[AttentionSlice],
-    firsts: Sequence[int],
+    first_blocks: Sequence[int],
     widths: Sequence[int],
     num_keys: int,
     pool: torch.Tensor,
@@ -263,7 +265,7 @@ def _stale_rows(
     single block."""
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     rows = []
-    for index, (part, first, own) in enumerate(zip(members, firsts, widths, strict=True)):
+    for index, (part, first, own) in enumerate(zip(members, first_blocks, widths, strict=True)):
         used = part.start + part.num_tokens - first * block_size
         slots = torch.arange(used, num_keys if own == 1 else own * block_size)
         heads = torch.arange(index * num_kv_heads, (index + 1) * num_kv_heads)

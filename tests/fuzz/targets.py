@@ -110,7 +110,7 @@ def kv_frames() -> Target:
     )
     from kv_transfer.handshake import ReceiverConfig
     from kv_transfer.receiver import Receiver
-    from kv_transfer.ticket_table import TicketTable
+    from kv_transfer.ticket_table import TicketRules, TicketTable
 
     layout = KvLayout("oracle", 2, 1, 2, "int64", 4)
     owner = WorkerIdentity("d0", 1)
@@ -119,7 +119,12 @@ def kv_frames() -> Target:
         with suppress(FrameError):
             list(FrameBuffer().feed(data))
         tickets = TicketTable(
-            owner, layout, (), 30.0, lambda _: None, lambda: 0.0, bytes(32), lambda: 7
+            owner,
+            layout,
+            (),
+            TicketRules(secret=bytes(32), draw_id=lambda: 7),
+            lambda _: None,
+            lambda: 0.0,
         )
         tickets.offer(SequenceSpec("r", (1, 2, 3, 4), Sampling()), (0, 1), 0, 8)
         pool = ArrayKvPool(layout, 4)
@@ -143,17 +148,15 @@ def tickets() -> Target:
     """The bytes of a ticket, which a gateway passes on unread."""
     from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
     from kv_transfer.ticket import parse_ticket
-    from kv_transfer.ticket_table import TicketTable
+    from kv_transfer.ticket_table import TicketRules, TicketTable
 
     table = TicketTable(
         WorkerIdentity("d0", 1),
         KvLayout("oracle", 2, 1, 2, "int64", 4),
         (),
-        30.0,
+        TicketRules(secret=bytes(32), draw_id=lambda: 7),
         lambda _: None,
         lambda: 0.0,
-        bytes(32),
-        lambda: 7,
     )
     table.offer(SequenceSpec("r", (1, 2, 3, 4), Sampling()), (0, 1), 0, 8)
 
@@ -206,7 +209,7 @@ def templates() -> Target:
 
 def configs() -> Target:
     """config.json and generation_config.json."""
-    from engine.families.config import parse_config
+    from engine.families.read import parse_config
     from gateway.intake.sampling_defaults import sampling_defaults
 
     def run(data: bytes) -> None:

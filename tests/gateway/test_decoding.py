@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from baton.types import FinishReason, Sample
 from gateway.intake.decoding import Decoding, decoding_of
 from gateway.intake.request import TextOptions
-from gateway.output.output import Detokenizer, Output
+from gateway.output.output import ChoiceOutput, Detokenizer
 
 CORPUS = ["the cat sat on the mat, and it did not 'eat' the rat .", "你好 wörld é naïve 𝄞 🙂🙂"]
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
@@ -196,7 +196,7 @@ def test_stop_strings_are_found_in_the_whole_text(
     name: str, places: list[float], text: str, stop: str
 ) -> None:
     ids = [*ids_of(name, places, text), *ids_of(name, [], f"a{stop}")]
-    output = Output(DECODINGS[name, True], TextOptions(stop=(stop,)), 0)
+    output = ChoiceOutput(DECODINGS[name, True], TextOptions(stop=(stop,)), 0)
     sent = ""
     for index, token_id in enumerate(ids):
         finish = FinishReason.LENGTH if index == len(ids) - 1 else FinishReason.NONE

@@ -78,7 +78,7 @@ def chunks_of(
     text: str, cuts: Sequence[int], start: int = 0
 ) -> Iterator[inference_pb2.GenerateResponse]:
     """A token for each character, in pieces; of a stream that is taken up behind `start` of them,
-    whose first piece has all text, as gateway.output.Output gives it."""
+    whose first piece has all text, as gateway.output.ChoiceOutput gives it."""
     end, number = start, 0
     while end < len(text):
         begin, end = end, min(len(text), end + cuts[number % len(cuts)])

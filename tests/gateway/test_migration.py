@@ -14,8 +14,8 @@ from baton.events import (
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -31,7 +31,7 @@ from tests.support.stub_world import StubWorld, in_stub_world, settle
 
 SPEC = make_spec("a", max_tokens=50)
 LOST = Failed("WORKER_LOST", "gone", is_retriable=True)
-NOT_MOVED = HandOffFailed("HANDOFF_FAILED", "no")
+NOT_MOVED = NotHandedOff("HANDOFF_FAILED", "no")
 COMMITTED = Committed(1.0, 10)
 OFFERED = Offered(b"ticket", 0)
 

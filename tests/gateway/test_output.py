@@ -13,7 +13,7 @@ from baton.errors import EngineFault
 from baton.types import FinishReason, Sample
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
-from gateway.output.output import Detokenizer, Output, StopMatcher
+from gateway.output.output import ChoiceOutput, Detokenizer, StopMatcher
 from tests.support.fake_workers import text_of
 
 
@@ -139,7 +139,7 @@ def test_an_output_does_not_depend_on_how_its_tokens_came(
 ) -> None:
     def run(pieces: Sequence[Sequence[int]], take: Sequence[bool]) -> tuple[object, ...]:
         options = TextOptions(stop=tuple(text_of(stop) for stop in stops))
-        output = Output(Decoding(text_of), options, min_tokens)
+        output = ChoiceOutput(Decoding(text_of), options, min_tokens)
         sent: list[int] = []
         text, index, last = "", 0, None
         for number, piece in enumerate(pieces):
@@ -167,7 +167,7 @@ def test_an_output_does_not_depend_on_how_its_tokens_came(
 def test_tokens_that_come_again_change_nothing(
     tokens: list[int], again: int, num_more: int
 ) -> None:
-    output = Output(Decoding(text_of), TextOptions(), 0)
+    output = ChoiceOutput(Decoding(text_of), TextOptions(), 0)
     output.add(0, tuple(map(Sample, tokens)), FinishReason.NONE)
     start = again % len(tokens)
     more = [1] * num_more
@@ -176,7 +176,7 @@ def test_tokens_that_come_again_change_nothing(
 
 
 def test_gaps_and_changes_are_faults() -> None:
-    output = Output(Decoding(text_of), TextOptions(), 0)
+    output = ChoiceOutput(Decoding(text_of), TextOptions(), 0)
     output.add(0, (Sample(5), Sample(6)), FinishReason.NONE)
     with pytest.raises(EngineFault, match="never came"):
         output.add(3, (Sample(7),), FinishReason.NONE)
@@ -185,7 +185,7 @@ def test_gaps_and_changes_are_faults() -> None:
 
 
 def test_a_held_back_text_is_released_at_the_end() -> None:
-    output = Output(Decoding(text_of), TextOptions(stop=(text_of([1, 2, 3]),)), 0)
+    output = ChoiceOutput(Decoding(text_of), TextOptions(stop=(text_of([1, 2, 3]),)), 0)
     output.add(0, (Sample(9), Sample(1), Sample(2)), FinishReason.NONE)
     first = output.take()
     assert first is not None

@@ -11,7 +11,7 @@ from baton.types import FinishReason, Sample, SequenceSpec
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import ChoiceSoFar, TextOptions, ValidatedRequest
 from gateway.long_work import LONG_PIECE
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.request.driver import resumed_outputs_of
 from tests.support.fake_workers import prompt_logprobs_of, text_of
 from tests.support.gateway_world import Chunk, Client, World, in_world, make_spec
@@ -107,16 +107,16 @@ def test_a_stop_string_among_what_came_ends_the_choice() -> None:
 @pytest.mark.slow
 def test_a_long_earlier_output_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    resume = Output.resume
+    resume = ChoiceOutput.resume
 
-    def counted(output: Output, token_ids: Sequence[int], num_chars: int) -> None:
+    def counted(output: ChoiceOutput, token_ids: Sequence[int], num_chars: int) -> None:
         steps.append(len(token_ids))
         resume(output, token_ids, num_chars)
 
     async def others(size: int) -> None:
         steps.append(0 if size >= LONG_PIECE else -1)
 
-    monkeypatch.setattr(Output, "resume", counted)
+    monkeypatch.setattr(ChoiceOutput, "resume", counted)
     monkeypatch.setattr("gateway.long_work.let_others_run", others)
     token_ids = tuple(range(97)) * 300
     so_far = ChoiceSoFar(token_ids, len(text_of(token_ids)) - 3, has_ended=False)

@@ -10,13 +10,14 @@ from functools import partial
 
 import pytest
 
+from baton.commands import Abort, HandOff, Pause, Resume
 from baton.events import (
     Committed,
     Deferred,
     Failed,
     HandedOff,
-    HandOffFailed,
     LocalPrefill,
+    NotHandedOff,
     Offered,
     Paused,
     Preempted,
@@ -35,9 +36,8 @@ from baton.types import (
 )
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
-from gateway.output.output import Output
+from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
-    Abort,
     AbortSource,
     Action,
     Assignment,
@@ -46,12 +46,10 @@ from gateway.request.assignment import (
     Deliver,
     EndMigration,
     Fail,
-    HandOff,
     Open,
     OpenSource,
-    Pause,
     Place,
-    Resume,
+    SendCommand,
     SetTimer,
     State,
     Update,
@@ -68,7 +66,7 @@ NO_ROOM = Deferred("full")
 DRAINING = Failed("DRAINING", "takes no more", is_retriable=True)
 LOST = Failed("WORKER_LOST", "gone", is_retriable=True)
 UNDELIVERED = Failed("HANDOFF_FAILED", "no way", is_retriable=True)
-NOT_HANDED_OFF = HandOffFailed("HANDOFF_FAILED", "no way")
+NOT_HANDED_OFF = NotHandedOff("HANDOFF_FAILED", "no way")
 
 
 @dataclass(eq=False)
@@ -117,7 +115,7 @@ class Rig:
             self.fleet.report(address, WorkerLoad(blocks=BlockCounts(64, 0, 0)))
         stop = (text_of([self.rng.randrange(97)]),) if self.rng.random() < 0.5 else ()
         text = TextOptions(stop=stop)
-        outputs = [Output(Decoding(text_of), text, 0) for _ in range(num_choices)]
+        outputs = [ChoiceOutput(Decoding(text_of), text, 0) for _ in range(num_choices)]
         self.state = RequestState(self.spec, outputs, Timeline(0.0))
         self.now_s = 0.0
         self.error: Exception | None = None
@@ -149,17 +147,17 @@ class Rig:
             case OpenSource(assignment, _, ticket):
                 source = self.sources[assignment] = self.open(assignment, is_source=True)
                 source.ticket = self.tickets.pop(ticket)
-            case Pause(assignment, number):
+            case SendCommand(assignment, number, Pause()):
                 self.opened_alone(assignment, number).stage = "pausing"
-            case HandOff(assignment, number, ticket):
+            case SendCommand(assignment, number, HandOff(ticket)):
                 origin = self.opened_alone(assignment, number)
                 if origin.stage == "paused":
                     origin.ticket, origin.stage = self.tickets.pop(ticket), "sending"
-            case Resume(assignment, number):
+            case SendCommand(assignment, number, Resume()):
                 origin = self.opened_alone(assignment, number)
                 if origin.stage in ("paused", "pausing"):
                     origin.stage = "running"
-            case Abort(assignment, number):
+            case SendCommand(assignment, number, Abort()):
                 assert self.homes[assignment].forked, "not before they fork"
                 self.homes[assignment].ended.add(number)
             case AbortSource(assignment):
@@ -217,10 +215,10 @@ class Rig:
         for opened in self.opened:
             for number, event in self.words_of(opened):
                 yield partial(self.say, opened, number, event)
-            home = opened.ticket
+            owner = opened.ticket
             is_sent = opened.stage in ("computing", "running", "sending")
-            if home is not None and home.stage == "offered" and is_sent:
-                yield partial(self.arrive, home)
+            if owner is not None and owner.stage == "offered" and is_sent:
+                yield partial(self.arrive, owner)
         for choice in self.news:
             yield partial(self.deliver, choice)
             yield partial(self.deliver, choice)
@@ -302,9 +300,9 @@ class Rig:
         return [*ends, (0, NOT_HANDED_OFF)] if self.rng.random() < 0.2 else ends
 
     @staticmethod
-    def arrive(home: Opened) -> None:
-        """All KV is at the home, which has not said so yet."""
-        home.stage, home.has_kv = "arrived", True
+    def arrive(owner: Opened) -> None:
+        """All KV is at the owner, which has not said so yet."""
+        owner.stage, owner.has_kv = "arrived", True
 
     # What happens
 
@@ -344,11 +342,11 @@ class Rig:
                 opened.stage, opened.forked = "running", not opened.is_search
             case Paused():
                 opened.stage = "paused"
-            case HandOffFailed() if not opened.is_source:
+            case NotHandedOff() if not opened.is_source:
                 opened.stage = "paused"
             case Failed() | Preempted() | Deferred() if opened.forked and not opened.is_source:
                 opened.ended.add(number)
-            case Failed() | Preempted() | Deferred() | HandedOff() | HandOffFailed():
+            case Failed() | Preempted() | Deferred() | HandedOff() | NotHandedOff():
                 opened.stage = "over"
                 opened.ended.update(range(len(opened.outputs)))
 
@@ -404,7 +402,7 @@ class Rig:
                     assert assignment in self.timers
                 case State.RESERVING:
                     assert placement is not None
-                    is_answered_at_once = placement.home.tier is Tier.DECODE
+                    is_answered_at_once = placement.owner.tier is Tier.DECODE
                     assert (assignment in self.timers) == is_answered_at_once
                 case State.DELIVERING:
                     assert (assignment in self.timers) != assignment.is_prefill_awaited

@@ -25,8 +25,8 @@ from baton_kernels.attention_backends import (
     prompt_backend,
 )
 from bench.gpu.paged_batch import Heads, make_paged_batch, reference_attention
-from engine.load import load_engine
 from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 HEADS = Heads(4, 2, 16)

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from baton.types import KvRange, Sample
+from baton.types import Sample
 from baton.v1 import kv_pb2
+from engine.kv.range import KvRange
 from kv_transfer.frame import PREAMBLE_BYTES, FrameBuffer, decode_header, decode_preamble
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import TicketCommitted
@@ -91,7 +92,7 @@ def test_the_commit_rides_with_the_last_chunk(make_rig, monkeypatch):
     assert [name for name, more in sent if more and name != "KvBegin"] == ["KvChunk"]
     at = sent.index(("KvChunk", True))
     assert sent[at + 1] == ("KvCommit", False)
-    assert rig.event().firsts == (Sample(7),)
+    assert rig.event().first_tokens == (Sample(7),)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from baton.types import KvLayout, KvRange
+from baton.types import KvLayout
 from baton_kernels.word_sum import host_checksum
+from engine.kv.range import KvRange
 from engine.kv.tensors import paged as torch_kv_pool
 from engine.kv.tensors.copy_order import HostOrder
-from engine.kv.tensors.device_copy import DeviceCopy
+from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import WireFormat, wire_format
@@ -34,12 +35,14 @@ def plain(dtype: str, head_dim: int = 8) -> WireFormat:
     return wire_format(dtype, layout_of(dtype, head_dim=head_dim))
 
 
-def pool_of(layout: KvLayout, order: HostOrder | None = None) -> tuple[TorchKvPool, DeviceCopy]:
+def pool_of(
+    layout: KvLayout, order: HostOrder | None = None
+) -> tuple[TorchKvPool, PagedDeviceCopy]:
     """A pool of random bytes, and what would copy it were it on a device."""
     pool = TorchKvPool(layout, 8, CPU)
     generator = torch.Generator().manual_seed(layout.block_size)
     pool._blocks.copy_(torch.randint(0, 256, pool._blocks.shape, generator=generator))
-    return pool, DeviceCopy(layout, pool._blocks, order or HostOrder(), DoubleMemory())
+    return pool, PagedDeviceCopy(layout, pool._blocks, order or HostOrder(), DoubleMemory())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.errors import ConfigError
 from baton.types import Sampling
-from engine.families.config import read_config
+from engine.families.read import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.load import load_engine
 from engine.quantization.calibration import grams, read_pieces
 from engine.quantization.quantize import quantize_checkpoint
 from engine.quantization.rounding import round_by_inputs, round_to_integers
 from engine.quantization.scheme import Scheme
 from engine.quantization.sparsity import prune, prune_by_inputs
+from tests.support.engines import load_engine
 from tests.support.tiny_models import Family, make_tiny_model
 
 BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"

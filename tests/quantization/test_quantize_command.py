@@ -17,13 +17,13 @@ from baton.cli.main import app
 from baton.errors import ConfigError, UnsupportedModel
 from baton.types import Sampling
 from baton_kernels.sparse_linear import is_sparse
-from engine.families.config import read_config
+from engine.families.read import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.load import load_engine
 from engine.memory_plan import num_quantized_weights
 from engine.quantization.quantize import quantize_checkpoint
 from engine.quantization.scheme import SCHEMES, Scheme, choose_group_size
 from engine.torch import load
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"

@@ -13,7 +13,7 @@ import torch
 from baton.types import KvLayout
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.copy_order import HostOrder
-from engine.kv.tensors.device_copy import DeviceCopy
+from engine.kv.tensors.device_copy import PagedDeviceCopy
 
 _HANDLE_BYTES = 64
 
@@ -79,4 +79,4 @@ class DeviceArrayPool(ArrayKvPool):
         super().__init__(layout, num_blocks)
         self.memory = DoubleMemory()
         blocks = torch.from_numpy(self.data.view(np.uint8)).flatten(-2)
-        self.device_copy = DeviceCopy(layout, blocks, HostOrder(), self.memory)
+        self.device_copy = PagedDeviceCopy(layout, blocks, HostOrder(), self.memory)

@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.types import Sampling
 from engine.checkpoint import check_checkpoint
 from engine.choose_source import model_source
-from engine.families.config import choose_implementation
+from engine.families.read import choose_implementation
 from engine.quantization.quantize import quantize_checkpoint
 from tests.support.architectures import REFUSED, make_checkpoint, write_config
 from tests.support.drive_engine import generate, token_ids

@@ -12,6 +12,7 @@ import pytest
 
 from baton.types import KvSource, Sample, Sampling, SequenceSpec, WorkerLoad
 from engine.interface import Batch, LayersDone
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleOptions
 from kv_transfer.transport.loopback import LoopbackHub
@@ -19,7 +20,7 @@ from tests.support.sim_tiers import SimDecode, sim_matchers
 from worker_core.admission import CoreLimits
 from worker_core.commands import Open
 from worker_core.core import CoreDeps, WorkerCore
-from worker_core.loop import EngineLoop, Heartbeat, Step
+from worker_core.loop import EngineLoop, Heartbeat, StepResult
 from worker_core.policy import LocalPrefillPolicy, decode_policy
 from worker_core.state import SwapSpace
 
@@ -31,10 +32,10 @@ class EchoCore:
     on_step: Callable[[Sequence[int]], None] = lambda _: None
     num_steps: int = field(default=0, init=False)
 
-    def step(self, commands: Sequence[int]) -> Step[int]:
+    def step(self, commands: Sequence[int]) -> StepResult[int]:
         self.on_step(commands)
         self.num_steps += bool(commands)
-        return Step(list(commands), WorkerLoad(num_steps=self.num_steps), is_idle=True)
+        return StepResult(list(commands), WorkerLoad(num_steps=self.num_steps), is_idle=True)
 
 
 def loop_over(
@@ -60,7 +61,7 @@ async def test_every_command_is_taken_once_and_in_order() -> None:
     await whole.wait()
     await loop.stop()
     assert seen == list(range(1000))
-    assert not loop.is_running
+    assert not loop._thread.is_alive()
     assert loop.ended.is_set()
 
 
@@ -107,7 +108,7 @@ async def test_a_core_that_fails_ends_the_loop_and_says_so() -> None:
     loop.submit(1)
     await loop.ended.wait()
     await loop.stop()
-    assert not loop.is_running
+    assert not loop._thread.is_alive()
 
 
 class CountingEngine(OracleEngine):
@@ -131,7 +132,7 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
     beats: list[int] = []
     engine = CountingEngine(beats)
     sim = SimDecode(LoopbackHub(), lambda: 0.0)
-    pool = BlockPool(16, 16, secret=bytes(32))
+    pool = BlockPool(16, whole_blocks(16), secret=bytes(32))
     swap = SwapSpace(engine.kv, 0)
     devices = CoreDeps(
         engine,

@@ -32,7 +32,9 @@ class KvRangeCall(ctypes.Structure):
     )
 
 
-def checked_copy_of(pool: torch.Tensor, row_bytes: int, block_size: int) -> CheckedCopy | None:
+def checked_copy_of(
+    pool: torch.Tensor, row_bytes: int, block_size: int
+) -> NativeCheckedCopy | None:
     """Of a pool [blocks, layers, parts, kv_heads, head_bytes] uint8 in host memory, where the last
     are block_size rows and whatever belongs to all of them; None without the native library, or for
     blocks that it cannot copy."""
@@ -40,10 +42,10 @@ def checked_copy_of(pool: torch.Tensor, row_bytes: int, block_size: int) -> Chec
     layer_bytes = pool[0, 0].nbytes
     if native is None or layer_bytes % _STRIPE_BYTES or pool.data_ptr() % _STRIPE_BYTES:
         return None
-    return CheckedCopy(native, pool, row_bytes, block_size)
+    return NativeCheckedCopy(native, pool, row_bytes, block_size)
 
 
-class CheckedCopy:
+class NativeCheckedCopy:
     """Ranges are the caller's to check. Thread-safe for distinct blocks; no call holds the GIL
     while it copies."""
 

@@ -47,7 +47,7 @@ class StepKv(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepMetadata:
     """A step's metadata: as baton_kernels.rope_kv_write and paged_attention take it.
 
     kv: of all layers; or, if `windowed` is that of those with a window, of the others. Layers are
@@ -173,7 +173,7 @@ class NativeLayers:
         """What steps have in common, with room for _max_rows."""
 
     def begin(
-        self, hidden: torch.Tensor, mixed: torch.Tensor, step: Step, max_rows: int
+        self, hidden: torch.Tensor, mixed: torch.Tensor, step: StepMetadata, max_rows: int
     ) -> RunningLayers:
         """Start a step over hidden [tokens, hidden_size], which layers change in place. mixed
         [tokens, heads * head_dim] is what attention gives to the rest of its layer. Both are

@@ -1,5 +1,4 @@
-"""One worker process around a core: the engine loop, the gRPC server, health, and an orderly
-end."""
+"""A worker from start to end: the engine loop, the gRPC server, health, the registry, the drain."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, NoReturn, TypeVar
+from typing import NoReturn
 
 from baton import __version__
 from baton.config import WorkerOptions
@@ -23,16 +22,14 @@ from baton.service import ReadyReport
 from baton.telemetry.rate_limit import RateLimit
 from baton.types import WorkerIdentity, WorkerInfo
 from engine.interface import EngineSpec
-from worker_core.loop import EngineLoop, Heartbeat, LoadBoard, is_empty
+from worker_core.commands import Command, Drain, StreamEvent
+from worker_core.loop import EngineLoop, LoadBoard, is_empty
 
 _log = logging.getLogger(__name__)
 
 #: After an error that the registry did not foresee: when it is tried again, and how often it is
 #: logged, in seconds.
 _PAUSE_S, _LOG_S = 1.0, 60.0
-
-CommandT = TypeVar("CommandT")
-EventT = TypeVar("EventT")
 
 
 def new_identity(options: WorkerOptions) -> WorkerIdentity:
@@ -62,16 +59,14 @@ def describe(
     )
 
 
-class WorkerHost(Generic[CommandT, EventT]):
+class WorkerServer:
     """Runs a worker from its first request to its last."""
 
     def __init__(
         self,
         options: WorkerOptions,
-        loop: EngineLoop[CommandT, EventT],
-        heartbeat: Heartbeat,
+        loop: EngineLoop[Command, StreamEvent],
         board: LoadBoard,
-        drain: CommandT,
         info: WorkerInfo,
         dtype_reason: str,
         transports: tuple[str, ...],
@@ -83,16 +78,7 @@ class WorkerHost(Generic[CommandT, EventT]):
         self._transports = transports
         self._registry = make_registry(options.registry)
         self._loop = loop
-        self._heartbeat = heartbeat
         self._board = board
-        self._drain = drain
-
-    def start_draining(self) -> None:
-        self._loop.submit(self._drain)
-
-    def is_alive(self) -> bool:
-        """Whether the engine loop turns."""
-        return self._loop.is_running and self._heartbeat.age_s < self._heartbeat.max_age_s
 
     async def serve(
         self,
@@ -121,7 +107,7 @@ class WorkerHost(Generic[CommandT, EventT]):
         clock.lap("listen")
         numerics = self._info.numerics
         on_ready(ReadyReport(server.address, clock.phases, numerics, self._dtype_reason))
-        health = asyncio.create_task(server.drive_health(self.is_alive))
+        health = asyncio.create_task(server.drive_health(self._loop.is_alive))
         announcing = asyncio.create_task(self._announce(server.port))
         waits = {asyncio.create_task(stop.wait()), asyncio.create_task(self._loop.ended.wait())}
         try:
@@ -141,14 +127,14 @@ class WorkerHost(Generic[CommandT, EventT]):
         address = f"{self._options.advertised_host}:{port}"
 
         def current() -> Registration | None:
-            if not self.is_alive():
+            if not self._loop.is_alive():
                 return None
             return Registration(address, self._info, self._transports, self._board.load)
 
         await keep_announcing(self._registry, current)
 
     async def _drain_all(self) -> None:
-        self.start_draining()
+        self._loop.submit(Drain())
         with suppress(TimeoutError):
             async with asyncio.timeout(self._options.drain_timeout_s):
                 await self._board.wait_until(lambda load: load.is_draining and is_empty(load))
