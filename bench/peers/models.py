@@ -58,7 +58,7 @@ class PeerMissing(Exception):
 
 
 def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
-    """Folder with the weights in bfloat16 or, of dtype int8, as bench.quantized_checkpoints writes."""
+    """Folder with the weights in bfloat16, or rounded to int8. Raises KeyError."""
     source = BOX if name == "box" else _random_model(SHAPES[name], made / name)
     if dtype != "int8":
         return source
