@@ -276,7 +276,7 @@ async def outlines(data: Received) -> AsyncIterator[tuple[int, bytes]]:
             piece = piece[:-1] or piece  # a backslash and what it escapes stay together
         outline, num_texts = _outline(piece, is_text=is_text)
         is_text ^= num_texts % 2 == 1
-        await pacer.did(len(piece) // _BYTES_A_MARK + num_texts)
+        await pacer.advance(len(piece) // _BYTES_A_MARK + num_texts)
         yield begin, outline
         begin += len(piece)
 
@@ -337,7 +337,7 @@ async def _long_containers(  # noqa: PLR0912, one arm per mark
                         raise ValueError("recursion limit exceeded")
                     if closed.end - closed.begin >= piece_bytes:
                         found[closed.begin] = closed
-            await pacer.did(_BYTES_A_MARK * num_marks)
+            await pacer.advance(_BYTES_A_MARK * num_marks)
     if opened:
         raise ValueError(f"EOF while parsing {'an object' if opened[-1].is_object else 'a list'}")
     return found
@@ -426,7 +426,7 @@ class _Reader:
 
     async def _read(self, form: bytes, begin: int, end: int) -> Any:
         """What the library makes of what is between two places, put into `form`."""
-        await self._pacer.did(end - begin)
+        await self._pacer.advance(end - begin)
         return from_json(form % self._data[begin:end], cache_strings=False)
 
     def _trimmed(self, begin: int, end: int) -> tuple[int, int]:
