@@ -48,7 +48,7 @@ _OURS = tuple(f"{ROOT / folder}/" for folder in FOLDERS)
 #: Where a request is between its client's socket and a worker's step.
 _TO_A_STEP = (
     *("gateway/", "baton/"),
-    *(f"worker_core/{name}.py" for name in ("service", "worker", "loop", "core")),
+    *(f"worker_core/{name}.py" for name in ("sequence_service", "worker", "loop", "core")),
 )
 _IDLE_S = 1.0
 #: Code that runs in frames of its own and is no function to a reader.
