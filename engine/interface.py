@@ -215,6 +215,11 @@ class KvPool(Protocol):
         nothing."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until the calling thread's copies are over. Raises RuntimeError if the device has
+        failed for good, whatever failed before this call."""
+        ...
+
 
 class HostOrdered:
     """Of a KvPool in host memory: what the engine has called has happened."""
@@ -224,6 +229,9 @@ class HostOrdered:
         return None
 
     def follow(self, mark: object) -> None:
+        """See KvPool."""
+
+    def synchronize(self) -> None:
         """See KvPool."""
 
 

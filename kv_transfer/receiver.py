@@ -20,7 +20,7 @@ from baton.errors import BY_REASON, HandoffFailed
 from baton.types import KvGroup, KvRange
 from baton.v1 import kv_pb2
 from baton.wire import sample_from_proto
-from kv_transfer.device_memory import Payload
+from kv_transfer.device_memory import Payload, check_device
 from kv_transfer.frame import (
     CHECKSUM_MASK,
     Frame,
@@ -214,6 +214,8 @@ class ReceiverSession:
             fault = store(chunk, payload, pinned.block_ids, terms)
         except (ValueError, RuntimeError) as error:
             fault = f"the worker could not store a chunk: {error}"
+            if isinstance(error, RuntimeError):
+                check_device(self._receiver.config.pool, self._receiver.config.on_device_lost)
         finally:
             rejection = self._written(chunk, fault)
         return rejection

@@ -128,6 +128,7 @@ async def serve_worker(
         tcp_advertise_address=options.kv_advertise_address or "",
         kv_secret=kv_secret,
         rule=rule,
+        on_device_lost=submit,
         tls=options.tls,
         peer_names=options.ssl_peer_names,
         wire_dtype=tier.wire_dtype,
@@ -139,7 +140,13 @@ async def serve_worker(
         memory=device_memory,
     )
     sender_config = SenderConfig(
-        identity, engine.kv, connect, time.monotonic, secret=kv_secret, rule=rule
+        identity,
+        engine.kv,
+        connect,
+        time.monotonic,
+        secret=kv_secret,
+        rule=rule,
+        on_device_lost=submit,
     )
     sender = Sender(sender_config, submit, num_connections=options.kv_num_lanes)
     matchers = build_matchers(options, engine)

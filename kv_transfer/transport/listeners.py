@@ -24,7 +24,7 @@ from baton.rpc.bind import bind_fault
 from baton.rpc.tls import TlsFiles
 from baton.types import ANY_NUMERICS, NumericsRule, WorkerIdentity
 from engine.interface import KvPool
-from kv_transfer.device_memory import device_memory_of
+from kv_transfer.device_memory import OnDeviceLost, device_memory_of, raise_device_lost
 from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import Receiver
@@ -78,6 +78,7 @@ def open_receiver(
     secret: bytes = b"",
     kv_secret: KvSecret | None = None,
     rule: NumericsRule = ANY_NUMERICS,
+    on_device_lost: OnDeviceLost = raise_device_lost,
     tls: TlsFiles | None = None,
     peer_names: Sequence[str] = (),
     draw_id: Callable[[], int] | None = None,
@@ -89,8 +90,8 @@ def open_receiver(
     lease_s, offer_s: see TicketTable. secret: of the tickets' digests; drawn anew if none is given.
     Each connection has num_credits * max_chunk_bytes of shared memory, or max_chunk_bytes of
     buffer; if not given, they are what suits memory of the host, or of a device. wire_dtype,
-    kv_secret, rule: see ReceiverConfig. Raises ConfigError for an unknown transport, or one that
-    cannot be bound.
+    kv_secret, rule, on_device_lost: see ReceiverConfig. Raises ConfigError for an unknown
+    transport, or one that cannot be bound.
     """
     config = TransportConfig(
         worker_id=identity.worker_id,
@@ -131,6 +132,7 @@ def open_receiver(
             wire_dtype,
             kv_secret,
             rule,
+            on_device_lost,
         )
         receiver = Receiver(offered, tickets)
         for listener in listeners:

@@ -92,6 +92,15 @@ def test_copies_without_a_mark_wait_for_nothing(engine: FakeStream) -> None:
     assert calls == ["synchronize"]
 
 
+def test_the_device_is_asked_on_the_threads_own_stream(engine: FakeStream) -> None:
+    order = StreamOrder(DEVICE)
+    order.synchronize()
+    with order.copying():
+        calls = own_calls(engine)
+    assert calls == ["synchronize", "synchronize"]
+    assert not engine.calls
+
+
 def test_a_copy_that_fails_is_over_all_the_same(engine: FakeStream) -> None:
     order = StreamOrder(DEVICE)
     seen: list[list[object]] = []
