@@ -21,7 +21,7 @@ from baton.v1 import kv_pb2
 from baton.wire import sample_from_proto
 from engine.kv.groups import is_known
 from engine.kv.range import KvRange
-from kv_transfer.device_memory import Payload
+from kv_transfer.device_memory import Payload, check_device
 from kv_transfer.frame import (
     CHECKSUM_MASK,
     Frame,
@@ -215,6 +215,8 @@ class ReceiverSession:
             fault = store(chunk, payload, pinned.block_ids, terms)
         except (ValueError, RuntimeError) as error:
             fault = f"the worker could not store a chunk: {error}"
+            if isinstance(error, RuntimeError):
+                check_device(self._receiver.config.pool, self._receiver.config.on_device_lost)
         finally:
             rejection = self._written(chunk, fault)
         return rejection

@@ -33,6 +33,7 @@ from baton.v1 import kv_pb2
 from baton.wire import sample_to_proto
 from engine.kv.layout import groups_of
 from engine.kv.range import ALL, KvRange
+from kv_transfer.device_memory import check_device
 from kv_transfer.frame import (
     CHECKSUM_MASK,
     chunk_checksum,
@@ -426,6 +427,8 @@ class SendConnection:
         except (ValueError, RuntimeError) as error:
             session.connection.unstage(staged)
             self._abort(handoff, EngineFault(f"the KV of {piece} could not be read: {error}"))
+            if isinstance(error, RuntimeError):
+                check_device(self._config.pool, self._config.on_device_lost)
             return True
         work.next = next(work.rest, None)
         is_committed_next = work.next is None and isinstance(self._next_of(handoff), Finish)

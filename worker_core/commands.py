@@ -8,6 +8,7 @@ from typing import NamedTuple
 from baton.commands import SequenceCommand
 from baton.events import SequenceEvent
 from baton.types import KvSource, SequenceSpec
+from engine.interface import DeviceLost
 from engine.kv.ledger import ListBlocks
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
@@ -94,6 +95,7 @@ Command = (
     | SendDone
     | ListBlocks
     | KnownSequences
+    | DeviceLost
 )
 
 

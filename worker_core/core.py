@@ -26,7 +26,7 @@ from baton.commands import Abort, Pause
 from baton.errors import Cancelled
 from baton.types import WorkerLoad
 from engine.grammar import Matchers, with_grammar_ready
-from engine.interface import Engine
+from engine.interface import DeviceLost, Engine
 from engine.kv.ledger import ListBlocks, num_orphan_blocks
 from engine.kv.pool import BlockPool
 from kv_transfer.sender import KvSender, SendDone
@@ -200,6 +200,9 @@ class WorkerCore:
                 reply(ledger_of(self._state))
             case KnownSequences():
                 self._end_orphans(command)
+            case DeviceLost():
+                # Met by a transfer's thread: ends the worker as one that a step meets.
+                raise command
 
     def _on_sent(self, done: SendDone) -> None:
         """A handoff has ended; perhaps before its prompt had its turn."""

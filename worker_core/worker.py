@@ -191,6 +191,7 @@ class Worker:
                 wire_dtype=self._tier.wire_dtype,
                 secret=kv_secret,
                 rule=self._rule,
+                on_device_lost=self._submit,
             ),
             self._submit,
             time.monotonic,
@@ -217,6 +218,7 @@ class Worker:
             time.monotonic,
             secret=kv_secret,
             rule=self._rule,
+            on_device_lost=self._submit,
         )
         return Sender(config, self._submit, num_connections=options.kv_num_lanes)
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.types import KvLayout, KvRange
+from baton.types import KvLayout
+from engine.kv.range import KvRange
 from engine.kv.tensors.copy_order import CopyOrder, HostOrder, StreamOrder, copy_order
 from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.paged import TorchKvPool
@@ -90,6 +91,15 @@ def test_copies_without_a_mark_wait_for_nothing(engine: FakeStream) -> None:
         calls = own_calls(engine)
         assert not calls
     assert calls == ["synchronize"]
+
+
+def test_the_device_is_asked_on_the_threads_own_stream(engine: FakeStream) -> None:
+    order = StreamOrder(DEVICE)
+    order.synchronize()
+    with order.copying():
+        calls = own_calls(engine)
+    assert calls == ["synchronize", "synchronize"]
+    assert not engine.calls
 
 
 def test_a_copy_that_fails_is_over_all_the_same(engine: FakeStream) -> None:
