@@ -26,7 +26,7 @@ help:
 	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
 	@echo "make bench-peers        build llama.cpp, for each CPU level, and the models that make bench compares"
 	@echo "make test-images        build the images, run and break compose.yaml (ARGS=--install, --cuda, --quick)"
-	@echo "make test-chart         render the chart and the manifests by helm and kubectl, and compare them"
+	@echo "make test-chart         render the chart by helm and check it against the schemas of Kubernetes"
 	@echo "make locks              write deploy/locks: versions and hashes of what the images install"
 	@echo "make sbom               write sbom/: what the images install, as CycloneDX"
 	@echo "make audit              ask for known vulnerabilities of what the images install"
