@@ -18,7 +18,7 @@ import torch
 
 from baton_kernels.cpu.library import levels_of_machine
 from bench.machine import forced_level
-from engine.quantization.quantize import quantize_checkpoint
+from bench.rounding import round_checkpoint
 
 _ROOT = Path(__file__).resolve().parents[2]
 MADE = Path(__file__).with_name(".models")
@@ -58,7 +58,7 @@ class PeerMissing(Exception):
 
 
 def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
-    """Folder with the weights in bfloat16 or, of dtype int8, as `baton quantize` rounds them.
+    """Folder with the weights in bfloat16 or, of dtype int8, as bench.rounding rounds them.
     Raises KeyError."""
     source = BOX if name == "box" else _random_model(SHAPES[name], made / name)
     if dtype != "int8":
@@ -66,7 +66,7 @@ def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
     output = made / f"{name}-int8-output"
     if not output.exists():
         part = _fresh(output)
-        quantize_checkpoint(source, part, "int8")
+        round_checkpoint(source, part, "int8")
         part.rename(output)
     return output
 
