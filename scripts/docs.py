@@ -1,6 +1,6 @@
 """Generate docs/openai.md from the cases that its tests run, or with --check say whether it is
-current. The pages of commands and protos are generated when the site is built (scripts/site_hook.py);
---check generates them, too, and drops them."""
+current. The pages of commands and protos are generated when the site is built, by
+scripts/site_hook.py; --check generates them, too, and drops them."""
 
 from __future__ import annotations
 
