@@ -1,9 +1,9 @@
 """What rounding weights costs and gains: `python -m bench.quantization [MODEL] [--tokens N]
 [--rounds N]`.
 
-Writes each scheme of bench.rounding to a temporary folder and shows, for each and for the
-original: bytes of weights, perplexity on held-out text as served (bfloat16) and with the weights'
-rounding alone (float32), and the time of decode steps, in which the schemes take turns. The text is
+Writes each scheme of bench.quantized_checkpoints to a temporary folder and shows, for each and for
+the original: bytes of weights, perplexity on held-out text as served (bfloat16) and with rounded
+weights alone (float32), and the time of decode steps, in which the schemes take turns. The text is
 what models.corpus holds out: files of this interpreter's standard library.
 """
 
@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from baton.types import Sampling
 from bench.peers.ours import BatonContender
 from bench.peers.task import Task
-from bench.rounding import SCHEMES, round_checkpoint
+from bench.quantized_checkpoints import SCHEMES, quantize_checkpoint
 from engine.config import CacheConfig, EngineConfig, ModelChoice
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.load import load_engine
@@ -76,7 +76,7 @@ def perplexity(engine: TorchEngine, pieces: Sequence[Sequence[int]]) -> float:
 def quantized(model: Path, scratch: Path) -> dict[str, Path]:
     """Each scheme's checkpoint, in a folder of its name in `scratch`."""
     for scheme in SCHEMES:
-        round_checkpoint(model, scratch / scheme, scheme)
+        quantize_checkpoint(model, scratch / scheme, scheme)
     return {scheme: scratch / scheme for scheme in SCHEMES}
 
 

@@ -24,7 +24,7 @@ from kv_transfer.device_memory import DeviceCodec, device_copy_of
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
 from kv_transfer.ticket import Endpoint
-from kv_transfer.transport.base import Connector
+from kv_transfer.transport.connection import Connector
 from kv_transfer.wire_format import agreed_dtype, wire_format
 
 _log = logging.getLogger("baton.kv")

@@ -42,7 +42,7 @@ from kv_transfer.frame import (
 )
 from kv_transfer.handshake import SenderConfig, SenderSession, Terms
 from kv_transfer.ticket import KvTicket
-from kv_transfer.transport.base import Staged
+from kv_transfer.transport.connection import Staged
 from kv_transfer.wire_format import chunks
 
 

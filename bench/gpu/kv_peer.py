@@ -18,8 +18,8 @@ import torch
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.handshake import ReceiverConfig
-from kv_transfer.receiver import open_receiver
 from kv_transfer.ticket import TicketCommitted, TicketEvent
+from kv_transfer.transport.listeners import open_receiver
 
 
 def main() -> None:

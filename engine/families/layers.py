@@ -81,7 +81,7 @@ class LinearSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layers in the checkpoint, each once."""
+        """The layers in the checkpoint, each once."""
         return tuple(dict.fromkeys(source.name for source in self.sources))
 
 
@@ -125,7 +125,7 @@ def describe_output(config: ModelConfig, shard: Shard = WHOLE) -> LinearSpec:
 
 
 def describe_norm(config: ModelConfig) -> Norm[VectorSpec]:
-    """Of the last layer's results."""
+    """The norm of the last layer's results."""
     return _norm(config, "model.norm.weight", config.hidden_size)
 
 
@@ -297,7 +297,7 @@ class _Composing:
         )
 
     def _stacked_mlp(self, name: str, inner: int) -> Mlp[LinearSpec]:
-        """Of gpt-oss: one of a layer's tensors, in which rows of gate and up take turns."""
+        """An expert of tensors in which rows of gate and up take turns."""
         config, rows = self._config, self._shard.part(inner)
         gate_up = self._name(f"{name}.gate_up_proj")
         gate = range(2 * rows.start, 2 * rows.stop, 2)
@@ -360,8 +360,8 @@ def _head_order(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _rope_order(latent: LatentConfig, first: int) -> tuple[int, ...]:
-    """Of `first` rows that are not rotated and those that are, where neighbours of the checkpoint's
-    are rotated together: kernels have these half of the rotated ones apart."""
+    """The order of `first` rows that are not rotated and of those that are, where the checkpoint
+    has pairs side by side: kernels have each pair half of the rotated rows apart."""
     if not latent.is_interleaved:
         return ()
     end = first + latent.rope_dim

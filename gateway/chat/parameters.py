@@ -83,7 +83,7 @@ QWEN_PARAMETERS = ParameterFormat(
 
 class ParameterScanner:
     """The arguments of one call, from the first mark behind its tool's name on; used as
-    json_stream.CallScanner is. `name` is known once that mark is whole."""
+    tools.CallScanner is. `name` is known once that mark is whole."""
 
     def __init__(self, form: ParameterFormat, name: str, schema: Mapping[str, Any]) -> None:
         """name: of the tool. schema: of its arguments."""

@@ -10,7 +10,7 @@ A call is a JSON object after a mark of the format, or arguments between marks (
 Text that is no call is content. What may be the beginning of a mark is held back until that is
 clear, and nothing is lost where it is none. Space that may stand before a call is held back, too.
 What was emitted by the end of a text does not depend on how the text was cut: an answer that broke
-off is taken up by feeding it once more (chat.py).
+off is taken up by feeding it once more (gateway/http/chat.py).
 """
 
 from __future__ import annotations

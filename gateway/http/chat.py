@@ -87,7 +87,7 @@ class ChatBody(GenerationBody):
 
 
 class ChatFormat(OpenAiFormat):
-    """See generation.Format."""
+    """See format.Format."""
 
     id_prefix = "chatcmpl"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -404,12 +404,10 @@ class ChatChoice:
         return list(calls.values())
 
 
-ROUTES = (
-    Route(
-        "/v1/chat/completions",
-        "post",
-        "A conversation in, the next message out: text, calls of tools, thoughts.",
-        ChatBody,
-        make=ChatFormat,
-    ),
+ROUTE = Route(
+    "/v1/chat/completions",
+    "post",
+    "A conversation in, the next message out: text, calls of tools, thoughts.",
+    ChatBody,
+    make=ChatFormat,
 )

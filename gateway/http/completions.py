@@ -67,7 +67,7 @@ class CompletionBody(GenerationBody):
 
 
 class CompletionFormat(OpenAiFormat):
-    """See generation.Format."""
+    """See format.Format."""
 
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
@@ -212,12 +212,10 @@ def put_text_prompt(field: str, value: Any, prompt: inference_pb2.Prompt) -> Non
         raise InvalidRequest.of(FieldViolation(field, fault))
 
 
-ROUTES = (
-    Route(
-        "/v1/completions",
-        "post",
-        "Text or token ids of one or several prompts in, text out.",
-        CompletionBody,
-        make=CompletionFormat,
-    ),
+ROUTE = Route(
+    "/v1/completions",
+    "post",
+    "Text or token ids of one or several prompts in, text out.",
+    CompletionBody,
+    make=CompletionFormat,
 )

@@ -31,6 +31,14 @@ MAX_ARGUMENTS_CHARS = 2**19
 #: Parts of a message that are text, and where.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
+#: The form of what a message says, for /openapi.json.
+TEXT_OR_PARTS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "object", "required": ["type"]}},
+    ]
+}
+
 #: The form of fields that are read here and not by pydantic, for /openapi.json.
 MESSAGES = {
     "type": "array",
@@ -41,12 +49,7 @@ MESSAGES = {
         "required": ["role"],
         "properties": {
             "role": {"type": "string"},
-            "content": {
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "object", "required": ["type"]}},
-                ]
-            },
+            "content": TEXT_OR_PARTS,
             "name": {"type": "string"},
             "tool_call_id": {"type": "string"},
             "reasoning_content": {"type": "string"},

@@ -16,7 +16,7 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.chat.style import ChatStyle
 from gateway.http.connection import HttpRequest, HttpResponse
-from gateway.http.conversation import MAX_ARGUMENTS_CHARS
+from gateway.http.conversation import MAX_ARGUMENTS_CHARS, TEXT_OR_PARTS
 from gateway.http.errors import Fills, HttpError, in_words_of, shown_value
 from gateway.http.format import FINISHES, OPENAI, Dialect, Door, Route, send_json
 from gateway.http.logprobs import BytesOf
@@ -51,12 +51,7 @@ _MESSAGES = {
         "required": ["role", "content"],
         "properties": {
             "role": {"enum": ["user", "assistant", "system"]},
-            "content": {
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "object", "required": ["type"]}},
-                ]
-            },
+            "content": TEXT_OR_PARTS,
         },
     },
 }
@@ -153,7 +148,7 @@ ANTHROPIC = Dialect(
 
 
 class MessagesFormat(TranslatedChat):
-    """See generation.Format."""
+    """See format.Format."""
 
     id_prefix = "msg"
     dialect = ANTHROPIC

@@ -24,9 +24,9 @@ from gateway.http.responses import ResponseSoFar
 
 #: All that is served, but for the pages for people.
 OPERATIONS = (
-    *completions.ROUTES,
-    *chat.ROUTES,
-    *responses.ROUTES,
+    completions.ROUTE,
+    chat.ROUTE,
+    responses.ROUTE,
     *messages.ROUTES,
     Route("/v1/models", "get", "What is served: models, their other names, their adapters."),
     Route("/v1/models/{model}", "get", "One of them."),

@@ -26,8 +26,7 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.errors import Fills, filler_of, from_validation, shown_value
-from gateway.http.json_body import read_fields, wrong_ids
-from gateway.http.long_json import Received
+from gateway.http.json_body import Received, read_fields, wrong_ids
 from gateway.intake.rules import MAX_STRUCTURED_CHARS, Violations
 from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
 

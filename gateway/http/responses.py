@@ -89,7 +89,7 @@ _MAX_ITEMS = 4 * MAX_MESSAGES
 
 
 class ResponsesFormat(TranslatedChat):
-    """See generation.Format."""
+    """See format.Format."""
 
     id_prefix = "resp"
     dialect = OPENAI
@@ -352,12 +352,10 @@ def _tool_choice(choice: Any) -> Any:
     return choice
 
 
-ROUTES = (
-    Route(
-        "/v1/responses",
-        "post",
-        "OpenAI's newer form of a chat. Nothing is kept between requests.",
-        ResponsesBody,
-        make=ResponsesFormat,
-    ),
+ROUTE = Route(
+    "/v1/responses",
+    "post",
+    "OpenAI's newer form of a chat. Nothing is kept between requests.",
+    ResponsesBody,
+    make=ResponsesFormat,
 )

@@ -61,7 +61,7 @@ class ChatOutput(ABC):
 
 
 class TranslatedChat(ABC):
-    """A chat in the form of another API; see generation.Format. That API's own class adds the
+    """A chat in the form of another API; see format.Format. That API's own class adds the
     beginning and the end of a stream, and the document."""
 
     id_prefix: str
@@ -140,7 +140,7 @@ class TranslatedChat(ABC):
 
     @abstractmethod
     def end(self, usage: Mapping[str, Any]) -> str:
-        """See generation.Format."""
+        """See format.Format."""
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         (pieces,) = by_choice(chunks[0]).values()

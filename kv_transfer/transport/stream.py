@@ -37,7 +37,7 @@ from kv_transfer.frame import (
 from kv_transfer.kv_secret import FrameSeal, Seals, receiver_seals, sender_seals
 from kv_transfer.receiver import Land, Receiver, ReceiverSession
 from kv_transfer.ticket import Endpoint
-from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.connection import Staged, TransportError
 
 _READ_BYTES = 64 * 1024
 

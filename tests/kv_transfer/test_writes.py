@@ -15,9 +15,9 @@ from engine.kv.range import KvRange
 from kv_transfer.frame import PREAMBLE_BYTES, FrameBuffer, decode_header, decode_preamble
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import TicketCommitted
-from kv_transfer.transport.base import Staged
+from kv_transfer.transport.connection import Staged
 from kv_transfer.transport.stream import StreamConnection
-from kv_transfer.transport.tcp import TcpConnection
+from kv_transfer.transport.tcp_stream import TcpConnection
 
 PATIENCE_S = 30.0
 RENEW = kv_pb2.KvRenew(ticket_ids=[1])

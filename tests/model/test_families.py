@@ -21,7 +21,7 @@ from baton.errors import ConfigError, TensorMismatch, UnsupportedModel
 from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from baton_kernels.linear import PlainLinear
-from bench.rounding import Scheme, encode, round_checkpoint
+from bench.quantized_checkpoints import Scheme, encode, quantize_checkpoint
 from engine import choose_source, native_source
 from engine.families.read import parse_config
 from engine.families.registry import FAMILIES
@@ -258,7 +258,7 @@ def test_quantised_tokens_are_those_of_what_the_levels_mean(
 ) -> None:
     family, overrides = CASES[name]
     source = tiny_model(family, **{**WIDE, **overrides})
-    round_checkpoint(source, tmp_path / "rounded", scheme)
+    quantize_checkpoint(source, tmp_path / "rounded", scheme)
     dense = shutil.copytree(source, tmp_path / "dense")
     rounded = load_file(tmp_path / "rounded" / "model.safetensors")
     meant = {
@@ -357,7 +357,7 @@ def quantise_experts(rounded: Path, dense: Path) -> None:
 
 
 def meaning(tensors: dict[str, torch.Tensor], layer: str) -> torch.Tensor:
-    """Of a tensor of a checkpoint that bench.rounding wrote, the weight that it stands for."""
+    """Of a tensor of a checkpoint that `baton quantize` wrote, the weight that it stands for."""
     scale, packed = tensors.get(f"{layer}.weight_scale"), tensors.get(f"{layer}.weight_packed")
     if scale is None:
         return tensors[layer if layer in tensors else f"{layer}.weight"]
@@ -466,8 +466,8 @@ def test_layers_for_other_uses_are_not_read(latent_model: Path) -> None:
 def test_what_makes_keys_and_values_of_a_latent_may_be_quantised(
     latent_model: Path, tmp_path: Path
 ) -> None:
-    """bench.rounding leaves it dense; other tools may not. Its heads run apart, and dequantised."""
-    round_checkpoint(latent_model, tmp_path / "rounded", "int8")
+    """By others: `baton quantize` leaves it. Its heads run apart, and dequantised."""
+    quantize_checkpoint(latent_model, tmp_path / "rounded", "int8")
     path = tmp_path / "rounded" / "model.safetensors"
     rounded, dense = load_file(path), load_file(latent_model / "model.safetensors")
     names = [name for name in dense if "kv_b_proj" in name]

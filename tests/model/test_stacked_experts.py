@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel, UnsupportedSetting
 from baton.types import Sampling
 from baton_kernels.gated_activation import ALPHA, LIMIT
+from bench.quantized_checkpoints import quantize_checkpoint
 from engine.families.gpt_oss import CLAMPED_SILU
 from engine.families.read import parse_config
 from engine.torch.stacked_experts import decode_mxfp4
@@ -98,8 +99,10 @@ def test_configs_know_the_gate_that_kernels_have() -> None:
     assert CLAMPED_SILU == {"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT}
 
 
-def test_other_gates_and_forms_are_refused_by_name() -> None:
+def test_other_gates_and_forms_are_refused_by_name(tiny_model: MakeModel, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedSetting, match="swiglu_limit=5"):
         parse_config({"model_type": "gpt_oss", "swiglu_limit": 5})
     with pytest.raises(UnsupportedModel, match="quant_method=mxfp4"):
         parse_config({"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}})
+    with pytest.raises(UnsupportedModel, match="in one tensor"):
+        quantize_checkpoint(tiny_model("gpt_oss"), tmp_path / "out", "int8")

@@ -60,7 +60,7 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.send_connection import SendConnection, Task
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import PrefixRequested, TicketCommitted, TicketEvent
-from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.connection import Staged, TransportError
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.explore import Digest, Found, explore
 from tests.support.fake_workers import make_info

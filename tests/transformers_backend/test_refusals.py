@@ -19,6 +19,7 @@ from baton.errors import (
     UnsupportedSetting,
 )
 from baton.types import Sampling
+from bench.quantized_checkpoints import quantize_checkpoint
 from engine.checkpoint import check_checkpoint
 from engine.choose_source import model_source
 from engine.families.read import choose_implementation
@@ -72,6 +73,13 @@ def test_formats_of_weights_that_are_turned_are_refused_but_gptq(tmp_path: Path)
     rounded = quantize(path, tmp_path / "fp8", *FORMATS["fp8"], lambda *_: False)
     with pytest.raises(UnsupportedModel, match=r"GPT2LMHeadModel .*quant_method=fp8.*gptq is read"):
         load(rounded)
+
+
+def test_our_own_quantisation_is_for_our_own_families(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "dense", "gpt2")
+    with pytest.raises(UnsupportedModel, match=r"'gpt2'.*served as it is, or as other tools"):
+        quantize_checkpoint(path, tmp_path / "new", "int8")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture

@@ -142,8 +142,8 @@ class PagedDeviceCopy:
     ) -> None:
         """Fill `data`, in host memory, from the blocks. Raises what pack does."""
         self._check(block_ids, piece, wire, data.nbytes)
-        payload = self._pinned.staging(data.nbytes)
         with self._order.copying():
+            payload = self._pinned.staging(data.nbytes)
             self._pack(block_ids, piece, wire, payload, 0)
             self._pinned.to_host(payload, data)
 
@@ -152,8 +152,8 @@ class PagedDeviceCopy:
     ) -> None:
         """Write `data`, in host memory, into the blocks. Raises what pack does."""
         self._check(block_ids, piece, wire, data.nbytes)
-        payload = self._pinned.staging(data.nbytes)
         with self._order.copying():
+            payload = self._pinned.staging(data.nbytes)
             self._pinned.to_device(data, payload)
             self._unpack(block_ids, piece, wire, payload, 0)
 

@@ -11,7 +11,7 @@ import torch
 from baton.types import Sampling
 from baton_kernels.dispatch import Op
 from baton_kernels.quantized_linear import IntLinear, pack_int_weight
-from bench.rounding import Scheme, round_checkpoint
+from bench.quantized_checkpoints import Scheme, quantize_checkpoint
 from engine.torch import load, native_decoder, packed
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine
@@ -74,7 +74,7 @@ def test_quantised_weights_stay_as_they_are(
 ) -> None:
     """Tokens are those of the dequantised weights, which the kernel multiplies as levels."""
     source = make_tiny_model(tmp_path / "source", intermediate_size=96)
-    round_checkpoint(source, tmp_path / scheme, scheme)
+    quantize_checkpoint(source, tmp_path / scheme, scheme)
 
     def answers() -> list[list[int]]:
         engine = load_engine(str(tmp_path / scheme), num_blocks=40, block_size=4, num_threads=1)

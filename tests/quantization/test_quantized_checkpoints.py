@@ -1,9 +1,10 @@
-"""Quantised checkpoints mean nearly what they were made of, as they are served."""
+"""Checkpoints that tests and benchmarks quantise are smaller, whole, and mean nearly the same."""
 
 from __future__ import annotations
 
 import heapq
 import inspect
+import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from baton.errors import UnsupportedModel
 from baton.types import Sampling
 from baton_kernels.sparse_linear import is_sparse
-from bench.rounding import SCHEMES, Scheme, round_checkpoint
+from bench.quantized_checkpoints import SCHEMES, Scheme, _choose_group_size, quantize_checkpoint
 from engine.families.read import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.memory_plan import num_quantized_weights
@@ -53,7 +55,7 @@ def loss(path: Path, ids: list[int], dtype: str) -> float:
 def test_the_box_model_keeps_its_likelihood(
     scheme: Scheme, tmp_path: Path, text_ids: list[int]
 ) -> None:
-    round_checkpoint(BOX_MODEL, tmp_path / "new", scheme)
+    quantize_checkpoint(BOX_MODEL, tmp_path / "new", scheme)
     original = loss(BOX_MODEL, text_ids, "float32")
     assert original < 4
     for dtype in ("float32", "bfloat16"):
@@ -65,7 +67,7 @@ def test_the_box_model_keeps_its_likelihood_in_float8(
     tmp_path: Path, text_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and activations, as on a GPU that multiplies float8."""
-    round_checkpoint(BOX_MODEL, tmp_path / "new", "fp8")
+    quantize_checkpoint(BOX_MODEL, tmp_path / "new", "fp8")
     monkeypatch.setattr(load, "keeps_float8", lambda *_: True)
     original = loss(BOX_MODEL, text_ids, "float32")
     assert loss(tmp_path / "new", text_ids, "float32") < original + BOUNDS["fp8"]
@@ -76,10 +78,35 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
 
 
+def is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight") or name.startswith("lm_head.")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_written(model: Path, tmp_path: Path, scheme: Scheme) -> None:
+    output = tmp_path / "new"
+    before, after = quantize_checkpoint(model, output, scheme)
+    assert after == before if scheme == "sparse24" else after < before
+    # Everything but the linear layers is as it was, and so are the tokenizer's files.
+    old, new = tensors_of(model), tensors_of(output)
+    for name in set(old) & set(new):
+        if not is_linear(name):
+            assert torch.equal(old[name], new[name])
+    if scheme == "sparse24":
+        assert torch.equal(old["lm_head.weight"], new["lm_head.weight"])
+        assert read_config(output).quantization is None
+    else:
+        assert new["lm_head.weight"].itemsize == 1
+        assert "lm_head.weight_scale" in new
+    assert (output / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    index = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == new.keys()
+
+
 def test_pruned_weights_run_as_transformers_runs_them(model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    round_checkpoint(model, tmp_path / "new", "sparse24")
+    quantize_checkpoint(model, tmp_path / "new", "sparse24")
     for name, tensor in tensors_of(tmp_path / "new").items():
         if name.endswith("_proj.weight"):
             assert is_sparse(tensor)
@@ -97,7 +124,7 @@ def test_a_tied_output_layer_becomes_one_of_its_own(tmp_path: Path) -> None:
     # Nobody reads it: the embeddings are what the output layer is made of.
     stray = {"lm_head.weight": torch.zeros(1, 1)}
     save_file(tensors_of(tied) | stray, tied / "model.safetensors", metadata={"format": "pt"})
-    round_checkpoint(tied, tmp_path / "new", "int8")
+    quantize_checkpoint(tied, tmp_path / "new", "int8")
     assert not read_config(tmp_path / "new").is_tied
     new = tensors_of(tmp_path / "new")
     assert torch.equal(new["model.embed_tokens.weight"], embeddings)
@@ -108,7 +135,7 @@ def test_a_tied_output_layer_becomes_one_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_output_layer_can_be_kept(tmp_path: Path, is_tied: bool) -> None:
     source = make_tiny_model(tmp_path / "old", tie_word_embeddings=is_tied)
-    round_checkpoint(source, tmp_path / "new", "int8", keeps_output=True)
+    quantize_checkpoint(source, tmp_path / "new", "int8", keeps_output=True)
     old, new = tensors_of(source), tensors_of(tmp_path / "new")
     assert ("lm_head.weight" in new) != is_tied
     assert all(
@@ -124,7 +151,20 @@ def test_the_output_layer_can_be_kept(tmp_path: Path, is_tied: bool) -> None:
 def test_the_memory_plan_knows_a_quantised_output_layer(tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "old", intermediate_size=96)
     for name, keeps in (("whole", False), ("kept", True)):
-        round_checkpoint(source, tmp_path / name, "int4", keeps_output=keeps)
+        quantize_checkpoint(source, tmp_path / name, "int4", keeps_output=keeps)
     whole, kept = (read_config(tmp_path / name) for name in ("whole", "kept"))
     output_layer = whole.vocab_size * whole.hidden_size
     assert num_quantized_weights(whole) == num_quantized_weights(kept) + output_layer
+
+
+def test_layers_without_a_group_size_are_refused(tmp_path: Path) -> None:
+    odd = make_tiny_model(tmp_path / "odd", intermediate_size=40)
+    with pytest.raises(UnsupportedModel, match="multiple of 32"):
+        quantize_checkpoint(odd, tmp_path / "other", "int4")
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_group_is_the_largest_that_fits() -> None:
+    assert _choose_group_size([256, 1024]) == 128
+    assert _choose_group_size([256, 672]) == 32
+    assert _choose_group_size([100]) is None
