@@ -1,5 +1,4 @@
-"""2:4 sparsity: of each four inputs that follow each other, an output has weights for two at
-most."""
+"""2:4 sparsity: each output has at most two nonzero weights in each four consecutive inputs."""
 
 from __future__ import annotations
 
@@ -9,20 +8,20 @@ import torch
 
 from engine.quantization.fitting import fit
 
-#: Inputs that are fitted together; those after them later, all at once.
+#: Inputs that are fitted together; later inputs are updated once per block.
 _BLOCK = 64
 
 
 def prune(weight: torch.Tensor) -> torch.Tensor:
-    """weight [num_out, num_in], num_in a multiple of 4, with zeros for the two smaller of each
-    four. Of equals the first stay."""
+    """Zero the two smaller of each four weights [num_out, num_in]; num_in is a multiple of 4. On
+    ties the earlier ones stay."""
     if weight.shape[1] % 4:
         raise ValueError(f"{weight.shape[1]} inputs are no multiple of 4")
     return torch.where(_largest_two(weight.float().abs()), weight, torch.zeros_like(weight))
 
 
 def prune_by_inputs(weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-    """As prune, so that outputs change little for inputs such as those of `gram`: see
+    """As prune, but minimise the change of outputs for inputs distributed like those of `gram`: see
     engine.quantization.fitting."""
     pruned = torch.empty(weight.shape)
     done = 0
@@ -46,7 +45,7 @@ def prune_by_inputs(weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_two(sizes: torch.Tensor) -> torch.Tensor:
-    """Of each four of [num_out, num_in] whether it is one of the two largest."""
+    """Mask of the two largest of each four of [num_out, num_in]."""
     order = sizes.view(len(sizes), -1, 4).argsort(dim=-1, descending=True, stable=True)
     is_kept = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order[..., :2], True)
     return is_kept.view(sizes.shape)

@@ -1,11 +1,11 @@
-"""A draft head beside the engine of its target: the target's hidden states on their way to it, and
-its steps.
+"""Runs a draft head beside its target's engine: collects the target's hidden states and runs the
+head's steps.
 
-States are kept of what the engine samples from alone: the last token of a prompt, and each token of
-an output. So a head sees the output, and of the prompt what the target's states say: nothing is
-computed for it in a prompt, and nothing of it crosses a handoff. Wherever a sequence comes to, the
-head begins with the next token there. They are kept only while a head asks for some: one that has
-not been asked for long begins anew as well.
+States are kept only for sampled positions: the last token of a prompt, and each token of an output.
+The head therefore sees the output, and the prompt only through the target's states: prefill
+computes nothing for it, and handoffs transfer nothing of it. After a migration the head begins with
+the next token. States are kept only while a head takes some; after an idle time it begins anew as
+well.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from engine.torch.mtp import load_mtp_head, read_mtp_config
 from engine.torch.rope import make_rope
 from engine.torch.step import pack_batch
 
-#: Positions of a sequence whose states wait for its next drafts; the head forgets the rest.
+#: Maximum positions per sequence with states waiting for its next drafts; a head that lags further
+#: begins anew.
 MAX_WAITING = 64
 
-#: Launches in a row in which nobody takes states, after which none are kept.
+#: Consecutive launches without a `take` after which no states are kept.
 MAX_IDLE_LAUNCHES = 24
 
 
@@ -45,8 +46,8 @@ MAX_IDLE_LAUNCHES = 24
 class _Waiting:
     """States [positions, width] of the positions from `first` on.
 
-    branches: of the sequence's further slices in the last launch, which have other drafts: the
-    first position that there are new tokens of, those, and the states of the last ones of them.
+    branches: (first position, new tokens, states of the last ones of these) of the sequence's
+    further slices in the last launch, which verify other drafts.
     """
 
     first: int
@@ -54,7 +55,7 @@ class _Waiting:
     branches: list[tuple[int, Sequence[int], torch.Tensor]] = field(default_factory=list)
 
     def settle(self, token_ids: Sequence[int]) -> None:
-        """Go on from the branch that has the sequence's tokens, if any has."""
+        """Continue with the branch that matches the sequence's tokens, if any."""
         for start, drafted, states in self.branches:
             first = start + len(drafted) - len(states)
             end = min(start + len(drafted), len(token_ids))
@@ -65,8 +66,8 @@ class _Waiting:
 
 
 class HiddenStates:
-    """The target's states that no head has had yet, by sequence, from `start` on until nobody has
-    taken any for a while: keeping them costs each step some time."""
+    """The target's states that no head has taken yet, by sequence. Kept from `start` on until
+    MAX_IDLE_LAUNCHES launches without a `take`, because keeping them slows steps."""
 
     def __init__(self, watch: Callable[[OnStates | None], None]) -> None:
         """watch: see TorchEngine.watch."""
@@ -74,7 +75,7 @@ class HiddenStates:
         self._waiting: dict[Hashable, _Waiting] = {}
         self._num_idle_launches = 0
         self.is_kept = False
-        """Whether states of the next launch will be here."""
+        """Whether states of the next launch will be kept."""
 
     def start(self) -> None:
         """Keep states from the next launch on."""
@@ -88,8 +89,8 @@ class HiddenStates:
         self._waiting.clear()
 
     def on_states(self, batch: Batch, states: torch.Tensor | None) -> None:
-        """See engine.torch.engine.OnStates. A position that is computed again takes what was
-        known of it, and all after it, away."""
+        """See engine.torch.engine.OnStates. A position that is computed again replaces its states
+        and drops those of later positions."""
         if states is None:
             return
         self._num_idle_launches += 1
@@ -109,7 +110,7 @@ class HiddenStates:
             row += len(part.rows)
 
     def _add(self, part: SequenceSlice, states: torch.Tensor) -> None:
-        # Several choices of one sequence are drawn after one position.
+        # Several choices of one sequence sample after the same position.
         known = self._waiting.get(part.key)
         offset, num = part.rows[0].offset, len(part.rows)
         if known is not None:
@@ -125,8 +126,8 @@ class HiddenStates:
         self._waiting[part.key] = _Waiting(first, states)
 
     def first(self, key: Hashable, token_ids: Sequence[int]) -> int | None:
-        """From which position on there are states up to that of the last but one of a sequence's
-        tokens, which its next draft is made of; None if there are not."""
+        """First position from which states exist up to the last but one of a sequence's tokens,
+        which the next draft needs; None if some are missing."""
         found, num_tokens = self._waiting.get(key), len(token_ids)
         if found is not None:
             found.settle(token_ids)
@@ -135,8 +136,8 @@ class HiddenStates:
         return found.first
 
     def take(self, key: Hashable, token_ids: Sequence[int]) -> tuple[int, torch.Tensor]:
-        """What `first` says there is: the first position, and [positions, width] up to that of the
-        last but one. They are here no longer."""
+        """Remove and return the states that `first` found: their first position, and [positions,
+        width] up to the last but one of the tokens."""
         self._num_idle_launches = 0
         found = self._waiting.pop(key)
         return found.first, found.states[: len(token_ids) - 1 - found.first]
@@ -152,9 +153,9 @@ class HiddenStates:
 def draw_several(
     logits: torch.Tensor, rows: Sequence[SampleRow], num_tokens: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """For each row num_tokens different tokens: what is drawn, then what would be if the tokens
-    before were impossible, with the same random numbers. logits [rows, vocab] float32: changed.
-    None if nothing can be drawn for a row."""
+    """Draw num_tokens different tokens per row: each further token is drawn with the same random
+    numbers after excluding the earlier ones. logits [rows, vocab] float32: modified. None if no
+    token can be drawn for a row."""
     drawn: list[list[int]] = []
     for _ in range(min(num_tokens, logits.shape[1])):
         if drawn:
@@ -167,7 +168,7 @@ def draw_several(
 
 
 class HeadDrafts(NamedTuple):
-    """Tokens for each slice, the likeliest first, and the head's own states behind them [slices,
+    """Drafted tokens per slice, likeliest first, and the head's states after them [slices,
     hidden]."""
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -175,7 +176,7 @@ class HeadDrafts(NamedTuple):
 
 
 class HeadRunner:
-    """Runs a head on the engine's device, over blocks of its own."""
+    """Runs a head on the engine's device, with its own KV blocks."""
 
     def __init__(
         self,
@@ -194,16 +195,16 @@ class HeadRunner:
         self.num_blocks, self.block_size = num_blocks, block_size
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states [positions, width] as `step` takes them: [positions, hidden]."""
+        """Combine the target's states [positions, width] for `step`: [positions, hidden]."""
         with torch.inference_mode():
             return self._head.fuse(states)
 
     def step(
         self, batch: Batch, states: Sequence[torch.Tensor], num_tokens: int
     ) -> HeadDrafts | None:
-        """num_tokens different tokens after each slice, which has one row, at its end. states [new
-        tokens of it, hidden]: of each slice, of the position before each token's. None if nothing
-        can be drawn for one of them."""
+        """Draft num_tokens different tokens after each slice, which has one row, at its end. states
+        [new tokens, hidden] per slice: of the position before each token's. None if no token can be
+        drawn for a slice."""
         with torch.inference_mode():
             packed = pack_batch(batch, self._config, self._rope, self._pool, self._head.dtype)
             of_all = states[0] if len(states) == 1 else torch.cat(list(states))
@@ -215,8 +216,8 @@ class HeadRunner:
 def open_head(
     engine: TorchEngine, files: HeadFiles, max_num_seqs: int
 ) -> tuple[HeadRunner, HiddenStates]:
-    """The head in `files` for the engine's model, and the states that the engine gives when it is
-    asked to. Raises ConfigError and ModelError."""
+    """Load the head in `files` for the engine's model; also return the collector of the engine's
+    states. Raises ConfigError and ModelError."""
     spec, target, folder = engine.spec, engine.watchable_steps().model, files.folder
     if files.method == "mtp":
         config = read_mtp_config(folder, target.config)
@@ -226,7 +227,7 @@ def open_head(
         head = load_head(folder, config, target.decoder, engine.device)
     states = HiddenStates(partial(engine.watch, config.layers))
     block_size = spec.layout.block_size
-    # A sequence of the head is no longer than the target's, which are in its blocks.
+    # Sequences of the head are no longer than the target's, which limits its blocks, too.
     num_blocks = min(spec.num_blocks, max_num_seqs * -(-spec.max_model_len // block_size))
     runner = HeadRunner(head, num_blocks, block_size, spec.max_model_len, engine.device)
     return runner, states

@@ -1,4 +1,4 @@
-"""Medusa heads beside the engine of their target: drafts from its hidden states."""
+"""Runs Medusa heads beside their target's engine: drafts from its hidden states."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class MedusaRunner:
         rows: Sequence[Sequence[SampleRow]],
         num_tokens: int,
     ) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
-        """For each sequence's rows, of which all have equally many, num_tokens different tokens:
-        those that one of the first heads finds likeliest, the likeliest first. states [1, hidden]:
-        of each sequence, the target's. None if nothing can be drawn for one of them."""
+        """Draft num_tokens different tokens for each row of each sequence (equally many rows each):
+        the likeliest of each of the first heads, likeliest first. states [1, hidden] per sequence:
+        the target's. None if no token can be drawn for a row."""
         num_heads = len(rows[0])
         with torch.inference_mode():
             logits = self._heads.logits(torch.cat(list(states)), num_heads)
@@ -41,8 +41,8 @@ class MedusaRunner:
 
 
 def open_medusa(engine: TorchEngine, files: HeadFiles) -> tuple[MedusaRunner, HiddenStates]:
-    """The heads in `files` for the engine's model, and the states that the engine gives when it is
-    asked to. Raises ConfigError and ModelError."""
+    """Load the heads in `files` for the engine's model; also return the collector of the engine's
+    states. Raises ConfigError and ModelError."""
     target = engine.watchable_steps().model
     config = read_medusa_config(files.folder, target.config)
     heads = load_medusa(files.folder, config, target.decoder, engine.device)
