@@ -13,8 +13,8 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Input sizes. half: the 16-bit dtype, float16 in the interpreter, whose bfloat16 products are
-    wrong. lengths: (cached, new) tokens."""
+    """Input sizes. half: the 16-bit dtype, float16 in the interpreter (its bfloat16 products are
+    wrong). lengths: (cached, new) tokens."""
 
     half: torch.dtype
     num_tokens: int

@@ -52,7 +52,7 @@ IMPOSSIBLE = -1e30
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """kind: see the module. model: config whose last layer is the head's, with the target's
+    """kind: see the module. model: config with the head's layer as its last one, and the target's
     vocabulary. layers: layers of the target with inputs that the head gets (the number of layers
     stands for the last one's output); empty: the target's last states after the norm.
     draft_vocab_size: None for the target's."""

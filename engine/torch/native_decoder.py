@@ -108,8 +108,8 @@ class NativeDecoder(Decoder):
 def _run_to(
     running: RunningLayers, first: int, end: int, layer_done: Callable[[int], None] | None
 ) -> None:
-    """Run stages from `first`, the start of a layer, up to `end`; pause to report each layer whose
-    KV is written."""
+    """Run stages from `first`, the start of a layer, up to `end`; pause after each layer's KV write
+    to report it."""
     if layer_done is None:
         running.run(first, end)
         return

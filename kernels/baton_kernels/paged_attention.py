@@ -177,7 +177,7 @@ def _num_blocks(part: AttentionSlice, block_size: int, window: int | None) -> in
 def _like_lengths(
     slices: Sequence[AttentionSlice], block_size: int, window: int | None
 ) -> list[list[AttentionSlice]]:
-    """Split into groups of equal num_tokens in which padding at most doubles what is read."""
+    """Split into groups of equal num_tokens; padding at most doubles the KV read per group."""
     groups: list[list[AttentionSlice]] = []
     longest = 0
     order = sorted(slices, key=lambda s: (s.num_tokens, -_num_blocks(s, block_size, window)))

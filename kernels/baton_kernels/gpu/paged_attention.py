@@ -217,7 +217,7 @@ def _attend(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     oldest = tl.maximum(position - window + 1, 0) if HAS_WINDOW else 0
     if HAS_SINKS:  # noqa: SIM102, the kernel has the inner test in it only then
-        # Of the items that share a tile's queries, the one with the first key adds the sink.
+        # The item with a tile's first key adds the sink.
         if begin <= oldest:
             peak = tl.load(sinks_ptr + head) * _LOG2_E
             total += 1.0
