@@ -1,5 +1,5 @@
-"""Structured output: grammars, the tokens that they allow next, and where each tier gets them.
-Imports no torch."""
+"""Structured output: grammars, masks of allowed tokens, and matchers for each tier. Imports no
+torch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from engine.torch.step import pack_batch
 
 
 class HeadDrafts(NamedTuple):
-    """Tokens for each slice, the likeliest first, and the head's own states behind them [slices,
+    """Drafted tokens per slice, likeliest first, and the head's states after them [slices,
     hidden]."""
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -34,7 +34,7 @@ class HeadDrafts(NamedTuple):
 
 
 class HeadRunner:
-    """Runs a head on the engine's device, over blocks of its own."""
+    """Runs a head on the engine's device, with its own KV blocks."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class HeadRunner:
         self.num_blocks, self.block_size = num_blocks, block_size
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states [positions, width] as `step` takes them: [positions, hidden]."""
+        """Combine the target's states [positions, width] for `step`: [positions, hidden]."""
         with torch.inference_mode():
             return self._head.fuse(states)
 
     def step(
         self, batch: Batch, states: Sequence[torch.Tensor], num_tokens: int
     ) -> HeadDrafts | None:
-        """num_tokens different tokens after each slice, which has one row, at its end. states [new
-        tokens of it, hidden]: of each slice, of the position before each token's. None if nothing
-        can be drawn for one of them."""
+        """Draft num_tokens different tokens after each slice, which has one row, at its end. states
+        [new tokens, hidden] per slice: of the position before each token's. None if no token can be
+        drawn for a slice."""
         with torch.inference_mode():
             packed = pack_batch(batch, self._config, self._rope, self._pool, self._head.dtype)
             of_all = states[0] if len(states) == 1 else torch.cat(list(states))
@@ -74,8 +74,8 @@ class HeadRunner:
 def open_head(
     engine: TorchEngine, files: HeadFiles, max_num_seqs: int
 ) -> tuple[HeadRunner, HiddenStates]:
-    """The head in `files` for the engine's model, and the states that the engine gives when it is
-    asked to. Raises ConfigError and ModelError."""
+    """Load the head in `files` for the engine's model; also return the collector of the engine's
+    states. Raises ConfigError and ModelError."""
     spec, target, folder = engine.spec, engine.watchable_steps().model, files.folder
     if files.method == "mtp":
         config = read_mtp_config(folder, target.config)
@@ -85,7 +85,7 @@ def open_head(
         head = load_head(folder, config, target.decoder, engine.device)
     states = HiddenStates(partial(engine.watch, config.layers))
     block_size = spec.layout.block_size
-    # A sequence of the head is no longer than the target's, which are in its blocks.
+    # Sequences of the head are no longer than the target's, which limits its blocks, too.
     num_blocks = min(spec.num_blocks, max_num_seqs * -(-spec.max_model_len // block_size))
     runner = HeadRunner(head, num_blocks, block_size, spec.max_model_len, engine.device)
     return runner, states

@@ -1,15 +1,15 @@
-"""Medusa heads: what they compute, and their checkpoints (Medusa-1, arXiv 2401.10774).
+"""Medusa heads (Medusa-1, arXiv 2401.10774): their forward, and their checkpoints.
 
-The target's last state at position t, after its norm, says token t + 1; head k says token t + 2 + k
-from the same state, all at once:
+The target's last state at position t, after its norm, predicts token t + 1; head k predicts token t
++ 2 + k from the same state, all heads at once:
 
     h = x, then h = h + silu(W h + b) of each of its layers; logits: output_k(h)
 
-Heads know nothing of what those before them drafted, and have no state of a sequence. Two layouts
-are read, of num_heads heads (medusa_num_heads) with num_hidden_layers layers (medusa_num_layers):
+Heads do not see earlier heads' drafts and have no state per sequence. Two checkpoint layouts are
+supported, of num_heads heads (medusa_num_heads) with num_hidden_layers layers (medusa_num_layers):
 
     vLLM              blocks.K.layers.J.weight and .bias, lm_heads.K.weight, token_map; with
-                      original_lm_head lm_heads.0.weight is for all heads, or the target's is
+                      original_lm_head, lm_heads.0.weight (or else the target's) is for all heads
     FasterDecoding    K.J.linear.weight and .bias, K.NUM_LAYERS.weight
 
 Names may begin with "medusa_heads." or "medusa_head.".
@@ -36,15 +36,15 @@ from engine.torch.draft_head import HeadTensors, check_tokens, read_raw_config, 
 from engine.torch.engine import TorchEngine
 from engine.torch.hidden_states import HiddenStates, draw_several
 
-#: As config.json names them.
+#: Names in config.json.
 MODEL_TYPE, ARCHITECTURE = "medusa", "MedusaModel"
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """hidden_size, vocab_size: the target's. num_tokens: of the heads' vocabulary, which
-    `token_map` names if it is smaller. has_one_output: all heads have the same output layer.
-    logit_scale: of their logits."""
+    """hidden_size, vocab_size: the target's. num_tokens: size of the heads' vocabulary; if smaller
+    than vocab_size, `token_map` lists its ids. has_one_output: all heads share one output layer.
+    logit_scale: factor of their logits."""
 
     num_heads: int
     num_layers: int
@@ -90,7 +90,7 @@ def read_medusa_config(folder: Path, target: ModelConfig) -> MedusaConfig:
 
 
 def _count(folder: Path, raw: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
-    """The first that config.json has; default: vLLM's."""
+    """Value of the first of `names` in config.json; default: vLLM's."""
     name = next((name for name in names if name in raw), names[0])
     value = raw.get(name, default)
     if not isinstance(value, int) or value < 1:
@@ -100,9 +100,9 @@ def _count(folder: Path, raw: Mapping[str, Any], names: tuple[str, ...], default
 
 @dataclass(frozen=True, slots=True)
 class MedusaParts:
-    """first: the first layer of all heads, one below the other; layers: by head, those after it;
-    outputs: of the heads, one for all of them, or none for the target's. tokens [num_tokens] int64:
-    which the outputs' rows are for; None for all."""
+    """first: the first layers of all heads, stacked; layers: later layers, by head; outputs: output
+    layers, one per head, one for all, or none for the target's. tokens [num_tokens] int64: ids of
+    the outputs' rows; None for all."""
 
     first: Linear
     layers: tuple[tuple[Linear, ...], ...]
@@ -191,7 +191,7 @@ def load_medusa(
 
     def output(head: int) -> Linear:
         name = f"{head}.{last}.weight" if is_published else f"lm_heads.{head}.weight"
-        # As vLLM does, rows of tokens that the heads have not are left out.
+        # As in vLLM: full-size outputs keep only the rows of the heads' vocabulary.
         if tokens is not None and tensors.size(name) == config.vocab_size * size:
             return pack_linear(tensors.take(name, config.vocab_size, size)[tokens], None)
         return pack_linear(tensors.take(name, num_tokens, size), None)

@@ -1,5 +1,4 @@
-"""A decoder's parameters in the form that runs: each linear layer packed for where it runs,
-once."""
+"""A decoder's parameters in executable form: each linear layer is packed once, for its device."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ PackedLayer = Layer[Linear, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedParameters:
-    """As Parameters. Where embeddings are tied, lm_head may hold a packed copy of them."""
+    """See Parameters. With tied embeddings, lm_head may be a packed copy of them."""
 
     embeddings: torch.Tensor
     layers: tuple[PackedLayer, ...]
@@ -35,12 +34,12 @@ def pack_parameters(
     *,
     batch_invariant: bool = False,
 ) -> PackedParameters:
-    """Packs layer by layer. `quantized`: by the checkpoint's names, weights that are not in
-    `parameters`.
+    """Pack layer by layer. `quantized`: weights that are not in `parameters`, by the checkpoint's
+    names.
 
-    Both are emptied as layers are packed, so that no weight is there twice. Linear layers get to
-    where the norms are, native ones of a CPU into one arena. batch_invariant: layers that are not
-    quantised give each row the same bits in any batch, as a CPU's native ones do in any case.
+    Both are emptied on the way, so that no weight is in memory twice. Linear layers move to the
+    device of the norms; native CPU ones share an arena. batch_invariant: unquantised layers give
+    each row the same bits in any batch, as native CPU layers always do.
     """
     device = parameters.norm.weight.numbers.device
     packing = Packing(device, quantized, is_fixed=batch_invariant and device.type != "cpu")
@@ -56,8 +55,8 @@ def pack_parameters(
 
 
 class Packing:
-    """Layers and linear layers one by one. device: where all goes; quantized: see pack_parameters;
-    is_fixed: see FixedLinear."""
+    """Packs layers and linear layers one at a time. device: the target device; quantized: see
+    pack_parameters; is_fixed: use FixedLinear."""
 
     def __init__(
         self, device: torch.device, quantized: dict[str, StoredWeight], *, is_fixed: bool
@@ -72,7 +71,7 @@ class Packing:
         return layer.map(self.linear, _numbers)
 
     def norm(self, norm: Norm[Vector]) -> Norm[torch.Tensor]:
-        """Where it is."""
+        """The norm on the target device."""
         return norm.map(_numbers)
 
     def linear(self, linear: DenseLinear) -> Linear:
