@@ -1,30 +1,30 @@
-"""The life of a request, from the queue to its last token. Pure: events and the time in, actions
-out.
+"""State machine of a request, from the queue to its last token. Pure: events and the time in,
+actions out.
 
-A sequence comes to the worker that runs it, its home, by one handoff, wherever its KV is from:
+A sequence reaches the worker that runs it, its home, by one handoff, from any source of KV:
 
     WAITING ──placed──┐              ┌─Offered──> DELIVERING ──Committed──┐
                       ├─> RESERVING ─┤  its source sends KV by the ticket ├─> RUNNING ─tokens─> OVER
     PAUSING ──Paused──┘   opened at  └─LocalPrefill───────────────────────┘
                           the home
 
-    the source     a prefill worker, which is opened with the ticket and computes the prompt
-                   a worker that runs the sequence, its origin, and hands it off: a migration begins
-                   with PAUSING
+    the source     a prefill worker, opened with the ticket, which computes the prompt; or
+                   the origin, a worker that runs the sequence and hands it off: a migration,
+                   which starts in PAUSING
 
     refused, preempted, failed, or too late, in any state:
-        a migration     it goes on at its origin, if it still is there; RETURNING until the origin
-                        has said so
-        else            the assignment is OVER; each choice WAITS for another one, with the tokens
-                        so far
+        a migration     continues at its origin, if that still has the sequence; RETURNING until
+                        the origin has answered
+        else            the assignment is OVER; each choice WAITS for another one, with its
+                        tokens so far
 
-Several choices are one sequence up to their first tokens, and each goes its own way from then on.
-The gateway may know the first tokens, which the source reports at once, earlier than the home:
-choices fork there no sooner than it has the KV. The outputs of a beam search fork at its end.
+The choices of a request are one sequence until their first tokens, then fork. The source reports
+the first tokens directly, perhaps before the home does; choices fork only once the home has the KV.
+The outputs of a beam search fork at its end.
 
-What the source and the home report comes on different ways: what the home reports before the source
-has said that the prompt is computed waits for that. Once the home has the KV, its word counts: the
-source may not know it.
+Events of source and home arrive on separate streams, unordered. Events of the home are held until
+the source reports Prefilled. Once the home has the KV, its events count without those of the
+source.
 """
 
 from __future__ import annotations
@@ -96,25 +96,25 @@ from gateway.routing.placement import Outcome, Placement
 from gateway.routing.router import Need
 from gateway.telemetry.timing import Handoff, Timeline
 
-#: How long a worker may take to pause a sequence; it goes on there after that.
+#: Seconds for a worker to pause a sequence; later it continues there.
 PAUSE_TIMEOUT_S = 10.0
 
-#: How long a worker may take to answer an opening. A frozen one is noticed sooner; this is for lost
-#: messages.
+#: Seconds for a worker to answer an opening. Covers lost messages; a frozen worker is detected
+#: earlier.
 OPEN_TIMEOUT_S = 15.0
 
-#: How long KV may take to the home once it is all computed.
+#: Seconds for KV to reach the home after it is all computed.
 HANDOFF_TIMEOUT_S = 30.0
 
 _NOTHING: tuple[Action, ...] = ()
 
-#: Nothing is held at the home, whatever of it is still on its way.
+#: States in which the home holds nothing; events of it that arrive late are ignored.
 _DEAF = frozenset({State.RETURNING, State.OVER})
 
 
 class RequestState:
-    """One request. Every method but the properties is an event: what it returns is to be done, in
-    order."""
+    """State of one request. Every method except the properties handles an event and returns the
+    actions to perform, in order."""
 
     def __init__(
         self,
@@ -123,29 +123,30 @@ class RequestState:
         timeline: Timeline,
         ended: Set[int] = frozenset(),
     ) -> None:
-        """outputs: of each choice, with the tokens that an earlier stream sent, if one did.
-        timeline: the request's; all times are on its clock. ended: choices whose end was sent."""
+        """outputs: one per choice, with the tokens of earlier streams.
+        timeline: of the request; all times are on its clock.
+        ended: choices that ended in an earlier stream."""
         self.choices = tuple(Choice(i, output, i in ended) for i, output in enumerate(outputs))
         self._deliver = tuple((Deliver(choice),) for choice in self.choices)
-        """By choice, all that is to be done when a token comes, made once."""
+        """Actions on a new token, by choice; made once."""
         has_begun = 0 in ended or bool(outputs[0].token_ids)
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = () if has_begun else None
-        """Once they are known; before the first tokens, if they were asked for. Empty if an earlier
-        stream sent them."""
+        """None until known; known before the first tokens if requested. Empty if an earlier stream
+        sent them."""
         self.num_running = len(self.choices) - len(ended)
-        """Choices that are not over; none once the request has failed."""
+        """Choices that are not over; 0 once the request has failed."""
         self._spec = spec
         self._is_search = spec.sampling.beam is not None
         self._timeline = timeline
         self._assignments: dict[Assignment, None] = {}
-        """Those that are not OVER."""
+        """Assignments that are not OVER, in order."""
         self._actions: list[Action] = []
         self._numerics: NumericsClass | None = None
-        """Of the worker that the first tokens came from, where it may not change."""
+        """Class of the worker of the first tokens, if it must not change."""
         self._is_return = False
         self._is_closed = False
 
-    # What the driver reports
+    # Events from the driver
 
     def on_start(self, now_s: float) -> Sequence[Action]:
         for choice in self.choices:
@@ -159,13 +160,13 @@ class RequestState:
     def on_place(
         self, assignment: Assignment, place: Placement | BatonError, now_s: float
     ) -> Sequence[Action]:
-        """The dispatcher's answer: a place, or why there will be none."""
+        """The dispatcher's answer: a placement, or the error that prevents one."""
         if isinstance(place, BatonError):
-            # A worker's failure that led here says more than that.
+            # The worker failure that led here is more specific than the dispatcher's error.
             failures = assignment.choices[0].failures
             self._fail(failures[-1] if isinstance(place, NoWorkers) and failures else place)
             return self._taken_actions()
-        if assignment.state is not State.WAITING:  # nobody waits for it any more
+        if assignment.state is not State.WAITING:  # given up meanwhile
             return (Update(place, Outcome.RELEASED),)
         assignment.placement = place
         self._timeline.queue_ms += (now_s - assignment.since_s) * 1e3
@@ -177,7 +178,7 @@ class RequestState:
     def on_event(  # noqa: PLR0912, one arm per event
         self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
     ) -> Sequence[Action]:
-        """The home reports an event of one choice, or of all while they are one."""
+        """An event of the home, about one choice, or about all before they fork."""
         if assignment.is_streaming and type(event) is Tokens:
             if number in assignment.gone:
                 return _NOTHING
@@ -207,7 +208,7 @@ class RequestState:
                 if not self._is_search:
                     self._fork(assignment)
             case Deferred(why) | Failed(Draining.reason, why):
-                # There was no room after all, or the worker drains: no failure.
+                # No room after all, or the worker is draining: not a failure.
                 self._timeline.note(RequestEvent.DEFERRED, now_s)
                 self._actions.append(Update(_placement_of(assignment), Outcome.REFUSED))
                 self._on_released(assignment, number, Deferred(why), now_s)
@@ -223,8 +224,8 @@ class RequestState:
     def on_source_event(
         self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
     ) -> Sequence[Action]:
-        """A prefill worker that is an assignment's source reports an event: Prefilled, and then its
-        first tokens."""
+        """An event of a prefill worker that is an assignment's source: Prefilled, then its first
+        tokens."""
         state = assignment.state
         if state in _DEAF:
             return _NOTHING
@@ -236,7 +237,7 @@ class RequestState:
                     self._actions.append(SetTimer(assignment, HANDOFF_TIMEOUT_S))
                 if self._is_search:
                     self._timeline.on_tokens(now_s)
-                elif assignment.held:  # what the home has reported since may go
+                elif assignment.held:  # events of the home that waited for this one
                     self._release_held(assignment, now_s)
             case Tokens():
                 self._give(assignment, number, event, now_s)
@@ -274,8 +275,7 @@ class RequestState:
         return self._taken_actions()
 
     def on_migration(self, choice: Choice, placement: Placement, now_s: float) -> Sequence[Action]:
-        """Move a movable choice to a place that was claimed for it. EndMigration follows, in any
-        case."""
+        """Migrate a movable choice to a claimed placement. EndMigration always follows."""
         origin, spec = choice.assignment, self.spec_of((choice,))
         if origin is None:
             raise ValueError("the choice has no place")
@@ -287,19 +287,19 @@ class RequestState:
         return self._taken_actions()
 
     def on_delivery(self, choice: Choice) -> Sequence[Action]:
-        """The client can take what came: it is added to the choice's output."""
+        """The client can take output: add pending tokens to the choice's output."""
         self._take_pending(choice)
         return self._taken_actions()
 
     def on_close(self) -> Sequence[Action]:
-        """The request is over, whatever state it is in."""
+        """End the request, in any state."""
         self._close_all()
         return self._taken_actions()
 
-    # What others ask
+    # Queries
 
     def is_movable(self, choice: Choice) -> bool:
-        """Whether it runs as a sequence of its own, and stays where it is so far."""
+        """Whether it runs as a forked sequence and no migration of it is under way."""
         assignment = choice.assignment
         return (
             assignment is not None
@@ -310,12 +310,12 @@ class RequestState:
         )
 
     def rank_of(self, choice: Choice) -> Rank:
-        """Among the running choices of all accounts."""
+        """Its rank among the running choices of all accounts."""
         return across_accounts(self._spec.choice_alone(choice.index).rank)
 
     def spec_of(self, choices: Sequence[Choice]) -> SequenceSpec:
-        """What is to be placed: all choices as one while they have no tokens, else one that has
-        some."""
+        """The sequence to place: all choices as one before the first tokens, else a single
+        choice."""
         spec = self._spec
         has_begun = self.prompt_logprobs is not None or choices[0].output.token_ids
         if has_begun and spec.sampling.prompt_logprobs >= 0:
@@ -325,7 +325,7 @@ class RequestState:
         (choice,) = choices
         return spec.choice_alone(choice.index, tuple(choice.output.token_ids))
 
-    # What the home reports
+    # Events of the home
 
     def _on_offered(
         self, assignment: Assignment, ticket: bytes, num_cached_tokens: int, now_s: float
@@ -350,7 +350,7 @@ class RequestState:
     def _on_local_prefill(
         self, assignment: Assignment, num_cached_tokens: int, now_s: float
     ) -> None:
-        """No KV need come: the home computes what it has not."""
+        """The home computes the missing KV; none is sent."""
         placement, timeline = _placement_of(assignment), self._timeline
         self._on_answer(assignment, RequestEvent.LOCAL_PREFILL, num_cached_tokens, now_s)
         timeline.on_local_prefill()
@@ -370,13 +370,13 @@ class RequestState:
         self._actions.append(SetTimer(assignment, None))
         self._actions.append(Update(placement, Outcome.RESERVED))
         if placement.decode is None:
-            return  # all that is wanted comes from the prefill worker
+            return  # the prefill worker's token completes the output
         self._timeline.note(event, now_s)
         if self._timeline.decode_cached_tokens is None:
             self._timeline.decode_cached_tokens = num_cached_tokens
 
     def _on_kv(self, assignment: Assignment, now_s: float) -> None:
-        """The home has the KV, or computes it: nobody else has the sequence any more."""
+        """The home holds the KV or computes it; release source and origin."""
         origin, assignment.origin = assignment.origin, None
         assignment.state, assignment.since_s = State.RUNNING, now_s
         self._actions.append(SetTimer(assignment, None))
@@ -405,7 +405,7 @@ class RequestState:
             assignment.is_streaming = assignment.state is State.RUNNING
 
     def _release_held(self, assignment: Assignment, now_s: float) -> None:
-        """What came is wanted now."""
+        """Process held events."""
         held, assignment.held = assignment.held, []
         for number, event in held:
             if isinstance(event, Tokens):
@@ -414,7 +414,7 @@ class RequestState:
                 self._release(assignment, (number,), event, now_s)
 
     def _give(self, assignment: Assignment, number: int, event: Tokens, now_s: float) -> None:
-        """Tokens for the client."""
+        """Accept tokens for the client."""
         if number in assignment.gone:
             return
         self._timeline.on_tokens(now_s)
@@ -425,14 +425,14 @@ class RequestState:
         self._actions += self._deliver[choice.index]
 
     def _fork(self, assignment: Assignment) -> None:
-        """Each choice has its handle at the home. Those that ended earlier are ended there now."""
+        """Give each choice its own handle at the home, and end choices that are over there."""
         if assignment.is_forked:
             return
         assignment.is_forked = True
         for number in sorted(assignment.gone):
             self._end_one(assignment, number)
 
-    # What the source reports
+    # Events of the source
 
     def _on_prefilled(self, assignment: Assignment, event: Prefilled, now_s: float) -> None:
         timeline = self._timeline
@@ -447,7 +447,7 @@ class RequestState:
         self._actions.append(Update(_placement_of(assignment), Outcome.PREFILLED))
 
     def _on_source_failed(self, assignment: Assignment, error: BatonError, now_s: float) -> None:
-        """The KV will not come, or nobody knows what came with it."""
+        """The source failed: the KV will not arrive, or its tokens are unknown."""
         if assignment.state is State.RUNNING and not assignment.is_prefill_awaited:
             return
         placement = _placement_of(assignment)
@@ -455,7 +455,7 @@ class RequestState:
             self._actions.append(NoteUndelivered(placement, placement.source, error.message))
         self._release_all(assignment, error, now_s)
 
-    # What the origin of a migration reports
+    # Events of a migration's origin
 
     def _on_origin_event(
         self,
@@ -490,7 +490,7 @@ class RequestState:
                 self._stay(migration)
 
     def _open_migration(self, migration: Assignment, now_s: float) -> None:
-        """The origin has reported all tokens that go along."""
+        """Open the migration at its target, once the origin has reported all tokens."""
         (choice,) = migration.choices
         self._take_pending(choice)
         if migration.state is not State.OVER:
@@ -498,32 +498,32 @@ class RequestState:
             self._open(migration, now_s)
 
     def _stay(self, migration: Assignment) -> None:
-        """It goes on at its origin."""
+        """Give up the migration; the choice continues at its origin."""
         origin, (choice,) = migration.origin, migration.choices
         self._end_migration(migration)
         if origin is not None:
             self._actions.append(Resume(origin, origin.choices.index(choice)))
 
     def _lose_both(self, migration: Assignment, cause: Released, now_s: float) -> None:
-        """It is in neither place, or nobody knows in which."""
+        """The sequence is lost at both workers, or its location is unknown."""
         origin, (choice,) = migration.origin, migration.choices
         self._end_migration(migration)
         if origin is not None:
             self._release(origin, (origin.choices.index(choice),), cause, now_s)
 
     def _end_migration(self, migration: Assignment) -> None:
-        """Whatever state it is in."""
+        """End the migration, in any state."""
         (choice,) = migration.choices
         self._close(migration)
         choice.migration = None
         self._actions.append(EndMigration(choice))
 
-    # How an assignment ends
+    # Ends of assignments
 
     def _on_released(
         self, assignment: Assignment, number: int, cause: Released, now_s: float
     ) -> None:
-        """The home has let go of a choice; of all of them while they are one."""
+        """The home released a choice, or all choices before they fork."""
         if not assignment.is_forked:
             self._release_all(assignment, cause, now_s)
         elif assignment.is_prefill_awaited:
@@ -537,7 +537,8 @@ class RequestState:
         elif assignment.has_origin_left:
             self._lose_both(assignment, cause, now_s)
         elif assignment.state is State.DELIVERING:
-            # The origin is sending, and would not listen: it will say if it still has the sequence.
+            # The origin is sending and takes no command; it will report whether it still holds the
+            # sequence.
             assignment.failure = cause
             assignment.state, assignment.since_s = State.RETURNING, now_s
             self._actions.append(Close(assignment))
@@ -548,8 +549,8 @@ class RequestState:
     def _release(
         self, assignment: Assignment, numbers: Iterable[int], cause: Released, now_s: float
     ) -> None:
-        """Some choices have lost their place, if they had it: each needs another one, unless it has
-        come to its end."""
+        """Release choices from the assignment; those that have not ended are queued again, or
+        fail."""
         placement = _placement_of(assignment)
         choices = [assignment.choices[n] for n in numbers if n not in assignment.gone]
         for choice in choices:
@@ -577,12 +578,13 @@ class RequestState:
             self._wait(group, now_s)
 
     def _grouped(self, choices: Sequence[Choice]) -> Sequence[Sequence[Choice]]:
-        """All of the request's are one sequence while they have no tokens."""
+        """Group the choices that share a sequence: all of them before the first tokens, else each
+        alone."""
         is_one = len(choices) == len(self.choices) and not any(c.output.token_ids for c in choices)
         return (choices,) if is_one else [(choice,) for choice in choices]
 
     def _take_pending(self, choice: Choice) -> None:
-        """Add what came to a choice's output, up to its end, and end the choice with it."""
+        """Add pending tokens to a choice's output, and end the choice if the output has ended."""
         if choice.is_over:
             return
         output, num_known = choice.output, len(choice.output.token_ids)
@@ -611,8 +613,8 @@ class RequestState:
         self._actions += self._deliver[choice.index]
 
     def _drop(self, assignment: Assignment, choice: Choice) -> None:
-        """A choice is here no more. The last one ends the assignment; others, at the home, no
-        sooner than they fork."""
+        """Remove a choice from an assignment. The last one ends it; before the fork, the home keeps
+        running the others."""
         number = assignment.choices.index(choice)
         if number in assignment.gone:
             return
@@ -645,15 +647,15 @@ class RequestState:
                 self._close(assignment)
 
     def _fail(self, error: BatonError) -> None:
-        """The request ends with an error; what is on workers is given back at once."""
+        """Fail the request and release all workers at once."""
         if not self._is_closed:
             self._close_all()
             self._actions.append(Fail(error))
 
-    # Places
+    # Placement
 
     def _wait(self, choices: Sequence[Choice], now_s: float) -> None:
-        """Queue choices that know the same tokens for a place."""
+        """Queue choices that have the same tokens for a placement."""
         spec = self.spec_of(choices)
         assignment = Assignment(tuple(choices), State.WAITING, now_s, spec)
         self._assignments[assignment] = None
@@ -665,14 +667,14 @@ class RequestState:
         self._actions.append(Place(assignment, need, self._is_return))
 
     def _open(self, assignment: Assignment, now_s: float) -> None:
-        """Open an assignment that has a placement at its home."""
+        """Open a placed assignment at its home."""
         placement = _placement_of(assignment)
         assignment.state, assignment.since_s = State.RESERVING, now_s
         self._timeline.enter(Phase.RESERVE, now_s)
         source = KvSource.PREFILL if placement.source is not None else KvSource.LOCAL
         source = KvSource.HANDOFF if assignment.origin else source
         self._actions.append(Open(assignment, placement, source))
-        if placement.home.tier is Tier.DECODE:  # those that prefill keep a queue
+        if placement.home.tier is Tier.DECODE:  # prefill workers queue openings
             self._actions.append(SetTimer(assignment, OPEN_TIMEOUT_S))
 
     def _taken_actions(self) -> Sequence[Action]:
@@ -687,7 +689,7 @@ def _placement_of(assignment: Assignment) -> Placement:
 
 
 def _error_of(event: Failed) -> BatonError:
-    """What a worker's failure means here: a RetriableError exactly if it said so."""
+    """Map a worker's failure to an error: RetriableError exactly if the worker says so."""
     kind = BY_REASON.get(event.reason, EngineFault)
     if event.is_retriable != issubclass(kind, RetriableError):
         kind = HandoffFailed if event.is_retriable else EngineFault
