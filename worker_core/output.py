@@ -1,5 +1,5 @@
-"""From what a step drew to what sequences become: tokens are emitted, choices and beams fork,
-prompts are handed off, outputs end."""
+"""Post-processing of a step: emits tokens, forks choices and beams, hands prompts off, and ends
+outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker_core.state import CoreState
 
 
 class OutputProcessor:
-    """Takes outcomes of slices to the sequences they are of."""
+    """Applies the outcomes of slices to their sequences."""
 
     def __init__(self, state: CoreState, handoffs: Handoffs) -> None:
         self._state = state
@@ -29,8 +29,8 @@ class OutputProcessor:
         outcome: SliceOutcome,
         num_drafts: int = 0,
     ) -> None:
-        """A step computed `num_new` more tokens of a sequence, and drew what its slice asked for;
-        or with drafts, what was right of them and the token after that."""
+        """Apply a step that computed `num_new` tokens of a sequence and sampled as its slice
+        requested; with drafts, the confirmed ones and the token after them."""
         if isinstance(outcome, BatonError):
             self._handoffs.cancel(sequence, outcome.reason, outcome.message)
             self._state.fail(sequence, outcome)
@@ -44,7 +44,7 @@ class OutputProcessor:
     def _advance_prefill(
         self, sequence: WorkerSequence, num_new: int, samples: tuple[Sample, ...]
     ) -> None:
-        """More of the tokens that a sequence was opened with is computed."""
+        """Advance the prefill by `num_new` tokens."""
         start = sequence.num_computed_tokens
         num_scored = num_scored_rows(sequence.spec, start, num_new) if sequence.is_scored else 0
         scored, drawn = samples[:num_scored], samples[num_scored:]
@@ -72,8 +72,8 @@ class OutputProcessor:
             self.produce_firsts(sequence, drawn)
 
     def _hand_off(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
-        """The prompt is computed: its choices' first tokens are emitted, and go with the KV, unless
-        they end all choices."""
+        """Hand off a computed prompt: emit the first tokens and send them with the KV, unless they
+        end all choices."""
         spec = sequence.spec
         if spec.sampling.beam:
             self._handoffs.commit(sequence, firsts)
@@ -101,8 +101,7 @@ class OutputProcessor:
             self._state.leave(sequence)
 
     def produce_firsts(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
-        """What follows the sequence as it was opened, one sample for each choice. Its choices, or
-        its beams, fork here."""
+        """Fork the choices or beams. firsts: one sample per choice, after the sequence's tokens."""
         if sequence.spec.sampling.beam:
             self._start_beams(sequence, firsts[0])
         elif sequence.spec.num_choices == 1:
@@ -111,7 +110,7 @@ class OutputProcessor:
             self._fork(sequence, firsts)
 
     def advance_beams(self, group: BeamGroup, outcomes: Sequence[SliceOutcome]) -> None:
-        """A step drew the candidates of all beams of a group."""
+        """Advance a beam group by the candidates of all its beams."""
         samples: list[Sample] = []
         for outcome in outcomes:
             if isinstance(outcome, BatonError):
@@ -122,7 +121,7 @@ class OutputProcessor:
         self._end_if_over(group)
 
     def _fork(self, group: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
-        """Each choice becomes a sequence of its own, with the group's blocks."""
+        """Turn each choice into a sequence of its own that shares the group's blocks."""
         self._state.forget(group)
         num_computed = group.num_computed_tokens
         group.lease.index(group.token_ids, num_computed)
@@ -143,8 +142,8 @@ class OutputProcessor:
     def _produce(
         self, sequence: WorkerSequence, samples: tuple[Sample, ...], num_drafts: int = 0
     ) -> None:
-        """Add tokens, up to the one that ends the output, and emit them. All but the last were
-        computed as drafts."""
+        """Add and emit tokens up to the end of the output. All samples but the last are confirmed
+        drafts."""
         sequence.has_begun = True
         token_index = len(sequence.token_ids) - sequence.num_prompt_tokens
         token_ids, sampling = sequence.token_ids, sequence.spec.sampling
@@ -177,8 +176,7 @@ class OutputProcessor:
         self._end_if_over(group)
 
     def _end_if_over(self, group: BeamGroup) -> None:
-        """Emit the outputs of a search that has ended; of fewer outputs than asked for, the rest is
-        empty."""
+        """Emit the outputs of an ended search; missing outputs are empty."""
         if not group.is_over:
             return
         nothing = Tokens(0, (), FinishReason.STOP, score=float("-inf"))
