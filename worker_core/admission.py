@@ -146,7 +146,7 @@ class Admission:
         return sum(map(self.cancel_queued, keys))
 
     def fail_queued(self, key: Hashable, error: BatonError) -> bool:
-        """Fail a queued prompt whose handoff failed. Return whether it was queued."""
+        """Fail a prompt after its handoff failed. Return whether it was queued."""
         queued = self._queued.pop(key, None)
         if queued:
             self._state.emit_at(queued.command.stream, queued.command.handle, failed(error))

@@ -37,8 +37,8 @@ class Drafting:
         self._asked: list[tuple[WorkerSequence, int]] = []
         """Sequences with requested drafts in this step, and their token counts."""
         self._withheld: set[SequenceKey] = set()
-        """Sequences whose last step failed with drafts; their next step runs without, to find out
-        whether drafts were the cause."""
+        """Sequences with drafts in their last, failed step. Their next step has no drafts, which
+        shows whether the drafts were the cause."""
 
     def start(
         self, granted: Sequence[tuple[SequenceGroup, int]]

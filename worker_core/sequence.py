@@ -128,7 +128,7 @@ class WorkerSequence:
     destination: Destination | None = None
     is_sending: bool = False
     reporting_choice: int | None = None
-    """Of a sequence with a destination, after its first tokens: the first choice that continues.
+    """The first choice that continues, for a sequence with a destination after its first tokens.
     Handoff events use its handle, since other choices may have ended."""
     ticket_id: int | None = None
     offered_s: float = 0.0
