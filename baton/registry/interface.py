@@ -1,5 +1,5 @@
-"""What a registry does for a gateway and for a worker, whatever keeps it; the one that is embedded,
-and which one an option names."""
+"""Registry interface for gateways and workers; the embedded registry; and the registry of an option
+value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class WorkerAdded:
-    """A worker of `tier` is to be found at `address`."""
+    """A worker of `tier` is listed at `address`."""
 
     address: str
     tier: Tier
@@ -23,8 +23,8 @@ class WorkerAdded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRemoved:
-    """`address` is listed no more: its lease ended, or it drains. A connection that stands may well
-    be kept."""
+    """`address` is no longer listed: its lease ended, or it drains. An open connection may be
+    kept."""
 
     address: str
 
@@ -33,25 +33,26 @@ Change = WorkerAdded | WorkerRemoved
 
 
 class Registry(Protocol):
-    """Both ends. Neither may be awaited by a request, and neither fails when the registry cannot be
-    reached."""
+    """Both ends of a registry. No request may wait for it, and neither end fails while it is
+    unreachable."""
 
     def changes(self) -> AsyncGenerator[Change, None]:
-        """What becomes of the list, beginning with all that are on it. Ends if it never changes
-        again."""
+        """Yield changes of the list, beginning with all its entries. Ends if the list can never
+        change again."""
         ...
 
     async def announce(self, current: Callable[[], Registration | None]) -> NoReturn:
-        """Keep the worker on the list, with what `current` gives at each renewal, until cancelled;
-        it is taken off then.
+        """Keep the worker listed until cancelled, with the value of `current` at each renewal; then
+        remove it.
 
-        current: quick; None while the worker should not be found, so that its lease ends.
+        current: quick; returns None while the worker should not be found, so that its lease
+        expires.
         """
         ...
 
 
 class StaticRegistry:
-    """The addresses of the command line, for good. Workers need not announce themselves."""
+    """The fixed addresses of the command line. Workers need not announce themselves."""
 
     def __init__(self, prefills: Sequence[str] = (), decodes: Sequence[str] = ()) -> None:
         self._changes = (
@@ -71,14 +72,14 @@ class StaticRegistry:
 
 
 def make_registry(url: str | None, model: str = "") -> Registry:
-    """The registry at `url`; without one, the embedded one, with nobody on its list.
+    """The registry at `url`; without a URL, the embedded one with an empty list.
 
-    model: for gateways, the name of the model whose workers they look for. Raises ConfigError.
+    model: for gateways, the model to find workers of. Raises ConfigError.
     """
     if url is None:
         return StaticRegistry()
     try:
-        # Only a process that uses Redis needs its client.
+        # Imported on demand: the client of Redis.
         from baton.registry.redis import RedisRegistry
     except ImportError as error:
         fix = "install the redis package (pip install redis), or leave the option out"
