@@ -1,5 +1,5 @@
-"""Who may call a worker: of all that have a certificate of its authority, those whose certificate
-carries one of some names."""
+"""Restricts callers of a worker to certificates that carry one of the configured names, among all
+of its authority."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _ALT_NAMES_KEY = "x509_subject_alternative_name"
 
 
 def check_peer_names(names: Iterable[str], shown: Iterable[str]) -> None:
-    """Raises PermissionDenied unless one of the names that a peer's certificate shows is one of
-    `names`.
+    """Raise PermissionDenied unless one of the certificate's names is in `names`.
 
-    Both are DNS names or URIs, as in subjectAltName, compared without regard to case, and without
+    Both are DNS names or URIs, as in subjectAltName, compared case-insensitively and without
     wildcards.
     """
     wanted, found = sorted(names), sorted(shown)
@@ -31,15 +30,15 @@ def check_peer_names(names: Iterable[str], shown: Iterable[str]) -> None:
 
 
 class PeerNamesInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses whose certificate carries none of the names, whatever is called.
+    """Refuses all calls of peers without one of the names in their certificate.
 
-    To stand behind ErrorInterceptor, which makes the refusal a status.
+    Must be placed behind ErrorInterceptor, which converts the refusal into a status.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
         self._wrapped: dict[grpc.RpcMethodHandler[Any, Any], grpc.RpcMethodHandler[Any, Any]] = {}
-        """By the handlers, of which a server has a few that stay the same."""
+        """Wrapped handlers, by original. A server has few, which never change."""
 
     async def intercept_service(
         self,
@@ -48,7 +47,7 @@ class PeerNamesInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler behind the check: who calls is known when it is called, and not before."""
+        """Return the handler behind the check, which runs at the call, when the peer is known."""
         handler = await continuation(handler_call_details)
         if handler is not None and handler not in self._wrapped:
             self._wrapped[handler] = with_behavior(handler, self._checked)
