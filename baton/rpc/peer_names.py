@@ -1,5 +1,5 @@
-"""Restricts callers of a worker to certificates that carry one of the configured names, among all
-of its authority."""
+"""Restricts the callers of a worker: a certificate of its authority must also carry one of the
+configured names."""
 
 from __future__ import annotations
 

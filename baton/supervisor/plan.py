@@ -277,7 +277,7 @@ def _child(
     name: str,
     own: Mapping[str, Any],
 ) -> ChildSpec:
-    """A child's command: `own` options, then those that the user set."""
+    """A child's spec. `own` options take precedence over those that the user set."""
     passed_on = {
         option: getattr(options, option)
         for option in cls.model_fields

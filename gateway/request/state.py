@@ -160,7 +160,7 @@ class RequestState:
     def on_place(
         self, assignment: Assignment, place: Placement | BatonError, now_s: float
     ) -> Sequence[Action]:
-        """The dispatcher's answer: a placement, or the error that prevents one."""
+        """Handle the dispatcher's answer: a placement, or the error that prevents one."""
         if isinstance(place, BatonError):
             # The worker failure that led here is more specific than the dispatcher's error.
             failures = assignment.choices[0].failures
@@ -178,7 +178,7 @@ class RequestState:
     def on_event(  # noqa: PLR0912, one arm per event
         self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
     ) -> Sequence[Action]:
-        """An event of the home, about one choice, or about all before they fork."""
+        """Handle an event of the home, about one choice, or about all before they fork."""
         if assignment.is_streaming and type(event) is Tokens:
             if number in assignment.gone:
                 return _NOTHING
@@ -224,8 +224,8 @@ class RequestState:
     def on_source_event(
         self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
     ) -> Sequence[Action]:
-        """An event of a prefill worker that is an assignment's source: Prefilled, then its first
-        tokens."""
+        """Handle an event of a prefill worker that is an assignment's source: Prefilled, then its
+        first tokens."""
         state = assignment.state
         if state in _DEAF:
             return _NOTHING
@@ -287,7 +287,7 @@ class RequestState:
         return self._taken_actions()
 
     def on_delivery(self, choice: Choice) -> Sequence[Action]:
-        """The client can take output: add pending tokens to the choice's output."""
+        """Add pending tokens to the choice's output, since the client can take more."""
         self._take_pending(choice)
         return self._taken_actions()
 
@@ -376,7 +376,7 @@ class RequestState:
             self._timeline.decode_cached_tokens = num_cached_tokens
 
     def _on_kv(self, assignment: Assignment, now_s: float) -> None:
-        """The home holds the KV or computes it; release source and origin."""
+        """The home holds the KV or computes it: run there, and end a migration at its origin."""
         origin, assignment.origin = assignment.origin, None
         assignment.state, assignment.since_s = State.RUNNING, now_s
         self._actions.append(SetTimer(assignment, None))

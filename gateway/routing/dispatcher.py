@@ -1,10 +1,10 @@
 """Dispatches waiting sequences to workers by rank, once there is room (late binding).
 
-With an empty queue, a sequence is placed at once if there is room. Otherwise one task places it; a
-new sequence, a load report, a worker that joins and the end of a placement each wake the task. It
-goes by rank. A sequence without room may be overtaken only by smaller ones, and by a bounded number
-of them, which prevents starvation. A sequence that no ready worker could ever serve is skipped, and
-fails if no known worker that fits it comes back.
+With an empty queue, a sequence is placed at once if there is room. Otherwise one task places it,
+best rank first; a new sequence, a load report, a worker that joins and the end of a placement each
+wake the task. A sequence without room may be overtaken only by smaller ones, and by a bounded
+number of them, which prevents starvation. A sequence that no ready worker could ever serve is
+skipped. It fails unless a suitable worker comes back within NO_WORKER_GRACE_S.
 
 A sequence that would miss its deadline is refused on arrival, and checked again at its turn: work
 for a client that has given up delays all others.
