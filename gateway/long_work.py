@@ -1,4 +1,4 @@
-"""Work on the event loop that takes milliseconds: others run between its pieces."""
+"""Cooperative long work on the event loop: other tasks run between pieces of a few milliseconds."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-#: Bytes, characters or tokens from which on a piece of work may take milliseconds.
+#: Bytes, characters or tokens above which one call may take milliseconds.
 LONG_PIECE = 65_536
 
-#: What others get between two pieces, in seconds: about as long as a piece takes, and enough for a
-#: worker's message to become text on its way to a client, which takes several turns of the loop.
+#: Pause between pieces, in seconds: about as long as a piece, and enough for a worker's message to
+#: reach a client as text, which takes several loop turns.
 _PAUSE_S = 0.005
 
 
 async def let_others_run(size: int) -> None:
-    """Between two pieces of work on so many bytes, characters or tokens; nothing if they are
-    few."""
+    """Pause after work on `size` bytes, characters or tokens; no-op below LONG_PIECE."""
     if size >= LONG_PIECE:
         await asyncio.sleep(_PAUSE_S)
 
 
 class Pacer:
-    """Lets others run whenever a long piece of many small ones is done."""
+    """Pauses each time that small steps add up to LONG_PIECE."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -40,8 +39,8 @@ class Pacer:
 async def in_pieces(
     values: Sequence[_T], take: Callable[[Sequence[_T]], object], size: int = LONG_PIECE
 ) -> None:
-    """Have all of them taken, at most so many at a time; others run before each but the first. Not
-    an iterator, for an asynchronous one costs a short request as much as its own work."""
+    """Call `take` on consecutive slices of at most `size` values, pausing between them. Not an
+    async generator, which would double the cost of a short request."""
     for begin in range(0, len(values), size):
         if begin:
             await let_others_run(LONG_PIECE)
@@ -49,7 +48,7 @@ async def in_pieces(
 
 
 async def as_tuple(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """The same ids."""
+    """Return the ids as a tuple, copied in pieces."""
     made: list[int] = []
     await in_pieces(token_ids, made.extend)
     return tuple(made)

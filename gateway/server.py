@@ -1,4 +1,4 @@
-"""The gateway as a service: what it is made of, and its life."""
+"""The gateway process: construction of its parts, start and shutdown."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: How long the ready line waits for the workers that were named.
+#: Maximum seconds that the ready line waits for named workers.
 WORKERS_TIMEOUT_S = 5.0
 
-#: Of a long message to the gRPC port: more than of as many messages of a conversation, tools' calls
-#: and biases as may be, and few enough to be read in milliseconds.
+#: Maximum fields of a gRPC message: above the number that the largest valid conversation with tools
+#: and biases needs, and few enough to parse in milliseconds.
 MAX_MESSAGE_FIELDS = 2**14
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -67,14 +67,14 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].ful
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """One model of the gateway: its tokenizer, and the fleet of its own workers."""
+    """One served model: its tokenizer and its fleet of workers."""
 
     name: str
     aliases: tuple[str, ...]
     tokenizer: Tokenizer
     style: ChatStyle
     defaults: Mapping[str, Any]
-    """Of its sampling options."""
+    """The model's sampling defaults."""
     chat: ChatRenderer | None
     grammars: GrammarCompiler
     fleet: Fleet
@@ -115,7 +115,7 @@ class _Model:
 async def _load_model(
     own: GatewayOptions, options: GatewayOptions, weights: Mapping[bytes, float]
 ) -> _Model:
-    """own: of that model. weights: of accounts. Raises StartupError if there is no tokenizer."""
+    """own: options of this model. weights: of accounts. Raises StartupError without a tokenizer."""
     tokenizer_name = own.tokenizer or own.model
     tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_name, own.revision)
     facts = tokenizer.facts
@@ -136,7 +136,7 @@ async def _load_model(
         chat_style(template or "", own.tool_call_parser, own.reasoning_parser),
         sampling_defaults(facts.generation_config if is_used else {}),
         None if template is None else ChatRenderer(template, facts.special_tokens),
-        # Its process starts with the first structured output: most gateways never need it.
+        # Its process starts on the first structured output.
         GrammarCompiler(facts.folder, max_whitespace=options.max_json_whitespace),
         fleet,
         dispatcher,
@@ -147,8 +147,8 @@ async def _load_model(
 async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
     """Gateway: takes requests, passes each from a prefill to a decode worker, and streams the
     answer."""
-    # The docstring is the command's help. Serves at once, whatever workers are there; raises
-    # StartupError if there is no tokenizer, or if the address is taken.
+    # The docstring is the command's help. Serves at once, with or without workers; raises
+    # StartupError without a tokenizer, or if the address is taken.
     clock = PhaseClock()
     api_keys = read_api_keys(options)
     report_phase("loading tokenizer")
@@ -156,7 +156,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     parts = [await _load_model(own, options, weights) for own in options.each_model()]
     clock.lap("tokenizer")
     fleets = [part.fleet for part in parts]
-    # One list of addresses, but for the registry, which says whose model each worker has.
+    # One membership for all models, because the registry lists addresses without models.
     members = Fleets({part.name: part.fleet for part in parts}) if len(parts) > 1 else fleets[0]
     unsorted = members.unsorted if isinstance(members, Fleets) else None
     observed = fleets if unsorted is None else [*fleets, unsorted]
@@ -218,7 +218,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
                         )
                     )
                     for part in parts:
-                        if part.chat:  # not earlier: its imports would hold up those of workers
+                        if part.chat:  # deferred: these imports would delay connecting to workers
                             await part.chat.start()
                 await stop.wait()
             finally:
@@ -296,7 +296,7 @@ def _register(service: InferenceService, openengine: OpenEngineService | None) -
 def _openengine(options: GatewayOptions, models: Models) -> OpenEngineService | None:
     if not options.enable_openengine:
         return None
-    # Imported where it is wanted: most gateways never need its messages.
+    # Imported on demand: most gateways do not serve this API.
     from gateway.openengine.service import OpenEngineService
 
     return OpenEngineService(models, _instance())
@@ -320,11 +320,11 @@ def _set_health(server: RunningServer, fleets: Sequence[Fleet]) -> None:
 async def _wait_for_workers(
     members: Membership, fleets: Sequence[Fleet], options: GatewayOptions
 ) -> None:
-    """Until every worker named is ready, and all that a registry lists, but not for long: who is
-    missing may join later.
+    """Wait until all named and all listed workers are ready, at most WORKERS_TIMEOUT_S; the others
+    may join later.
 
-    With a registry, a decode worker of each model is waited for, too: without one it cannot be
-    served.
+    With a registry, also wait for one decode worker of each model, without which the model cannot
+    be served.
     """
     named = {*options.prefill_workers, *options.decode_workers}
 
@@ -346,7 +346,7 @@ async def _wait_for_workers(
 
 @contextlib.asynccontextmanager
 async def _stopping_at(stop: asyncio.Event) -> AsyncIterator[None]:
-    """Run the body until it ends, or until `stop` is set: the rest of it is left out then."""
+    """Run the body until it ends, or cancel it once `stop` is set."""
     body = asyncio.timeout(None)
 
     async def interrupt() -> None:
@@ -366,7 +366,7 @@ async def _stopping_at(stop: asyncio.Event) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _background(jobs: Sequence[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run jobs beside the body, and end them with it. A job that fails ends the body, too."""
+    """Run jobs beside the body, and cancel them at its end. A job that fails ends the body."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(job) for job in jobs]
         try:

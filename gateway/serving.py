@@ -1,4 +1,4 @@
-"""What both doors, gRPC and HTTP, do with a request: validate, tokenize and run it, and report it
+"""Request handling shared by gRPC and HTTP: validates, tokenizes and runs a request, and reports it
 to telemetry."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from gateway.request.driver import (
 from gateway.routing.fleet import Fleet, Worker
 from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
 
-#: Tokens that any model is taken to have room for until a worker reports.
+#: Assumed maximum length in tokens until a worker reports one.
 _UNKNOWN_LEN = 2**20
 
 _SUFFIX_BYTES = 6
@@ -69,10 +69,14 @@ _SUFFIX_BYTES = 6
 
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
-    """model_name, aliases: what requests call the model. request_timeout_s: for requests without a
-    deadline. has_api_keys: whether callers have shown one; each key is an account then, and else
-    each cache_salt.
-    sampling_defaults: the model's own, by option."""
+    """Options of one served model.
+
+    model_name, aliases: names by which requests select the model.
+    request_timeout_s: for requests without a deadline.
+    has_api_keys: whether callers authenticate; then each key is an account, otherwise each
+    cache_salt.
+    sampling_defaults: the model's own, by option.
+    """
 
     model_name: str
     request_timeout_s: float
@@ -83,11 +87,12 @@ class ServingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How one request came, and where its output goes.
+    """Transport side of a request.
 
-    metadata: header names in lower case with their values. timeout_s: until the client gives up;
-    None if it did not say. on_admitted: awaited before anything is written, once the request is in
-    the queue or its opening on the way to a worker: so its work makes no first token later.
+    metadata: headers, names in lower case.
+    timeout_s: seconds until the client gives up; None if not given.
+    on_admitted: awaited before anything is written, once the request is queued or its opening is on
+    the way to a worker, so that it does not delay the first token.
     """
 
     metadata: Iterable[tuple[str, str | bytes]]
@@ -97,7 +102,7 @@ class Call:
 
 
 class Serving:
-    """One model. Belongs to one event loop."""
+    """Serves one model. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -110,8 +115,9 @@ class Serving:
         *,
         unsorted: Fleet | None = None,
     ) -> None:
-        """chat: None if the model has no chat template. recorder: on the clock of `deps`, and
-        of all models; None for none. unsorted: see Fleets; None if workers are listed by model."""
+        """chat: None without a chat template.
+        recorder: shared by all models, on the clock of `deps`; None to record nothing.
+        unsorted: see Fleets; None if workers are listed by model."""
         self._options = options
         self._deps = deps
         self._fleet: Fleet = deps.fleet
@@ -120,17 +126,17 @@ class Serving:
         self._chat = chat
         self._grammars = grammars
         self._infos: tuple[WorkerInfo, ...] = ()
-        """Of decode workers, when `_known_facts` was made of it."""
+        """Decode worker infos from which `_known_facts` was computed."""
         self._known_facts = self._facts_by(self._infos)
         self._marked: tuple[WorkerInfo, ...] | None = None
-        """Decode workers, when `_fingerprint` was made of them."""
+        """Decode worker infos from which `_fingerprint` was computed."""
         self._fingerprint = ""
         self._clock = deps.clock or time.monotonic
         self._recorder = recorder or GatewayRecorder(no_telemetry(), self._clock)
 
     async def generate(self, request: inference_pb2.GenerateRequest, call: Call) -> None:
-        """Stream the output of one request to `call.write`; nothing of one whose choices have all
-        ended in an earlier stream. Raises BatonError."""
+        """Stream the output of a request to `call.write`. Writes nothing if all choices ended in an
+        earlier stream. Raises BatonError."""
         timeout_s = self._options.request_timeout_s if call.timeout_s is None else call.timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         is_chat = request.prompt.WhichOneof("kind") == "chat"
@@ -159,14 +165,14 @@ class Serving:
             await driver.run(call.on_admitted)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
-        """Token ids of a prompt, as `generate` would use them."""
+        """Tokenize a prompt exactly as `generate` does."""
         facts = self.facts
         read = await read_prompt(request.prompt, facts.max_prompt_tokens, facts.vocab_size)
         check_tokenize(request, facts, read)
         return read.prompt.token_ids or await self._tokenize(request.prompt, read, facts)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest) -> str:
-        """Text of token ids."""
+        """Decode token ids to text."""
         facts = self.facts
         ids, most = request.token_ids, facts.max_model_len
         read = await read_ids("token_ids", ids, most, facts.vocab_size)
@@ -174,7 +180,7 @@ class Serving:
         return await self.tokenizer.decode_all(read.token_ids, request.skip_special_tokens)
 
     def model(self, name: str = "") -> inference_pb2.Model:
-        """The model, or the adapter of that name, and the workers."""
+        """Describe the model, or the adapter `name`, with its workers."""
         facts = self.facts
         is_adapter = name in facts.adapters
         return inference_pb2.Model(
@@ -188,24 +194,24 @@ class Serving:
         )
 
     def _workers(self) -> Iterator[Worker]:
-        """Its own, and those of which nobody knows yet which model they have."""
+        """Workers of this model, and workers not reached yet, which may serve it."""
         yield from self._fleet.workers.values()
         if self._unsorted is not None:
             yield from self._unsorted.workers.values()
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for workers."""
+        """Requests in the queue."""
         return self._deps.dispatcher.num_waiting
 
     @property
     def is_reached(self) -> bool:
-        """Whether some decode worker has said which adapters it has."""
+        """Whether a decode worker has reported its adapters."""
         return bool(self._fleet.known(Tier.DECODE))
 
     @property
     def facts(self) -> ModelFacts:
-        """What requests are checked against now."""
+        """Facts against which requests are validated now."""
         infos = self._fleet.known(Tier.DECODE)
         if infos is not self._infos:
             self._infos, self._known_facts = infos, self._facts_by(infos)
@@ -254,8 +260,8 @@ class Serving:
     def _with_free_text_of(
         self, output: sampling_pb2.StructuredOutput, prompt_token_ids: Sequence[int]
     ) -> sampling_pb2.StructuredOutput:
-        """The same, with what the prompt's end says: it may have begun the free text, or ended
-        it."""
+        """The structured output adjusted to the prompt's end, which may have opened or closed the
+        free-text part."""
         free, bytes_of = output.free_text, self.tokenizer.bytes_of
         if free.end and ends_with(bytes_of, prompt_token_ids, free.end):
             of_prompt = sampling_pb2.FreeText(instead=free.instead)
@@ -276,7 +282,7 @@ class Serving:
         read: LongFields,
         prompt_token_ids: tuple[int, ...],
     ) -> str:
-        """The prompt's text: as it was given, or what its tokens say."""
+        """The prompt's text: as given, or decoded from its tokens."""
         if request.prompt.WhichOneof("kind") == "text":
             return read.text
         skips = given(request.sampling, "skip_special_tokens", True)
@@ -295,7 +301,7 @@ class Serving:
                 text = await self._chat.render(messages, more_of(prompt.chat))
             case _:
                 raise AssertionError(f"a prompt of {kind} was not refused")
-        # A template has written the special tokens already.
+        # A chat template has written the special tokens already.
         is_bare = kind == "text" and not prompt.omit_special_tokens
         most = facts.max_prompt_tokens
         try:
@@ -305,7 +311,8 @@ class Serving:
 
     @property
     def fingerprint(self) -> str:
-        """Of what decides which tokens a seed gives: the model, and how its workers round."""
+        """Fingerprint of what determines the tokens of a seed: the model and its workers' numerics
+        classes."""
         infos = self._fleet.known(Tier.DECODE)
         if infos is not self._marked:
             numerics = sorted({str(info.numerics) for info in infos})
@@ -315,7 +322,8 @@ class Serving:
         return self._fingerprint
 
     def _facts_by(self, infos: Sequence[WorkerInfo]) -> ModelFacts:
-        """By what decode workers reported; before any has, by the model's own files."""
+        """Facts from the decode workers' infos; from the model's files before any worker was
+        reached."""
         files = self.tokenizer.facts
         fallback = files.max_model_len or _UNKNOWN_LEN
         vocab_size = infos[0].vocab_size if infos else self.tokenizer.vocab_size
@@ -326,7 +334,7 @@ class Serving:
             max_kv_tokens=max(
                 (i.num_blocks * i.layout.block_size for i in infos), default=fallback
             ),
-            # The tokenizer's own may be one that the model cannot give.
+            # The tokenizer may define an id that the model cannot produce.
             eos_token_ids=frozenset(t for t in files.eos_token_ids if t < vocab_size),
             has_chat_template=self._chat is not None,
             has_tools="tools" in (files.chat_template or ""),
@@ -339,7 +347,7 @@ class Serving:
 
 
 async def _long_fields(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> LongFields:
-    """Of a request; no ids of its answers so far if these are too many."""
+    """Read a request's long fields. Ids of earlier outputs are left out if there are too many."""
     entries, most = request.resume_from, facts.max_model_len
     prompt = await read_prompt(request.prompt, facts.max_prompt_tokens, facts.vocab_size)
     if not entries:
@@ -351,7 +359,7 @@ async def _long_fields(request: inference_pb2.GenerateRequest, facts: ModelFacts
 
 
 def _adapters_of(infos: Sequence[WorkerInfo], taken: Collection[str]) -> tuple[str, ...]:
-    """Those that every one of the workers has; a name that the model itself has means the model."""
+    """Adapters that all workers have, except names of the model itself."""
     if not infos:
         return ()
     common = set(infos[0].adapters).intersection(*(info.adapters for info in infos[1:]))
@@ -359,10 +367,10 @@ def _adapters_of(infos: Sequence[WorkerInfo], taken: Collection[str]) -> tuple[s
 
 
 def unique_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The caller's x-request-id, if it gave one that is valid, or a fresh name; with a suffix that
-    makes it unique.
+    """Return the caller's x-request-id if it is valid, else a fresh id, with a suffix that makes it
+    unique.
 
-    Two requests of one name never meet in a queue, a cache or a ticket.
+    Unique ids keep requests of one name apart in queues, caches and tickets.
     """
     return f"{given_request_id(metadata) or 'req'}-{secrets.token_hex(_SUFFIX_BYTES)}"
 

@@ -1,1 +1,1 @@
-"""The KV channel: tickets, frames, sender, receiver and the transports between them."""
+"""KV transfer between workers: tickets, frames, sender, receiver and transports."""

@@ -1,9 +1,9 @@
-"""A chunk's bytes: how they are read from, and written to, the blocks of a pool.
+"""Chunk payloads: read from, and written to, the blocks of a pool.
 
-A payload is runs: of each of the sender's blocks that the chunk's tokens lie in, those tokens; see
-WireFormat. So a sender copies each block in one piece, and so does a receiver whose blocks have the
-same size; others take the runs apart. Where a peer keeps KV in another type than the wire's, its
-device converts it, or the host turns each run while that is in the cache.
+A payload is a sequence of runs, one per sender block that the chunk's tokens lie in; see
+WireFormat. A sender copies each block in one piece, as does a receiver with blocks of the same
+size; a receiver with another size splits the runs. If a peer's dtype differs from the wire's, its
+device converts, or the host converts each run while it is in the cache.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from engine.kv.range import ALL, KvRange
 from kv_transfer.transcoder import Transcoder
 from kv_transfer.wire_format import WireFormat, runs
 
-#: Shorter pieces are packed together: gathering costs about as much for each piece as copying this
-#: many bytes.
+#: Minimum piece that is sent without packing: gathering costs about as much per piece as copying
+#: this many bytes.
 MIN_VIEW_BYTES = 32 * 1024
 
 
 @runtime_checkable
 class StagingPool(Protocol):
-    """A pool whose blocks may be in a device's memory, which packs a whole payload for the host."""
+    """A pool with blocks in device memory that can pack a whole payload for the host."""
 
     @property
     def device_copy(self) -> StagedCopy | None:
-        """None if they are not, or it does not."""
+        """None if no device copy is available."""
         ...
 
 
@@ -48,29 +48,28 @@ class StagedCopy(Protocol):
     ) -> None: ...
 
 
-#: A piece as a CheckedCopy takes it: blocks, then (first, count) of tokens in them, and of layers.
+#: A piece for a CheckedCopy: blocks, then (first, count) of tokens in them, and of layers.
 _Place = tuple[Sequence[int], tuple[int, int], tuple[int, int]]
 
 
 class ChunkCodec:
-    """Fills and reads the payloads of one connection. Used by one thread at a time."""
+    """Packs and unpacks the payloads of one connection. Used by one thread at a time."""
 
     def __init__(self, pool: KvPool, wire: WireFormat) -> None:
-        """Raises ValueError if KV cannot be turned from the pool's dtype into the wire's, or
-        back."""
+        """Raises ValueError if the pool's dtype cannot be converted to the wire's and back."""
         layout = pool.layout
         self.wire = wire
         self._pool = pool
         self._block_size = layout.block_size
-        # KV of the wire's own type goes straight between blocks and payload.
+        # Without a conversion, KV is copied directly between blocks and payload.
         is_plain = wire.is_that_of(layout.dtype)
         self._transcoder = None if is_plain else Transcoder(layout.dtype, wire)
         self._staged_copy = pool.device_copy if isinstance(pool, StagingPool) else None
         self._token_layer_bytes = layout.token_layer_bytes
         self._scratch = memoryview(b"")
         is_straight = self._transcoder is None and wire.block_size == layout.block_size
-        # By group, the memory that its pieces lie together in. Pieces of other groups are taken
-        # apart by the pool.
+        # By group, the memory that stores its pieces contiguously. The pool splits pieces of other
+        # groups.
         self._viewable: dict[int, BlockMemory] = {}
         numbers = (ALL, *(group.number for group in pool.groups.paged)) if is_straight else ()
         for number in numbers:
@@ -83,12 +82,12 @@ class ChunkCodec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether payloads hold the pool's bytes as they are."""
+        """Whether payloads hold the pool's bytes unconverted."""
         return self._transcoder is None
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
-        """Fill `out` with a payload from the blocks. Raises what KvPool.pack does; ValueError for
-        another size."""
+        """Pack a payload from the blocks into `out`. Raises what KvPool.pack does, and ValueError
+        for a wrong size."""
         if not self._pool.groups.is_paged(piece):
             self._pool.pack(block_ids, piece, out)
             return
@@ -104,8 +103,8 @@ class ChunkCodec:
                 self._transcoder.encode(bits, run.piece.num_tokens, piece.num_layers, run.data)
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
-        """Write a payload into the blocks. Raises what KvPool.unpack does; ValueError for another
-        size."""
+        """Unpack a payload into the blocks. Raises what KvPool.unpack does, and ValueError for a
+        wrong size."""
         if not self._pool.groups.is_paged(piece):
             self._pool.unpack(block_ids, piece, data)
             return
@@ -120,8 +119,8 @@ class ChunkCodec:
             self._pool.unpack(run.block_ids, run.piece, bits)
 
     def can_view(self, piece: KvRange) -> bool:
-        """Whether the payload is whole blocks of the pool as they lie there, in pieces long enough
-        to be worth it."""
+        """Whether the payload equals whole pool blocks, in pieces long enough to send without
+        packing."""
         return bool(
             piece.group in self._viewable
             and _is_whole(piece, self._block_size)
@@ -129,8 +128,8 @@ class ChunkCodec:
         )
 
     def views(self, block_ids: Sequence[int], piece: KvRange) -> tuple[memoryview, ...]:
-        """The blocks themselves as the pieces of a payload; nothing unless can_view. Raises
-        ValueError as pack does."""
+        """Views of the blocks as the pieces of a payload; empty unless can_view. Raises ValueError
+        as pack does."""
         if not self.can_view(piece):
             return ()
         memory, blocks = self._viewable[piece.group], self._blocks(block_ids, piece)
@@ -141,7 +140,7 @@ class ChunkCodec:
     def pack_checked(
         self, block_ids: Sequence[int], piece: KvRange, out: memoryview, seed: int
     ) -> int:
-        """As pack; the payload's xxh3_64."""
+        """Pack, and return the payload's xxh3_64."""
         if found := self._checked(block_ids, piece, out):
             copy, place = found
             return copy.gather(*place, out, seed)
@@ -151,8 +150,8 @@ class ChunkCodec:
     def unpack_checked(
         self, block_ids: Sequence[int], piece: KvRange, data: memoryview, seed: int, checksum: int
     ) -> bool:
-        """As unpack; False if the payload's xxh3_64 is another: then the blocks may hold what came,
-        or what they held."""
+        """Unpack, and return whether the payload's xxh3_64 equals `checksum`. If not, the blocks
+        hold old or new bytes."""
         if found := self._checked(block_ids, piece, data):
             copy, place = found
             return copy.scatter(*place, data, seed) == checksum
@@ -162,16 +161,15 @@ class ChunkCodec:
         return True
 
     def _staged_copy_for(self, piece: KvRange) -> StagedCopy | None:
-        """What copies this piece, in the wire's type, by a launch of its device, if anything
-        does."""
+        """The device copy for this piece in the wire's dtype; None if there is none."""
         staged = self._staged_copy
         return staged if staged and staged.fits(piece, self.wire) else None
 
     def _checked(
         self, block_ids: Sequence[int], piece: KvRange, payload: memoryview
     ) -> tuple[CheckedCopy, _Place] | None:
-        """What can copy this piece, if anything can, and where it is. Raises ValueError if it is
-        not in the blocks."""
+        """The checked copy for this piece and its place; None if no copy supports it. Raises
+        ValueError if the piece is outside the blocks."""
         copy, size = self._checked_copies.get(piece.group), self._block_size
         if not copy or payload.nbytes < copy.min_bytes:
             return None
@@ -182,8 +180,8 @@ class ChunkCodec:
         return copy, (self._blocks(block_ids, piece), tokens, layers)
 
     def _blocks(self, block_ids: Sequence[int], piece: KvRange) -> Sequence[int]:
-        """The blocks that a piece is in, as the pool of its group has them. Raises ValueError if
-        there are none such."""
+        """The pool's ids of the blocks of a piece, in its group. Raises ValueError if the piece is
+        outside."""
         size, pool = self._block_size, self._pool
         blocks = block_ids[piece.first_token // size : -(-piece.end_token // size)]
         if (
@@ -196,7 +194,7 @@ class ChunkCodec:
         return pool.ids_in(piece.group, blocks)
 
     def _room(self, piece: KvRange) -> memoryview:
-        """Memory for a run of the pool's elements; the same each time."""
+        """Scratch memory for a run of pool elements, reused."""
         num_bytes = piece.num_bytes(self._token_layer_bytes)
         if len(self._scratch) < num_bytes:
             self._scratch = memoryview(bytearray(num_bytes))
@@ -223,8 +221,8 @@ class ChunkCodec:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The part of a payload that came from one block of the sender: the pool's blocks that it
-    touches, where it lies in them, its bytes on the wire."""
+    """Part of a payload from one block of the sender: the blocks of this pool that it covers, its
+    range in them, and its wire bytes."""
 
     block_ids: Sequence[int]
     piece: KvRange
@@ -232,7 +230,7 @@ class _Run:
 
 
 def _is_whole(piece: KvRange, block_size: int) -> bool:
-    """Whether a piece begins and ends with blocks."""
+    """Whether a piece starts and ends at block boundaries."""
     return bool(piece.num_tokens) and not (
         piece.first_token % block_size or piece.num_tokens % block_size
     )

@@ -1,8 +1,8 @@
-"""Memory of a device that processes of one host share, pools whose blocks can be copied to and from
-it, and how payloads there are filled, verified and read.
+"""Device memory shared between processes of one host: interfaces of pools that copy blocks to and
+from it, and the codec of payloads in it.
 
-kv_transfer knows no torch: a device's bytes are whatever the pool's own DeviceCopy and DeviceMemory
-understand.
+kv_transfer does not import torch: only the pool's own DeviceCopy and DeviceMemory interpret device
+bytes.
 """
 
 from __future__ import annotations
@@ -24,63 +24,61 @@ class DeviceBytes(Protocol):
     def nbytes(self) -> int: ...
 
 
-#: A chunk's payload, or room for one.
+#: A chunk's payload, or the room for one.
 Payload = memoryview | DeviceBytes
 
 
 class DeviceArea(Protocol):
-    """A piece of a device's memory that several processes have mapped. Used by one thread at a
-    time."""
+    """A range of device memory that several processes can map. Used by one thread at a time."""
 
     @property
     def handle(self) -> bytes:
-        """By which a process of the same host opens it."""
+        """Handle with which a process of the same host opens it."""
         ...
 
     @property
     def address(self) -> int:
-        """Of its first byte, in the device's memory."""
+        """Device address of its first byte."""
         ...
 
     def part(self, start: int, num_bytes: int) -> DeviceBytes:
-        """Within the area, which must outlive it. start: a multiple of 256."""
+        """A part of the area, which must outlive it. start: a multiple of 256."""
         ...
 
     def close(self) -> None:
-        """Free it, or, where it was opened by a handle, unmap it. All copies from and to it are
-        over."""
+        """Free an allocated area, or unmap an opened one. All copies must have ended."""
         ...
 
 
 class DeviceMemory(Protocol):
-    """The memory of the device that a pool's blocks are in, or can be copied to. Thread-safe."""
+    """Memory of the device that holds a pool's blocks, or can copy them. Thread-safe."""
 
     @property
     def device_number(self) -> int:
-        """Of the device, as this process numbers those of its kind."""
+        """The device's number in this process."""
         ...
 
     def allocate(self, num_bytes: int) -> DeviceArea:
-        """New memory, of this area alone. Raises OSError if there is none."""
+        """Allocate an area. Raises OSError if there is no memory."""
         ...
 
     def open(self, handle: bytes, num_bytes: int) -> DeviceArea:
-        """What another process has allocated, at least so large. Raises OSError if it cannot be
-        mapped here, or is smaller."""
+        """Map an area of another process. Raises OSError if it cannot be mapped, or is smaller than
+        `num_bytes`."""
         ...
 
 
 class DeviceCopy(Protocol):
-    """See engine.kv.tensors.device_copy: what a pool's device does itself. Ranges are checked; all
-    raise ValueError, or RuntimeError if the device fails. When a call returns its copies are over,
-    on this device and for whoever shares the memory."""
+    """Copies by a pool's device; see engine.kv.tensors.device_copy. All methods raise ValueError
+    for a bad range, RuntimeError if the device fails. Copies have completed on return, for every
+    process that shares the memory."""
 
     @property
     def memory(self) -> DeviceMemory: ...
 
     def fits(self, piece: KvRange, wire: WireFormat) -> bool: ...
 
-    # payload is Any, as it is whatever `memory` gives.
+    # Any, because the type of `payload` depends on `memory`.
     def pack(
         self, block_ids: Sequence[int], piece: KvRange, wire: WireFormat, payload: Any, seed: int
     ) -> int: ...
@@ -96,21 +94,22 @@ class DeviceCopy(Protocol):
 
 @runtime_checkable
 class DevicePool(Protocol):
-    """A pool whose blocks may be in a device's memory."""
+    """A pool with blocks in device memory."""
 
     @property
     def device_copy(self) -> DeviceCopy | None:
-        """None if they are not, or nobody can share that memory."""
+        """None if its memory cannot be shared."""
         ...
 
 
 def device_copy_of(pool: KvPool) -> DeviceCopy | None:
-    """What copies the pool's blocks within its device, if anything does."""
+    """The pool's device copy; None if it has none."""
     return pool.device_copy if isinstance(pool, DevicePool) else None
 
 
 def device_memory_of(pool: KvPool) -> DeviceMemory | None:
-    """Where the pool's blocks can be sent and taken without passing the host; None: nowhere."""
+    """Memory in which the pool's blocks are sent and received without the host; None if there is
+    none."""
     copy = device_copy_of(pool)
     return copy.memory if copy else None
 
@@ -134,12 +133,12 @@ def check_device(pool: KvPool, on_device_lost: OnDeviceLost) -> None:
 
 
 def warm_up_copies(pool: KvPool) -> None:
-    """Pack a block and unpack it, in each form that KV may come in from a sender whose blocks have
-    the size of this pool's, or go out in: what the device compiles for it is compiled before the
-    first handoff waits. A sender with blocks of another size has kernels of its own.
+    """Compile the device's kernels before the first handoff: packs and unpacks a block in each wire
+    format that a sender with blocks of the same size may agree on. Other block sizes compile on
+    first use.
 
-    Nothing where no device copies. The pool holds nothing yet: block 0 is written. Raises OSError
-    if there is no memory, RuntimeError if the device fails.
+    No-op without a device copy. Overwrites block 0; the pool must be empty. Raises OSError without
+    memory, RuntimeError if the device fails.
     """
     copy, layout = device_copy_of(pool), pool.layout
     if copy is None:
@@ -157,11 +156,11 @@ def warm_up_copies(pool: KvPool) -> None:
 
 
 class DeviceCodec:
-    """Fills and reads the payloads of one connection, which are in a device's memory. Used by one
-    thread at a time.
+    """Packs and unpacks the payloads of one connection in device memory. Used by one thread at a
+    time.
 
-    The device packs, converts and unpacks. What it cannot, such as pieces that are not of whole
-    words, is packed by the host, and copied.
+    The device packs, converts and unpacks. Pieces that it does not support, for instance those not
+    of whole words, are packed by the host and copied.
     """
 
     def __init__(self, codec: ChunkCodec, copy: DeviceCopy) -> None:
@@ -172,8 +171,8 @@ class DeviceCodec:
     def pack(
         self, block_ids: Sequence[int], piece: KvRange, payload: DeviceBytes, seed: int
     ) -> int:
-        """Fill `payload` from the blocks; its word sum. Raises ValueError, RuntimeError as
-        DeviceCopy does."""
+        """Pack the blocks into `payload` and return its word sum. Raises ValueError, RuntimeError
+        as DeviceCopy does."""
         if self._copy.fits(piece, self._codec.wire):
             return self._copy.pack(block_ids, piece, self._codec.wire, payload, seed)
         data = self._room(payload.nbytes)
@@ -188,8 +187,8 @@ class DeviceCodec:
         seed: int,
         checksum: int,
     ) -> bool:
-        """Write `payload` into the blocks; False if its word sum is another: then they may hold
-        what came, or what they held. Raises what pack does."""
+        """Unpack `payload` into the blocks, and return whether its word sum equals `checksum`. If
+        not, the blocks hold old or new bytes. Raises what pack does."""
         wire = self._codec.wire
         if self._copy.fits(piece, wire):
             return self._copy.unpack(block_ids, piece, wire, payload, seed) == checksum
@@ -200,7 +199,7 @@ class DeviceCodec:
         return True
 
     def _room(self, num_bytes: int) -> memoryview:
-        """Host memory for a payload; the same each time."""
+        """Host memory for a payload, reused."""
         if len(self._scratch) < num_bytes:
             self._scratch = memoryview(bytearray(num_bytes))
         return self._scratch[:num_bytes]

@@ -1,28 +1,27 @@
-"""Frames of the KV channel: a fixed preamble, a protobuf header, and for a chunk the payload bytes.
+"""Frames of the KV channel: a fixed preamble, a protobuf header, and the payload of a chunk.
 
     offset  bytes  field (little endian)
     0       4      magic "BTKV"
-    4       1      version of the channel: of KvHello, KvAccept and KvRefuse always 1, of others
-                   as the peers agreed
+    4       1      channel version: always 1 for KvHello, KvAccept and KvRefuse, otherwise the
+                   agreed version
     5       1      type of the header
     6       2      zero
     8       4      bytes of the header
     12      4      bytes of the payload that follows it (0 where the payload is in shared memory)
 
-Between workers that share a secret 16 bytes come after the header of each frame behind KvProof,
-before the payload, and are counted nowhere: see FrameSeal.
+Between workers that share a secret, the header of each frame after KvProof is followed by a 16-byte
+digest, which no length field counts; see FrameSeal.
 
-A chunk's checksum covers payload and header, a commit's the commit and all chunks: a payload that
-is sent as another's, or a token that is changed on the way, does not pass. What a chunk's header
-says about its place has a checksum of its own besides, so that it can be trusted before the payload
-has come. They are xxh3_64: against faults of hardware and software, not against forgers. Between
-workers that share a secret (kv_secret.py) they are the first 64 bits of blake3 under the
-connection's key, over whole header and payload: against forgers, too. A guess is right once in
-2^64, and a wrong one ends its handoff. Payloads in memory that only one user's processes reach
-(KV_PAYLOAD_CHECKSUM_XXH3) have an xxh3_64 all the same, in a header that is sealed.
+A chunk's checksum covers payload and header; a commit's covers the commit and all chunks. They
+detect a payload sent as another's, and a changed token. The fields of a chunk's header that name
+its place have a checksum of their own, which is checked before the payload arrives. Checksums are
+xxh3_64, which protects against faults of hardware and software, not against forgery. With a shared
+secret (kv_secret.py) they are the first 64 bits of blake3 under the connection's key, over header
+and payload, which also protects against forgery: a guess succeeds with probability 2^-64, and a
+wrong one ends the handoff. Payloads in memory that is private to one user
+(KV_PAYLOAD_CHECKSUM_XXH3) always have an xxh3_64, in a header that is sealed.
 
-Whatever the bytes, decoding raises nothing but FrameError and allocates no more than the limits
-given.
+For any input, decoding raises only FrameError, and allocates at most the given limits.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ from baton.errors import HandoffFailed
 from baton.v1 import kv_pb2
 from kv_transfer.kv_secret import SEAL_BYTES, FrameSeal
 
-#: Checksums are added up modulo 2^64.
+#: Checksums are added modulo 2^64.
 CHECKSUM_MASK = (1 << 64) - 1
-#: ticket_id, epoch, first_token, num_tokens, first_layer, num_layers.
+#: Fields: ticket_id, epoch, first_token, num_tokens, first_layer, num_layers.
 _CHUNK = struct.Struct("<QIIIII")
-#: Behind it of a chunk that is not of all layers: what 0.1.0 knows is the same to the byte.
+#: Appended for a chunk of one group; absent otherwise, which keeps 0.1.0 byte-compatible.
 _GROUP = struct.Struct("<I")
-#: ticket_id, epoch, num_tokens, exposed_us; the ids of the first tokens follow.
+#: Fields: ticket_id, epoch, num_tokens, exposed_us; followed by the ids of the first tokens.
 _COMMIT = struct.Struct("<QIIQ")
 
 
-#: Of KvHello, KvAccept and KvRefuse, by which peers agree on a version. It never changes.
+#: Version of KvHello, KvAccept and KvRefuse, which negotiate the version. It never changes.
 HANDSHAKE_VERSION = 1
 MAGIC = b"BTKV"
-#: Room for a ticket, or for a commit with log probabilities.
+#: Large enough for a ticket, or for a commit with log probabilities.
 MAX_HEADER_BYTES = 64 * 1024
 
 _MAX_TEXT = 1000
@@ -77,7 +76,7 @@ Frame = (
     | kv_pb2.KvProof
 )
 
-#: By the number in the preamble.
+#: Frame types by their number in the preamble.
 FRAME_TYPES: Mapping[int, type[Frame]] = MappingProxyType(
     {
         1: kv_pb2.KvHello,
@@ -100,13 +99,16 @@ _HANDSHAKE_NUMBERS = frozenset({1, 2, 3})
 
 
 class FrameError(HandoffFailed):
-    """What came is not a frame, or not one that may come here. The connection cannot go on."""
+    """Invalid bytes, or a frame that is not allowed at this point. The connection must be
+    closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """What follows a preamble: a header of `type` and a payload, with their lengths in bytes.
-    rest_bytes: of the header and what seals it. data: the preamble's own."""
+    """Decoded preamble: the header's type, and the bytes of header and payload that follow.
+
+    rest_bytes: header plus digest, if any. data: the preamble's own bytes.
+    """
 
     type: int
     header_bytes: int
@@ -116,7 +118,7 @@ class Preamble:
 
 
 def clipped(text: str) -> str:
-    """A message for people, short enough for any header."""
+    """Truncate a message so that it fits into any header."""
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
@@ -126,11 +128,10 @@ def encode(
     version: int = HANDSHAKE_VERSION,
     seal: FrameSeal | None = None,
 ) -> bytes:
-    """Preamble and header of a frame whose payload has `payload_bytes` bytes. Raises FrameError if
-    it is too large.
+    """Encode the preamble and header of a frame with `payload_bytes` bytes of payload. Raises
+    FrameError if it is too large.
 
-    version: what the peers have agreed on, once they have. seal: the connection's, if the frame is
-    to have a digest.
+    version: the agreed one after the handshake. seal: the connection's, to append a digest.
     """
     header = frame.SerializeToString()
     if len(header) > MAX_HEADER_BYTES:
@@ -147,8 +148,8 @@ def decode_preamble(
     version: int = HANDSHAKE_VERSION,
     seal: FrameSeal | None = None,
 ) -> Preamble:
-    """Of PREAMBLE_BYTES bytes. Raises FrameError if they are none, of another version, or announce
-    more than may come."""
+    """Decode PREAMBLE_BYTES bytes. Raises FrameError for invalid bytes, another version, or lengths
+    above the limits."""
     if len(data) != PREAMBLE_BYTES:
         raise FrameError(f"a preamble of {len(data)} bytes")
     magic, stated, number, zero, header_bytes, payload_bytes = _PREAMBLE.unpack(data)
@@ -172,8 +173,8 @@ def decode_preamble(
 def decode_header(
     preamble: Preamble, data: bytes | bytearray | memoryview, seal: FrameSeal | None = None
 ) -> Frame:
-    """The header that a preamble announced, of `rest_bytes` bytes. Raises FrameError if `data` is
-    none, or not what was sent."""
+    """Decode the `rest_bytes` bytes after a preamble. Raises FrameError for invalid bytes or a
+    wrong digest."""
     if len(data) != preamble.rest_bytes:
         raise FrameError(f"a header of {len(data)} bytes, not of {preamble.header_bytes}")
     kind = FRAME_TYPES[preamble.type]
@@ -187,10 +188,10 @@ def decode_header(
 
 
 class FrameBuffer:
-    """Cuts a byte stream without payloads into frames. `version` is what the peers have agreed on:
-    a KvAccept sets it.
+    """Splits a byte stream without payloads into frames. version: updated by KvAccept.
 
-    seal: what the next frames must be sealed with, if with anything."""
+    seal: set once frames must carry digests.
+    """
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -198,8 +199,8 @@ class FrameBuffer:
         self.seal: FrameSeal | None = None
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that `data` completes; consume all of them. Raises FrameError as the decoders
-        do."""
+        """Yield the frames that `data` completes; the caller must consume all. Raises FrameError as
+        the decoders do."""
         self._data += data
         while len(self._data) >= PREAMBLE_BYTES:
             head = self._data[:PREAMBLE_BYTES]
@@ -216,7 +217,7 @@ class FrameBuffer:
 
 
 def place_checksum(chunk: kv_pb2.KvChunk) -> int:
-    """Of what a header says about its chunk's place: KvChunk.place_checksum."""
+    """Checksum of the header fields that name the chunk's place: KvChunk.place_checksum."""
     place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
     data = _CHUNK.pack(chunk.ticket_id, chunk.epoch, *place)
     if chunk.group:
@@ -225,9 +226,8 @@ def place_checksum(chunk: kv_pb2.KvChunk) -> int:
 
 
 def chunk_checksum(chunk: kv_pb2.KvChunk, payload: Sequence[memoryview], key: bytes = b"") -> int:
-    """Of a chunk whose payload is these pieces, one after the other. Without a key it is the
-    payload's xxh3_64, with chunk.place_checksum as its seed. key: the connection's, 32 bytes, or
-    none."""
+    """Checksum of a chunk with this payload, given in pieces. Without a key: the payload's xxh3_64,
+    seeded with chunk.place_checksum. key: the connection's, 32 bytes, or empty."""
     if key:
         return _keyed(chunk, payload, key)
     if len(payload) == 1:
@@ -239,7 +239,7 @@ def chunk_checksum(chunk: kv_pb2.KvChunk, payload: Sequence[memoryview], key: by
 
 
 def commit_checksum(commit: kv_pb2.KvCommit, chunks: int, key: bytes = b"") -> int:
-    """Of a commit; chunks: the sum of the checksums of all its ticket's chunks."""
+    """Checksum of a commit. chunks: sum of the checksums of all chunks of its ticket."""
     if key:
         digest = _keyed(commit, (), key)
     else:
@@ -252,8 +252,8 @@ def commit_checksum(commit: kv_pb2.KvCommit, chunks: int, key: bytes = b"") -> i
 def _keyed(
     header: kv_pb2.KvChunk | kv_pb2.KvCommit, payload: Sequence[memoryview], key: bytes
 ) -> int:
-    """Fields of later versions count, too: they are serialised behind those known here, as their
-    sender did."""
+    """Unknown fields of later versions are included: they are serialised after the known ones, as
+    the sender did."""
     bare = type(header)()
     bare.MergeFrom(header)  # type: ignore[arg-type]
     bare.ClearField("checksum")

@@ -1,9 +1,9 @@
-"""How the two ends of a connection come to terms, before any ticket is presented: the version is
-the highest that both speak, and the receiver chooses the type that KV travels in.
+"""Handshake of a connection, before any ticket is presented. It agrees on the highest common
+version, and the receiver chooses the wire dtype.
 
 sender                                     receiver
 KvHello                     ------------->
-                            <-------------  KvAccept, or KvRefuse, and that was all
+                            <-------------  KvAccept, or KvRefuse, which ends the connection
 KvProof                     ------------->  if the workers have a secret: see kv_secret.py
 """
 
@@ -29,23 +29,28 @@ from kv_transfer.wire_format import agreed_dtype, wire_format
 
 _log = logging.getLogger("baton.kv")
 
-#: Of the frames behind the handshake that this release speaks. 1: release 0.1.0.
+#: Lowest version supported after the handshake. 1: release 0.1.0.
 MIN_VERSION = 1
 MAX_VERSION = 1
 
 
 def agreed_version(min_version: int, max_version: int) -> int | None:
-    """The highest version that we and a peer of these both speak."""
+    """The highest version within both this release's range and the peer's; None if there is
+    none."""
     version = min(MAX_VERSION, max_version)
     return version if version >= max(MIN_VERSION, min_version) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What both have agreed on. `codec` is this end's; it belongs to the connection. key: of its
-    digests; empty if the workers have no secret. payload_key: of payloads' digests; empty where
-    they are plain checksums, with a secret or without. device: where payloads are in a device's
-    memory. checksum: of payloads."""
+    """Agreed parameters of a connection.
+
+    codec: of this end; belongs to the connection.
+    key: of digests; empty without a secret.
+    payload_key: of payload digests; empty for plain checksums, with or without a secret.
+    device: codec of payloads in device memory, if they are there.
+    checksum: kind of payload checksums.
+    """
 
     version: int
     codec: ChunkCodec
@@ -55,14 +60,13 @@ class Terms:
     checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
 
     def with_key(self, key: bytes) -> Terms:
-        """The same for workers that share a secret; key: the connection's."""
+        """The same terms with the connection's key, for workers that share a secret."""
         is_keyed = self.checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
         return replace(self, key=key, payload_key=key if is_keyed else b"")
 
     @property
     def on_device(self) -> DeviceCodec:
-        """What payloads in a device's memory go through. Raises ValueError where none can be
-        there."""
+        """The codec for payloads in device memory. Raises ValueError if there is none."""
         if self.device is None:
             raise ValueError("a payload in a device's memory, where none was agreed on")
         return self.device
@@ -75,8 +79,12 @@ def receiver_terms(
     checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED,
     rule: NumericsRule = ANY_NUMERICS,
 ) -> Terms | kv_pb2.KvRefuse:
-    """The receiver's terms, or what forbids any. wire_dtype: what it wants, one of WIRE_DTYPES.
-    checksum: of payloads, the best that the transport has. rule: which senders it takes KV of."""
+    """The receiver's terms, or the reason to refuse.
+
+    wire_dtype: wanted by the receiver, one of WIRE_DTYPES.
+    checksum: kind of payload checksums of the transport.
+    rule: which senders are accepted.
+    """
     version = agreed_version(hello.min_version, hello.max_version)
     if version is None:
         return kv_pb2.KvRefuse(
@@ -91,7 +99,8 @@ def receiver_terms(
         return kv_pb2.KvRefuse(field=field, expected=expected, actual=actual)
     dtype = agreed_dtype(theirs.dtype, ours.dtype, wire_dtype)
     codec = ChunkCodec(pool, wire_format(dtype, theirs))
-    # A sender of release 0.1.0 names none, and takes word sums where there is no other.
+    # A sender of release 0.1.0 lists no kinds; it accepts word sums where the transport has no
+    # other.
     is_new = checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3 or hello.payload_checksums
     if is_new and checksum not in hello.payload_checksums:
         checksum = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
@@ -101,8 +110,8 @@ def receiver_terms(
 def sender_terms(
     accept: kv_pb2.KvAccept, pool: KvPool, peer: WorkerIdentity, rule: NumericsRule
 ) -> Terms:
-    """The sender's, by the answer of `peer`. Raises HandoffFailed if another worker answers,
-    PeerMismatch at what this version cannot keep to, or `rule` forbids."""
+    """The sender's terms from the answer of `peer`. Raises HandoffFailed if another worker answers,
+    PeerMismatch if the terms are not supported or `rule` forbids the peer."""
     answering = WorkerIdentity(accept.worker_id, accept.generation)
     if answering != peer:
         raise HandoffFailed(
@@ -131,14 +140,15 @@ def sender_terms(
 def _device_codec(
     codec: ChunkCodec, pool: KvPool, checksum: kv_pb2.KvPayloadChecksum.ValueType
 ) -> DeviceCodec | None:
-    """Of a pool whose device shares memory, if payloads are there."""
+    """The codec for payloads in the pool's device memory; None if payloads are elsewhere."""
     copy = device_copy_of(pool)
     is_there = checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
     return DeviceCodec(codec, copy) if copy and is_there else None
 
 
 def _difference(ours: KvLayout, theirs: KvLayout) -> tuple[str, str, str] | None:
-    """(field, ours, theirs) if a sender with that layout cannot write into blocks of ours."""
+    """(field, ours, theirs) of the first difference that prevents a sender with that layout from
+    writing into our blocks; None if compatible."""
     if theirs.block_size < 1:
         return "block_size", "at least 1", str(theirs.block_size)
     return ours.difference(theirs)
@@ -146,7 +156,7 @@ def _difference(ours: KvLayout, theirs: KvLayout) -> tuple[str, str, str] | None
 
 @dataclass(frozen=True, slots=True)
 class SenderConfig:
-    """What all connections of a sender have in common. Times in seconds.
+    """Settings shared by all connections of a sender. Times in seconds.
 
     clock: monotonic. ack_timeout_s: bounds the wait for a credit, and for the answer to a commit.
     max_chunk_bytes: a bound only, for a receiver says how large its chunks may be. secret: KV goes
@@ -168,20 +178,17 @@ class SenderConfig:
 
 
 class SenderSession:
-    """The sender's end of one connection: what is agreed on it, what may be sent, how long the
-    receiver may be silent. Over as soon as any method raises HandoffFailed: then only `close` of
-    the connection may follow.
+    """The sender's end of one connection: agreed terms, sending limits, and the receiver's
+    deadline. Once a method has raised HandoffFailed, only the connection's `close` may be called.
 
-    terms, max_chunk_bytes: since the receiver's KvAccept; before it terms is None, and nothing may
-    be sent.
-    deadline: when the receiver must have sent something; None: it need not.
+    terms, max_chunk_bytes: set by KvAccept; terms is None before it, and nothing may be sent.
+    deadline: time by which the receiver must have sent a frame; None for no limit.
     """
 
     def __init__(
         self, config: SenderConfig, peer: WorkerIdentity, endpoints: Sequence[Endpoint]
     ) -> None:
-        """Connects to the best of the endpoints, where `peer` is to answer. Raises
-        TransportError."""
+        """Connects to the best usable endpoint of `peer`. Raises TransportError."""
         self._config = config
         self._peer = peer
         self.deadline: float | None = config.clock() + config.connect_timeout_s
@@ -203,12 +210,12 @@ class SenderSession:
         )
 
     def start(self) -> None:
-        """To be called first. Raises what Connection.send does."""
+        """Send KvHello; must be called first. Raises what Connection.send does."""
         self.connection.send(self._hello)
 
     def take(self, frame: Frame) -> None:
-        """A frame of the handshake. Raises PeerMismatch if the two cannot work together,
-        HandoffFailed if another worker answers, FrameError if the frame has no place here."""
+        """Process a handshake frame. Raises PeerMismatch for incompatible workers, HandoffFailed if
+        another worker answers, FrameError for an unexpected frame."""
         match frame:
             case kv_pb2.KvAccept() if self.terms is None:
                 self._on_accept(frame)
@@ -235,7 +242,7 @@ class SenderSession:
             _log.info("KV travels to %s as %s, not %s", peer, terms.codec.wire.dtype, dtype)
 
     def _prove(self, accept: kv_pb2.KvAccept, secret: KvSecret) -> bytes:
-        """Check the receiver's proof and send ours; the connection's key."""
+        """Check the receiver's proof, send ours, and return the connection's key."""
         if not has_nonce(accept) or not secret.is_held_by(self._hello, accept):
             theirs = "another" if accept.proof else "none"
             ours = "the one of this worker"
@@ -247,7 +254,7 @@ class SenderSession:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverConfig:
-    """What a receiver offers to every sender, and asks of it.
+    """Settings that a receiver applies to every sender.
 
     num_credits: chunks in flight per connection; each has max_chunk_bytes of staging here. 0 of
     either: open_receiver takes what suits memory of the host, or of the pool's device.
@@ -267,8 +274,8 @@ class ReceiverConfig:
 
 
 class ReceiverHandshake:
-    """The receiver's end of one connection. terms: what both keep to, once the sender may present
-    tickets; until then None, and after a refusal for good."""
+    """The receiver's end of the handshake. terms: agreed terms, set once the sender may present
+    tickets; stays None after a refusal."""
 
     def __init__(
         self,
@@ -282,9 +289,9 @@ class ReceiverHandshake:
         self._reply = reply
         self._seal = seal
         self._checksum = checksum
-        # Of the sender, from its KvHello on.
+        # The sender's id; empty before KvHello.
         self._worker_id = ""
-        # Agreed on, and waiting for this proof.
+        # Terms that await the sender's KvProof.
         self._proposed: Terms | None = None
         self._awaited_proof = b""
         self.terms: Terms | None = None
@@ -292,12 +299,12 @@ class ReceiverHandshake:
 
     @property
     def peer(self) -> str:
-        """The sender, for people."""
+        """The sender's name for messages."""
         return self._worker_id or "unknown sender"
 
     def on_frame(self, frame: Frame) -> None:
-        """Take a frame that came before `terms`, or any KvHello. Raises FrameError at what does not
-        belong here."""
+        """Process a frame before `terms` are set, or any KvHello. Raises FrameError for an
+        unexpected frame."""
         if self.is_refused:
             raise FrameError("a frame after the refusal")
         if isinstance(frame, kv_pb2.KvHello):
@@ -341,7 +348,7 @@ class ReceiverHandshake:
         self._reply(accept)
 
     def _on_proof(self, terms: Terms, frame: Frame) -> None:
-        """Compares in constant time."""
+        """Check the sender's proof, in constant time."""
         if not isinstance(frame, kv_pb2.KvProof):
             raise FrameError(f"a {type(frame).__name__} before the KvProof")
         if not hmac.compare_digest(frame.proof, self._awaited_proof):

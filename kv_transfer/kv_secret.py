@@ -1,5 +1,4 @@
-"""A secret that all workers share: the two ends of a KV connection prove to each other that they
-have it.
+"""A secret shared by all workers, which the two ends of a KV connection prove to each other.
 
     sender                                     receiver
     KvHello(nonce)              ------------->
@@ -8,15 +7,15 @@ have it.
     every chunk and commit with a digest under the connection's own key, and every frame with one
     (FrameSeal)
 
-Proofs and key are blake3 under the secret, each over its own label and what both ends have said of
-themselves: both nonces, names, boots, versions and the type that KV travels in. So nothing of one
-connection counts on another.
+Proofs and key are blake3 under the secret, each over a label of its own and the identity of both
+ends: nonces, names, boots, versions and the wire dtype. Values of one connection are therefore
+invalid on any other.
 
-Seals bind every frame to its connection: from the proof on both directions count their frames. A
-frame's digest is blake2b under the connection's key, personal to its direction, over count,
-preamble and header; the header of a chunk has a digest of the payload in it. So a frame that is
-changed, left out, sent twice, sent back, or taken from elsewhere does not pass, and neither does
-any after it: the connection ends there.
+Seals bind every frame to its connection. After the proof, both directions count their frames. A
+frame's digest is blake2b under the connection's key, personalised by direction, over count,
+preamble and header; a chunk's header contains a digest of its payload. A frame that is changed,
+dropped, repeated, reflected or taken from another connection fails the check, and ends the
+connection.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ _CONTEXT = "baton KV channel 2026-11-20: key of proofs and connections"
 
 
 class KvSecret:
-    """Immutable, and shows itself to nobody."""
+    """The secret. Immutable; its repr does not show it."""
 
     def __init__(self, secret: bytes) -> None:
-        """Raises ValueError if it is too short to be one."""
+        """Raises ValueError if the secret is too short."""
         if len(secret) < _MIN_SECRET_BYTES:
             raise ValueError(f"a secret of less than {_MIN_SECRET_BYTES} bytes")
         self._key = blake3(secret, derive_key_context=_CONTEXT).digest()
 
     def receiver_proof(self, hello: kv_pb2.KvHello, accept: kv_pb2.KvAccept) -> bytes:
-        """That of KvAccept, once the other fields of both are there."""
+        """The proof for KvAccept, computed from all other fields of both messages."""
         return self._digest(b"receiver", hello, accept)
 
     def sender_proof(self, hello: kv_pb2.KvHello, accept: kv_pb2.KvAccept) -> bytes:
-        """That of KvProof."""
+        """The proof for KvProof."""
         return self._digest(b"sender", hello, accept)
 
     def connection_key(self, hello: kv_pb2.KvHello, accept: kv_pb2.KvAccept) -> bytes:
-        """32 bytes, of the digests of chunks and commits."""
+        """The 32-byte key of the digests of chunks and commits."""
         return self._digest(b"connection", hello, accept)
 
     def is_held_by(self, hello: kv_pb2.KvHello, accept: kv_pb2.KvAccept) -> bool:
-        """Whether the receiver that accepted has it. Compares in constant time."""
+        """Check the receiver's proof, in constant time."""
         return hmac.compare_digest(accept.proof, self.receiver_proof(hello, accept))
 
     def _digest(self, label: bytes, hello: kv_pb2.KvHello, accept: kv_pb2.KvAccept) -> bytes:
@@ -74,12 +73,13 @@ def new_nonce() -> bytes:
 
 
 def has_nonce(message: kv_pb2.KvHello | kv_pb2.KvAccept) -> bool:
-    """Whether the peer has a secret, and drew enough for a challenge."""
+    """Whether the peer has a secret, and sent a nonce of sufficient length."""
     return len(message.nonce) >= _NONCE_BYTES
 
 
 def read_kv_secret(path: str | None) -> KvSecret | None:
-    """The secret in a file, without white space around it; None for no file. Raises ConfigError."""
+    """Read the secret from a file, stripped of surrounding white space; None without a path. Raises
+    ConfigError."""
     if path is None:
         return None
     try:
@@ -101,14 +101,14 @@ def _said_by_receiver(accept: kv_pb2.KvAccept) -> tuple[bytes, ...]:
     return (accept.nonce, *names, str(accept.generation).encode(), str(accept.version).encode())
 
 
-#: Of a digest, after its frame's header.
+#: Bytes of the digest after a frame's header.
 SEAL_BYTES = 16
 
 _TO_RECEIVER, _TO_SENDER = b"kv to receiver", b"kv to sender"
 
 
 class FrameSeal:
-    """One direction of a connection, at either end of it."""
+    """Digests of one direction of a connection; used at both ends."""
 
     def __init__(self, key: bytes, direction: bytes) -> None:
         """key: the connection's, 32 bytes. direction: at most 16 bytes."""
@@ -116,30 +116,30 @@ class FrameSeal:
         self._num_frames = 0
 
     def next(self, frame: bytes) -> bytes:
-        """The digest of the next frame: of its preamble and header."""
+        """Return the digest of the next frame. frame: its preamble and header."""
         digest = self._keyed.copy()
         digest.update(self._num_frames.to_bytes(8, "little") + frame)
         self._num_frames += 1
         return digest.digest()
 
     def is_next(self, frame: bytes, digest: bytes) -> bool:
-        """Whether it is the next frame, and as it was sent. Compares in constant time."""
+        """Check the digest of the next frame, in constant time."""
         return hmac.compare_digest(self.next(frame), digest)
 
 
 @dataclass(frozen=True, slots=True)
 class Seals:
-    """Both directions, as one end has them."""
+    """The seals of both directions at one end."""
 
     outgoing: FrameSeal
     incoming: FrameSeal
 
 
 def sender_seals(key: bytes) -> Seals:
-    """Of the sender of KV. key: the connection's."""
+    """Seals at the sender's end. key: the connection's."""
     return Seals(FrameSeal(key, _TO_RECEIVER), FrameSeal(key, _TO_SENDER))
 
 
 def receiver_seals(key: bytes) -> Seals:
-    """Of the receiver, at the other end."""
+    """Seals at the receiver's end. key: the connection's."""
     return Seals(FrameSeal(key, _TO_SENDER), FrameSeal(key, _TO_RECEIVER))

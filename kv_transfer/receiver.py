@@ -1,9 +1,9 @@
-"""The receiving half of the KV channel, without I/O: frames in, blocks written, answers out.
+"""Receiving half of the KV channel, without I/O: frames in, blocks written, replies out.
 
-Who writes into blocks, and when: only a chunk whose header has passed its own checksum and whose
-place is the ticket's, not cached, and not arrived before. Its payload may be written there before
-its checksum is known, because until the commit nobody reads a ticket's blocks, and a payload that
-does not pass aborts the ticket: then the blocks go back unread. See
+A chunk is written only after its header's place checksum has passed, and only to a place that
+belongs to the ticket, is not cached, and has not been written before. Its payload may be written
+before its own checksum is verified: nobody reads a ticket's blocks before the commit, and a payload
+that fails aborts the ticket, which releases the blocks unread. See
 docs/adr/0010-kv-is-verified-in-place.md.
 """
 
@@ -42,8 +42,8 @@ Land = Callable[[kv_pb2.KvChunk], tuple[memoryview, ...]]
 
 
 class Receiver:
-    """Takes KV for one worker's tickets. Thread-safe: each connection's thread has a session of its
-    own."""
+    """Receives KV for one worker's tickets. Thread-safe: each connection's thread has its own
+    session."""
 
     def __init__(self, config: ReceiverConfig, tickets: TicketTable) -> None:
         most_bytes = most_token_layer_bytes(config.pool.layout)
@@ -52,8 +52,8 @@ class Receiver:
         self.config = config
         self.tickets = tickets
         self.num_credits = config.num_credits
-        # Given back together, since each report wakes the sender's thread; the rest keeps it busy
-        # meanwhile.
+        # Credits returned at once: each report wakes the sender's thread, and the remaining credits
+        # keep it busy meanwhile.
         self.credit_batch = max(1, config.num_credits // 2)
         self.max_chunk_bytes = config.max_chunk_bytes
         self._connections = itertools.count(1)
@@ -65,12 +65,12 @@ class Receiver:
         wake: Callable[[], None] = lambda: None,
         checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED,
     ) -> ReceiverSession:
-        """The receiving end of a new connection. `reply` and `seal` are called within on_frame and
-        report_aborts only, in the same thread.
+        """Return the receiving end of a new connection. `reply` and `seal` are called only within
+        on_frame and report_aborts, in the same thread.
 
-        seal: has all that follows carry digests, both ways; see Connection.seal. wake: called in
-        any thread; has `report_aborts` called soon. checksum: of payloads, the best that the
-        transport has.
+        seal: makes all later frames carry digests, in both directions; see Connection.seal.
+        wake: thread-safe; causes a call of `report_aborts` soon.
+        checksum: kind of payload checksums of the transport.
         """
         handshake = ReceiverHandshake(self.config, reply, seal, checksum)
         return ReceiverSession(self, next(self._connections), reply, handshake, wake)
@@ -78,19 +78,19 @@ class Receiver:
 
 @dataclass(frozen=True, slots=True)
 class _Landing:
-    """A pin on the blocks that the payload of the next frame is being written into."""
+    """Pin on the blocks that the next frame's payload is being written into."""
 
     ticket_id: int
     views: tuple[memoryview, ...]
 
 
 class ReceiverSession:
-    """One connection's receiving end: KvHello first, then any mix of handoffs.
+    """Receiving end of one connection: KvHello first, then any mix of handoffs.
 
-    on_frame raises FrameError at what a sound sender never sends; the transport then ends the
-    connection, as it does when the `handshake` is refused. What concerns one ticket alone is
-    answered by KvAbort and disturbs no other. `report_aborts` says what nobody asked: that a ticket
-    is aborted.
+    on_frame raises FrameError for frames that a correct sender never sends; the transport must then
+    close the connection, as it must after a refused `handshake`. Errors of a single ticket are
+    answered with KvAbort and affect no other ticket. `report_aborts` sends aborts that originate
+    here.
     """
 
     def __init__(
@@ -107,29 +107,28 @@ class ReceiverSession:
         self._reply = reply
         self.handshake = handshake
         self._wake = wake
-        # Written in any thread, read in the connection's.
+        # Appended by any thread, consumed by the connection's.
         self._unreported: deque[kv_pb2.KvAbort] = deque()
-        # Slots that are free again, and not given back yet: fewer than credit_batch, so that the
-        # sender is never without any.
+        # Free slots not returned yet: fewer than credit_batch, so that the sender always has some.
         self._credits: list[int] = []
         self._landing: _Landing | None = None
 
     @property
     def peer(self) -> str:
-        """The sender, for people."""
+        """The sender's name for messages."""
         return self.handshake.peer
 
     def report_aborts(self) -> None:
-        """Warn the sender of tickets that were aborted for reasons of this side."""
+        """Send KvAbort for tickets that were aborted on this side."""
         while self._unreported:
             self._reply(self._unreported.popleft())
 
     def land(self, chunk: kv_pb2.KvChunk) -> tuple[memoryview, ...]:
-        """Where the payload of `chunk` may be written instead of being passed to on_frame: its
-        place in the ticket's blocks.
+        """The place in the ticket's blocks where `chunk`'s payload may be written directly, instead
+        of being passed to on_frame.
 
-        Nothing if it has to be staged. Otherwise on_frame takes `chunk` next, once the payload is
-        there, or on_close ends all.
+        Empty if the payload must be staged. Otherwise the next call is on_frame with `chunk`, after
+        the payload is written, or on_close.
         """
         terms, piece = self.handshake.terms, place_of(chunk)
         if (
@@ -140,14 +139,14 @@ class ReceiverSession:
             return ()
         pinned = self._tickets.pin(chunk.ticket_id, chunk.epoch, self._connection, piece)
         if isinstance(pinned, Rejection):
-            # on_frame meets it again, and answers.
+            # on_frame repeats the check and replies
             return ()
         self._landing = _Landing(chunk.ticket_id, terms.codec.views(pinned.block_ids, piece))
         return self._landing.views
 
     def on_frame(self, frame: Frame, payload: Payload) -> None:
-        """Take a frame. `payload` (of a chunk that did not land) is read before this returns, and
-        not kept."""
+        """Process a frame. `payload` (of a staged chunk) is read before this returns, and not
+        kept."""
         terms = self.handshake.terms
         if terms is None or isinstance(frame, kv_pb2.KvHello):
             self.handshake.on_frame(frame)
@@ -169,8 +168,8 @@ class ReceiverSession:
                 raise FrameError(f"a {type(frame).__name__} from a sender")
 
     def on_close(self, message: str) -> None:
-        """The connection is over: its tickets are aborted. Nothing may call on_frame after or
-        during this."""
+        """Abort the connection's tickets after it ended. Must not overlap with, or precede,
+        on_frame."""
         if self._landing:
             self._tickets.unpin(self._landing.ticket_id, 0, 0)
             self._landing = None
@@ -200,8 +199,8 @@ class ReceiverSession:
             self._reject(chunk.ticket_id, chunk.epoch, rejection)
 
     def _write(self, terms: Terms, chunk: kv_pb2.KvChunk, payload: Payload) -> Rejection | None:
-        """Verify, and copy into the ticket's blocks. What fails here aborts the ticket if this
-        connection holds it."""
+        """Verify a payload and copy it into the ticket's blocks. A failure aborts the ticket if
+        this connection holds it."""
         fault = header_fault(chunk, payload.nbytes, terms)
         if fault:
             return self._fail(chunk, fault)
@@ -222,14 +221,13 @@ class ReceiverSession:
         return rejection
 
     def _written(self, chunk: kv_pb2.KvChunk, fault: str) -> Rejection | None:
-        """The writer of a chunk is done with the blocks. A fault aborts the ticket before they are
-        let go."""
+        """Unpin a chunk's blocks. A fault aborts the ticket first."""
         rejection = self._fail(chunk, fault) if fault else None
         self._tickets.unpin(chunk.ticket_id, chunk.checksum, chunk.payload_bytes)
         return rejection
 
     def _on_commit(self, terms: Terms, frame: kv_pb2.KvCommit) -> None:
-        # The sum of the chunks' checksums, if the commit is as it was sent.
+        # Sum of the chunks' checksums, provided that the commit arrived unchanged.
         checksum = (frame.checksum - commit_checksum(frame, 0, terms.key)) & CHECKSUM_MASK
         commit = Commit(
             ticket_id=frame.ticket_id,
@@ -271,7 +269,7 @@ class ReceiverSession:
         )
 
     def _on_ticket_aborted(self, ticket_id: int, epoch: int, rejection: Rejection) -> None:
-        """In any thread."""
+        """Queue a KvAbort. Thread-safe."""
         self._unreported.append(_abort_of(ticket_id, epoch, rejection))
         self._wake()
 
@@ -297,8 +295,8 @@ def place_of(chunk: kv_pb2.KvChunk) -> KvRange:
 
 
 def header_fault(chunk: kv_pb2.KvChunk, num_bytes: int, terms: Terms) -> str:
-    """What is wrong with the header of a chunk whose payload has `num_bytes`, as far as it alone
-    shows."""
+    """The fault in the header of a chunk with `num_bytes` of payload, as far as the header shows
+    it; empty if none."""
     if chunk.place_checksum != place_checksum(chunk):
         return "a chunk whose header has a wrong checksum"
     piece = place_of(chunk)
@@ -308,16 +306,16 @@ def header_fault(chunk: kv_pb2.KvChunk, num_bytes: int, terms: Terms) -> str:
 
 
 def payload_fault(chunk: kv_pb2.KvChunk, payload: tuple[memoryview, ...], terms: Terms) -> str:
-    """What is wrong with the payload, in these pieces, of a chunk whose header is sound."""
+    """The fault in the payload of a chunk with a valid header; empty if none."""
     is_sound = chunk_checksum(chunk, payload, terms.payload_key) == chunk.checksum
     return "" if is_sound else _wrong_checksum(chunk)
 
 
 def store(chunk: kv_pb2.KvChunk, payload: Payload, block_ids: tuple[int, ...], terms: Terms) -> str:
-    """Copy a payload into a sequence's blocks, unless it has a fault, which is returned: the blocks
-    may then hold either.
+    """Copy a payload into a sequence's blocks. Return its fault, or an empty string; after a fault
+    the blocks hold old or new bytes.
 
-    Raises what KvPool.unpack does, RuntimeError from the device.
+    Raises what KvPool.unpack does, and RuntimeError from the device.
     """
     codec, piece, seed = terms.codec, place_of(chunk), chunk.place_checksum
     if not isinstance(payload, memoryview):

@@ -1,19 +1,19 @@
-"""The sending half of the KV channel towards one worker, without threads: tasks in, frames out, one
-end per handoff.
+"""Sending half of the KV channel to one worker, without threads: tasks in, frames out, one SendDone
+per handoff.
 
     connection:  none --connect, KvHello--> greeted --KvAccept--> open --any failure--> none
                  (all handoffs end)
     handoff:     begun --KvBegin--> sending --KvCommit--> waiting --KvCommitted--> done
                    any state --abort, KvAbort, deadline, connection lost--> done with an error
-                   aborted before its KvBegin: KvBegin and KvAbort go as soon as the connection is
-                   open, for the receiver has reserved its blocks
+                   aborted before its KvBegin: KvBegin and KvAbort are sent once the connection
+                   is open, because the receiver has reserved its blocks
 
     task         Begin    Send ...     Finish    Cancel, at any time
     frame        KvBegin  KvChunk ...  KvCommit  KvAbort
 
-KvBegin goes as soon as the connection is open: it overtakes other handoffs' chunks, whose room it
-does not need, because the ticket's owner does not wait long for it. A handoff ends with one
-SendDone: when the receiver has answered, or will not.
+KvBegin is sent as soon as the connection is open, ahead of other handoffs' chunks: it needs no
+credit, and the ticket's owner waits only briefly for it. A handoff ends with one SendDone, once the
+receiver has answered or failed to.
 
 Deadlines: connect (until KvAccept), credit (room for the next chunk), commit (until KvCommitted).
 """
@@ -49,8 +49,8 @@ from kv_transfer.wire_format import chunks
 
 @dataclass(frozen=True, slots=True)
 class SendDone:
-    """The one end of a handoff, seen from its sender: it touches the blocks no more. No error: the
-    receiver owns the sequence. num_bytes: KV that was sent."""
+    """End of a handoff: the sender no longer reads its blocks. Without an error the receiver owns
+    the sequence. num_bytes: KV bytes sent."""
 
     key: Hashable
     error: BatonError | None
@@ -59,7 +59,7 @@ class SendDone:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Open a handoff; `data` are the ticket's bytes."""
+    """Open a handoff. data: the ticket's bytes."""
 
     key: Hashable
     ticket: KvTicket
@@ -68,9 +68,10 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """KV of a range of the sequence is final in these blocks, or will be when `mark` is done: see
-    KvPool; without one, that of when the sender gets this. What the receiver holds already is not
-    sent, nor what lies before whole_start in groups that keep fewer than all tokens."""
+    """Send a range of the sequence's KV, which is final in these blocks once `mark` is done (see
+    KvPool); by default the mark of the time when the sender gets this task. Tokens that the
+    receiver holds are skipped, as are tokens before whole_start in groups that keep fewer than all
+    tokens."""
 
     key: Hashable
     block_ids: tuple[int, ...]
@@ -81,8 +82,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class FetchPrefix:
-    """Ask the receiver to send the KV that it holds to the owner of the ticket `deliver_to`, in
-    this worker."""
+    """Ask the receiver to send the KV that it holds to the ticket `deliver_to` of this worker."""
 
     key: Hashable
     deliver_to: bytes
@@ -101,22 +101,26 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Give a handoff up; its SendDone has the error of that reason."""
+    """Cancel a handoff; its SendDone has the error of that reason."""
 
     key: Hashable
     reason: str
     message: str
 
 
-#: Of a handoff that was begun.
+#: Tasks of a handoff after Begin.
 LaterTask = FetchPrefix | Send | Finish | Cancel
 Task = Begin | LaterTask
 
 
 @dataclass(slots=True)
 class Handoff:
-    """One handoff's state. data: the ticket's bytes. abort: what follows its KvBegin at once, as it
-    was aborted before that went. checksum, num_bytes: of the chunks that are on their way."""
+    """State of one handoff.
+
+    data: the ticket's bytes.
+    abort: sent directly after KvBegin, if it was aborted before that.
+    checksum, num_bytes: sums over the chunks sent.
+    """
 
     key: Hashable
     ticket: KvTicket
@@ -133,8 +137,7 @@ class Handoff:
 
 @dataclass(slots=True)
 class PendingChunks:
-    """Chunks of one task that are still to be sent. `next` is the one that waits for room; None:
-    all are gone."""
+    """Chunks of one task still to be sent. next: the chunk that waits for room; None at the end."""
 
     handoff: Handoff
     block_ids: tuple[int, ...]
@@ -143,17 +146,17 @@ class PendingChunks:
     next: KvRange | None
 
 
-#: Tickets in one KvRenew, so that it fits a header.
+#: Maximum tickets per KvRenew, so that it fits into a header.
 _MAX_RENEWED = 1024
-#: So many frames are sent before new tasks are looked for: what is urgent among them does not wait
-#: for all chunks to be sent.
+#: Maximum frames per pump before polling for tasks, so that urgent ones do not wait for all chunks.
 _ROUND_FRAMES = 16
-#: So much is packed in no more time than it takes to wake the receiver.
+#: Bytes that are packed in about the time that it takes to wake the receiver.
 _SMALL_BYTES = 256 * 1024
 
 
 class SendConnection:
-    """Driven by one thread at a time: `handle` takes a task, `pump` does what can be done now."""
+    """Connection to one worker, driven by one thread at a time: `handle` accepts a task, `pump`
+    does all work that is possible now."""
 
     def __init__(
         self,
@@ -162,17 +165,17 @@ class SendConnection:
         heartbeat: Callable[[], float],
         on_done: Callable[[SendDone], None],
     ) -> None:
-        """heartbeat: when the engine loop last showed life, by config.clock."""
+        """heartbeat: time of the engine loop's last sign of life, on config.clock."""
         self._peer = peer
         self._config = config
         self._heartbeat = heartbeat
         self._on_done = on_done
         self._handoffs: dict[Hashable, Handoff] = {}
-        # Each with the handoff that it is about: a key may be used again once its handoff is done.
+        # Each with its handoff, because a key may be reused once its handoff is done.
         self._tasks: deque[tuple[Handoff, FetchPrefix | Send | Finish]] = deque()
-        # Those whose KvBegin is still to be sent: all, as long as there is no session.
+        # Handoffs without KvBegin: all of them until there is a session.
         self._unpresented: deque[Handoff] = deque()
-        # What was begun of the tasks.
+        # The task in progress.
         self._sending: PendingChunks | None = None
         self._session: SenderSession | None = None
         self._renewed_at = config.clock()
@@ -181,21 +184,21 @@ class SendConnection:
 
     @property
     def is_idle(self) -> bool:
-        """No handoff is under way, nor one whose end is still to be sent."""
+        """Whether no handoff is under way, and no frame of an ended one is pending."""
         return not self._handoffs and not self._unpresented
 
     @property
     def is_over(self) -> bool:
-        """Idle for so long that it should be closed."""
+        """Whether it has been idle long enough to be closed."""
         idle_s = self._config.clock() - self._idle_since
         return self.is_idle and idle_s >= self._config.idle_timeout_s
 
     def fileno(self) -> int:
-        """What to wait on besides tasks; -1 if nothing."""
+        """File descriptor to poll, besides tasks; -1 if there is none."""
         return self._session.connection.fileno() if self._session else -1
 
     def next_deadline(self) -> float:
-        """When `pump` must be called at the latest."""
+        """Latest time of the next `pump`."""
         if self.is_idle:
             return self._idle_since + self._config.idle_timeout_s
         session = self._session
@@ -208,10 +211,10 @@ class SendConnection:
         return min(time for time in times if time is not None)
 
     def handle(self, task: Task) -> None:
-        """Take a task. Tasks of handoffs that are done are dropped."""
+        """Accept a task. Tasks of ended handoffs are dropped."""
         match task:
             case Begin(key, ticket, data):
-                # The shortest lease counts, until none is left.
+                # The shortest lease applies until no handoff is left.
                 most_s = self._renew_interval_s if self._handoffs else math.inf
                 self._renew_interval_s = min(ticket.lease_s / 3, most_s)
                 self._handoffs[key] = Handoff(key, ticket, data)
@@ -225,10 +228,10 @@ class SendConnection:
                     self._tasks.append((self._handoffs[task.key], task))
 
     def pump(self) -> bool:
-        """Connect if need be, take in what has come, send some of what has room, and end what is
-        late.
+        """Connect if necessary, process replies, send what has room, and end overdue handoffs.
 
-        Whether there may be more to do at once."""
+        Return whether another call may have work at once.
+        """
         if self.is_idle and self._session is None:
             self._forget_tasks()
             return False
@@ -241,22 +244,22 @@ class SendConnection:
             self._renew(session)
             self._check_deadlines(session)
         except PeerMismatch as error:
-            # It will not pass by itself: somebody has to see it.
+            # Logged, because a mismatch is permanent and needs an operator.
             _log.warning("no KV to %s: %s", self._peer.worker_id, error.message)
             self._end_all(error)
         except HandoffFailed as error:
             self._end_all(error)
         else:
-            # Replies that no file descriptor announces have come by now.
+            # Without a file descriptor, replies have arrived by now, within the sends.
             is_inline = session.connection.fileno() < 0
             return has_more or (is_inline and (came or num_sent > 0))
         return False
 
     def close(self, error: BatonError) -> None:
-        """End every handoff with `error`, and the connection."""
+        """End every handoff with `error`, and close the connection."""
         self._end_all(error)
 
-    # The connection.
+    # The connection
 
     def _connect(self) -> SenderSession:
         ticket = self._unpresented[0].ticket
@@ -266,7 +269,7 @@ class SendConnection:
         return session
 
     def _take_replies(self, session: SenderSession) -> bool:
-        """Whether anything came."""
+        """Process replies. Return whether there were any."""
         came = False
         while (frame := session.connection.receive()) is not None:
             came = True
@@ -303,7 +306,7 @@ class SendConnection:
         for handoff in tuple(self._handoffs.values()):
             self._done(handoff, error)
 
-    # Sending.
+    # Sending
 
     def _present(self, session: SenderSession) -> None:
         while session.terms and self._unpresented:
@@ -312,8 +315,8 @@ class SendConnection:
                 session.connection.send(kv_pb2.KvBegin(ticket=handoff.data), more=True)
                 session.connection.send(handoff.abort)
             elif not handoff.is_done:
-                # What is soon packed waits for it. A large handoff's KvBegin goes ahead: the
-                # receiver checks the ticket meanwhile.
+                # KvBegin waits for a small handoff's chunk, to share its write. For a large one it
+                # goes ahead, so that the receiver checks the ticket meanwhile.
                 task = None if self._sending else self._next_of(handoff)
                 is_small = (
                     isinstance(task, Send)
@@ -323,13 +326,13 @@ class SendConnection:
                 handoff.is_begun = True
 
     def _next_of(self, handoff: Handoff) -> FetchPrefix | Send | Finish | None:
-        """The next task, if it is this handoff's."""
+        """The next task, if it belongs to this handoff."""
         owner, task = self._tasks[0] if self._tasks else (None, None)
         return task if owner is handoff else None
 
     def _send_ready(self, session: SenderSession) -> tuple[int, bool]:
-        """How many frames were sent, and whether more could be. Tasks go in their order; a chunk
-        without room holds up those behind it."""
+        """Send frames of tasks, in order; a chunk without room blocks those behind it. Return
+        (frames sent, whether more could be sent)."""
         terms, num_sent = session.terms, 0
         if terms is None:
             return 0, False
@@ -338,8 +341,7 @@ class SendConnection:
                 self._start(session, terms, *self._tasks.popleft())
             elif (piece := self._sending.next) is None or self._sending.handoff.is_done:
                 self._sending = None
-            # A round ends before a chunk only: a commit that a chunk has announced is in the same
-            # write.
+            # Check only before a chunk, so that a commit stays in the same write as its last chunk.
             elif num_sent >= _ROUND_FRAMES:
                 return num_sent, True
             elif not self._send_chunk(session, terms, self._sending, piece):
@@ -374,9 +376,9 @@ class SendConnection:
                 pool = self._config.pool
                 block_size = wire.block_size if pool.groups.is_paged(missing) else 1
                 token_bytes = wire.piece_layer_bytes(missing)
-                # The receiver's blocks may be smaller, so that it keeps less.
+                # Smaller blocks at the receiver may make it keep fewer tokens.
                 start = max(whole_start, groups_of(ticket.layout).whole_start(ticket.num_tokens))
-                # Each chunk is of one piece of memory.
+                # Split by memory: a chunk lies within one.
                 by_group = pool.memory_of(ALL) is None
                 parts = pool.groups.kept(missing, start, by_group=by_group)
                 rest = chain.from_iterable(
@@ -402,7 +404,7 @@ class SendConnection:
     def _send_chunk(
         self, session: SenderSession, terms: Terms, work: PendingChunks, piece: KvRange
     ) -> bool:
-        """False: there is no room now."""
+        """Send one chunk. Return False if there is no room."""
         handoff, num_bytes = work.handoff, terms.codec.wire.num_bytes(piece)
         staged = session.connection.stage(num_bytes)
         if staged is None:
@@ -437,11 +439,11 @@ class SendConnection:
         handoff.num_bytes += num_bytes
         return True
 
-    # Time.
+    # Time
 
     def _renew(self, session: SenderSession) -> None:
-        """Keep tickets alive, but only for an engine loop that has shown life since the last
-        time."""
+        """Renew the tickets' leases, provided that the engine loop has shown life since the last
+        renewal."""
         if not session.terms or not self._handoffs:
             return
         now = self._config.clock()
@@ -468,7 +470,7 @@ class SendConnection:
                 text = f"{peer} did not confirm the commit within {config.ack_timeout_s:g} s"
                 self._abort(handoff, HandoffFailed(text))
 
-    # Ends.
+    # Ends
 
     def _forget_tasks(self) -> None:
         self._tasks.clear()
@@ -476,7 +478,7 @@ class SendConnection:
         self._sending = None
 
     def _abort(self, handoff: Handoff, error: BatonError) -> None:
-        """End a handoff from this side, and say so to the receiver."""
+        """End a handoff from this side, and notify the receiver."""
         self._done(handoff, error)
         abort = kv_pb2.KvAbort(
             ticket_id=handoff.ticket.ticket_id,
@@ -509,8 +511,8 @@ def fill(
     staged: Staged,
     terms: Terms,
 ) -> Staged:
-    """A chunk's payload: copied into `staged`, or, where that will do, the blocks themselves. Its
-    checksum is put into `chunk`. Raises what ChunkCodec.pack does."""
+    """Fill a chunk's payload: copied into `staged`, or gathered from the blocks where possible.
+    Sets the chunk's checksum. Raises what ChunkCodec.pack does."""
     codec, seed = terms.codec, chunk.place_checksum
     if staged.device is not None:
         chunk.checksum = terms.on_device.pack(block_ids, piece, staged.device, seed)

@@ -1,4 +1,4 @@
-"""The sending half of the KV channel, as an engine loop uses it: no call waits for a peer."""
+"""Sending half of the KV channel for the engine loop: no call waits for a peer."""
 
 from __future__ import annotations
 
@@ -41,28 +41,27 @@ def _closed() -> HandoffFailed:
 
 
 class ConnectionRunner(Protocol):
-    """Drives one connection: a thread of its own does, or the caller."""
+    """Drives one connection, in its own thread or in the caller's."""
 
     @property
     def is_over(self) -> bool:
-        """Takes no more tasks."""
+        """Whether it accepts no more tasks."""
         ...
 
     def submit(self, *tasks: Task) -> bool:
-        """Give tasks, without waiting. False: the connection is over and took none."""
+        """Queue tasks, without waiting. Return False, and queue none, if the connection is over."""
         ...
 
     def poll(self) -> None:
-        """The engine loop has come by: where the caller drives, do what is due."""
+        """Do due work if the caller drives the connection; called by the engine loop."""
         ...
 
     def close(self) -> None:
-        """End every handoff and the connection; returns when all is over. A second time changes
-        nothing."""
+        """End every handoff and the connection, and wait for the end. Idempotent."""
         ...
 
 
-#: Makes the runner of a new connection with that name.
+#: Makes the runner of a new connection. str: its name.
 MakeRunner = Callable[[SendConnection, str], ConnectionRunner]
 
 
@@ -97,7 +96,8 @@ class InlineRunner:
         self._run()
 
     def _run(self) -> None:
-        """A task submitted by what a task causes, and a close, are left to the outermost call."""
+        """Run until nothing is due. Nested calls, caused by a task, leave the work to the outermost
+        one."""
         if self._is_running:
             return
         self._is_running = True
@@ -119,8 +119,8 @@ class InlineRunner:
 
 
 class ThreadRunner:
-    """Drives a connection by a thread that sleeps until there is a task, a frame, or a deadline,
-    and ends when the connection has been idle for long."""
+    """Drives a connection in a thread that sleeps until a task, a frame or a deadline, and ends
+    once the connection has been idle for long."""
 
     def __init__(self, connection: SendConnection, name: str, clock: Callable[[], float]) -> None:
         self._connection = connection
@@ -129,7 +129,7 @@ class ThreadRunner:
         self._inbox: deque[Task] = deque()
         self._is_closed = False
         self._is_over = False
-        # A byte is on its way to the thread, which has not taken its tasks since.
+        # Whether a wake-up byte is pending, so that another is unnecessary.
         self._is_woken = False
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
@@ -150,7 +150,7 @@ class ThreadRunner:
         return True
 
     def poll(self) -> None:
-        """Nothing: the thread sees to itself."""
+        """No-op: the thread drives the connection."""
 
     def close(self) -> None:
         with self._lock:
@@ -161,7 +161,7 @@ class ThreadRunner:
             self._thread.join()
 
     def _wake(self) -> None:
-        """Under the lock, and not after the end."""
+        """Wake the thread. Requires the lock, and a connection that is not over."""
         if not self._is_woken:
             self._is_woken = True
             self._wake_send.send(b"\0")
@@ -185,7 +185,7 @@ class ThreadRunner:
             self._connection.close(error)
 
     def _take_tasks(self) -> bool:
-        """Pass the inbox to the connection. False: it is time to end."""
+        """Pass queued tasks to the connection. Return False if the thread must end."""
         with self._lock:
             self._is_woken = False
             tasks = tuple(self._inbox)
@@ -203,29 +203,29 @@ class ThreadRunner:
         poll.register(self._wake_receive, select.POLLIN)
         if (fileno := self._connection.fileno()) >= 0:
             poll.register(fileno, select.POLLIN)
-        # Rounded up, so that a deadline is over when the thread wakes for it.
+        # Rounded up, so that the thread does not wake before its deadline.
         ready = poll.poll(math.ceil(timeout_s * 1000))
         if any(fd == self._wake_receive.fileno() for fd, _ in ready):
             self._wake_receive.recv(64)
 
 
-#: A worker, and the number of a connection to it.
+#: A worker, and the index of a connection to it.
 _ConnectionId = tuple[WorkerIdentity, int]
 
 __all__ = ["KvTicket", "SendDone", "Sender", "parse_ticket"]
 
 
 class Sender:
-    """Sends sequences' KV to the workers that their tickets name, over up to
-    num_connections connections to each worker and boot.
+    """Sends sequences' KV to the workers named by their tickets, over at most num_connections
+    connections per worker and boot.
 
-    A handoff stays on one connection: that with the fewest handoffs when it begins, the first
-    among equals. So a connection, with its thread, is made only when those before it are busy, and
-    closes when it has been idle for long.
+    A handoff stays on one connection: at its start, the one with the fewest handoffs, the first
+    among equals. A further connection, with its thread, is therefore opened only when the existing
+    ones are busy; idle ones close.
 
-    Exactly one SendDone per `begin`, in a connection's thread (or, with is_inline, within the call
-    that causes it). Until then the handoff's blocks may be read at any time. Calls about a key that
-    is done do nothing. Thread-safe, unless is_inline: then all calls come from one thread.
+    Exactly one SendDone follows each `begin`, in a connection's thread (with is_inline, within the
+    causing call). Until then the handoff's blocks may be read at any time. Calls for an ended key
+    are ignored. Thread-safe, except with is_inline, where all calls must come from one thread.
     """
 
     def __init__(
@@ -250,16 +250,17 @@ class Sender:
 
     @property
     def num_open(self) -> int:
-        """Handoffs whose SendDone is still to come."""
+        """Handoffs without SendDone."""
         with self._lock:
             return len(self._placed)
 
     def begin(self, key: Hashable, ticket: bytes, *others: LaterTask) -> int:
-        """Open a handoff under a name of the caller's. Returns how many leading tokens' KV the
-        ticket's owner holds already. Raises InvalidRequest (and there is no SendDone) if `ticket`
-        is none, ValueError if `key` is in use.
+        """Open a handoff under the caller's key. Return how many leading tokens the ticket's owner
+        holds already. Raises InvalidRequest for an invalid ticket, without a SendDone; ValueError
+        if `key` is in use.
 
-        others: tasks of the same handoff that its connection gets at once."""
+        others: further tasks of the handoff, queued with it.
+        """
         begin = Begin(key, parse_ticket(ticket), ticket)
         tasks = (begin, *map(self._marked, others))
         peer, num_cached_tokens = begin.ticket.owner, begin.ticket.num_cached_tokens
@@ -283,7 +284,7 @@ class Sender:
                 self._placed[key] = (connection_id, runner)
             if runner.submit(*tasks):
                 return num_cached_tokens
-            # It has ended meanwhile.
+            # The connection has ended meanwhile.
             with self._lock:
                 self._placed[key] = None
                 if self._runners.get(connection_id) is runner:
@@ -292,7 +293,7 @@ class Sender:
         return num_cached_tokens
 
     def submit(self, task: LaterTask) -> None:
-        """A further task of a handoff that was begun."""
+        """Queue a further task of an open handoff."""
         with self._lock:
             placed = self._placed.get(task.key)
         if placed:
@@ -300,15 +301,14 @@ class Sender:
             runner.submit(self._marked(task))
 
     def _marked(self, task: LaterTask) -> LaterTask:
-        """With the mark of now, if it is about KV and has none: that may still be on its way into
-        the blocks."""
+        """Add the current mark to a task about KV without one, since its KV may still be on its way
+        into the blocks."""
         if isinstance(task, Send) and task.mark is None:
             return replace(task, mark=self._config.pool.mark())
         return task
 
     def heartbeat(self) -> None:
-        """The engine loop is alive: tickets are kept from expiring for as long as this is
-        called."""
+        """Keep tickets from expiring. Must be called regularly while the engine loop is alive."""
         self._last_heartbeat = self._config.clock()
         with self._lock:
             runners = tuple(self._runners.values())
@@ -316,7 +316,7 @@ class Sender:
             runner.poll()
 
     def close(self) -> None:
-        """End all handoffs, connections and threads; returns when none is left."""
+        """End all handoffs, connections and threads, and wait for their end."""
         with self._lock:
             self._is_closed = True
             runners = tuple(self._runners.values())
@@ -325,8 +325,8 @@ class Sender:
             runner.close()
 
     def _new_runner(self, connection_id: _ConnectionId) -> ConnectionRunner:
-        """Under the lock. Forgets connections that have ended, so that a fleet's restarts do not
-        pile up."""
+        """Make a runner; requires the lock. Drops ended connections, so that they do not pile up
+        over restarts of a fleet."""
         self._runners = {at: runner for at, runner in self._runners.items() if not runner.is_over}
         peer, number = connection_id
         connection = SendConnection(peer, self._config, lambda: self._last_heartbeat, self._on_done)

@@ -1,5 +1,5 @@
-"""A ticket: which sequence may be written into which blocks, by whom, until when; what its sender
-is given of it, and where its owner takes KV.
+"""Tickets: the right of one sender to write one sequence's KV into reserved blocks until a
+deadline, the data that it gets for this, and the owner's endpoints.
 
     OFFERED ----> RESERVED ----> RECEIVING ----> COMMITTED ----> (forgotten)
        |   begin     |   pin         |   commit              release
@@ -11,15 +11,15 @@ is given of it, and where its owner takes KV.
                      release
 
 A ticket that needs no KV (all is cached) goes from RESERVED to COMMITTED. OFFERED waits for a
-sender, RESERVED has one and belongs to its connection, RECEIVING has taken a first chunk. An offer
-must be taken up within `offer_s`: a sender presents its ticket as soon as it has it, before it
-queues for anything. From then on each arrow but the last has the lease as its deadline, which the
-sender renews however long its own queue is.
+sender, RESERVED belongs to the sender's connection, RECEIVING has accepted a chunk. A sender must
+present its ticket within `offer_s`, which it does on receipt, before any queue. From then on each
+transition but the last has the lease as its deadline; the sender renews the lease while its own
+work is queued.
 
-Who owns the blocks: the table from `offer` until the ticket's one event; from then on whoever gets
-the event. A writer holds a pin, and may write before what it writes is verified: nobody reads the
-blocks before the commit. An abort that meets a pin refuses further ones at once, and TicketAborted
-is reported when the last is gone.
+Block ownership: the table owns the blocks from `offer` until the ticket's one event; then the
+receiver of the event does. A writer holds a pin, and may write unverified data, because nobody
+reads the blocks before the commit. An abort refuses further pins at once; TicketAborted is reported
+when the last pin is released.
 """
 
 from __future__ import annotations
@@ -54,21 +54,24 @@ _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """transport: its name in baton.kv_transports. address: a Unix socket's path, host:port, or a
-    name within the process, by the transport's scope. host_id: only of sockets' paths."""
+    """An address at which a worker receives KV.
+
+    transport: name in baton.kv_transports.
+    address: by the transport's scope: path of a Unix socket, host:port, or name within the process.
+    host_id: only for socket paths.
+    """
 
     transport: str
     address: str
     host_id: str = ""
 
     def __str__(self) -> str:
-        """For people."""
+        """Representation for messages."""
         return f"{self.transport} to {self.address}"
 
 
 def local_host_id() -> str:
-    """The kernel's boot id: equal for processes that may share memory; empty where the kernel gives
-    none."""
+    """The kernel's boot id: equal for processes that may share memory; empty if unavailable."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -81,7 +84,7 @@ _MAC_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class KvTicket:
-    """The right to write one sequence's KV into blocks that `owner` has reserved; see
+    """The right to write one sequence's KV into blocks reserved by `owner`; see
     baton.v1.KvTicket."""
 
     owner: WorkerIdentity
@@ -100,7 +103,7 @@ class KvTicket:
 def common_fields(
     owner: WorkerIdentity, layout: KvLayout, endpoints: Iterable[Endpoint]
 ) -> kv_pb2.KvTicket:
-    """What all tickets of a worker's boot have in common."""
+    """Fields common to all tickets of one boot of a worker."""
     return kv_pb2.KvTicket(
         worker_id=owner.worker_id,
         generation=owner.generation,
@@ -115,14 +118,14 @@ def common_fields(
 
 
 def signed_ticket(message: kv_pb2.KvTicket, secret: bytes) -> bytes:
-    """The bytes of a ticket, with a digest of all its fields under `secret` (at most 64 bytes)."""
+    """Serialise a ticket with a digest of all its fields under `secret` (at most 64 bytes)."""
     message.mac = _mac(message, secret)
     return message.SerializeToString(deterministic=True)
 
 
 def parse_ticket(data: bytes) -> KvTicket:
-    """The fields of a ticket, whose genuineness its owner alone can check. Raises InvalidRequest if
-    it is none."""
+    """Parse a ticket without checking its digest, which only the owner can do. Raises
+    InvalidRequest for invalid data."""
     message = ticket_message(data)
     layout = layout_from_proto(message.layout)
     if not (
@@ -142,7 +145,7 @@ def parse_ticket(data: bytes) -> KvTicket:
         num_cached_tokens=message.num_cached_tokens,
         num_tokens=message.num_tokens,
         layout=layout,
-        # A newer owner may offer transports that this version does not know.
+        # Skip transports of newer owners that this version does not support.
         endpoints=tuple(
             Endpoint(_NAMES[each.transport], each.address, each.host_id)
             for each in message.endpoints
@@ -154,9 +157,9 @@ def parse_ticket(data: bytes) -> KvTicket:
 
 
 def verify_ticket(data: bytes, owner: WorkerIdentity, secret: bytes) -> KvTicket:
-    """The ticket, if `owner` made it under `secret` and not a bit of its meaning was changed.
+    """Parse a ticket and verify that `owner` signed it under `secret`, in constant time.
 
-    Raises InvalidRequest otherwise. Compares in constant time.
+    Raises InvalidRequest otherwise.
     """
     ticket = parse_ticket(data)
     if ticket.owner != owner:
@@ -171,7 +174,7 @@ def verify_ticket(data: bytes, owner: WorkerIdentity, secret: bytes) -> KvTicket
 
 
 def ticket_message(data: bytes) -> kv_pb2.KvTicket:
-    """A ticket's message, unchecked. Raises InvalidRequest if it is none."""
+    """Decode a ticket's message, unverified. Raises InvalidRequest for invalid data."""
     if len(data) > MAX_TICKET_BYTES:
         raise InvalidRequest(f"a KV ticket of {len(data)} bytes; at most {MAX_TICKET_BYTES} may be")
     try:
@@ -181,8 +184,8 @@ def ticket_message(data: bytes) -> kv_pb2.KvTicket:
 
 
 def _mac(message: kv_pb2.KvTicket, secret: bytes) -> bytes:
-    """Digest of every field but the digest; unknown fields count, so they cannot be added
-    either."""
+    """Digest of all fields except the digest, including unknown fields, so that none can be
+    added."""
     bare = kv_pb2.KvTicket()
     bare.CopyFrom(message)
     bare.ClearField("mac")
@@ -193,7 +196,7 @@ def _mac(message: kv_pb2.KvTicket, secret: bytes) -> bytes:
 
 
 class TicketState(enum.Enum):
-    """See the drawing above."""
+    """States of the drawing above."""
 
     OFFERED = "offered"
     RESERVED = "reserved"
@@ -204,7 +207,7 @@ class TicketState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OfferedTicket:
-    """A ticket's number, and its bytes for the sender."""
+    """A new ticket: its number, and its bytes for the sender."""
 
     ticket_id: int
     data: bytes
@@ -212,7 +215,7 @@ class OfferedTicket:
 
 @dataclass(frozen=True, slots=True)
 class TicketCommitted:
-    """All KV of `num_tokens` tokens is in the blocks, which whoever gets this owns.
+    """All KV of `num_tokens` tokens is in the blocks, which the receiver of this event owns.
 
     first_tokens: the token after them, of each choice; none if it is known there already.
     whole_start: the first token that came in every group; groups that keep fewer than all tokens
@@ -225,15 +228,15 @@ class TicketCommitted:
     transfer_exposed_ms: float
     num_bytes: int
     reserved_s: float = 0.0
-    """When the sender presented the ticket, by the table's clock."""
+    """Time when the sender presented the ticket, on the table's clock."""
     receiving_s: float = 0.0
-    """When its first chunk was taken; when the ticket was presented if none had to come."""
+    """Time of its first chunk; reserved_s if no KV was needed."""
     whole_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TicketAborted:
-    """There will be no commit, and nothing writes the blocks any more. `reason` is one of
+    """The ticket will not be committed, and nothing writes its blocks any more. reason: a key of
     baton.errors.BY_REASON."""
 
     ticket_id: int
@@ -243,8 +246,8 @@ class TicketAborted:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRequested:
-    """The sender that holds this open ticket wants the KV of the tokens that are here sent to the
-    owner of `deliver_to`."""
+    """The sender of this open ticket asks its owner to send the KV that it holds to the ticket
+    `deliver_to`."""
 
     ticket_id: int
     deliver_to: bytes
@@ -255,19 +258,19 @@ TicketEvent = TicketCommitted | TicketAborted | PrefixRequested
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why a sender's frame was dropped: an answer for it, not an event of the ticket."""
+    """Why a sender's frame was dropped: a reply, not an event of the ticket."""
 
     reason: str
     message: str
 
 
-#: Called when a ticket is aborted, to warn its sender: its number, epoch, and why.
+#: Called when a ticket is aborted, to notify its sender. Arguments: number, epoch, reason.
 OnAborted = Callable[[int, int, Rejection], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a sender says at the end: `checksum` is the sum modulo 2^64 of its chunks' checksums."""
+    """The sender's commit. checksum: sum of its chunks' checksums modulo 2^64."""
 
     ticket_id: int
     epoch: int
@@ -279,13 +282,15 @@ class Commit:
 
 @dataclass(slots=True)
 class Ticket:
-    """A ticket's state, and the arrows of the drawing. Times are those of the caller's clock.
+    """State and transitions of a ticket. Times on the caller's clock.
 
-    block_ids: where tokens [num_cached_tokens, num_tokens) are to be written; min_tokens: the
-    fewest that a commit may be of. held_start: the first token that has a block.
-    connection: whose ticket it is, once it has been presented; on_aborted: of that connection.
-    checksum, num_bytes: of all that has been written. data: what the sender was given to show.
-    mark: see KvPool; of when the blocks became the ticket's.
+    block_ids: blocks of tokens [num_cached_tokens, num_tokens).
+    min_tokens: minimum tokens of a commit.
+    held_start: first token with a block.
+    connection, on_aborted: of the sender that presented it.
+    checksum, num_bytes: sums over all written chunks.
+    data: the ticket's bytes.
+    mark: see KvPool; of the time when the ticket got the blocks.
     """
 
     ticket_id: int
@@ -317,12 +322,12 @@ class Ticket:
 
     @property
     def is_settled(self) -> bool:
-        """Whether its one event has been reported, or is being reported."""
+        """Whether its event has been, or is being, reported."""
         return self.state not in _OPEN and not self.num_pins
 
     @property
     def refusal(self) -> Rejection | None:
-        """Why no frame of its sender can be taken any more, if so."""
+        """Why no further frame of its sender is accepted; None while it is open."""
         if self.aborted:
             return Rejection(self.aborted.reason, self.aborted.message)
         if self.state is TicketState.COMMITTED:
@@ -332,7 +337,7 @@ class Ticket:
     def present(
         self, connection: int, on_aborted: OnAborted | None, now_s: float
     ) -> Rejection | None:
-        """Its sender is here."""
+        """Bind the ticket to its sender's connection. Return the rejection, if any."""
         if self.aborted:
             return self.refusal
         if self.state is not TicketState.OFFERED:
@@ -348,7 +353,8 @@ class Ticket:
         self.deadline = now_s + self.lease_s
 
     def pin(self, piece: KvRange, now_s: float) -> str:
-        """Count `piece` as arrived, to be written until unpin; or what is wrong with it."""
+        """Record `piece` as arrived and pin the blocks until unpin. Return the fault, or an empty
+        string."""
         if not (
             piece.num_tokens > 0
             and piece.num_layers > 0
@@ -369,22 +375,21 @@ class Ticket:
         return ""
 
     def _has_place(self, piece: KvRange) -> bool:
-        """Whether no group of a piece begins before what is held of it."""
+        """Whether `piece` has blocks in all its groups."""
         groups = self.groups
         if not groups.has_partial or piece.first_token >= groups.whole_start(self.num_tokens):
             return True
         return all(groups[part.group].keeps_all_tokens for part in groups.split(piece))
 
     def unpin(self, checksum: int, num_bytes: int) -> TicketAborted | None:
-        """The writer of one pin is done. What is to be reported now: an abort that has waited for
-        it."""
+        """Release one pin. Return the pending abort event after the last one, else None."""
         self.num_pins -= 1
         self.checksum = (self.checksum + checksum) & CHECKSUM_MASK
         self.num_bytes += num_bytes
         return None if self.num_pins else self.aborted
 
     def commit(self, commit: Commit) -> TicketCommitted | str:
-        """All is sent, and here; or why not."""
+        """Commit if all KV has arrived. Return the event, or the fault."""
         if not self.min_tokens <= commit.num_tokens <= self.num_tokens:
             return (
                 f"a commit of {commit.num_tokens} tokens for {self.min_tokens} to {self.num_tokens}"
@@ -408,8 +413,7 @@ class Ticket:
         )
 
     def abort(self, reason: str, message: str) -> TicketAborted | None:
-        """There will be no commit of this open ticket. What is to be reported now: nothing while a
-        writer is in the blocks."""
+        """Abort the open ticket. Return the event; None while a writer holds a pin."""
         self.state = TicketState.ABORTED
         self.aborted = TicketAborted(self.ticket_id, reason, message)
         return None if self.num_pins else self.aborted
@@ -419,11 +423,11 @@ _OPEN = frozenset({TicketState.OFFERED, TicketState.RESERVED, TicketState.RECEIV
 
 
 class Coverage:
-    """Per run of layers, the disjoint, sorted, maximal token intervals that have arrived.
+    """Arrived token intervals per run of layers: disjoint, sorted and maximal.
 
-    Layers are counted within their group, so that those of one that came alike are one run whatever
-    lies between them. A run is split where a piece needs it: most pieces are of all layers, and
-    cost no more than one layer would.
+    Layers are numbered within their group, so that a group's layers form one run even if others lie
+    between them in the model. A run is split only where a piece requires it; most pieces span all
+    layers, and cost as much as one layer.
     """
 
     def __init__(self, groups: LayerGroups) -> None:
@@ -433,7 +437,7 @@ class Coverage:
         }
 
     def add(self, piece: KvRange) -> bool:
-        """Count `piece` as arrived; False, with no interval changed, if any of it had arrived
+        """Record `piece` as arrived. Return False, without any change, if part of it had arrived
         before."""
         start, end = piece.first_token, piece.end_token
         runs = [run for part in self._groups.split(piece) for run in self._runs_of(part)]
@@ -444,9 +448,9 @@ class Coverage:
         return True
 
     def whole_start(self, first_token: int, end_token: int) -> int | None:
-        """The first token that has arrived in every group, if all that a sequence of end_token
-        tokens lacks from first_token on has arrived, see LayerGroup.arrived_from, and nothing else;
-        else None."""
+        """The first token that arrived in every group; None unless exactly the tokens that a
+        sequence of end_token tokens lacks from first_token on have arrived; see
+        LayerGroup.arrived_from."""
         latest = first_token
         for group in self._groups.all:
             for run in self._runs[group.number]:
@@ -457,7 +461,7 @@ class Coverage:
         return latest
 
     def _runs_of(self, part: KvRange) -> list[_LayerRun]:
-        """Those that a group's range is made of. ALL is of the one group that there is then."""
+        """The runs within a range of one group. ALL stands for the only group."""
         number = part.group if part.group in self._runs else self._groups.paged[0].number
         runs = self._runs[number]
         for layer in (part.first_layer, part.end_layer):
@@ -470,7 +474,7 @@ class Coverage:
 
 
 def _split(runs: list[_LayerRun], layer: int) -> None:
-    """Let a run begin at `layer`, unless all end there."""
+    """Split the run that contains `layer`, so that one starts there."""
     for index, run in enumerate(runs):
         if run.first_layer < layer < run.end_layer:
             rest = _LayerRun(layer, run.end_layer, run.starts.copy(), run.ends.copy())
@@ -481,8 +485,8 @@ def _split(runs: list[_LayerRun], layer: int) -> None:
 
 @dataclass(slots=True)
 class _LayerRun:
-    """Layers [first_layer, end_layer) of a group, of which the same tokens have arrived: starts[i]
-    <= token < ends[i], and ends[i] < starts[i + 1]."""
+    """Layers [first_layer, end_layer) of a group with equal arrivals: starts[i] <= token < ends[i],
+    and ends[i] < starts[i + 1]."""
 
     first_layer: int
     end_layer: int

@@ -1,4 +1,4 @@
-"""Tickets of one worker. What becomes of one is drawn in kv_transfer.ticket."""
+"""All tickets of one worker. Ticket states are drawn in kv_transfer.ticket."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _EPOCH = 1
 
 
 class Pinned(NamedTuple):
-    """Blocks that may be written, after a mark of theirs: see KvPool."""
+    """Blocks that may be written once `mark` is done; see KvPool."""
 
     block_ids: tuple[int, ...]
     mark: object
@@ -66,7 +66,7 @@ class TicketRules:
 
 
 class TicketTable:
-    """All tickets of one worker's boot. Thread-safe. Reports exactly one end, TicketCommitted or
+    """All tickets of one boot of a worker. Thread-safe. Reports exactly one end, TicketCommitted or
     TicketAborted, per offered ticket."""
 
     def __init__(
@@ -96,20 +96,21 @@ class TicketTable:
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
         self._warnings: list[Callable[[], None]] = []
-        """Of senders, by whoever holds the lock."""
+        """Pending notifications of senders; owned by the holder of the lock."""
         self._none_over_before_s = clock()
-        """Deadlines are only ever put off: this bound comes down only for a new ticket."""
+        """Lower bound of all deadlines. Deadlines only move later, so only a new ticket lowers
+        it."""
 
-    # What the owner of the blocks calls.
+    # Called by the owner of the blocks
 
     @property
     def num_open(self) -> int:
-        """Tickets whose event is still to come."""
+        """Tickets without an end event."""
         with self._lock:
             return sum(not ticket.is_settled for ticket in self._tickets.values())
 
     def state(self, ticket_id: int) -> TicketState | None:
-        """None: unknown, or released."""
+        """The ticket's state; None if unknown or released."""
         with self._lock:
             ticket = self._tickets.get(ticket_id)
             return ticket.state if ticket else None
@@ -126,9 +127,10 @@ class TicketTable:
         """Let a sender write tokens [num_cached_tokens, num_tokens) into the blocks. Called in the
         engine's thread.
 
-        A commit of fewer tokens is taken if it covers spec.num_tokens at least. lease_s: if it is
-        to be shorter than the table's own. held_start: the first token that has a block, see
-        BlockLease. Raises ValueError if the blocks have no such room.
+        A commit must cover at least spec.num_tokens.
+        lease_s: a lease shorter than the table's.
+        held_start: first token with a block; see BlockLease.
+        Raises ValueError if the blocks are too few.
         """
         room = len(block_ids) * self._groups.layout.block_size
         if not 0 <= num_cached_tokens <= num_tokens <= room:
@@ -171,21 +173,20 @@ class TicketTable:
         return OfferedTicket(ticket_id, data)
 
     def abort(self, ticket_id: int, reason: str, message: str) -> None:
-        """Give a ticket up, in whatever state; a second abort, or one after the commit, changes
-        nothing."""
+        """Abort a ticket in any state. No-op after an abort or the commit."""
         with self._locked() as events:
             ticket = self._tickets.get(ticket_id)
             if ticket and ticket.is_open:
                 events.append(self._abort(ticket, reason, message))
 
     def abort_all(self, reason: str, message: str) -> None:
-        """Give every ticket up whose event is still to come."""
+        """Abort all tickets without an end event."""
         with self._locked() as events:
             events += [self._abort(ticket, reason, message) for ticket in self._open()]
 
     def expire(self) -> None:
-        """Abort the tickets that nobody has presented in time, and those that no frame has come for
-        within the lease."""
+        """Abort tickets not presented within offer_s, and tickets without a frame within the
+        lease."""
         with self._locked() as events:
             now = self._clock()
             if now < self._none_over_before_s:
@@ -210,18 +211,19 @@ class TicketTable:
                 )
             del self._tickets[ticket_id]
 
-    # What the receiver calls, in its connections' threads. `connection` numbers them.
+    # Called by the receiver, in its connections' threads. connection: its number.
 
     def begin(
         self, data: bytes, connection: int, on_aborted: OnAborted | None = None
     ) -> Rejection | None:
-        """A sender presents a ticket: genuine, of this boot, live and for the first time, or it is
-        rejected.
+        """Present a ticket. It must be genuine, of this boot, open and not presented before;
+        otherwise return the rejection.
 
-        on_aborted: called, in any thread and holding no lock, when the ticket is aborted by
-        anything but a frame of the connection, or its end."""
+        on_aborted: called in any thread, without a lock held, when the ticket is aborted by
+        anything but a frame of the connection or its end.
+        """
         try:
-            # What is to the byte as it was given needs no digest.
+            # Identical bytes need no digest check.
             ticket_id = ticket_message(data).ticket_id
             with self._lock:
                 ticket = self._tickets.get(ticket_id)
@@ -238,7 +240,7 @@ class TicketTable:
     def pin(
         self, ticket_id: int, epoch: int, connection: int, piece: KvRange
     ) -> Pinned | Rejection:
-        """Where to write `piece`, until unpin. A piece out of range or seen before
+        """Pin the blocks of `piece` for writing until unpin. A piece out of range, or seen before,
         aborts the ticket."""
         with self._locked() as events:
             ticket = self._addressed(ticket_id, epoch, connection)
@@ -251,15 +253,15 @@ class TicketTable:
             return Rejection(HandoffFailed.reason, fault)
 
     def unpin(self, ticket_id: int, checksum: int, num_bytes: int) -> None:
-        """The writer of one pin is done with the blocks."""
+        """Release one pin."""
         with self._locked() as events:
             events.append(self._tickets[ticket_id].unpin(checksum, num_bytes))
 
     def fail(
         self, ticket_id: int, epoch: int, connection: int, reason: str, message: str
     ) -> Rejection:
-        """The sender broke a rule or gave up. Only the connection that holds the ticket can abort
-        it so."""
+        """Abort a ticket because of its sender. Only the connection that holds the ticket can do
+        so."""
         with self._locked() as events:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
@@ -268,8 +270,8 @@ class TicketTable:
             return Rejection(reason, message)
 
     def commit(self, commit: Commit, connection: int) -> Rejection | None:
-        """The sender says that all is sent. None: so it is, and TicketCommitted has been
-        reported."""
+        """Commit a ticket. On success report TicketCommitted and return None, else the
+        rejection."""
         with self._locked() as events:
             ticket = self._addressed(commit.ticket_id, commit.epoch, connection)
             if isinstance(ticket, Rejection):
@@ -284,8 +286,8 @@ class TicketTable:
     def request_prefix(
         self, ticket_id: int, epoch: int, connection: int, deliver_to: bytes
     ) -> Rejection | None:
-        """The sender wants the KV that the owner holds. PrefixRequested is reported besides the
-        ticket's one event, before it."""
+        """Report PrefixRequested: the sender wants the KV that the owner holds. Must precede the
+        ticket's end."""
         with self._locked() as events:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
@@ -295,7 +297,7 @@ class TicketTable:
             return None
 
     def renew(self, ticket_id: int, connection: int) -> Rejection | None:
-        """The sender is still computing."""
+        """Renew the lease: the sender is still computing."""
         with self._lock:
             ticket = self._addressed(ticket_id, _EPOCH, connection)
             if isinstance(ticket, Rejection):
@@ -304,15 +306,15 @@ class TicketTable:
             return None
 
     def close_connection(self, connection: int, message: str) -> None:
-        """Abort what the connection had open."""
+        """Abort the connection's open tickets."""
         with self._locked() as events:
             own = (ticket for ticket in self._open() if ticket.connection == connection)
             events += [ticket.abort(HandoffFailed.reason, message) for ticket in own]
 
     @contextmanager
     def _locked(self) -> Iterator[list[TicketEvent | None]]:
-        """Hold the lock. The events put into the list are reported, in their order, once the lock
-        is free again, and senders warned after them."""
+        """Hold the lock. After its release, report the events appended to the list, in order, then
+        notify senders."""
         events: list[TicketEvent | None] = []
         with self._lock:
             yield events
@@ -323,10 +325,10 @@ class TicketTable:
         for warn in warnings:
             warn()
 
-    # Under the lock.
+    # Requires the lock
 
     def _addressed(self, ticket_id: int, epoch: int, connection: int) -> Ticket | Rejection:
-        """The open ticket that a frame of `connection` may be about."""
+        """The open ticket that `connection` holds, or the rejection of its frame."""
         ticket = self._tickets.get(ticket_id)
         if ticket is None or ticket.connection != connection or epoch != _EPOCH:
             return _UNKNOWN
@@ -341,8 +343,8 @@ class TicketTable:
         return f"no KV and no sign of life for {self._lease_s:g} s ({ticket.state.value})"
 
     def _abort(self, ticket: Ticket, reason: str, message: str) -> TicketAborted | None:
-        """Abort an open ticket for a reason of this side, of which its sender is warned, too. What
-        is to be reported now: see Ticket.abort."""
+        """Abort an open ticket for a reason of this side, and notify its sender. Return the event
+        as Ticket.abort does."""
         if ticket.on_aborted:
             rejection = Rejection(reason, message)
             self._warnings.append(partial(ticket.on_aborted, ticket.ticket_id, _EPOCH, rejection))

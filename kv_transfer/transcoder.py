@@ -1,14 +1,14 @@
-"""From a pool's element type into a wire format, and back, run by run; see WireFormat and KvLayout.
+"""Conversion between a pool's dtype and a wire format, run by run; see WireFormat and KvLayout.
 
-A scale is the largest size among the elements that it is of, over the largest size of the type: 127
-(int8) or 448 (fp8). So an element is off by half a step: of int8 by 1/254 of the largest at most,
-of fp8 by 1/16 of itself, or by 1/458,752 of the largest where it is tiny. What is not finite makes
-all elements of its scale NaN: it cannot pass for KV.
+A scale is the largest magnitude among its elements, divided by the largest value of the type: 127
+(int8) or 448 (fp8). The error is half a step: for int8 at most 1/254 of the largest magnitude; for
+fp8 1/16 of the element, or 1/458,752 of the largest magnitude for tiny elements. A non-finite
+element makes all elements of its scale NaN, so that it cannot be mistaken for KV.
 
 bfloat16 is the upper half of a float32. fp8 is e4m3 of the OCP 8-bit floating point specification
-(2023): no infinities, one NaN, +-448 at most. Conversions round to nearest, ties to even, and keep
-what is not finite so. They write into arrays of the caller's: fresh memory costs more than the
-conversion.
+(2023): no infinities, one NaN, +-448 at most. Conversions round to nearest, ties to even, and
+preserve non-finite values. They write into the caller's arrays, because fresh memory costs more
+than the conversion.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ FP8_MAX = 448.0
 _FP8_NAN = 0x7F
 _FP8_ALIGN = np.float32(2.0**-120)
 
-#: The numpy type of the bits, by element type. int64 is the oracle engine's and means nothing as a
-#: number.
+#: numpy type of the bits, by dtype. int64 is used by the oracle engine, and is not numeric.
 BITS: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "float32": np.dtype("<f4"),
@@ -53,8 +52,8 @@ def widen(bits: _Bits, dtype: str, out: Floats) -> None:
 
 
 def narrow(values: Floats, dtype: str, out: _Bits, work: Floats) -> None:
-    """Write the nearest elements of `dtype`, one of CONVERTIBLE_DTYPES, into `out`. Too large for
-    float16 is infinite.
+    """Round `values` to `dtype`, one of CONVERTIBLE_DTYPES, into `out`. Values beyond float16
+    become infinite.
 
     work: as large as values; overwritten.
     """
@@ -66,19 +65,19 @@ def narrow(values: Floats, dtype: str, out: _Bits, work: Floats) -> None:
 
 
 def fp8_of(values: Floats, out: NDArray[np.uint8], work: Floats) -> None:
-    """Write the nearest fp8 of finite values within +-FP8_MAX. `values` and `work`, as large, are
-    overwritten.
+    """Round finite values within +-FP8_MAX to fp8. Overwrites `values` and `work`, which must be
+    equally large.
 
-    Times 2^-120 a float32 has the exponent bits of its fp8, subnormal ones included: what is left
-    is to round its mantissa from 23 bits to 3. Where the CPU takes subnormals for zero, fp8 below
-    2^-6 are zero.
+    A float32 times 2^-120 has the exponent bits of its fp8, including subnormals; what remains is
+    to round the mantissa from 23 bits to 3. If the CPU flushes subnormals, fp8 values below 2^-6
+    become zero.
     """
     values *= _FP8_ALIGN
     bits, rounded = values.view(np.uint32), work.view(np.uint32)
     np.right_shift(bits, 20, out=rounded)
     rounded &= 1
     rounded += 0x7FFFF
-    # The sign is carried along, and comes to lie four bits above the code.
+    # The sign is included; it ends up four bits above the code.
     rounded += bits
     rounded >>= 20
     np.bitwise_and(rounded, 0x7F, out=out, casting="unsafe")
@@ -89,7 +88,7 @@ def fp8_of(values: Floats, out: NDArray[np.uint8], work: Floats) -> None:
 
 def from_fp8(bits: NDArray[np.uint8], out: Floats) -> None:
     """Write the values of fp8 elements. Exact."""
-    # Clipping changes nothing, and spares numpy a copy.
+    # mode="clip" has no effect on values, and avoids a copy in numpy.
     np.take(_float_of_fp8(), bits, out=out, mode="clip")
 
 
@@ -102,13 +101,13 @@ def _to_bfloat16(values: Floats, out: _Bits, work: NDArray[np.uint32]) -> None:
     work >>= 16
     out[...] = work
     if not np.isfinite(values).all():
-        # The sum above carries NaNs with long mantissas into the sign.
+        # The addition above carries NaNs with long mantissas into the sign.
         out[np.isnan(values)] = 0x7FC0
 
 
 @functools.cache
 def _float_of_fp8() -> Floats:
-    """Value of each of the 256 bit patterns."""
+    """Values of the 256 bit patterns."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, (code & 7).astype(np.float32)
     size = np.where(
@@ -121,19 +120,19 @@ def _float_of_fp8() -> Floats:
 
 
 _INT8_MAX = 127.0
-#: Below this a scale is the same as zero: its inverse would overflow.
+#: Below this a scale is treated as zero, because its inverse would overflow.
 _LEAST_PEAK = np.float32(2.0**-100)
 _SCALE = np.dtype("<f4")
-#: Elements that are turned at a time: few enough for the second cache, many enough that calling
-#: numpy costs little.
+#: Elements per conversion: few enough for the L2 cache, many enough to amortise numpy's call
+#: overhead.
 _GROUP_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run's bytes, seen without a copy.
+    """Views of a run's bytes, without a copy.
 
-    elements: [layers, parts, kv_heads, tokens, head_dim], of int8 for both types that have scales.
+    elements: [layers, parts, kv_heads, tokens, head_dim]; int8 for both scaled types.
     scales: [layers, parts, kv_heads, tokens or 1, 1], or none.
     """
 
@@ -142,7 +141,7 @@ class _Run:
     scales: Floats | None
 
     def read(self, layers: slice, values: Floats) -> None:
-        """Write the values of some layers into `values`."""
+        """Write the values of these layers into `values`."""
         elements = self.elements[layers]
         if self.scales is None:
             widen(elements, self.dtype, values)
@@ -155,8 +154,8 @@ class _Run:
             np.multiply(values, self.scales[layers], out=values)
 
     def write(self, layers: slice, values: Floats, work: Floats) -> None:
-        """Write the nearest elements of `values` into some layers. `values` and `work`, as large,
-        are overwritten."""
+        """Round `values` into these layers. Overwrites `values` and `work`, which must be equally
+        large."""
         elements = self.elements[layers]
         if self.scales is None:
             narrow(values, self.dtype, elements, work)
@@ -168,7 +167,7 @@ class _Run:
             np.copyto(elements, np.rint(values, out=values), casting="unsafe")
 
     def _scale(self, values: Floats, scales: Floats) -> None:
-        """Choose `scales`, and have `values` expressed in them; those whose scale is not finite are
+        """Compute `scales` and divide `values` by them; values with a non-finite scale become
         zero."""
         most = np.float32(FP8_MAX if self.dtype == "fp8" else _INT8_MAX)
         axes = (3, 4) if scales.shape[3] == 1 else (4,)
@@ -184,8 +183,7 @@ class _Run:
 
 
 class Transcoder:
-    """Between runs as they lie in a pool of `dtype` and on the wire. Used by one thread at a
-    time."""
+    """Converts runs between a pool of `dtype` and the wire. Used by one thread at a time."""
 
     def __init__(self, dtype: str, wire: WireFormat) -> None:
         self._dtype = dtype
@@ -193,14 +191,14 @@ class Transcoder:
         self._memory = np.empty((2, 0), np.float32)
 
     def encode(self, run: memoryview, num_tokens: int, num_layers: int, out: memoryview) -> None:
-        """Write a run [num_layers, parts, kv_heads, num_tokens, head_dim] of the pool into `out`,
-        which has its size on the wire."""
+        """Convert a run [num_layers, parts, kv_heads, num_tokens, head_dim] of the pool into `out`,
+        which has its wire size."""
         self._turn(
             self._in_pool(run, num_tokens, num_layers), self._on_wire(out, num_tokens, num_layers)
         )
 
     def decode(self, data: memoryview, num_tokens: int, num_layers: int, out: memoryview) -> None:
-        """The inverse: write the run whose bytes on the wire are `data` into `out`."""
+        """Convert the wire bytes `data` of a run into `out`, in the pool's dtype."""
         self._turn(
             self._on_wire(data, num_tokens, num_layers), self._in_pool(out, num_tokens, num_layers)
         )
@@ -211,7 +209,7 @@ class Transcoder:
             target.write(layers, values, work)
 
     def _groups(self, shape: tuple[int, ...]) -> Iterator[tuple[slice, Floats, Floats]]:
-        """Layers to turn at a time, and two arrays of their shape; the same memory each time."""
+        """Yield slices of layers to convert at once, with two arrays of their shape, reused."""
         num_layers, *rest = shape
         num_elements = int(np.prod(rest))
         most = max(1, _GROUP_ELEMENTS // num_elements)
@@ -245,7 +243,8 @@ class Transcoder:
 
 
 def _with_row_scales(dtype: str, run: memoryview, shape: tuple[int, ...]) -> _Run:
-    """See WireFormat: of each layer, part and head, its elements, then their scales."""
+    """Views of a run with a scale per row: for each layer, part and head, its elements, then their
+    scales. See WireFormat."""
     *heads, num_tokens, head_dim = shape
     data = np.frombuffer(run, np.int8).reshape(*heads, num_tokens * (head_dim + SCALE_BYTES))
     num_elements = num_tokens * head_dim

@@ -1,5 +1,5 @@
-"""How KV is written into payloads: in the numbers of either peer, or in eight bits with scales;
-how a range of it is cut into chunks, and in which order its bytes lie in one."""
+"""Format of KV in payloads: in a peer's dtype, or in eight bits with scales; also how a range is
+cut into chunks, and the byte order within one."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from baton.types import (
 from engine.kv.layout import groups_of
 from engine.kv.range import KvRange
 
-#: What a receiver may ask for; auto is the narrower of the two peers' own types.
+#: Values of a receiver's option; auto selects the narrower of the two peers' dtypes.
 WIRE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """What the payloads of one connection are made of.
+    """Format of the payloads of one connection.
 
-    A payload is runs, one after the other: of each of the sender's blocks the tokens that are in
-    the piece, as elements of `dtype` [layers, parts, kv_heads, tokens, head_dim]. All is little
-    endian. Of a dtype of SCALED_DTYPES there are two forms:
+    A payload is a sequence of runs, one per sender block: the piece's tokens in that block, as
+    elements of `dtype` [layers, parts, kv_heads, tokens, head_dim]. All is little endian. A dtype
+    of SCALED_DTYPES has two forms:
 
-    * where the sender's pool has another dtype, float32 scales [layers, parts, kv_heads] come
-      before all elements, one for a head's elements of the run;
-    * where it has the same (has_row_scales), float32 scales [tokens] come behind the elements
-      [tokens, head_dim] of each layer, part and head, as they lie in the pool.
+    * if the sender's pool has another dtype, float32 scales [layers, parts, kv_heads] precede all
+      elements, one for a head's elements of the run;
+    * if it has the same (has_row_scales), float32 scales [tokens] follow the elements
+      [tokens, head_dim] of each layer, part and head, as in the pool.
 
-    block_size: the sender's; num_parts: see KvLayout.parts. A group's records are no runs, but
-    bytes as they lie in the pool; record_bytes: (group, bytes of a record in one layer).
+    block_size: the sender's. num_parts: see KvLayout.parts. State records of a group are not runs,
+    but bytes as in the pool; record_bytes: (group, bytes of a record in one layer).
     """
 
     dtype: str
@@ -47,22 +47,22 @@ class WireFormat:
 
     @property
     def token_layer_bytes(self) -> int:
-        """Most bytes that a token takes in one layer: with scales of its own."""
+        """Maximum bytes of a token in one layer, including scales of its own."""
         scale_bytes = SCALE_BYTES if self.dtype in SCALED_DTYPES else 0
         row_bytes = self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
         return self.num_parts * self.num_kv_heads * row_bytes
 
     @property
     def least_chunk_bytes(self) -> int:
-        """Bytes of a token, or a record, in one layer: the larger."""
+        """Maximum of the bytes of a token and of a record, in one layer."""
         return max(self.token_layer_bytes, *(size for _, size in self.record_bytes), 0)
 
     def piece_layer_bytes(self, piece: KvRange) -> int:
-        """Most bytes that a token of a piece takes in one of its layers."""
+        """Maximum bytes of a token of a piece, in one of its layers."""
         return dict(self.record_bytes).get(piece.group, self.token_layer_bytes)
 
     def is_that_of(self, dtype: str) -> bool:
-        """Whether runs lie in a pool of `dtype` as they do in a payload."""
+        """Whether runs are stored in a pool of `dtype` exactly as in a payload."""
         return self.dtype == dtype and (dtype in SCALED_DTYPES) == self.has_row_scales
 
     def num_bytes(self, piece: KvRange) -> int:
@@ -77,8 +77,8 @@ class WireFormat:
 
 
 def wire_format(dtype: str, sender: KvLayout) -> WireFormat:
-    """The format of payloads from blocks of `sender`. Raises ValueError unless KV can be turned
-    from its dtype into `dtype`."""
+    """The format of payloads from blocks of `sender`. Raises ValueError if its dtype cannot be
+    converted to `dtype`."""
     if dtype != sender.dtype and not {sender.dtype, dtype} <= CONVERTIBLE_DTYPES:
         raise ValueError(f"KV of {sender.dtype} cannot travel as {dtype!r}")
     has_row_scales = dtype == sender.dtype and dtype in SCALED_DTYPES
@@ -94,8 +94,7 @@ def wire_format(dtype: str, sender: KvLayout) -> WireFormat:
 
 
 def wire_formats(receiver: KvLayout) -> tuple[WireFormat, ...]:
-    """Those that a receiver and senders that differ from it in nothing but their dtype may agree
-    on, each once."""
+    """The distinct formats that a receiver may agree on with senders that differ only in dtype."""
     senders = CONVERTIBLE_DTYPES if receiver.dtype in CONVERTIBLE_DTYPES else {receiver.dtype}
     formats = {
         wire_format(agreed_dtype(sender, receiver.dtype, wanted), replace(receiver, dtype=sender))
@@ -106,9 +105,9 @@ def wire_formats(receiver: KvLayout) -> tuple[WireFormat, ...]:
 
 
 def agreed_dtype(sender: str, receiver: str, wanted: str) -> str:
-    """The element type that KV travels in. `wanted`: by the receiver, one of WIRE_DTYPES.
+    """The wire dtype. wanted: by the receiver, one of WIRE_DTYPES.
 
-    KV that is not of numbers travels as it is. The peers' own types must be convertible, or equal.
+    Non-numeric KV is sent unchanged. The peers' dtypes must be convertible, or equal.
     """
     if sender not in CONVERTIBLE_DTYPES:
         return sender
@@ -118,8 +117,8 @@ def agreed_dtype(sender: str, receiver: str, wanted: str) -> str:
 
 
 def most_token_layer_bytes(layout: KvLayout) -> int:
-    """Bytes that a token, or a record, takes in one layer at most, in any type that a receiver with
-    that layout agrees on."""
+    """Maximum bytes of a token, or a record, in one layer, over all dtypes that a receiver with
+    that layout accepts."""
     dtypes = (layout.dtype, "float32")
     most = max(replace(layout, dtype=dtype).token_layer_bytes for dtype in dtypes)
     return max(most, *(group.layer_bytes for group in groups_of(layout).records), 0)
@@ -128,13 +127,13 @@ def most_token_layer_bytes(layout: KvLayout) -> int:
 def chunks(
     piece: KvRange, token_layer_bytes: int, max_chunk_bytes: int, block_size: int = 1
 ) -> Iterator[KvRange]:
-    """Cut `piece` into ranges of at most `max_chunk_bytes` bytes, in order of tokens, then layers.
+    """Cut `piece` into ranges of at most `max_chunk_bytes` bytes, ordered by token, then layer.
 
-    A chunk is as many whole blocks of `block_size` tokens as fit, over all layers of `piece`; where
-    not even one fits, one block over as many layers as fit; where not even that does, as many
-    tokens of one layer as fit. All are of the group of `piece`. A pool keeps all layers of a block,
-    or of a group of it, side by side, so the fewer layers a chunk has, the shorter the pieces that
-    packing copies. Raises ValueError if one token of one layer does not fit.
+    A chunk has as many whole blocks of `block_size` tokens as fit, over all layers of `piece`;
+    otherwise one block over as many layers as fit; otherwise as many tokens of one layer as fit.
+    All are of the group of `piece`. A pool stores all layers of a block, or of a group of it,
+    contiguously, so fewer layers per chunk mean shorter copies. Raises ValueError if one token of
+    one layer does not fit.
     """
     if max_chunk_bytes < token_layer_bytes:
         raise ValueError(
@@ -155,8 +154,8 @@ def chunks(
 def runs(
     first_token: int, num_tokens: int, step: int, block_size: int
 ) -> Iterator[tuple[int, int]]:
-    """Cut tokens into (first token, count) of `step` at most, with cuts at multiples of block_size
-    or within a block.
+    """Cut tokens into (first token, count) of at most `step`, at multiples of block_size or within
+    a block.
 
     step: a multiple of block_size, or less than it.
     """

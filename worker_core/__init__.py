@@ -1,2 +1,2 @@
-"""The core of a worker of either tier: sequences come in, are computed, and end or are handed
+"""The core of a worker of either tier: admits sequences, computes them, and ends them or hands them
 off."""

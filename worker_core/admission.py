@@ -1,17 +1,17 @@
-"""Whether a sequence may come in, and where its KV comes from: by a ticket, or computed here.
+"""Admission of sequences, and the source of their KV: a ticket, or local computation.
 
 open ──> refused: Failed       it could never run here, or the worker drains
      ├─> no room: Deferred     nothing is kept; or queued, if the policy lets prompts wait here
      └─> admitted: LocalPrefill, or Offered and a ticket
 
-A prompt with a destination may begin with a prefix fetch: in a conversation the destination has the
-KV of what was said before, and to get it may be faster than to compute it.
+A prompt with a destination may start with a prefix fetch: in a conversation the destination holds
+the KV of earlier turns, and fetching it may be faster than computing it.
 
-    the destination's ticket says how much it holds; this worker lacks some of it
-    offer a ticket over the blocks of what is lacking
-        ──PrefixFetch──> the destination sends it by a handoff of its own
-        TicketCommitted: the prompt goes on from there
-        TicketAborted:   it is computed here after all
+    the destination's ticket states how much it holds; this worker lacks some of it
+    offer a ticket over the blocks of the missing tokens
+        ──PrefixFetch──> the destination sends them by a handoff of its own
+        TicketCommitted: the prompt continues after them
+        TicketAborted:   they are computed here
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from worker_core.state import CoreState, failed
 
 @dataclass(frozen=True, slots=True)
 class CoreLimits:
-    """max_num_launches: steps that the engine may have been given at once, 1 or 2; at most what its
-    spec says."""
+    """Limits of a core. max_num_launches: steps in flight at once, 1 or 2; at most the engine
+    spec's."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -48,7 +48,7 @@ class CoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A prompt that waits for blocks. It holds none; its handoff, if it has a destination, has
+    """A prompt that waits for blocks and holds none. Its handoff, if it has a destination, has
     begun."""
 
     key: SequenceKey
@@ -56,13 +56,13 @@ class _Queued:
     arrived_s: float
 
 
-#: A destination that shows no sign of life for this long, in seconds, is not waited for: the prompt
-#: is computed.
+#: Seconds without a sign of life from the destination after which a fetched prefix is computed
+#: instead.
 FETCH_LEASE_S = 2.0
 
 
 class Admission:
-    """Owns what is queued, and the tickets of sequences that await KV."""
+    """Owns the queued prompts, and the tickets of sequences in AWAITING_KV."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class Admission:
         self._handoffs = handoffs
         self._queued: dict[Hashable, _Queued] = {}
         self._by_ticket: dict[int, WorkerSequence] = {}
-        """Sequences in the stage AWAITING_KV, or CLOSING after it."""
+        """Sequences in stage AWAITING_KV, or in CLOSING after it, by ticket."""
         self._fetching: dict[int, WorkerSequence] = {}
-        """Sequences in the stage FETCHING, or CLOSING after it, by the tickets of prefixes."""
+        """Sequences in stage FETCHING, or in CLOSING after it, by the ticket of the prefix."""
         self.is_draining = False
 
     @property
@@ -100,11 +100,11 @@ class Admission:
 
     @property
     def local_prefill_threshold(self) -> int:
-        """Most missing tokens that are computed here, as things are, rather than awaited by a
+        """Maximum missing tokens to compute here, under the current load, instead of awaiting a
         ticket."""
         return self._costs.local_prefill_threshold(self._state.num_decoding)
 
-    # Sequences that a gateway opens
+    # Opened sequences
 
     def open(self, command: Open, policy: Policy) -> None:
         key = command.stream, command.handle
@@ -119,8 +119,8 @@ class Admission:
             self._turn_away(command, why)
 
     def admit_queued(self) -> bool:
-        """Give blocks to queued prompts, best rank first, until blocks or places run out. Whether
-        any came in."""
+        """Give blocks to queued prompts, best rank first, until blocks or batch places run out.
+        Return whether any was admitted."""
         num_before = len(self._queued)
         for queued in sorted(self._queued.values(), key=_rank_of):
             if self._no_room(queued.command) or self._admit(queued):
@@ -129,14 +129,14 @@ class Admission:
         return len(self._queued) < num_before
 
     def cancel_queued(self, key: Hashable) -> bool:
-        """Take a prompt out of the queue; whether it was there."""
+        """Remove a prompt from the queue. Return whether it was queued."""
         queued = self._queued.pop(key, None)
         if queued and queued.command.destination:
             self._handoffs.reject(key, Cancelled("the gateway gave the prompt up"))
         return queued is not None
 
     def cancel_queued_of(self, stream: int, known_handles: Iterable[int] = ()) -> int:
-        """Take out of the queue what a stream opened, but for `known_handles`. Returns how many."""
+        """Remove a stream's prompts from the queue, except `known_handles`. Return their number."""
         known = set(known_handles)
         keys = [
             key
@@ -146,7 +146,7 @@ class Admission:
         return sum(map(self.cancel_queued, keys))
 
     def fail_queued(self, key: Hashable, error: BatonError) -> bool:
-        """A queued prompt's handoff has failed; whether it was queued."""
+        """Fail a prompt after its handoff failed. Return whether it was queued."""
         queued = self._queued.pop(key, None)
         if queued:
             self._state.emit_at(queued.command.stream, queued.command.handle, failed(error))
@@ -160,7 +160,7 @@ class Admission:
             )
 
     def _refusal(self, command: Open) -> BatonError | None:
-        """Why the sequence is not taken, even if all else here were gone; None if it may be."""
+        """The error if the sequence can never run here, even in an empty worker; else None."""
         if self.is_draining:
             return Draining("this worker takes no more sequences")
         spec, state = command.spec, self._state
@@ -176,7 +176,7 @@ class Admission:
         if spec.sampling.beam is None:
             return None
         longest = min(spec.sampling.max_tokens, state.spec.max_model_len - spec.num_tokens)
-        # Of each beam: what it writes, and copies of the blocks that it shares when it forks.
+        # Per beam: the blocks that it writes, and copies of the shared blocks on a fork.
         num_own = state.pool.num_blocks_for(longest) + state.pool.num_copied_blocks
         num_blocks = spec.num_tokens // state.pool.block_size + num_wide * num_own
         if num_blocks <= state.pool.num_blocks:
@@ -187,7 +187,7 @@ class Admission:
         )
 
     def _no_room(self, command: Open) -> Deferred | None:
-        """Why a sequence cannot come in now, whatever blocks it needs."""
+        """Why a sequence cannot be admitted now, for reasons other than blocks; else None."""
         state = self._state
         num_wide = 1 if command.destination else command.spec.width
         if state.num_places + num_wide > self._limits.max_num_seqs:
@@ -198,7 +198,7 @@ class Admission:
         return None
 
     def _admit(self, queued: _Queued) -> Deferred | None:
-        """Take a sequence in, with its blocks; None then, else what it lacks."""
+        """Admit a sequence with its blocks and return None, or return why it is deferred."""
         state, command = self._state, queued.command
         lease = self._lease(command)
         if isinstance(lease, Deferred):
@@ -244,12 +244,12 @@ class Admission:
             spec.token_ids,
             num_tokens if groups.keeps_all_blocks else 0,
             shares_prefixes=shares_prefixes and not is_scored_here,
-            # A prefix is served from the first block that is held on.
+            # A cached prefix counts only if it reaches the first token held by windowed groups.
             min_prefix_tokens=0 if is_local else groups.held_start(num_sent),
         )
         if lease is None:
             return Deferred("no room for the prompt's blocks")
-        # A ticket's sender leaves out what groups with fewer than all tokens do not need, see Send.
+        # A ticket's sender omits tokens that windowed groups no longer need; see Send.
         first_token = 0 if is_local else groups.whole_start(num_sent)
         if not self._reserve(lease, command, first_token, num_tokens):
             lease.release()
@@ -258,15 +258,15 @@ class Admission:
         if not command.destination:
             num_growing += spec.width - 1
         if state.pool.num_available < num_growing:
-            lease.release()  # each sequence here must be able to grow before a new one comes
+            lease.release()  # running sequences must be able to grow first
             return Deferred("the sequences that run need the blocks that are left")
         return lease
 
     def _reserve(self, lease: BlockLease, command: Open, first_token: int, num_tokens: int) -> bool:
-        """Whether there are blocks, or slots, for what comes by a ticket from first_token on; or,
-        if blocks are given back, for as much of a prompt as is held while its chunks are computed,
-        and for what may be fetched of it. Else a prompt takes slots as it goes on: there are
-        enough, see LayerGroups.max_slots."""
+        """Reserve the blocks or slots of groups that release blocks. For a ticket: from
+        `first_token` on. For a local prompt: the maximum held while its chunks are computed, and
+        the tokens to fetch; state slots are taken as the prompt proceeds, see
+        LayerGroups.max_slots. Return False if there are too few."""
         groups = self._state.spec.groups
         if not self._is_computed_here(command, lease.num_cached_tokens):
             holds_prefix = lease.num_cached_tokens and not groups.keeps_all_blocks
@@ -280,7 +280,7 @@ class Admission:
         return lease.reserve(0, min(num_tokens, end))
 
     def _is_computed_here(self, command: Open, num_cached_tokens: int) -> bool:
-        """Whether what is missing of a sequence is computed here rather than awaited."""
+        """Whether the missing tokens are computed here instead of awaited."""
         num_missing = command.spec.num_tokens - num_cached_tokens
         match command.source:
             case KvSource.LOCAL:
@@ -292,8 +292,8 @@ class Admission:
                 return is_short and not wants_prompt_logprobs(command.spec)
 
     def _fetch_prefix(self, sequence: WorkerSequence, destination: Destination) -> None:
-        """Ask for what the destination holds and this worker lacks, unless there is nothing, or it
-        costs more."""
+        """Fetch the tokens that the destination holds and this worker lacks, if that is cheaper
+        than computing them."""
         spec, num_computed = sequence.spec, sequence.num_computed_tokens
         num_held = min(destination.num_held_tokens, spec.num_tokens - 1)
         num_lacking = num_held - num_computed
@@ -317,8 +317,7 @@ class Admission:
 
     def _offer(self, sequence: WorkerSequence, source: KvSource) -> None:
         spec = sequence.spec
-        # The last token of a sequence that ran elsewhere has no KV yet: it is computed here, in the
-        # next step.
+        # The last token of a migrated sequence has no KV yet; the next step computes it here.
         num_tokens = spec.num_tokens - (source is KvSource.HANDOFF)
         num_cached = sequence.num_computed_tokens
         block_ids = tuple(sequence.lease.block_ids)
@@ -331,15 +330,15 @@ class Admission:
         self._by_ticket[offered.ticket_id] = sequence
         self._state.emit(sequence, Offered(offered.data, num_cached, offered.ticket_id))
 
-    # What becomes of tickets
+    # Ticket events
 
     def awaiting(self, ticket_id: int) -> WorkerSequence | None:
-        """The sequence whose KV the ticket is for, until the ticket's end."""
+        """The sequence that awaits the ticket's KV; None once the ticket has ended."""
         return self._by_ticket.get(ticket_id)
 
     def on_committed(self, committed: TicketCommitted) -> WorkerSequence | None:
-        """A sequence whose KV is here as a whole runs now: it is returned. None if nobody wants it,
-        or a prefix came."""
+        """Run the sequence: all its KV has arrived. Return it; None if it was cancelled, or for a
+        fetched prefix."""
         sequence = self._release_ticket(committed.ticket_id)
         if sequence.stage is Stage.CLOSING:
             self._state.leave(sequence)
@@ -364,7 +363,7 @@ class Admission:
         return sequence
 
     def on_aborted(self, aborted: TicketAborted) -> None:
-        """A sequence's KV will not come; or a prefix of it, which is computed then."""
+        """A ticket was aborted: fail its sequence, or compute the prefix that was to be fetched."""
         sequence = self._release_ticket(aborted.ticket_id)
         if sequence.stage is Stage.FETCHING:
             sequence.stage = Stage.RUNNING
@@ -375,7 +374,7 @@ class Admission:
         self._state.leave(sequence)
 
     def _release_ticket(self, ticket_id: int) -> WorkerSequence:
-        """The ticket has had its last event: its sequence alone owns the blocks now."""
+        """Forget an ended ticket. Its sequence is now the only owner of the blocks."""
         self._tickets.release(ticket_id)
         sequence = self._by_ticket.pop(ticket_id, None) or self._fetching.pop(ticket_id)
         sequence.ticket_id = None

@@ -1,5 +1,5 @@
-"""The beams of one sequence in the decode batch: they step together, and share the blocks of what
-they have in common."""
+"""The beams of one sequence in the decode batch. They step together and share the blocks of common
+tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from worker_core.sequence import Draft, Stage, WorkerSequence
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """One running beam. KV of all its tokens but the last is in the lease's blocks.
+    """One running beam. The lease holds KV of all its tokens but the last.
 
-    matcher: of its parent's tokens, or None, until the grammar is followed; None without a grammar.
+    matcher: state of the grammar after its tokens; the parent's, or None, until `follow_grammar`;
+    None without a grammar.
     """
 
     token_ids: tuple[int, ...]
@@ -29,16 +30,16 @@ class _Beam:
 
 
 class BeamGroup:
-    """Takes the place of its root once the root's KV is whole. Owned by the engine loop."""
+    """Replaces its root sequence once the root's KV is complete. Owned by the engine loop."""
 
     is_prefilling = False
     runs_ahead = is_drawing_last = False
-    """See WorkerSequence: which beams go on depends on what is drawn."""
+    """Never ahead (see WorkerSequence): the sampled tokens decide which beams continue."""
 
     def __init__(
         self, root: WorkerSequence, first: Sample, pool: BlockPool, max_model_len: int
     ) -> None:
-        """`first`: what follows the root, with the candidates. Takes the root's lease over."""
+        """Take over the root's lease. first: the sample after the root, with its candidates."""
         self.stream = root.stream
         self.handle = root.handle
         self.spec: SequenceSpec = root.spec
@@ -55,18 +56,17 @@ class BeamGroup:
 
     @property
     def leases(self) -> tuple[BlockLease, ...]:
-        """One for each running beam."""
+        """One lease per running beam."""
         return tuple(beam.lease for beam in self._beams)
 
     @property
     def is_over(self) -> bool:
-        """Whether the search has ended; then `outputs` are found, and nothing is left to
-        compute."""
+        """Whether the search has ended; `outputs` are final then and nothing is left to compute."""
         return self._search.num_running == 0
 
     @property
     def outputs(self) -> tuple[Hypothesis, ...]:
-        """The outputs found, best first; num_returned of them, or fewer if there are no more."""
+        """The outputs found, best first; at most num_returned."""
         return self._search.best()
 
     @property
@@ -86,14 +86,14 @@ class BeamGroup:
         return self._pool.num_blocks_to_write([b.lease for b in self._beams], start, start + 1)
 
     def prepare(self, num_new: int) -> tuple[BlockCopy, ...] | None:
-        """As WorkerSequence.prepare, for all beams or none."""
+        """Make room as WorkerSequence.prepare does, for all beams or none."""
         if self.num_blocks_to_write(num_new) > self._pool.num_available:
             return None
         start = self._num_computed_tokens
         copies: list[BlockCopy] = []
         for beam in self._beams:
             own = beam.lease.prepare_write(start, start + 1)
-            if own is None:  # some of the beams would be written to, and others not
+            if own is None:  # never write only some of the beams
                 raise EngineFault("there was room for all beams' blocks, and then not for one")
             copies += own
         return tuple(copies)
@@ -116,8 +116,8 @@ class BeamGroup:
         num_new: int,  # noqa: ARG002, all beams or none
         draft: Draft | None,  # noqa: ARG002
     ) -> tuple[SequenceSlice, ...]:
-        """The last token of each beam, and a row for its candidates. There are no drafts for
-        beams."""
+        """One slice per beam: its last token, with a row for its candidates. Beams have no
+        drafts."""
         start, num_prompt_tokens = self._num_computed_tokens, len(self.spec.prompt_token_ids)
         return tuple(
             SequenceSlice(
@@ -140,13 +140,13 @@ class BeamGroup:
         )
 
     def advance(self, samples: Sequence[Sample]) -> None:
-        """The slices' samples are here: go on to the next beams. Those that nobody follows give
-        their blocks back."""
+        """Continue with the next beams after a step's samples. Beams without a successor release
+        their blocks."""
         self._num_computed_tokens += 1
         self._step(samples)
 
     def release(self) -> None:
-        """Give all blocks back."""
+        """Release all blocks."""
         for beam in self._beams:
             beam.lease.release()
         self._beams = ()

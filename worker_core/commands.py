@@ -1,4 +1,4 @@
-"""What the worker core is asked to do, and how its events are addressed."""
+"""Commands to the worker core, and the addressing of its events."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from kv_transfer.sender import SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
 from worker_core.policy import Policy
 
-#: The stream and the handle of a sequence: its name in this boot of the worker, to the KV sender
-#: too.
+#: (stream, handle): identifies a sequence within this boot of the worker, also to the KV sender.
 SequenceKey = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a sequence goes after its first tokens. The KV sender knows the ticket, under the
-    sequence's key.
+    """The worker that a sequence moves to after its first tokens. The KV sender stores the ticket
+    under the sequence's key.
 
-    num_held_tokens: leading tokens whose KV the ticket's owner has already; they are not sent.
+    num_held_tokens: leading tokens that the ticket's owner holds already; they are not sent.
     """
 
     num_held_tokens: int
@@ -32,11 +31,11 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A gateway asks for room. `stream` names its stream, `handle` the sequence in it.
+    """Open a sequence: `handle` in the gateway's stream `stream`.
 
-    A sequence of several choices has as many handles, from `handle` on. destination: the ticket has
-    been presented by then, under the sequence's key, because its owner waits for that no longer
-    than a step may take here; one SendDone is owed to the core from then on.
+    A sequence of several choices takes consecutive handles, starting with `handle`.
+    destination: its ticket was presented before this command, under the sequence's key, because the
+    owner's lease is shorter than a step may take; the core receives one SendDone for it.
     """
 
     stream: int
@@ -66,19 +65,19 @@ class KnownSequences:
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """A gateway is gone, and all its sequences with it."""
+    """The gateway's stream has ended; all its sequences end."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take no more sequences."""
+    """Admit no more sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetPolicy:
-    """Go on by another policy: the worker changes its role. What runs here runs on."""
+    """Change the policy with the worker's role. Running sequences continue."""
 
     policy: Policy
 
@@ -100,7 +99,7 @@ Command = (
 
 
 class StreamEvent(NamedTuple):
-    """An event and the gateway stream it belongs to. As cheap as Tokens, and as many."""
+    """An event and its gateway stream. A NamedTuple, because one is created per Tokens event."""
 
     stream: int
     handle: int

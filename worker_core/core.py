@@ -1,19 +1,19 @@
-"""The state machine of a worker of either tier: sequences come in as prompts or by tickets, are
-computed in one continuous batch, and end or are handed off. A prefill worker is a worker whose
-sequences are born with a destination.
+"""State machine of a worker of either tier. Sequences arrive as prompts or by tickets, are computed
+in one continuous batch, and end or are handed off. On a prefill worker, sequences have a
+destination from the start.
 
-One step: apply commands, admit, plan, run, report. Every block is held by a sequence's lease from
-the moment it is opened; it is given back when the sequence has left and nobody can touch it any
-more: neither a ticket's writer, nor the sender of a handoff, nor a launch in flight.
+One step: apply commands, admit, plan, run, report. Each block is held by a sequence's lease from
+the opening of the sequence. It is released when the sequence has left and no ticket writer, KV
+sender or launch in flight can access it any more.
 
-    admission.py   who comes in, and where the KV comes from
-    scheduler.py   who runs, who must leave
-    handoff.py     to other workers
-    preemption.py  to host memory, or away
+    admission.py   which sequences are admitted, and the source of their KV
+    scheduler.py   which sequences run, and which are preempted
+    handoff.py     KV transfers to other workers
+    preemption.py  swaps to host memory, or release for another worker
     steps.py       from grants to samples, one step ahead
-    drafting.py    drafts beside what was granted
-    output.py      from draws to tokens, choices and beams
-    policy.py      what the worker's role decides
+    drafting.py    drafts in a step's spare tokens
+    output.py      from samples to tokens, choices and beams
+    policy.py      decisions by the worker's role
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _log = logging.getLogger("baton.worker")
 
 @dataclass(frozen=True, slots=True)
 class CoreDeps:
-    """What the core works with. sender: carries sequences to other workers. clock: monotonic
+    """Dependencies of the core. sender: transfers sequences to other workers. clock: monotonic
     seconds.
 
-    costs: None to begin with nothing known. beat: called with a step's number of tokens, before it
-    and at every group of layers within it.
+    costs: None to start without measurements. beat: called with a step's number of tokens, before
+    the step and at each group of layers within it.
     """
 
     engine: Engine
@@ -107,7 +107,7 @@ class WorkerCore:
             self._handoffs,
             self._output,
             deps.beat,
-            # Drafts are found by the tokens known.
+            # Drafting needs the last tokens, so no step is launched ahead.
             1 if deps.speculation else limits.max_num_launches,
         )
         self._admission = Admission(
@@ -133,15 +133,15 @@ class WorkerCore:
         )
 
     def _run_ahead(self) -> bool:
-        """Launch the next step before the one in flight is collected, if it may be. Whether there
-        was anything to do."""
+        """Launch the next step before the one in flight is collected, if allowed. Return whether
+        there was work."""
         if not self._steps.may_launch(self._state.in_stage(Stage.RUNNING)):
             return False
         plan = self._plan()
         return not plan.preempted and self._steps.launch(plan.grants)
 
     def _run_alone(self) -> bool:
-        """Collect the step in flight, then run one. Whether there was anything to do."""
+        """Collect the step in flight, then run one. Return whether there was work."""
         has_collected = self._steps.collect()
         plan = self._plan()
         for group in plan.preempted:
@@ -205,7 +205,7 @@ class WorkerCore:
                 raise command
 
     def _on_sent(self, done: SendDone) -> None:
-        """A handoff has ended; perhaps before its prompt had its turn."""
+        """Handle the end of a handoff, perhaps of a prompt that is still queued."""
         if done.error and self._admission.fail_queued(done.key, for_gateway(done.error)):
             return
         group = self._state.groups.get(done.key)
@@ -223,8 +223,7 @@ class WorkerCore:
         self._num_orphans += self._admission.cancel_queued_of(known.stream, known.handles)
 
     def _give_up(self, stream: int, handle: int) -> None:
-        """End a sequence, or one choice of a sequence that is still one; unknown ones are gone
-        already."""
+        """End a sequence, or one choice before the fork. Unknown handles are ignored."""
         if self._admission.cancel_queued((stream, handle)):
             return
         group = self._state.groups.get((stream, handle)) or self._state.group_of(stream, handle)
@@ -236,7 +235,7 @@ class WorkerCore:
             self._cancel(group)
 
     def _cancel(self, group: SequenceGroup) -> None:
-        """Nobody wants a sequence any more."""
+        """End a sequence that no client waits for."""
         if isinstance(group, WorkerSequence):
             message = "the gateway gave the request up"
             if group.ticket_id is not None:

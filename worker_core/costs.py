@@ -1,12 +1,10 @@
-"""What things cost on this worker, learned from what they took: the ground of its choices between
-two ways.
+"""Costs on this worker, learned from measurements, for choices between two alternatives.
 
-    local_prefill_threshold  compute a prompt's missing tokens here, or await them from a prefill
-                             worker
-    max_prefill_tokens       how much of a prompt to compute beside sequences that decode
-    prefill_tokens_per_s     how fast prompts are computed here as things are: reported to gateways,
-                             which share prompts between the tiers by it
-    is_swap_cheaper          keep a preempted sequence's KV in host memory, or have it computed anew
+    local_prefill_threshold  compute missing prompt tokens here, or await a prefill worker's KV
+    max_prefill_tokens       prompt tokens to compute beside decoding sequences
+    prefill_tokens_per_s     current prefill speed, reported to gateways, which balance prompts
+                             between the tiers by it
+    is_swap_cheaper          swap a preempted sequence's KV to host memory, or recompute it
     is_fetch_cheaper         fetch a prefix from a sequence's destination, or compute it
 
 Times are fitted to recent observations, so that the fits follow the machine. Pure but for their
@@ -19,50 +17,49 @@ import math
 
 from worker_core.policy import LocalPrefillPolicy
 
-#: What an observation's weight is after one more.
+#: Factor on an observation's weight at each later observation.
 _FADING = 0.98
-#: Observations before a fit is believed.
+#: Minimum observations for an estimate.
 _MIN_OBSERVATIONS = 4
-#: Assumed until the first copy: both ways together, in bytes a second.
+#: Assumed speed of copies until the first one, both directions together, in bytes per second.
 _ASSUMED_COPY_BYTES_PER_S = 2e9
-#: Fewer tokens are never fetched: the round trip alone takes longer.
+#: Minimum tokens of a fetch; for fewer, the round trip alone takes longer.
 MIN_FETCHED_TOKENS = 32
-#: Assumed until a prefix was fetched: seconds of a round trip, and bytes a second.
+#: Assumed round trip in seconds, and bytes per second, until the first fetch.
 _ASSUMED_FETCH_S, _ASSUMED_FETCH_BYTES_PER_S = 0.005, 5e8
-#: While computing is estimated to be faster, one chance in so many is fetched all the same, to
-#: measure it.
+#: While computing seems faster, one of this many opportunities is fetched nevertheless, as a
+#: measurement.
 _TRY_EVERY = 50
 
 
 class Costs:
-    """What this worker has learned of its own and its peers' speed. Times in seconds."""
+    """Learned speeds of this worker and its peers. Times in seconds."""
 
     def __init__(self, policy: LocalPrefillPolicy, token_bytes: int) -> None:
-        """token_bytes: of KV of one token."""
+        """token_bytes: KV bytes per token."""
         self.policy = policy
         self._token_bytes = token_bytes
         self.handoff = LinearFit()
-        """From a ticket's offer to its commit, all of the prefill tier in between, by missing
-        tokens."""
+        """Ticket offer to commit, including all of the prefill tier, by missing tokens."""
         self._decode = LinearFit()
         self._prefill = LinearFit()
         self._prefill_beside = LinearFit()
-        """Whole gaps, in which so many tokens of prompts were computed."""
+        """Gaps of steps with a prompt, by prompt tokens."""
         self._budget = ItlBudget()
         self._num_short_tokens = 0
-        """Of the last small chunk that was allowed."""
+        """Tokens of the last small chunk granted."""
         self.copy = LinearFit()
-        """Of KV to host memory, or back, by bytes."""
+        """KV copies to and from host memory, by bytes."""
         self.fetch = LinearFit()
-        """Of KV from a sequence's destination, by tokens."""
+        """Prefix fetches from destinations, by tokens."""
         self._num_fetch_chances = 0
 
     def observe_step(self, num_decode_tokens: int, num_prefill_tokens: int, seconds: float) -> None:
-        """A step that computed so many tokens of sequences that decode, drafts and beams among
-        them, and so many of prompts.
+        """Record a step with this many decode tokens, including drafts and beams, and prompt
+        tokens.
 
-        Tokens, not sequences, are what a step's time follows; a step with part of a prompt has no
-        drafts, so that beside it each sequence counts as one.
+        The time of a step depends on tokens, not sequences. Steps with prompt tokens have no
+        drafts, so each decoding sequence counts as one there.
         """
         if not num_prefill_tokens:
             self._decode.observe(num_decode_tokens, seconds)
@@ -71,8 +68,8 @@ class Costs:
         self._prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))
 
     def observe_gaps(self, num_decoding: int, num_prefill_tokens: int, gap_s: float) -> None:
-        """After that: from the end of the step before, if sequences decoded in it, to the end of
-        this one; the step's own time if none did."""
+        """Record the gap after `observe_step`: from the end of the previous step, if sequences
+        decoded in it, to the end of this one; otherwise the step's own time."""
         if not num_prefill_tokens:
             self._budget.on_step(num_decoding, gap_s, self._decode.predict(num_decoding))
             return
@@ -81,8 +78,8 @@ class Costs:
         self._prefill_beside.observe(num_prefill_tokens, gap_s)
 
     def local_prefill_threshold(self, num_decoding: int) -> int:
-        """Most missing tokens that are better computed here, where each delays all that decode,
-        than awaited."""
+        """Maximum missing tokens for which computing here, which delays all decoding sequences, is
+        cheaper than awaiting KV."""
         policy = self.policy
         known = min(self.handoff.num_observations, self._prefill.num_observations)
         if policy.is_pinned or known < _MIN_OBSERVATIONS:
@@ -96,15 +93,16 @@ class Costs:
     def max_prefill_tokens(
         self, num_decoding: int, max_num_batched_tokens: int, num_wanted: int = 0
     ) -> int:
-        """Tokens of prompts that a step may compute beside `num_decoding` sequences, for their next
-        tokens not to wait long. num_wanted: missing tokens of the prompt that comes first."""
+        """Maximum prompt tokens of a step beside `num_decoding` sequences within their latency
+        budget. num_wanted: missing tokens of the first prompt."""
         policy = self.policy
         if policy.max_itl_factor is None or not (num_decoding or policy.max_shared_tokens):
             return max_num_batched_tokens
         if not num_decoding:
             return min(policy.alone_chunk_tokens, max_num_batched_tokens)
         num_short = policy.min_chunk_tokens
-        # A few short prompts may all have taken the same time, which says nothing of a long one.
+        # Short prompts that all took the same time have no slope; the rate is then an upper bound
+        # for long ones.
         if token_s := self._prefill.slope or self._prefill.rate:
             decode_s = self._decode.predict(num_decoding)
             most_s = (policy.max_itl_factor - 1) * decode_s
@@ -115,7 +113,7 @@ class Costs:
         return max_num_batched_tokens if is_long else num_short
 
     def prefill_tokens_per_s(self, num_decoding: int, max_num_batched_tokens: int) -> int:
-        """At which prompts are computed beside `num_decoding` sequences; 0 if it is not known."""
+        """Prefill speed beside `num_decoding` sequences, in tokens per second; 0 if unknown."""
         if self._prefill.num_observations < _MIN_OBSERVATIONS:
             return 0
         is_beside = num_decoding > 0 and self.policy.max_itl_factor is not None
@@ -126,8 +124,8 @@ class Costs:
         return _per_s(num_tokens, beside_s + self._prefill.predict(num_tokens))
 
     def is_swap_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
-        """Whether KV is sooner out and back again than computed anew by the prefill tier, as far as
-        is known."""
+        """Whether swapping KV out and in is estimated faster than recomputing it in the prefill
+        tier."""
         copy_s = self.copy.predict(num_bytes) * 2
         if not self.copy.num_observations:
             copy_s = num_bytes / _ASSUMED_COPY_BYTES_PER_S
@@ -135,8 +133,8 @@ class Costs:
         return not recompute.num_observations or copy_s < recompute.predict(num_tokens)
 
     def is_fetch_cheaper(self, num_tokens: int) -> bool:
-        """Than to compute so many tokens of a prompt; or worth a try. False before it is known what
-        computing takes."""
+        """Whether fetching is estimated faster than computing `num_tokens` prompt tokens, or is due
+        as a measurement. False before the prefill speed is known."""
         if num_tokens < MIN_FETCHED_TOKENS or not self._prefill.num_observations:
             return False
         fetch_s = _ASSUMED_FETCH_S + num_tokens * self._token_bytes / _ASSUMED_FETCH_BYTES_PER_S
@@ -148,15 +146,16 @@ class Costs:
 
 
 def _per_s(num_tokens: int, seconds: float) -> int:
-    """0 where no time passes: under a clock that stands still."""
+    """Tokens per second; 0 if no time has passed (stopped test clock)."""
     return int(num_tokens / seconds) if seconds > 0 else 0
 
 
 class LinearFit:
-    """seconds = fixed + slope * amount, neither below 0, by least squares with fading weights.
+    """Fit of seconds = fixed + slope * amount, both at least 0, by least squares with exponentially
+    decaying weights.
 
-    rate: seconds per unit of amount if all time is put down to the amount: the most that the slope
-    can be, and what it is without a spread of amounts.
+    rate: seconds per unit if all time is attributed to the amount: an upper bound of the slope,
+    used while all amounts are equal.
     """
 
     def __init__(self) -> None:
@@ -188,25 +187,26 @@ class LinearFit:
         return self.fixed + self.slope * amount
 
 
-#: 99th percentile of gaps beside small chunks of prompts, in units of that of gaps without.
+#: Bound on the 99th percentile of gaps beside small chunks, relative to that of gaps without
+#: prompts.
 TAIL_FACTOR = 1.2
-#: Share of gaps that may be longer than that; and how many steps' worth of them is saved up at
-#: most.
+#: Share of gaps exempt from that bound, and the maximum saved up, in steps.
 LONG_SHARE, MAX_LONG_STEPS = 0.003, 4
 
-#: Gaps are kept by powers of this, so that the percentile is right to a twentieth; it is looked up
-#: after so many steps, and older gaps weigh less then. What weighs next to nothing is dropped.
+#: Gaps are bucketed by powers of this ratio, for a percentile within 5 %. The percentile is updated
+#: every _LOOKUP_STEPS observations, which also decays the weights; buckets below _LEAST_WEIGHT are
+#: dropped.
 _LOG_RATIO = math.log(1.05)
 _LOOKUP_STEPS, _GAP_FADING, _LEAST_WEIGHT = 64, 0.98, 1e-3
 _SHORTEST_S = 1e-6
 
 
 class _Percentile:
-    """The 99th of what was observed lately, by weight. Times in seconds."""
+    """Weighted 99th percentile of recent observations. Times in seconds."""
 
     def __init__(self) -> None:
         self._weights: dict[int, float] = {}
-        """Of times, by the power that they are rounded up to."""
+        """Weight by bucket: the exponent that a time is rounded up to."""
         self._num_observations = 0
         self.value_s = 0.0
 
@@ -229,43 +229,45 @@ class _Percentile:
 
 
 class ItlBudget:
-    """How long next tokens may wait for prompts computed beside sequences that decode. Times in
+    """Bound on the inter-token latency that prompts may add to decoding sequences. Times in
     seconds.
 
-    The measure is the worker's own: the 99th percentile of the gaps between two tokens, of steps
-    without a prompt. A gap beside one may take TAIL_FACTOR times that, less the 99th percentile of
-    what gaps take beyond the usual time of their step: others use the machine, too.
+    The reference is the worker's own 99th percentile of inter-token gaps in steps without a prompt.
+    A gap beside a prompt may take TAIL_FACTOR times that, less the 99th percentile of the jitter
+    (gap minus usual step time), since other processes use the machine, too.
 
-    The percentile says nothing of the longest gaps: LONG_SHARE of all may be of any length. This
-    share is saved up while sequences decode, and spent on whole chunks of a prompt. Small chunks at
-    any time and whole ones now and then give a prompt much more than small ones alone.
+    A 99th percentile does not bound the longest gaps, so LONG_SHARE of all gaps may have any
+    length. This share is saved up while sequences decode, and spent on whole chunks of a prompt.
+    Small chunks plus occasional whole ones serve a prompt much faster than small ones alone.
     """
 
     def __init__(self) -> None:
         self._gap = _Percentile()
         self._excess = _Percentile()
         self._num_saved = 0.0
-        """Gaps that may be long."""
+        """Long gaps saved up."""
 
     def spare_s(self, step_s: float) -> float:
-        """How much longer a step may take that takes so long without a prompt; 0 before anything is
-        known."""
+        """Seconds by which a step may exceed `step_s`, its time without a prompt; 0 before the
+        first measurement."""
         return max(0.0, TAIL_FACTOR * self._gap.value_s - self._excess.value_s - step_s)
 
     def on_step(self, num_decoding: int, gap_s: float, step_s: float) -> None:
-        """A step without a prompt ended so many gaps. step_s: what such a step usually takes."""
+        """Record a step without a prompt that ended `num_decoding` gaps. step_s: usual time of such
+        a step."""
         self._gap.observe(gap_s, num_decoding)
         self._excess.observe(gap_s - step_s, num_decoding)
         self._save(num_decoding)
 
     def on_step_beside(self, num_decoding: int, *, is_long: bool) -> None:
-        """A step with a prompt ended so many; is_long: with a whole chunk of it."""
+        """Record a step with a prompt that ended `num_decoding` gaps. is_long: whether it computed
+        a whole chunk."""
         self._save(num_decoding)
         if is_long:
             self._num_saved -= num_decoding
 
     def allows_long(self, num_decoding: int) -> bool:
-        """Whether the next tokens of so many sequences may wait for a whole chunk."""
+        """Whether the savings pay for a whole chunk beside `num_decoding` sequences."""
         return self._num_saved >= num_decoding
 
     def _save(self, num_decoding: int) -> None:

@@ -1,8 +1,8 @@
-"""Drafts beside what a step was granted: of whom to ask them, room for them, and which of them the
-step confirms.
+"""Drafts in a step: selects sequences, reserves blocks, and settles which drafts the step
+confirmed.
 
-They take what is left of the step's tokens and of the blocks: nobody waits or leaves for a draft. A
-step that prefills has none, for it is as large as it may be.
+Drafts use the tokens and blocks that a step leaves over; no sequence waits or is preempted for a
+draft. Steps with prompt tokens have no drafts, because prompts fill them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from worker_core.sequence import Branch, Draft, WorkerSequence
 from worker_core.speculation.interface import DraftRequest, Proposal, Speculation
 from worker_core.state import CoreState, SequenceGroup
 
-#: By sequence key.
+#: Drafts by sequence key.
 Drafts = Mapping[SequenceKey, Draft]
 
 
 class Drafting:
-    """The core's side of speculation, step by step: start, then end."""
+    """The core's side of speculation: `start` before each step, `end` after it."""
 
     def __init__(
         self, state: CoreState, speculation: Speculation | None, max_num_batched_tokens: int
@@ -35,16 +35,15 @@ class Drafting:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_rows = 0
         self._asked: list[tuple[WorkerSequence, int]] = []
-        """Sequences that drafts were asked for in this step, and how many tokens they had."""
+        """Sequences with requested drafts in this step, and their token counts."""
         self._withheld: set[SequenceKey] = set()
-        """Sequences whose last step failed with drafts in it: the next one shows whether it was
-        they."""
+        """Sequences with drafts in their last, failed step. Their next step has no drafts, which
+        shows whether the drafts were the cause."""
 
     def start(
         self, granted: Sequence[tuple[SequenceGroup, int]]
     ) -> tuple[Drafts, tuple[BlockCopy, ...]]:
-        """Drafts for a step that computes what was granted, and what must be copied before they are
-        written."""
+        """Return drafts for a step with these grants, and block copies to make before it."""
         self._asked, self._num_rows = [], 0
         if self._speculation is None or any(group.is_prefilling for group, _ in granted):
             return {}, ()
@@ -67,7 +66,7 @@ class Drafting:
             if found := self._make_room(sequence, sequence.draft(wanted.token_ids)):
                 drafts[sequence.key], copied = found
                 copies += copied
-                # What a branch copies must not be a copy that is still to be made.
+                # A branch must not copy a block that is itself still to be copied.
                 if wanted.alternatives and not copied:
                     branching.append((sequence, wanted))
         num_spare -= sum(draft.num_rows for draft in drafts.values())
@@ -82,9 +81,8 @@ class Drafting:
     def settle(
         self, sequence: WorkerSequence, draft: Draft, outcomes: Sequence[SliceOutcome]
     ) -> tuple[Sample, ...] | None:
-        """The tokens that a step with drafts gives a sequence, which from now on has the blocks
-        with their KV; of outcomes, one for each of its slices. None if some failed: the step is
-        made again without drafts."""
+        """Return the sequence's tokens of a step with drafts and keep the blocks with their KV.
+        outcomes: one per slice. None if a slice failed: the step is repeated without drafts."""
         spare = [branch.lease for branch in draft.branches]
         tokens: list[Sample] | None = None
         chain, *others = outcomes
@@ -105,7 +103,7 @@ class Drafting:
         return None if tokens is None else tuple(tokens)
 
     def end(self, drafts: Drafts) -> None:
-        """The step is over, and sequences have what they got of it."""
+        """Finish the step, after `settle` of all its sequences."""
         if self._speculation is None or not self._num_rows:
             return
         for sequence, num_known in self._asked:
@@ -114,8 +112,8 @@ class Drafting:
         self._speculation.on_step_end(self._num_rows, num_more)
 
     def _request(self, sequence: WorkerSequence, speculation: Speculation) -> DraftRequest | None:
-        """None where choices or beams fork at the next token, which is the first; and where no
-        draft can be of use."""
+        """Return a request; None where choices or beams fork at the next token, and where drafts
+        are of no use."""
         if (
             not speculation.is_due(sequence.key)
             or sequence.key in self._withheld
@@ -123,7 +121,7 @@ class Drafting:
         ):
             return None
         spec, num_tokens = sequence.spec, len(sequence.token_ids)
-        # A step gives one token more than drafts: neither past max_tokens nor past the model's
+        # A step yields one token more than its drafts; it must not exceed max_tokens or the model's
         # length.
         num_left = min(sequence.max_num_tokens, self._state.spec.max_model_len) - num_tokens
         most = min(speculation.max_num_drafts, num_left - 1)
@@ -142,8 +140,8 @@ class Drafting:
     def _make_room(
         self, sequence: WorkerSequence, draft: Draft
     ) -> tuple[Draft, tuple[BlockCopy, ...]] | None:
-        """As many of the drafts as there are blocks for when every group may still take one; None
-        if that is none."""
+        """Return as many of the drafts as blocks allow, keeping one for each group; None if no
+        draft fits."""
         num_spare = self._state.pool.num_available - len(self._state.groups)
         for num_drafts in range(len(draft.token_ids), 0, -1):
             num_needed = sequence.num_blocks_to_write(1 + num_drafts)
@@ -158,9 +156,8 @@ class Drafting:
     def _branch_out(
         self, sequence: WorkerSequence, draft: Draft, wanted: Proposal, num_spare: int
     ) -> tuple[Draft, tuple[BlockCopy, ...]]:
-        """The draft with as many alternatives, the first ones first, as there are blocks for, and
-        num_spare rows; and what must be copied for them. Each has a lease of its own, forked from
-        the sequence's."""
+        """Add alternatives to the draft, in order, while blocks and `num_spare` rows last; also
+        return block copies. Each branch gets a lease forked from the sequence's."""
         state, start, num_left = self._state, sequence.next_position, num_spare
         branches: list[Branch] = []
         copies: list[BlockCopy] = []
@@ -187,15 +184,15 @@ class Drafting:
 
 
 def verify(drafts: Sequence[int], draws: Sequence[int]) -> int:
-    """How many of `drafts` are what the target draws itself: draws[i] is its token after
-    drafts[:i].
+    """Return how many drafts the target confirms. draws[i] is the target's token after drafts[:i];
+    len(draws) == len(drafts) + 1.
 
-    len(draws) == len(drafts) + 1. The step's tokens are draws[:num_accepted + 1]. Each of them
-    follows a prefix that the target drew itself and is drawn with the key of its position, so that
-    they are the tokens of decoding one by one, whatever the drafts are. A draft drawn with the same
-    keys by the same coupling agrees with probability at least (1 - tv) / (1 + tv), tv being the
-    total variation distance of the two distributions (Daliri, Musco, Suresh 2024, "Coupling without
-    communication and drafter-invariant speculative decoding", section 3).
+    The step's tokens are draws[:num_accepted + 1]. Each follows a prefix drawn by the target and
+    uses the random key of its position, so they equal the tokens of decoding one by one, for any
+    drafts. A draft drawn with the same keys by the same coupling is confirmed with probability at
+    least (1 - tv) / (1 + tv), where tv is the total variation distance of the two distributions
+    (Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant speculative
+    decoding", section 3).
     """
     if len(draws) != len(drafts) + 1:
         raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} draws, not {len(draws)}")

@@ -1,16 +1,15 @@
-"""Handing sequences off: their KV goes to the owner of a ticket. One way, with three callers.
+"""Handoffs: sends a sequence's KV to the owner of a ticket. One mechanism with three callers.
 
-    born with a destination   the KV is sent while it is computed, chunk by chunk, and layer
-                              group by layer group within the last chunk, each as soon as its
-                              computation is launched; then the states after the last token, if
-                              the model has any; the commit carries the first tokens
-    hand_off                  a paused sequence's KV is sent as a whole: drain, balance, late
-                              handoff
-    serve_prefix              a copy of what a sequence holds is sent to a worker that computes the
-                              rest of its prompt
+    with a destination   KV is sent while it is computed, chunk by chunk, and within the last
+                         chunk by layer groups, each as soon as its computation is launched; then
+                         the states after the last token, if the model has any. The commit
+                         carries the first tokens
+    hand_off             a paused sequence's KV is sent as a whole: drain, balance, late handoff
+    serve_prefix         a copy of a sequence's KV is sent to a worker that computes the rest of
+                         the prompt
 
-Each begins with a ticket, which the KV sender knows by a key, and ends with one SendDone: until
-then the sender may read the blocks.
+Each starts with a ticket, which the KV sender stores by key, and ends with one SendDone. Until then
+the sender may read the blocks.
 """
 
 from __future__ import annotations
@@ -40,50 +39,49 @@ from worker_core.state import CoreState, SequenceGroup
 
 
 class Handoffs:
-    """What the KV sender is at. Owns the blocks of prefixes that are being served."""
+    """Handoffs in progress. Owns the blocks of prefixes being served."""
 
     def __init__(self, state: CoreState, sender: KvSender) -> None:
-        """sender: on the clock of `state`."""
+        """sender: must be on the clock of `state`."""
         self._state = state
         self._sender = sender
         self._groups = state.spec.groups
         self._rejected: set[Hashable] = set()
-        """Keys whose sequences never had blocks here, and whose SendDone is still to come."""
+        """Keys of sequences that never had blocks here, with SendDone outstanding."""
         self._early_ends: dict[Hashable, SendDone] = {}
-        """Of sequences that are still on their way here: a ticket is presented before its sequence
-        is opened."""
+        """SendDone of sequences that are not opened yet: a ticket is presented before its
+        sequence."""
 
     @property
     def num_rejected(self) -> int:
         return len(self._rejected)
 
     def heartbeat(self) -> None:
-        """The engine loop is alive: tickets are kept from expiring."""
+        """Extend the leases of tickets while the engine loop is alive."""
         self._sender.heartbeat()
 
-    # Born with a destination
+    # With a destination
 
     def take_early_end(self, key: Hashable) -> BatonError | None:
-        """Why a handoff has failed already whose sequence is opened just now."""
+        """The error of a handoff that failed before its sequence was opened; else None."""
         early = self._early_ends.get(key)
         return for_gateway(early.error) if early and early.error else None
 
     def reject(self, key: Hashable, error: BatonError) -> None:
-        """A sequence with a destination is not taken in."""
+        """Cancel the handoff of a sequence that was not admitted."""
         if self._early_ends.pop(key, None) is None:
             self._rejected.add(key)
             self._sender.submit(Cancel(key, error.reason, error.message))
 
     def fetch(self, sequence: WorkerSequence, ticket: bytes) -> None:
-        """Ask the destination to send what it holds to the owner of `ticket`, which is this
-        worker."""
+        """Ask the destination to send its prefix to `ticket`, a ticket of this worker."""
         self._sender.submit(FetchPrefix(sequence.key, ticket))
 
     def send_computed(
         self, sequence: WorkerSequence, tokens: range, layers: range, mark: object = None
     ) -> None:
-        """KV of these tokens is final in these layers, or will be when `mark` is done, if there is
-        one. The destination gets what it does not hold, and was not sent already."""
+        """Send the KV of these tokens and layers that the destination does not hold and was not
+        sent. It is final once `mark` is done, or now without a mark."""
         if sequence.destination is None or sequence.prefill is None:
             return
         sent_ends = sequence.prefill.sent_ends
@@ -106,7 +104,7 @@ class Handoffs:
             self._sender.submit(send)
         self._sender.submit(Finish(sequence.key, num_tokens, first_tokens, self._state.clock()))
 
-    # Of sequences that run
+    # Running sequences
 
     def apply(self, command: StreamCommand) -> None:
         group = self._state.groups.get((command.stream, command.handle))
@@ -143,15 +141,15 @@ class Handoffs:
         sequence.is_sending = True
 
     def cancel(self, sequence: WorkerSequence, reason: str, message: str) -> None:
-        """Nobody wants the sequence any more: its blocks wait for the sender's last word."""
+        """Cancel a handoff. The sequence's blocks are released once the sender reports SendDone."""
         if sequence.is_sending:
             self._sender.submit(Cancel(sequence.key, reason, message))
 
     # Prefixes
 
     def serve_prefix(self, sequence: WorkerSequence, asked: PrefixRequested) -> None:
-        """Send what is here of a sequence that awaits the rest of its KV. Its blocks stay ours
-        until `on_done`."""
+        """Send a held prefix to a worker that awaits it. This worker owns the blocks until
+        `on_done`."""
         state, num_tokens = self._state, sequence.num_computed_tokens
         key = f"prefix {asked.ticket_id}"
         if key in state.served_prefixes or not num_tokens:
@@ -160,12 +158,12 @@ class Handoffs:
         try:
             self._send_whole(key, asked.deliver_to, lease, num_tokens)
         except InvalidRequest:
-            # The asking worker's own ticket ends its wait.
+            # The asking worker stops waiting when its ticket expires.
             state.served_prefixes.pop(key).release()
 
     def _send_whole(self, key: Hashable, ticket: bytes, lease: BlockLease, num_tokens: int) -> None:
-        """Send all there is. The receiver knows the tokens: none comes with the commit. Raises
-        InvalidRequest if the ticket is none."""
+        """Send all KV. The receiver has the tokens already, so the commit carries none. Raises
+        InvalidRequest for an invalid ticket."""
         whole = KvRange(0, num_tokens, 0, self._groups.layout.num_layers)
         send = self._send(key, lease, whole, num_tokens)
         records = self._records(key, lease, num_tokens)
@@ -173,7 +171,7 @@ class Handoffs:
         self._sender.begin(key, ticket, send, *records, finish)
 
     def _records(self, key: Hashable, lease: BlockLease, num_tokens: int) -> tuple[Send, ...]:
-        """What sends the records after num_tokens tokens, which are all that is computed."""
+        """Sends of the state records after `num_tokens` tokens, all of which are computed."""
         records = self._groups.records_after(num_tokens)
         return tuple(Send(key, tuple(lease.block_ids), record) for record in records)
 
@@ -185,15 +183,15 @@ class Handoffs:
         num_tokens: int,
         mark: object = None,
     ) -> Send:
-        """A piece of the KV of num_tokens tokens that are handed off, as far as the lease has it
-        and the receiver needs it. mark: see Send."""
+        """One send of a KV range, limited to what the lease holds and the receiver needs. mark: see
+        Send."""
         whole_start = max(lease.whole_start, self._groups.whole_start(num_tokens))
         return Send(key, tuple(lease.block_ids), piece, mark, whole_start)
 
     # Ends
 
     def on_done(self, done: SendDone, sequence: WorkerSequence | None) -> None:
-        """The sender is done with a key. sequence: the one of that key; None if there is none."""
+        """Handle the sender's SendDone. sequence: the one with its key, or None."""
         if lease := self._state.served_prefixes.pop(done.key, None):
             lease.release()
             return
@@ -208,7 +206,7 @@ class Handoffs:
         if sequence.stage is Stage.CLOSING:
             self._state.leave(sequence)
         elif sequence.stage is not Stage.HANDING_OFF:
-            # Before its first tokens: another pair of workers may do better.
+            # Failed before its first tokens: retriable on another pair of workers.
             self._state.fail(sequence, error or EngineFault("a handoff ended before its commit"))
         elif error is None:
             self._state.emit(sequence, HandedOff())
@@ -221,8 +219,8 @@ class Handoffs:
 
 
 def for_gateway(error: BatonError) -> BatonError:
-    """What a handoff's failure means to the gateway: but for our own faults, another pair of
-    workers may do better."""
+    """Map a handoff's failure for the gateway: retriable on another pair of workers, except
+    internal faults."""
     if isinstance(error, RetriableError | EngineFault):
         return error
     return HandoffFailed(error.message)

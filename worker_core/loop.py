@@ -1,18 +1,16 @@
-"""The engine loop: one thread that turns commands into steps and steps into events.
+"""Engine loop: one thread that turns commands into steps and steps into events.
 
-The tiers' cores hold all state and are called by nobody else; the asyncio side puts commands into
-an inbox and gets back one message per step. A test drives a core directly, without a thread and
-under its own clock.
+The cores of the tiers hold all state and run in this thread only. The asyncio side puts commands
+into an inbox and gets one message per step. Tests drive a core directly, without a thread and under
+their own clock.
 
-The inbox never refuses a command: most end or report something that the core was given before, and
-what holds blocks until such a command would hold them for ever without it. They are bounded by what
-was admitted. Work that is new asks `has_room` first, before anything is done for it.
+The inbox never refuses a command, because most commands end or report something, and refusing them
+would hold blocks forever. Admission bounds their number: new work must check `has_room` first.
 
-The loop shows signs of life, and its silence may last so long before it is believed to stand still.
-Within a step it is silent from one group of layers to the next: for milliseconds on a GPU, for
-seconds where a large model computes a long chunk on a CPU. No one number fits all, so each worker
-goes by its own: the bound is MARGIN times the longest silence that it has shown lately, more where
-a step has more tokens than any of these had, and never less than what its options say.
+The loop emits heartbeats; a loop that is silent for too long counts as stuck. Within a step it is
+silent between groups of layers: milliseconds on a GPU, seconds for a long chunk of a large model on
+a CPU. The bound therefore adapts to each worker: MARGIN times its longest recent silence, scaled up
+for steps of more tokens, and at least the configured timeout.
 """
 
 from __future__ import annotations
@@ -29,19 +27,18 @@ from typing import Generic, Protocol, TypeVar
 
 from baton.types import WorkerLoad
 
-#: Longest time between two heartbeats of an idle loop, in seconds. Leases expire at this grain.
+#: Maximum interval between two heartbeats of an idle loop, in seconds; the granularity of lease
+#: expiry.
 HEARTBEAT_S = 0.2
 
-#: How much longer than the longest one expected a silence may last: the machine may be busy with
-#: other things.
+#: Factor on the longest expected silence, for a busy machine.
 MARGIN = 4.0
 
-#: Bound of a worker that has computed nothing yet, in seconds: kernels are compiled and memory is
-#: touched first.
+#: Bound before the first step, in seconds: kernels are compiled and memory is touched first.
 FIRST_STEP_S = 60.0
 
-#: Lately is the last one to two spans of so much silence in steps, in seconds. Time without work
-#: forgets nothing.
+#: "Recent" is the last one to two spans of this many seconds of silence within steps. Idle time
+#: does not count.
 SPAN_S = 60.0
 
 CommandT = TypeVar("CommandT")
@@ -51,8 +48,7 @@ EventT = TypeVar("EventT")
 
 @dataclass(frozen=True, slots=True)
 class StepResult(Generic[EventT]):
-    """What a step came to. `is_idle`: there is nothing to do before the next command or
-    heartbeat."""
+    """Result of one step. is_idle: nothing to do until the next command or heartbeat."""
 
     events: Sequence[EventT]
     load: WorkerLoad
@@ -60,13 +56,13 @@ class StepResult(Generic[EventT]):
 
 
 class Core(Protocol[CommandT_contra, EventT]):
-    """A tier's state and scheduling: commands in, events out."""
+    """State and scheduling of a tier: commands in, events out."""
 
     def step(self, commands: Sequence[CommandT_contra]) -> StepResult[EventT]: ...
 
 
 class EngineLoop(Generic[CommandT, EventT]):
-    """Runs a core in a thread of its own."""
+    """Runs a core in its own thread."""
 
     def __init__(
         self,
@@ -77,10 +73,10 @@ class EngineLoop(Generic[CommandT, EventT]):
         name: str,
         max_num_commands: int = 65536,
     ) -> None:
-        """`deliver` is called in the asyncio loop that calls start(), once per step that has events
-        or a new load.
+        """deliver: called in the asyncio loop that called start(), once per step with events or a
+        new load.
 
-        max_num_commands: those that wait for a step when no more work should be admitted.
+        max_num_commands: queued commands above which no new work is admitted.
         """
         self._core = core
         self._deliver = deliver
@@ -92,18 +88,18 @@ class EngineLoop(Generic[CommandT, EventT]):
         self._heartbeat = heartbeat
         self._asyncio_loop: asyncio.AbstractEventLoop | None = None
         self.ended = asyncio.Event()
-        """Set, in the asyncio loop, when the thread has ended, for whatever reason."""
+        """Set in the asyncio loop once the thread has ended, for any reason."""
 
     def start(self) -> None:
         self._asyncio_loop = asyncio.get_running_loop()
         self._thread.start()
 
     def has_room(self) -> bool:
-        """Whether new work should be admitted."""
+        """Whether new work may be admitted."""
         return len(self._inbox) < self._max_num_commands
 
     def submit(self, command: CommandT) -> None:
-        """Hand a command to the core's next step. Any thread may call this."""
+        """Queue a command for the next step. Thread-safe."""
         with self._wakeup:
             self._inbox.append(command)
             self._wakeup.notify()
@@ -142,8 +138,8 @@ class EngineLoop(Generic[CommandT, EventT]):
                 self._call(self._deliver, step.events, step.load)
 
     def _take(self, *, wait: bool) -> list[CommandT] | None:
-        """All commands that are there; if `wait`, at the latest after a heartbeat. None when the
-        loop is to end."""
+        """Return all queued commands; with `wait`, wait for one up to the heartbeat interval. None
+        once stopped."""
         with self._wakeup:
             if wait and not self._inbox and not self._is_stopping:
                 self._wakeup.wait(HEARTBEAT_S)
@@ -154,7 +150,7 @@ class EngineLoop(Generic[CommandT, EventT]):
             return commands
 
     def _call(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Have the asyncio loop call back, unless it is closed already."""
+        """Schedule a callback in the asyncio loop, unless it is closed."""
         loop = self._asyncio_loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(callback, *arguments)
@@ -162,7 +158,7 @@ class EngineLoop(Generic[CommandT, EventT]):
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What was seen in it. most_tokens: of a step; 0 if none was computed."""
+    """Observations of one span. most_tokens: of a step; 0 without steps."""
 
     longest_s: float = 0.0
     most_tokens: int = 0
@@ -170,16 +166,15 @@ class _Span:
 
 
 class SilenceBound:
-    """Pure: silences in, the bound out. Written by one thread; another may ask."""
+    """Adaptive bound on silence. Pure. Written by one thread, readable by others."""
 
     def __init__(self, least_s: float) -> None:
-        """least_s: what the bound never falls below."""
+        """least_s: lower limit of the bound."""
         self._least_s = least_s
         self._last, self._now = _Span(), _Span()
 
     def observe(self, num_tokens: int, silence_s: float) -> None:
-        """A silence has ended. num_tokens: new tokens of the step that it was part of; 0 between
-        steps."""
+        """Record a silence. num_tokens: new tokens of its step; 0 between steps."""
         span = self._now
         self._now = _Span(
             max(span.longest_s, silence_s),
@@ -190,10 +185,9 @@ class SilenceBound:
             self._last, self._now = self._now, _Span()
 
     def bound_s(self, num_tokens: int) -> float:
-        """How long a silence in a step of so many tokens may last.
+        """Maximum normal silence in a step of `num_tokens` tokens.
 
-        Time grows with the tokens at most in proportion, as each step costs something whatever its
-        size.
+        Scales at most linearly with tokens, because each step has a fixed cost.
         """
         last, now = self._last, self._now
         most_tokens = max(last.most_tokens, now.most_tokens)
@@ -204,18 +198,18 @@ class SilenceBound:
 
 
 class Heartbeat:
-    """When the engine loop last showed a sign of life. Beaten by its thread, before and after every
-    step and within it at every group of layers; read by any."""
+    """Time of the engine loop's last sign of life. Written by its thread before and after each step
+    and at each group of layers; readable by any thread."""
 
     def __init__(self, stall_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """stall_timeout_s: least silence that is believed to be a standstill."""
+        """stall_timeout_s: minimum silence that counts as a stall."""
         self._clock = clock
         self._silences = SilenceBound(stall_timeout_s)
         self._beat_s = clock()
         self._num_tokens = 0
 
     def beat(self, num_tokens: int = 0) -> None:
-        """Show life. num_tokens: new tokens of the step that goes on now; 0 if none does."""
+        """Record a sign of life. num_tokens: new tokens of the step under way; 0 between steps."""
         now_s = self._clock()
         self._silences.observe(self._num_tokens, now_s - self._beat_s)
         self._num_tokens = num_tokens
@@ -223,26 +217,25 @@ class Heartbeat:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last beat; never negative."""
-        # First the beat: the loop's thread may beat before the clock is read, and not after.
+        """Seconds since the last beat, at least 0."""
+        # Read the beat before the clock, so that a beat in between cannot make the age negative.
         beat_s = self._beat_s
         return self._clock() - beat_s
 
     @property
     def max_age_s(self) -> float:
-        """Age up to which the loop is believed to be at work, in seconds."""
+        """Age in seconds above which the loop counts as stuck."""
         return self._silences.bound_s(self._num_tokens)
 
 
-#: What gateways place work by. A decode step that only adds tokens is no news.
+#: Load fields that affect placement. A decode step that only adds tokens is not published.
 _placing = attrgetter(
     "num_running", "num_waiting", "num_open_tickets", "is_draining", "role", "num_pending_tokens"
 )
 
 
 class LoadBoard:
-    """Holds the load that the engine loop published last, and wakes who waits for a newer one.
-    Belongs to one asyncio loop."""
+    """Holds the engine loop's last load and wakes waiters. Belongs to one asyncio loop."""
 
     def __init__(self) -> None:
         self.load = WorkerLoad()
@@ -256,17 +249,17 @@ class LoadBoard:
             self._changed = asyncio.Event()
 
     async def wait_for_news(self, timeout_s: float) -> None:
-        """Return when work might be placed differently by the load, or after `timeout_s`."""
+        """Wait until a field that affects placement changes, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
     async def wait_until(self, holds: Callable[[WorkerLoad], bool]) -> None:
-        """Return when `holds` of the load."""
+        """Wait until `holds(load)`."""
         while not holds(self.load):
             await self._changed.wait()
 
 
 def is_empty(load: WorkerLoad) -> bool:
-    """Whether a draining worker may go."""
+    """Whether a draining worker may exit."""
     return load.num_running == load.num_waiting == load.num_open_tickets == 0

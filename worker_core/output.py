@@ -1,5 +1,5 @@
-"""From what a step drew to what sequences become: tokens are emitted, choices and beams fork,
-prompts are handed off, outputs end."""
+"""Post-processing of a step: emits tokens, forks choices and beams, hands prompts off, and ends
+outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker_core.state import CoreState
 
 
 class OutputProcessor:
-    """Takes outcomes of slices to the sequences they are of."""
+    """Applies the outcomes of slices to their sequences."""
 
     def __init__(self, state: CoreState, handoffs: Handoffs) -> None:
         self._state = state
@@ -29,8 +29,8 @@ class OutputProcessor:
         outcome: SliceOutcome,
         num_drafts: int = 0,
     ) -> None:
-        """A step computed `num_new` more tokens of a sequence, and drew what its slice asked for;
-        or with drafts, what was right of them and the token after that."""
+        """Apply a step that computed `num_new` tokens of a sequence and sampled as its slice
+        requested; with drafts, the confirmed ones and the token after them."""
         if isinstance(outcome, BatonError):
             self._handoffs.cancel(sequence, outcome.reason, outcome.message)
             self._state.fail(sequence, outcome)
@@ -44,7 +44,7 @@ class OutputProcessor:
     def _advance_prefill(
         self, sequence: WorkerSequence, num_new: int, samples: tuple[Sample, ...]
     ) -> None:
-        """More of the tokens that a sequence was opened with is computed."""
+        """Advance the prefill by `num_new` tokens."""
         start = sequence.num_computed_tokens
         num_scored = num_scored_rows(sequence.spec, start, num_new) if sequence.is_scored else 0
         scored, drawn = samples[:num_scored], samples[num_scored:]
@@ -113,7 +113,7 @@ class OutputProcessor:
             self._fork(sequence, first_tokens)
 
     def advance_beams(self, group: BeamGroup, outcomes: Sequence[SliceOutcome]) -> None:
-        """A step drew the candidates of all beams of a group."""
+        """Advance a beam group by the candidates of all its beams."""
         samples: list[Sample] = []
         for outcome in outcomes:
             if isinstance(outcome, BatonError):
@@ -145,8 +145,8 @@ class OutputProcessor:
     def _produce(
         self, sequence: WorkerSequence, samples: tuple[Sample, ...], num_drafts: int = 0
     ) -> None:
-        """Add tokens, up to the one that ends the output, and emit them. All but the last were
-        computed as drafts."""
+        """Add and emit tokens up to the end of the output. All samples but the last are confirmed
+        drafts."""
         sequence.has_begun = True
         token_index = len(sequence.token_ids) - sequence.num_prompt_tokens
         token_ids, sampling = sequence.token_ids, sequence.spec.sampling
@@ -179,8 +179,7 @@ class OutputProcessor:
         self._end_if_over(group)
 
     def _end_if_over(self, group: BeamGroup) -> None:
-        """Emit the outputs of a search that has ended; of fewer outputs than asked for, the rest is
-        empty."""
+        """Emit the outputs of an ended search; missing outputs are empty."""
         if not group.is_over:
             return
         nothing = Tokens(0, (), FinishReason.STOP, score=float("-inf"))

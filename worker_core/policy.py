@@ -1,5 +1,4 @@
-"""What a worker's role means to its core. A worker may change its role while it runs: it gets
-another policy."""
+"""Scheduling policy by role. A worker that changes its role gets another policy."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from dataclasses import dataclass
 from baton.types import Tier
 from engine.interface import EngineSpec
 
-#: Longest missing tail that a worker that shares prompts computes without being asked to: it knows
-#: what a handoff takes, but not whether prefill workers idle.
+#: Longest missing tail that a worker with shared prompts computes unasked: it has measured
+#: handoffs, but does not see whether prefill workers are idle.
 MAX_TAIL_TOKENS = 64
 
 #: Maximum slowdown of a decode step caused by prompt tokens beside it; ItlBudget learns how much
@@ -19,17 +18,18 @@ MAX_ITL_FACTOR = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefillPolicy:
-    """When a worker computes prompts beside the sequences that decode.
+    """When to compute prompts beside decoding sequences.
 
-    default_threshold: missing tokens up to which it does, before anything is known. max_threshold:
-    most that is ever computed by its own choice. is_pinned: the threshold is the default, whatever
-    is learned.
-    max_itl_factor: maximum slowdown of a decode step caused by a small chunk of a prompt beside it;
-    None for any chunk. min_chunk_tokens: of a small one, at least.
-    alone_chunk_tokens: of a chunk while nothing decodes, where prompts are shared: handoffs to this
-    worker wait for the step's end.
-    max_shared_tokens: longest prompt that a gateway may have computed here although prefill workers
-    could, because it is computed sooner here.
+    default_threshold: maximum missing tokens before the first measurement.
+    max_threshold: upper limit of the learned threshold.
+    is_pinned: whether the threshold stays at the default.
+    max_itl_factor: maximum slowdown of a decode step by a small chunk of a prompt; None for any
+    chunk.
+    min_chunk_tokens: minimum of a small chunk.
+    alone_chunk_tokens: chunk size while nothing decodes, with shared prompts; limited because
+    handoffs to this worker wait for the end of a step.
+    max_shared_tokens: longest prompt that a gateway may assign here despite available prefill
+    workers, if it is computed sooner here.
     """
 
     default_threshold: int
@@ -43,10 +43,10 @@ class LocalPrefillPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a worker decides.
+    """Decisions of a worker.
 
-    prompts_first: a step gives its tokens to prompts before sequences that decode.
-    queues_prompts: a prompt to be computed here waits for blocks instead of being deferred.
+    prompts_first: a step serves prompts before decoding sequences.
+    queues_prompts: a local prompt without room is queued instead of deferred.
     """
 
     role: Tier
@@ -89,6 +89,6 @@ def prefill_policy() -> Policy:
 
 
 def decode_policy(local_prefill: LocalPrefillPolicy) -> Policy:
-    """Sequences that decode first; a prompt is computed here where that is cheaper than to wait for
-    it."""
+    """Decoding sequences first; prompts are computed here where that is cheaper than awaiting
+    KV."""
     return Policy(Tier.DECODE, False, False, local_prefill)

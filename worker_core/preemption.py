@@ -1,5 +1,5 @@
-"""Taking the blocks of sequences whose turn it is not: they wait in host memory, or are placed
-anew."""
+"""Preemption: takes the blocks of low-ranked sequences, which are swapped to host memory or
+released for another placement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker_core.state import CoreState, SequenceGroup
 
 
 class Preemption:
-    """Between steps, with no launch in flight."""
+    """Runs between steps, with no launch in flight."""
 
     def __init__(self, state: CoreState, costs: Costs, handoffs: Handoffs) -> None:
         self._state = state
@@ -36,10 +36,9 @@ class Preemption:
         group.stage = Stage.SWAPPED
 
     def bring_back(self) -> bool:
-        """Give swapped sequences their blocks again, best rank first, while there is room for all
-        that run to grow.
+        """Swap sequences in, best rank first, while all running ones keep room to grow.
 
-        Whether any came back.
+        Return whether any was swapped in.
         """
         state = self._state
         if state.swap.is_empty:
@@ -62,7 +61,7 @@ class Preemption:
     def _bring_back(self, sequence: WorkerSequence) -> bool:
         state, num_tokens = self._state, len(sequence.token_ids)
         groups = state.spec.groups
-        # Groups that keep fewer than all tokens were kept from there on, see SwapSpace.
+        # Groups with a window kept only the tokens from here on; see SwapSpace.
         first_token = groups.whole_start(sequence.num_computed_tokens)
         lease = state.pool.lease(
             sequence.spec.prefix_key,

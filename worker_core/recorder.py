@@ -1,9 +1,8 @@
-"""Each sequence's way through a worker as telemetry, from the core's commands and events.
+"""Telemetry of sequences in a worker, from the core's commands and events.
 
-Spans of a prompt that is computed here: the wait for blocks, the prefill with a child per chunk,
-and, if it has a destination, the sending of KV until the receiver has it all. Of a sequence that
-runs here: the transfer from the moment its ticket was presented, the commit until it runs, and the
-decode.
+Spans of a local prompt: the wait for blocks, the prefill with one child per chunk, and, with a
+destination, the sending of KV until the receiver has all of it. Spans of a running sequence: the
+transfer since the ticket was presented, the commit until it runs, and the decode.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from kv_transfer.sender import SendDone
 from kv_transfer.ticket import TicketAborted, TicketCommitted
 from worker_core.commands import Command, Open, StreamClosed, StreamCommand, StreamEvent
 
-#: What a ticket that is committed has been through, and nobody but its worker saw.
+#: Events of a committed ticket, all reported by its owner.
 _TICKET_EVENTS: Final = (RequestEvent.RESERVED, RequestEvent.RECEIVING, RequestEvent.COMMITTED)
-#: Where a sequence with a destination was when it was given up: before its first token, and after.
+#: Phase of a sequence with a destination when it was cancelled: before and after its first token.
 _COMPUTING: Final = "computing"
 _SENDING: Final = "sending"
 
@@ -52,13 +51,12 @@ _TicketEnd = TicketCommitted | TicketAborted
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A sequence while it is here. `state`: the last event. Times in seconds of the worker's clock.
+    """A sequence in this worker. `state`: the last event. Times in seconds on the worker's clock.
 
-    choices: of a sequence with a destination, those that have not ended or been given up; it is one
-    until it leaves.
-    sending_s: when the first KV could be sent, once the prompt is computed.
-    sent: when the receiver had all KV, and what was sent, where that was known before the prompt's
-    events.
+    choices: of a sequence with a destination, those that are still running; it stays one sequence
+    here.
+    sending_s: time of the first possible send after the prompt is computed.
+    sent: time and result of a send that completed before the prompt's events.
     """
 
     spec: SequenceSpec
@@ -76,18 +74,18 @@ class _Sequence:
 
 
 class WorkerRecorder:
-    """`on_command` may be called in any thread, `on_step` in one only."""
+    """Records sequences. `on_command` is thread-safe; `on_step` belongs to one thread."""
 
     def __init__(self, telemetry: Telemetry, clock: Callable[[], float]) -> None:
-        """clock: the core's, the sender's and the ticket table's, in seconds."""
+        """clock: of the core, the sender and the ticket table, in seconds."""
         self._telemetry = telemetry
         self._clock = clock
         self._commands: deque[tuple[float, Command]] = deque()
-        """In the order they were submitted, from any thread, until the next step's end."""
+        """Commands since the last step, in order of submission from any thread."""
         self._sequences: dict[_Key, _Sequence] = {}
         self._by_ticket: dict[int, _Key] = {}
         self._num_choices: dict[_Key, int] = {}
-        """Of sequences that are still one, by their first handles."""
+        """Number of choices of sequences before the fork, by first handle."""
         meter, histograms = telemetry.meter, telemetry.histograms
         count = partial(Counts, meter)
         self._computed = count("baton.prefill.tokens", "Prompt tokens computed.")
@@ -134,12 +132,12 @@ class WorkerRecorder:
         )
 
     def on_command(self, command: Command) -> None:
-        """A command goes to the core."""
+        """Record a command on its way to the core."""
         self._commands.append((self._clock(), command))
 
     def on_step(self, events: Sequence[StreamEvent]) -> None:
-        """The core made a step. An offer of this step precedes the end of its ticket, wherever that
-        was known first; and what a handoff followed, its end."""
+        """Record the events of a step. Offers are processed before the ends of tickets, and events
+        before SendDone, since these may have been submitted earlier."""
         ends: list[tuple[float, _TicketEnd]] = []
         sent: list[tuple[float, SendDone]] = []
         for at_s, command in [self._commands.popleft() for _ in range(len(self._commands))]:
@@ -250,8 +248,8 @@ class WorkerRecorder:
                 self._leave_all(key, RequestEvent.FAILED, now_s, error=reason)
 
     def _count_tokens(self, key: _Key, event: Tokens, now_s: float) -> None:
-        """First tokens of a sequence with a destination are counted there, unless they are its
-        last."""
+        """Count tokens of running sequences. First tokens of a sequence with a destination are
+        counted there, unless they end the choice."""
         num_tokens = event.token_index + len(event.samples)
         has_ended = event.finish is not FinishReason.NONE
         first = self._with_destination(key)
@@ -269,8 +267,8 @@ class WorkerRecorder:
             self._leave(key, RequestEvent.FINISHED, now_s, num_tokens=num_tokens)
 
     def _with_destination(self, key: _Key) -> _Key | None:
-        """The first handle of the sequence with a destination that has this handle among its
-        choices'."""
+        """The first handle of the sequence with a destination that includes this handle; else
+        None."""
         stream, handle = key
         sequence = self._sequences.get(key)
         if sequence:
@@ -287,8 +285,7 @@ class WorkerRecorder:
             del self._sequences[first]
 
     def _choices(self, key: _Key) -> list[_Key]:
-        """The handles that an event under `key` is about: all choices of a sequence that is still
-        one."""
+        """Handles that an event under `key` applies to: all choices before the fork."""
         stream, handle = key
         return [(stream, handle + choice) for choice in range(self._num_choices.pop(key, 1))]
 
@@ -305,7 +302,7 @@ class WorkerRecorder:
         self._queried.add(sequence.spec.num_tokens)
         self._hit.add(num_cached_tokens)
 
-    # Prompts that are computed here
+    # Local prompts
 
     def _prefilled(self, key: _Key, sequence: _Sequence, event: Prefilled) -> None:
         num_known = event.num_cached_tokens + event.num_fetched_tokens
@@ -352,7 +349,7 @@ class WorkerRecorder:
     def _sent_one(self, at_s: float, done: SendDone) -> None:
         self._sent_bytes.add(done.num_bytes)
         key = done.key
-        if not isinstance(key, tuple):  # of a prefix that was fetched from here
+        if not isinstance(key, tuple):  # a prefix served from here
             return
         sequence = self._sequences.get(key)
         if sequence is None or not sequence.has_destination:
@@ -444,7 +441,7 @@ class WorkerRecorder:
     def _leave(
         self, key: _Key, event: RequestEvent, now_s: float, *, num_tokens: int = 0, error: str = ""
     ) -> None:
-        """The sequence is over here; what it did since it ran is its decode span."""
+        """End a sequence's record and report its decode span."""
         sequence = self._sequences.pop(key, None)
         if sequence is None:
             return

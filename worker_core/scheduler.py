@@ -1,11 +1,11 @@
-"""Which sequences a step serves, and which must leave for them. Pure: state in, plan out.
+"""Which sequences a step serves, and which are preempted for them. Pure: state in, plan out.
 
-On a decode worker sequences that decode come before sequences that prefill, so that a prompt never
-holds up running answers; on a prefill worker it is the other way round, and the first prompt is
-finished first. Within each, by rank (priority, then arrival). A sequence that needs a block when
-none is left takes it from the worst-ranked sequence, if that one ranks worse than itself; otherwise
-it waits with its blocks. So the best-ranked sequence always goes on, and every sequence becomes the
-best-ranked one in the end: no livelock.
+On a decode worker, decoding sequences come before prefilling ones, so that a prompt never delays
+running outputs; on a prefill worker the order is reversed, and the first prompt is finished first.
+Within each class sequences are ordered by rank (priority, then arrival). A sequence that needs a
+block when none is left takes it from the worst-ranked sequence, if that one ranks below itself;
+otherwise it waits and keeps its blocks. The best-ranked sequence therefore always advances, and
+every sequence eventually becomes the best-ranked one: no livelock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from baton.types import Rank
 
 
 class Schedulable(Protocol):
-    """What the scheduler sees of something that holds blocks and awaits no KV: a sequence, or the
-    beams of one."""
+    """A schedulable unit that holds blocks and awaits no KV: a sequence, or the beams of one."""
 
     @property
     def rank(self) -> Rank: ...
@@ -29,22 +28,22 @@ class Schedulable(Protocol):
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens known but not computed."""
+        """Tokens without computed KV."""
         ...
 
     @property
     def min_new_tokens(self) -> int:
-        """The fewest tokens that a step may compute of it."""
+        """Minimum tokens that a step may compute."""
         ...
 
     @property
     def num_exclusive_blocks(self) -> int:
-        """Blocks that would be available if it left; perhaps too few where others that leave share
-        them."""
+        """Blocks freed by preempting it alone; a lower bound if it is preempted together with
+        sequences that share blocks."""
         ...
 
     def num_blocks_to_write(self, num_new: int) -> int:
-        """Blocks that it takes from the pool to compute `num_new` tokens."""
+        """Blocks to allocate for `num_new` more tokens."""
         ...
 
 
@@ -53,7 +52,7 @@ SequenceT = TypeVar("SequenceT", bound=Schedulable)
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(Generic[SequenceT]):
-    """grants: who computes how many new tokens. preempted: who leaves before the step."""
+    """grants: (sequence, new tokens) of the step. preempted: sequences to preempt before it."""
 
     grants: tuple[tuple[SequenceT, int], ...]
     preempted: tuple[SequenceT, ...]
@@ -61,10 +60,10 @@ class StepPlan(Generic[SequenceT]):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a step may compute. num_prefill_tokens: of sequences that prefill, beside others that
-    decode.
+    """Token budget of a step. num_prefill_tokens: limit for prefilling sequences beside decoding
+    ones.
 
-    prompts_first: sequences that prefill are served before those that decode.
+    prompts_first: prefilling sequences are served before decoding ones.
     """
 
     num_tokens: int
@@ -75,7 +74,7 @@ class Budget:
 def plan_step(
     by_rank: Sequence[SequenceT], num_available_blocks: int, budget: Budget
 ) -> StepPlan[SequenceT]:
-    """Plan one step over all that may run, best rank first."""
+    """Plan one step over all runnable sequences, best rank first."""
     prefilling = [sequence for sequence in by_rank if sequence.is_prefilling]
     decoding = [s for s in by_rank if not s.is_prefilling] if prefilling else by_rank
     num_left = len(by_rank)  # by_rank[num_left:] are preempted
@@ -111,8 +110,8 @@ def plan_step(
 def _without(
     grants: Sequence[tuple[SequenceT, int]], preempted: Sequence[SequenceT]
 ) -> Sequence[tuple[SequenceT, int]]:
-    """A prefilling sequence may take blocks from a worse-ranked one that was granted its step
-    already."""
+    """Remove grants of preempted sequences: a prefilling sequence may take blocks from a
+    worse-ranked one that was granted its step already."""
     if not preempted:
         return grants
     gone = {id(sequence) for sequence in preempted}

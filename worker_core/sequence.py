@@ -1,4 +1,4 @@
-"""A sequence while a worker holds it."""
+"""A sequence in a worker."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from worker_core.commands import Destination, SequenceKey
 
 
 class Stage(enum.Enum):
-    """Where a sequence is in its life here.
+    """Stages of a sequence in this worker.
 
         AWAITING_KV --> RUNNING <--> PAUSED <--> HANDING_OFF --> gone
           FETCHING ---->  |  ^                        ^
                           |  +--> SWAPPED             |
                           +---------------------------+  with a destination, at its first tokens
 
-    AWAITING_KV: all its KV comes by a ticket. FETCHING: a prefix of it comes from its destination.
-    A sequence whose prompt is computed here is RUNNING at once. SWAPPED holds no blocks. Any of
-    them may end. CLOSING: given up, or over, while a ticket or a launch may still write to its
-    blocks, or the sender read them; its blocks wait for the last of these.
+    AWAITING_KV: all its KV arrives by a ticket.
+    FETCHING: a prefix of it arrives from its destination.
+    RUNNING: from the start for a prompt that is computed here.
+    SWAPPED: holds no blocks.
+    CLOSING: ended or cancelled, from any stage, while a ticket or a launch may still write its
+    blocks, or the sender read them; the last of these releases the blocks.
     """
 
     AWAITING_KV = enum.auto()
@@ -47,13 +49,12 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True)
 class LocalPrefillProgress:
-    """How the prompt of a sequence is computed here, until its first tokens. Times in seconds of
-    the engine loop's clock.
+    """Progress of a local prefill until the first tokens. Times in seconds on the engine loop's
+    clock.
 
-    sent_ends: by layer, the token up to which its KV was given to the KV sender; what is computed
-    again is not sent again.
-    logprobs: of the prompt's tokens but the first, as far as it is computed, if they were asked
-    for.
+    sent_ends: by layer, end of the tokens passed to the KV sender; recomputed tokens are not sent
+    again.
+    logprobs: of the prompt tokens computed so far, without the first; if requested.
     """
 
     arrived_s: float
@@ -67,9 +68,11 @@ class LocalPrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Tokens that may follow a sequence's in place of its drafts: some of these, and then another
-    one. mask: SampleRow.allowed after the last. lease: of the blocks that their KV is written to,
-    and the sequence's before them; whoever has the draft releases it."""
+    """An alternative to a draft: a prefix of it, then a different token.
+
+    mask: SampleRow.allowed after the last token.
+    lease: blocks of the sequence and of this branch's KV; released by the owner of the draft.
+    """
 
     token_ids: tuple[int, ...]
     mask: bytes | None
@@ -78,8 +81,8 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that may follow a sequence's, to be verified. masks: SampleRow.allowed after the last
-    token known, and after each of the drafts. branches: all different."""
+    """Proposed next tokens, to be verified. masks: SampleRow.allowed after the last known token,
+    and after each draft. branches: pairwise different."""
 
     token_ids: tuple[int, ...]
     masks: tuple[bytes | None, ...]
@@ -91,8 +94,8 @@ class Draft:
 
     @property
     def num_rows(self) -> int:
-        """That a step has more for them: a branch computes the last token known, and what it shares
-        with others, again."""
+        """Additional rows of a step. A branch recomputes the last known token and its shared
+        prefix."""
         return len(self.token_ids) + sum(1 + len(branch.token_ids) for branch in self.branches)
 
 
@@ -101,16 +104,16 @@ NO_DRAFT = Draft((), (None,))
 
 @dataclass(slots=True, eq=False)
 class WorkerSequence:
-    """Owned by the engine loop. `stream` and `handle` say to whom its events go.
+    """A sequence, owned by the engine loop. Events are addressed by `stream` and `handle`.
 
-    A sequence of several choices is one until its first tokens; `choices` are those, counted from
-    the first, that were not given up until then.
-    prefill: None where the KV comes by a ticket, and from the first tokens on.
-    destination: where it goes after its first tokens; None if it stays.
-    ticket_id: while its blocks may be written by a ticket. is_sending: while the KV sender may read
-    them. token_ids and num_computed_tokens are what is known, whatever is in flight: what was
-    launched counts from when it is collected. What the scheduler sees, and the next slice, are as
-    they will be then.
+    A sequence of several choices is one until its first tokens.
+    choices: numbers of the choices that were not cancelled before the fork.
+    prefill: None if the KV arrives by a ticket, and after the first tokens.
+    destination: worker that it moves to after its first tokens; None if it stays.
+    ticket_id: set while a ticket may write its blocks.
+    is_sending: whether the KV sender may read its blocks.
+    token_ids, num_computed_tokens: as of the last collected launch. The scheduler's view and the
+    next slice also include launches in flight.
     """
 
     min_new_tokens: ClassVar[int] = 1
@@ -125,43 +128,43 @@ class WorkerSequence:
     destination: Destination | None = None
     is_sending: bool = False
     reporting_choice: int | None = None
-    """Of a sequence with a destination, once it has its first tokens: the first choice that goes
-    on. What becomes of the handoff is reported under its handle, for the others' may have ended."""
+    """The first choice that continues, for a sequence with a destination after its first tokens.
+    Handoff events use its handle, since other choices may have ended."""
     ticket_id: int | None = None
     offered_s: float = 0.0
     matcher_future: MatcherFuture | None = None
     """None without a grammar."""
     matcher: Matcher | None = None
-    """Of the output up to the last step's token; None until the grammar has been followed, and
-    without one."""
+    """Grammar state after the output; None before `follow_grammar`, and without a grammar."""
     has_begun: bool = False
-    """Whether it has got tokens here."""
+    """Whether it has sampled a token here."""
     num_launched_tokens: int = 0
-    """Of launches that are not collected: their KV is being written, after num_computed_tokens."""
+    """Tokens of launches in flight, which follow num_computed_tokens; their KV is being written."""
     drawing_row: int | None = None
-    """The row of the last launch, not collected, that draws its next token; None if none does."""
+    """Row of the last launch in flight that samples its next token; None if none does."""
     is_drawing_last: bool = False
-    """Whether nothing follows that token here, whatever it is: it ends the output, or goes to the
+    """Whether that token is certainly the last one here: it ends the output, or moves to the
     destination with the KV."""
     token_ids: list[int] = field(init=False)
     choices: list[int] = field(init=False)
     key: SequenceKey = field(init=False)
-    """Names the sequence in this boot of the worker."""
+    """Identifies the sequence within this boot of the worker."""
     decodes_ahead: bool = field(init=False)
-    """Whether its next slice may be launched without knowing the token that it begins with: nothing
-    but KV depends on it."""
+    """Whether its next slice may be launched before its first token is known, because only KV
+    depends on that token."""
     width: int = field(init=False)
-    """Places in the batch that it takes, or its choices or beams will take here."""
+    """Batch places that it takes, including those of its future choices or beams here."""
     num_growing_places: int = field(init=False)
-    """Those of them that take further blocks as outputs grow: none of a sequence that leaves."""
+    """Batch places that allocate more blocks as outputs grow; 0 for a sequence with a
+    destination."""
     rank: Rank = field(init=False)
-    """Among all of the worker. Of its spec, as the next three are: asked for in each step, and then
-    from here."""
+    """Rank among all sequences of the worker. This and the next three are derived from the spec,
+    and cached because each step reads them."""
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
-    """Of the prompt and the longest output."""
+    """Prompt plus maximum output."""
     is_scored: bool = field(init=False)
-    """Whether log probabilities of its prompt are wanted."""
+    """Whether log probabilities of the prompt are requested."""
 
     def __post_init__(self) -> None:
         self.key = self.stream, self.handle
@@ -185,18 +188,18 @@ class WorkerSequence:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether its next slice may be launched while the one before is computed: its tokens are
-        those of a prompt that leaves after its first token, or may be unknown."""
+        """Whether its next slice may be launched while the previous one is computed: for prompts
+        that leave after the first token, and for sequences that decode ahead."""
         return self.decodes_ahead or (self.is_leaving and not self.is_scored)
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it goes to its destination as soon as its first tokens are drawn."""
+        """Whether it moves to its destination after its first tokens."""
         return self.destination is not None and not self.has_begun
 
     @property
     def is_prefilling(self) -> bool:
-        # Asked several times in a step: without a further call.
+        # Inlined num_missing_tokens: read several times per step.
         num_tokens = len(self.token_ids) + (self.drawing_row is not None)
         return num_tokens - self.num_computed_tokens - self.num_launched_tokens > 1
 
@@ -207,12 +210,12 @@ class WorkerSequence:
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody may still write to its blocks, or read them, whatever becomes of it."""
+        """Whether a ticket, a launch or the sender may still access its blocks."""
         return self.is_sending or self.ticket_id is not None or self.num_launched_tokens > 0
 
     @property
     def leases(self) -> tuple[BlockLease, ...]:
-        """What it holds now."""
+        """The leases it holds now."""
         return () if self.stage is Stage.SWAPPED else (self.lease,)
 
     @property
@@ -221,12 +224,12 @@ class WorkerSequence:
 
     @property
     def next_position(self) -> int:
-        """Of the first token that is not computed and not launched."""
+        """Position of the first token neither computed nor in flight."""
         return self.num_computed_tokens + self.num_launched_tokens
 
     def launched(self, num_new: int, drawing_row: int | None, max_model_len: int) -> None:
-        """The next `num_new` tokens are in flight. drawing_row: of the launch, if it draws the
-        sequence's next token."""
+        """Mark the next `num_new` tokens as in flight. drawing_row: row of the launch that samples
+        the next token, if any."""
         self.num_launched_tokens += num_new
         self.drawing_row = drawing_row
         most = min(self.max_num_tokens, max_model_len)
@@ -244,7 +247,7 @@ class WorkerSequence:
         return self.lease.num_blocks_to_write(start, start + num_new)
 
     def prepare(self, num_new: int) -> tuple[BlockCopy, ...] | None:
-        """Make room for the next `num_new` tokens: see BlockLease.prepare_write."""
+        """Make room for the next `num_new` tokens; see BlockLease.prepare_write."""
         start = self.next_position
         return self.lease.prepare_write(start, start + num_new)
 
@@ -259,18 +262,19 @@ class WorkerSequence:
         self.matcher.allowed()
 
     def draft(self, proposed: tuple[int, ...]) -> Draft:
-        """Those up to the first one that the grammar does not allow, or that ends the output."""
+        """Truncate a proposal before the first token that the grammar forbids or that ends the
+        output."""
         if self.matcher is None:
             return Draft(proposed, (None,) * (len(proposed) + 1))
         masks = self.matcher.allowed_along(proposed)
         return Draft(proposed[: len(masks) - 1], masks)
 
     def slices(self, num_new: int, draft: Draft | None) -> tuple[SequenceSlice, ...]:
-        """The next `num_new` tokens, sampled from if they are the last ones known; then after each
-        draft, too. Of a draft's branches one each, with the last token known, sampled from at the
-        end alone.
+        """Slices of a step: one with the next `num_new` tokens and the draft, sampled after the
+        last known token and after each draft; and one per branch, from the last known token,
+        sampled at its end only.
 
-        What may come next has been found.
+        Requires `follow_grammar`.
         """
         start = self.next_position
         known = tuple(self.token_ids[start : start + num_new])
@@ -332,7 +336,7 @@ class WorkerSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenPrefix(Sequence[int]):
-    """The first `num_tokens` of `token_ids`, which must not change while this is in use."""
+    """View of the first `num_tokens` of `token_ids`, which must not change during its use."""
 
     token_ids: Sequence[int]
     num_tokens: int

@@ -1,8 +1,8 @@
-"""The validator of what arrives on a worker's port: of a sequence, before any state is touched.
+"""Validation of sequences that arrive on a worker's port, before any state changes.
 
-The gateway has checked the same, and more, of its clients' requests; whoever else reaches the port,
-or a gateway with a fault of its own, gets a refusal, and neither a wrong token nor a fault of the
-engine. That enums are known is checked where messages are read (baton.wire).
+The gateway has checked the same, and more, of its clients' requests. Any other client of the port,
+and a faulty gateway, gets an error, and never a wrong token or an engine fault. Unknown enum values
+are rejected where messages are parsed (baton.wire).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from baton.errors import InvalidRequest
 from baton.types import TENANT_BYTES, BeamParams, Sampling, SequenceSpec
 from engine.interface import EngineSpec
 
-#: Choices, and beams, that no worker has places for, wherever the sequence goes on.
+#: Choices or beams above what any worker has places for, on either side of a handoff.
 MAX_WIDTH = 4096
 
-#: What holds of fields of Sampling. NaN breaks each.
+#: Valid ranges of Sampling fields. NaN fails all of them.
 _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(
     {
         "temperature": (lambda value: 0 <= value < inf, "0 or more, and finite"),
@@ -32,7 +32,7 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(
 
 
 def refusal(spec: SequenceSpec, engine: EngineSpec) -> InvalidRequest | None:
-    """Why this engine can never run the sequence, or nobody should; None if it can."""
+    """The error if the engine can never run the sequence; else None."""
     fault = next(_faults(spec, engine), None)
     return InvalidRequest(fault) if fault else None
 

@@ -1,6 +1,5 @@
-"""What a worker holds: its sequences and beams, their blocks, the KV of preempted sequences in host
-memory, and the events that are still to be reported; who has which blocks, and what a gateway has
-forgotten."""
+"""State of a worker: sequences and beams with their blocks, swapped KV in host memory, and pending
+events. Also the block ledger, and the detection of sequences that a gateway has lost."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from worker_core.sequence import Stage, WorkerSequence
 
 @dataclass(frozen=True, slots=True)
 class _Swapped:
-    """pieces: what was packed, a block's tokens at most each, or a group's records, and its
-    bytes."""
+    """Swapped KV of a sequence. pieces: (range, bytes), each at most one block of tokens, or a
+    group's state records."""
 
     pieces: tuple[tuple[KvRange, bytearray], ...]
 
@@ -35,7 +34,7 @@ class _Swapped:
 
 
 class SwapSpace:
-    """KV by the key of its sequence. Used by the engine loop's thread only."""
+    """Swapped KV by sequence key. Used by the engine loop's thread only."""
 
     def __init__(self, kv: KvPool, max_num_bytes: int) -> None:
         self._kv = kv
@@ -46,11 +45,11 @@ class SwapSpace:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sequence is swapped out."""
+        """Whether nothing is swapped out."""
         return not self._swapped
 
     def num_bytes_of(self, num_tokens: int) -> int:
-        """Bytes that the KV of a sequence of `num_tokens` tokens takes here."""
+        """Bytes that the KV of `num_tokens` tokens takes here."""
         groups = self._kv.groups
         return sum(map(groups.num_bytes, self._pieces(num_tokens))) + groups.record_bytes
 
@@ -59,7 +58,7 @@ class SwapSpace:
 
     def put(self, key: Hashable, block_ids: Sequence[int], num_tokens: int) -> None:
         """Copy the KV of the first `num_tokens` tokens of a block table, as far as the sequence
-        needs it to go on. There must be room; the key must be new."""
+        needs it to continue. Requires has_room_for(num_tokens) and a new key."""
         groups = self._kv.groups
         self._kv.follow(self._kv.mark())
         pieces = []
@@ -77,8 +76,8 @@ class SwapSpace:
         self.num_swaps += 1
 
     def take(self, key: Hashable, block_ids: Sequence[int], num_held_tokens: int) -> None:
-        """Copy the KV back, but for the first `num_held_tokens` tokens, whole blocks that are
-        there; then forget it."""
+        """Copy the KV back and drop it, except the first `num_held_tokens` tokens (whole blocks),
+        which are present."""
         self._kv.follow(self._kv.mark())
         for piece, data in self._swapped[key].pieces:
             if piece.first_token >= num_held_tokens:
@@ -86,41 +85,41 @@ class SwapSpace:
         self.drop(key)
 
     def drop(self, key: Hashable) -> None:
-        """Forget what is here of a sequence."""
+        """Drop the KV of a sequence."""
         self.num_bytes -= self._swapped.pop(key).num_bytes
 
     def _pieces(self, num_tokens: int) -> Iterator[KvRange]:
-        """What is kept of a sequence, each piece of one piece of memory."""
+        """Ranges to keep of a sequence, each within one memory."""
         groups = self._kv.groups
         whole = KvRange(0, num_tokens, 0, self._kv.layout.num_layers)
         by_group = self._kv.memory_of(ALL) is None
         return groups.kept(whole, groups.whole_start(num_tokens), by_group=by_group)
 
     def _by_block(self, whole: KvRange) -> Iterator[KvRange]:
-        """`whole`, which begins with a block, block by block."""
+        """Split `whole`, which starts at a block boundary, by blocks."""
         size = self._kv.layout.block_size
         for first in range(whole.first_token, whole.end_token, size):
             yield replace(whole, first_token=first, num_tokens=min(size, whole.end_token - first))
 
     def _in_block(self, block_ids: Sequence[int], piece: KvRange) -> tuple[Sequence[int], KvRange]:
-        """The block that a piece begins with, and the piece within it; records lie with the
-        first."""
+        """Return the block of a piece and the piece relative to it; state records are addressed by
+        the whole table."""
         if not self._kv.groups.is_paged(piece):
             return block_ids, piece
         index = piece.first_token // self._kv.layout.block_size
         return block_ids[index : index + 1], replace(piece, first_token=0)
 
 
-#: What takes part in the batch as one.
+#: A unit of the batch.
 SequenceGroup = WorkerSequence | BeamGroup
 
 _rank_of = attrgetter("rank")
 
 
 class CoreState:
-    """Shared by the parts of the core, in the engine loop's thread.
+    """State shared by the parts of the core, in the engine loop's thread.
 
-    Every block is held by a sequence's lease, or its KV by the swap space, until the sequence
+    Each block is held by a sequence's lease, or its KV by the swap space, until the sequence
     leaves.
     """
 
@@ -132,41 +131,40 @@ class CoreState:
         clock: Callable[[], float],
         on_forget: Callable[[Hashable], None] | None = None,
     ) -> None:
-        """clock: monotonic seconds. on_forget: called with the key of each sequence that is here no
-        longer."""
+        """clock: monotonic seconds. on_forget: called with the key of each sequence that has
+        left."""
         self._on_forget = on_forget
         self.spec = spec
         self.pool = pool
         self.swap = swap
         self.clock = clock
         self.served_prefixes: dict[Hashable, BlockLease] = {}
-        """What is being sent to workers that fetch it, by the sender's keys."""
+        """Leases of prefixes being sent to workers that fetch them, by the sender's keys."""
         self.groups: dict[Hashable, SequenceGroup] = {}
-        """By SequenceKey. Changed by `put` and `forget` only."""
+        """Groups by SequenceKey. Changed by `put` and `forget` only."""
         self._by_rank: list[SequenceGroup] = []
-        """The same, best rank first: kept so, because each step is planned in this order."""
+        """The same groups, best rank first, because each step is planned in this order."""
         self.num_places = 0
-        """Places in the batch that are taken or spoken for: the widths of all."""
+        """Batch places taken or reserved: the sum of all widths."""
         self.num_growing_places = 0
-        """Those of them that take further blocks as their outputs grow."""
+        """Batch places that allocate more blocks as outputs grow."""
         self.num_decoding = 0
-        """Those that got a token in each step, when the last one was planned. Not counted anew for
-        each that comes in."""
+        """Places that decoded in the last planned step; not recounted at each admission."""
         self._events: list[StreamEvent] = []
 
     @property
     def leases(self) -> Iterator[BlockLease]:
-        """All there are."""
+        """All leases."""
         yield from self.served_prefixes.values()
         for group in self.groups.values():
             yield from group.leases
 
     def in_stage(self, stage: Stage) -> list[SequenceGroup]:
-        """Best rank first."""
+        """Groups in a stage, best rank first."""
         return [group for group in self._by_rank if group.stage is stage]
 
     def group_of(self, stream: int, handle: int) -> WorkerSequence | None:
-        """The sequence of several choices, not forked yet, that `handle` is a further one of."""
+        """The sequence before its fork that has `handle` as a further handle; else None."""
         for group in self.groups.values():
             if not isinstance(group, WorkerSequence) or group.stream != stream:
                 continue
@@ -175,7 +173,7 @@ class CoreState:
         return None
 
     def put(self, group: SequenceGroup) -> None:
-        """Take a group in, or in place of the one whose key it has."""
+        """Add a group, or replace the one with its key."""
         before = self.groups.get(group.key)
         if before:
             self.forget(before)
@@ -185,10 +183,10 @@ class CoreState:
         self.num_growing_places += group.num_growing_places
 
     def forget(self, group: SequenceGroup) -> None:
-        """Take a group out whose blocks others hold now."""
+        """Remove a group. Its blocks are released by others."""
         del self.groups[group.key]
         place = bisect_left(self._by_rank, group.rank, key=_rank_of)
-        # Sequences of two gateways may have the same rank.
+        # Sequences of two gateways may have equal ranks.
         del self._by_rank[self._by_rank.index(group, place)]
         self.num_places -= group.width
         self.num_growing_places -= group.num_growing_places
@@ -205,7 +203,7 @@ class CoreState:
         self._events.append(StreamEvent(stream, handle, event))
 
     def take_events(self) -> list[StreamEvent]:
-        """All events since the last call."""
+        """Return and clear the pending events."""
         events, self._events = self._events, []
         return events
 
@@ -214,11 +212,10 @@ class CoreState:
         self.leave(group)
 
     def leave(self, group: SequenceGroup) -> None:
-        """Give the blocks back; what was computed stays findable as a prefix until the memory is
-        needed.
+        """Release the blocks; computed KV stays in the prefix cache until evicted.
 
-        Blocks that somebody may still write or read are given back when he is done, and the
-        sequence leaves again.
+        If blocks may still be written or read, the sequence is closing, and leaves again once that
+        has ended.
         """
         if isinstance(group, BeamGroup):
             self.forget(group)
@@ -242,7 +239,7 @@ def failed(error: BatonError) -> Failed:
 
 
 def ledger_of(state: CoreState) -> BlockLedger:
-    """All blocks: each lease of each sequence is an owner, and each prefix that is being sent."""
+    """Ledger of all blocks. Owners: the leases of all sequences, and prefixes being sent."""
     owners = [
         BlockOwner(
             request_id=group.spec.request_id,
@@ -273,5 +270,5 @@ def orphans_of(state: CoreState, known: KnownSequences) -> list[SequenceGroup]:
 
 
 def width_of_handles(group: SequenceGroup) -> int:
-    """How many handles a group has, from its own on."""
+    """Number of consecutive handles of a group."""
     return group.spec.num_choices if isinstance(group, WorkerSequence) else group.width

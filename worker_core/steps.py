@@ -1,21 +1,20 @@
-"""Steps of a worker: what was granted becomes a batch, the engine computes it, and the samples
-become tokens.
+"""Steps: builds a batch from grants, runs it on the engine, and turns samples into tokens.
 
-A step may be launched while the one before it is still computed, so that the device does not wait
-while tokens are handed out. What it begins with then is not known here yet: the device takes it
-from the launch before (SequenceSlice.follows). This is done if nothing but KV depends on those
-tokens, of any group of the step; every other step begins when the one before is collected. Prompts
-that leave after their first token have no such token here: their chunks are launched one after the
-other, and the next prompt's behind the last. A chunk's KV is given to the sender when the launch
-before it has succeeded, whose KV it was computed with, and leaves as the device computes it.
+A step may be launched while the previous one is computed, so that the device does not idle during
+post-processing. Its first tokens are then unknown here, and the device takes them from the previous
+launch (SequenceSlice.follows). This requires that only KV depends on those tokens, for all groups
+of the step; otherwise the step starts after the previous one is collected. Prompts that leave after
+their first token need no such token: their chunks are launched back to back. A chunk's KV is passed
+to the sender once the previous launch, which it depends on, has succeeded, and is sent as the
+device computes it.
 
-    plan n+1 --> launch n+1 --> collect n --> hand out its tokens --> plan n+2 ...
+    plan n+1 --> launch n+1 --> collect n --> emit its tokens --> plan n+2 ...
 
-Between the core's steps at most one launch is in flight. Whoever hands off, swaps or preempts
-sequences collects it first. What is known of a sequence is as of the last collect. A sequence that
-is over while a launch still writes its blocks keeps them until that is collected, and what it drew
-for it is thrown away. So is a whole launch if it fails, or the one before it does: its sequences
-are as they were, and the next step is run alone, where the fault is charged.
+Between the core's steps at most one launch is in flight. Handoff, swap and preemption collect it
+first. Sequence state is as of the last collect. A sequence that ends while a launch writes its
+blocks keeps them until that launch is collected, and its samples are discarded. A launch is
+discarded as a whole if it fails, or if the one before it fails: its sequences stay as they were,
+and the next step runs alone, to attribute the fault.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from worker_core.output import OutputProcessor
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SequenceGroup
 
-#: Who computes how many new tokens.
+#: (group, new tokens) to compute.
 Grants = Sequence[tuple[SequenceGroup, int]]
 
 
@@ -63,8 +62,8 @@ class _InFlightStep:
 
 @dataclass(frozen=True, slots=True)
 class _StepSize:
-    """New tokens of a step: of sequences that decode, drafts and beams among them, and of prompts;
-    and how many decode."""
+    """Size of a step: new tokens of decoding sequences (with drafts and beams) and of prompts, and
+    the number of decoding sequences."""
 
     num_tokens: int
     num_prefill_tokens: int
@@ -72,16 +71,16 @@ class _StepSize:
 
 
 class _KvSends:
-    """Gives the KV of prompts to the sender while a step computes it: a chunk as a whole with its
-    last layers, a prompt's last chunk layer group by layer group.
+    """Passes the KV of prompts to the sender during a step: a whole chunk after its last layer, a
+    prompt's last chunk by layer groups.
 
-    is_held: while the launch before may still fail: the step depends on that one's KV.
+    is_held: whether the previous launch, which this step's KV depends on, may still fail.
     """
 
     def __init__(
         self, handoffs: Handoffs, kv: KvPool, beat: Callable[[], None], grants: Grants
     ) -> None:
-        """beat: shows that the step goes on. grants: before they count as launched."""
+        """beat: signals progress of the step. grants: before `launched` is called for them."""
         self._handoffs = handoffs
         self._kv = kv
         self._beat = beat
@@ -95,7 +94,7 @@ class _KvSends:
         self.is_held = False
 
     def layers_done(self, first_layer: int, num_layers: int) -> None:
-        """Of all slices of the step: see LayersDone."""
+        """Pass on the KV of layers computed for all slices; see LayersDone."""
         self._beat()
         if not self._chunks:
             return
@@ -112,20 +111,20 @@ class _KvSends:
             self.release()
 
     def release(self) -> None:
-        """The launch before has succeeded."""
+        """The previous launch has succeeded: pass on held KV."""
         self.is_held = False
         held, self._held = self._held, []
         for one in held:
             self._handoffs.send_computed(*one)
 
     def drop(self) -> None:
-        """The launch before has failed: what this one computes is nothing."""
+        """The previous launch has failed: discard this step's KV."""
         self._chunks = []
         self._held = []
 
 
 class Steps:
-    """Runs steps on an engine, one or two at a time."""
+    """Runs steps on an engine, at most two at a time."""
 
     def __init__(
         self,
@@ -149,16 +148,15 @@ class Steps:
         self._output = output
         self._in_flight: _InFlightStep | None = None
         self._has_failed = False
-        """Whether the last launch failed: the next step is run alone."""
+        """Whether the last launch failed; the next step then runs alone."""
         self._collected_s = 0.0
         self._has_decoded = False
-        """Whether the last step computed next tokens, for which the time to the next one counts."""
+        """Whether the last step computed next tokens, so that the gap to the next step counts."""
         self.num_steps = 0
-        """Steps that were collected."""
+        """Number of collected steps."""
 
     def may_launch(self, running: Sequence[SequenceGroup]) -> bool:
-        """Whether a step of these may be launched before the one before it is collected, and be in
-        flight itself."""
+        """Whether a step of these may be launched before the previous one is collected."""
         return (
             self._launches_ahead
             and not self._has_failed
@@ -166,8 +164,8 @@ class Steps:
         )
 
     def run(self, granted: Grants) -> bool:
-        """Compute what was granted, as far as there are blocks, when nothing is in flight. Whether
-        there was anything to do."""
+        """Run the granted step, as far as blocks allow, with nothing in flight. Return whether
+        there was work."""
         grants, copies = self._with_room(self._with_grammar(granted))
         if not grants:
             self._has_decoded = False
@@ -204,8 +202,8 @@ class Steps:
         return True
 
     def launch(self, granted: Grants) -> bool:
-        """Launch what was granted, as far as there are blocks; collect what was in flight. Whether
-        there was anything to do."""
+        """Launch the granted step, as far as blocks allow, then collect the one in flight. Return
+        whether there was work."""
         able, copies = self._with_room(self._with_grammar(granted))
         grants = tuple((m, num_new) for m, num_new in able if isinstance(m, WorkerSequence))
         if not grants:
@@ -235,8 +233,8 @@ class Steps:
     def _on_launched(
         self, grants: Sequence[tuple[WorkerSequence, int]], parts: Sequence[SequenceSlice]
     ) -> None:
-        """Mark sequences as in flight, with the rows of the launch, over all its slices, that draw
-        for them."""
+        """Mark sequences as in flight. Records the rows, counted over all slices of the launch,
+        that sample for them."""
         num_rows, max_model_len = 0, self._state.spec.max_model_len
         for (group, num_new), part in zip(grants, parts, strict=True):
             group.launched(num_new, num_rows if part.rows else None, max_model_len)
@@ -283,8 +281,8 @@ class Steps:
                 self._state.leave(group)
 
     def _note(self, size: _StepSize, grants: Grants, begin_s: float) -> None:
-        """A step is over that the engine was at since `begin_s`. grants: whose chunks of prompts it
-        computed."""
+        """Record an ended step that started at `begin_s`. grants: source of the prompt chunks to
+        record."""
         self.num_steps += 1
         before_s, self._collected_s = self._collected_s, self._state.clock()
         seconds = self._collected_s - begin_s
@@ -299,8 +297,8 @@ class Steps:
                 group.prefill.chunks.append(ChunkTime(begin_s, self._collected_s, num_new))
 
     def _with_grammar(self, granted: Grants) -> Grants:
-        """Find what may come next of those that were granted a step. Those that cannot go on fail,
-        and are left out."""
+        """Compute the allowed next tokens of granted sequences. Sequences without any fail and are
+        left out."""
         able = []
         for grant in granted:
             group, _ = grant
@@ -318,8 +316,7 @@ class Steps:
     def _with_room(
         self, granted: Grants
     ) -> tuple[list[tuple[SequenceGroup, int]], tuple[BlockCopy, ...]]:
-        """The grants whose tokens there are blocks for, and what must be copied before they are
-        written."""
+        """Grants that fit into the available blocks, and block copies to make before the step."""
         grants: list[tuple[SequenceGroup, int]] = []
         copies: list[BlockCopy] = []
         for grant in granted:

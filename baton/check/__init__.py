@@ -1,2 +1,2 @@
-"""`baton check`: prove on the user's own model that two tiers give token for token what one process
-gives."""
+"""`baton check`: verifies on the user's model that two tiers produce the same tokens as one
+process."""

@@ -1,5 +1,5 @@
-"""Streams without end through a cluster while something happens to it: what each fault costs, and
-what of it is wrong."""
+"""Continuous streams through a cluster under faults: measures the cost of each fault and checks the
+streams."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.supervisor import Cluster
 
-#: Within which the gateway notices a connection that has ended.
+#: Seconds within which the gateway detects an ended connection.
 NOTICED_S = 0.5
-#: Between the end of one fault and the beginning of the next.
+#: Seconds between the end of a fault and the next one.
 CALM_S = 1.5
-#: After the last stream, until blocks are counted.
+#: Seconds after the last stream before blocks are counted.
 QUIET_S = 10.0
 
-#: Of the clients, those that give up at some token, and those that once read nothing for a while.
+#: Shares of clients that cancel at some token, and that stop reading once, and the length of that
+#: pause in seconds.
 CANCEL_SHARE, PAUSE_SHARE, PAUSE_S = 0.06, 0.06, 1.0
 
 RequestT = TypeVar("RequestT", bound=StreamRequest)
@@ -31,10 +32,11 @@ RequestT = TypeVar("RequestT", bound=StreamRequest)
 
 @dataclass(slots=True)
 class StreamRecord(Generic[RequestT]):
-    """What became of one stream. fault: what was going on while it ran, if anything.
+    """Result of one stream. fault: the fault during the stream, or empty.
 
-    longest_gap_s: silence between two tokens of a choice. difference, disorder: what is wrong with
-    it, of its tokens, and of their order and the stream's end; see StreamHistory.
+    longest_gap_s: longest gap between two tokens of a choice.
+    difference: a fault in its tokens; disorder: a fault in their order, or at the end of the
+    stream; see StreamHistory.
     """
 
     request: RequestT
@@ -53,14 +55,14 @@ class StreamRecord(Generic[RequestT]):
         return bool(self.difference or self.disorder)
 
     def compare(self, right: Sequence[Sequence[int]] | None) -> None:
-        """right: the tokens of each choice; None where they are not known."""
+        """Compare with the right tokens of each choice; None if unknown."""
         if right is not None:
             self.difference = self.history.difference(right, is_whole=self.is_whole)
         self.disorder = self.history.disorder(is_whole=self.is_whole)
 
 
 class Load(Generic[RequestT]):
-    """Streams without end, until stopped."""
+    """Runs streams continuously until stopped."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class Load(Generic[RequestT]):
         concurrency: int,
         on_end: Callable[[StreamRecord[RequestT]], None],
     ) -> None:
-        """on_end: takes the record of each stream that is over."""
+        """on_end: receives the record of each ended stream."""
         self._client = client
         self._draw = draw
         self._rng = rng
@@ -84,17 +86,17 @@ class Load(Generic[RequestT]):
 
     @property
     def num_faulted(self) -> int:
-        """Streams that have lived through a fault and ended."""
+        """Ended streams that ran during a fault."""
         return self._num_faulted
 
     def begin_fault(self, fault: str) -> None:
-        """Whatever runs now, or begins before the end of the fault, lives through it."""
+        """Begin a fault: it is attributed to all streams that run before its end."""
         self._fault = fault
         for record in self._live:
             record.fault = fault
 
     async def end_fault(self) -> None:
-        """Returns when all that lived through it have ended."""
+        """Wait until all streams affected by the fault have ended."""
         self._fault = ""
         async with self._ended:
             await self._ended.wait_for(lambda: not any(record.fault for record in self._live))
@@ -152,11 +154,10 @@ async def load_through_faults(
     is_enough: Callable[[int], bool],
     on_fault: Callable[[Fault[TargetT]], None],
 ) -> int:
-    """Inject one fault after the other, each when all that lived through the last one have ended,
-    in rounds until `is_enough`, which is given how many are done; then stop the load. Returns how
-    many rounds there were.
+    """Inject the faults in rounds, each once all streams of the previous one have ended, until
+    `is_enough(rounds)`; then stop the load. Return the number of rounds.
 
-    target_of: of a round, by its number. on_fault: called after each.
+    target_of: the target of a round, by its number. on_fault: called after each fault.
     """
     num_rounds = 0
     while not is_enough(num_rounds):
@@ -174,8 +175,8 @@ async def load_through_faults(
 
 
 async def until_healed(cluster: Cluster, client: AsyncClient) -> None:
-    """All workers are ready again, and clients can see it, once the gateway has had time to notice
-    that they were not."""
+    """Wait until all workers are ready again, after a delay in which the gateway notices the
+    fault."""
     await asyncio.sleep(NOTICED_S)
     num_workers = sum(not name.startswith("gateway") for name in cluster.names)
     while True:
@@ -189,15 +190,18 @@ async def until_healed(cluster: Cluster, client: AsyncClient) -> None:
 
 
 async def leaked_blocks(client: AsyncClient) -> int:
-    """Blocks that somebody still holds `QUIET_S` after the last stream."""
+    """Blocks still held `QUIET_S` after the last stream."""
     await asyncio.sleep(QUIET_S)
     return sum(worker.num_leased_blocks for worker in (await client.model()).workers)
 
 
 @dataclass(frozen=True, slots=True)
 class FaultResult:
-    """Streams that lived through one kind of fault. gap: of those that were resumed, but for those
-    whose readers paused, the longest silence. longest_s: of any whose reader did not pause."""
+    """Streams during one kind of fault, without those of pausing readers in the gaps.
+
+    gap_p50_s, gap_p99_s: longest gap per resumed stream.
+    longest_s: longest gap of any stream.
+    """
 
     fault: str
     num_faults: int
@@ -232,7 +236,7 @@ def result_of(
 def results_by_fault(
     faults: Sequence[Fault[TargetT]], num_rounds: int, records: Sequence[StreamRecord[RequestT]]
 ) -> list[FaultResult]:
-    """Of what ran through no fault first, called "none"."""
+    """Results by fault; streams without a fault come first, as "none"."""
     results = [result_of("none", 0, [record for record in records if not record.fault])]
     for fault in faults:
         through = [record for record in records if record.fault == fault.name]

@@ -1,5 +1,5 @@
 """`baton check --faults`: kills and freezes the workers and gateways that it has started for the
-user's model, under streams of every kind, and says what became of the promises."""
+user's model, under streams of every kind, and reports which promises held."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from baton.check.process_faults import PROCESS_FAULTS, Fault, Target
 from baton.check.run import Shape, cluster_of, reference
 from baton.client import AsyncClient, SamplingParams
 
-#: Longer than those of a plain check: a fault should meet a stream in its middle.
+#: Longer than in a plain check, so that faults hit streams in the middle.
 MAX_TOKENS = 256
 CONCURRENCY = 16
-#: Retries in a row of a client, which cover a gateway's start.
+#: Consecutive client retries, enough for a gateway's start.
 MAX_RETRIES = 10
-#: Prompts longer than each of these are counted apart, in tokens.
+#: Prompt lengths, in tokens, that separate the groups of results.
 PROMPT_STEPS = (64, 256)
 
-#: Two workers of each tier, with unequal blocks and small chunks.
+#: Two workers per tier, with different block sizes and small chunks.
 SHAPE = Shape(
     "2+2 workers",
     {
@@ -47,7 +47,7 @@ SHAPE = Shape(
 
 @dataclass(frozen=True, slots=True)
 class KnownRequest:
-    """right: the tokens of each choice, as one process gives them, if they are known."""
+    """A request. right: the tokens of each choice according to one process, if known."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -56,13 +56,13 @@ class KnownRequest:
 
 @dataclass(frozen=True, slots=True)
 class FaultVerdict:
-    """What became of promises 1 to 3 of the README.
+    """Result for promises 1 to 3 of the README.
 
-    differences: streams with a token that one process does not give; disorders: with one lost,
-    doubled, or after the end; errors: those that ended by an error. Each with the fault that they
-    lived through.
-    num_leaked_blocks: held 10 s after the last stream. results: by fault; by_prompt: all that
-    lived through one, by their prompts' lengths.
+    differences: streams with a wrong token.
+    disorders: streams with a lost or repeated token, or with output after the end.
+    errors: streams that ended with an error. Each is listed with its fault.
+    num_leaked_blocks: held 10 s after the last stream.
+    results: by fault. by_prompt: all streams with a fault, by prompt length.
     """
 
     num_streams: int
@@ -88,9 +88,9 @@ async def check_faults(
     on_fault: Callable[[str, int], None],
     faults: Sequence[Fault[Target]] = PROCESS_FAULTS,
 ) -> FaultVerdict:
-    """Streams of `num_requests` different requests, over and over, while all faults happen one
-    after the other, `num_rounds` times, but no round begins after `max_hours`. on_fault: the fault
-    that is over, and how many streams have lived through one by then."""
+    """Run streams of `num_requests` different requests repeatedly, while all faults occur in turn,
+    for `num_rounds` rounds; no round begins after `max_hours` hours. on_fault: receives each ended
+    fault, and the number of affected streams so far."""
     requests, outputs = await reference(options, num_requests, seed, MAX_TOKENS)
     known = [
         KnownRequest(request.prompt, request.params, right)

@@ -1,6 +1,6 @@
-"""What happens to the processes of a cluster: they are killed, frozen, and asked to go.
+"""Faults of a cluster's processes: kills, freezes and drains.
 
-Each fault names its victims by tier; the round decides which of the two workers it is.
+Each fault names its victims by tier; the round selects one of the two workers.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Generic, TypeVar
 
 from baton.supervisor import Cluster
 
-#: How long a frozen process stays so, in seconds.
+#: Seconds for which a process is frozen.
 LASTS_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a fault is injected into. first, second: the two workers' numbers, the other way round
-    in the next round."""
+    """Target of a fault. first, second: numbers of the two workers, swapped in the next round."""
 
     cluster: Cluster
     first: int
     second: int
 
     def name_of(self, victim: str) -> str:
-        """ "decode" is one of the decode workers, "other decode" the other."""
+        """Process name of a victim: "decode" is one of the decode workers, "other decode" the
+        other."""
         if victim == "gateway":
             return victim
         if victim.startswith("other "):
@@ -44,7 +44,7 @@ TargetT = TypeVar("TargetT", bound=Target)
 
 @dataclass(frozen=True)
 class Fault(Generic[TargetT]):
-    """Something that happens. `inject` returns when it is over, healing apart."""
+    """A kind of fault. `inject` returns at its end, not counting recovery."""
 
     name: str
     inject: Callable[[TargetT], Awaitable[None]]
@@ -54,7 +54,7 @@ InjectIntoProcesses = Callable[[Target], Awaitable[None]]
 
 
 def _signalling(signum: signal.Signals, *victims: str, pause_s: float = 0.0) -> InjectIntoProcesses:
-    """One after the other."""
+    """Signal the victims, one after the other."""
 
     async def inject(target: Target) -> None:
         for victim in victims:

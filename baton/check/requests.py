@@ -1,5 +1,5 @@
-"""The requests of a check: mixed lengths, shared prefixes, every way to choose tokens, all drawn
-from one seed."""
+"""Requests of a check: mixed lengths, shared prefixes, all sampling methods; drawn from one
+seed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from baton.client import BeamSearch, SamplingParams, StructuredOutput
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """One prompt, as token ids, and how it is sampled."""
+    """One prompt in token ids, with its sampling."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
 
 
-#: Of a choice's output, where the caller does not say.
+#: Default maximum output tokens per choice.
 MAX_TOKENS = 48
 
 
@@ -28,8 +28,7 @@ def draw_requests(
     seed: int,
     max_tokens: int = MAX_TOKENS,
 ) -> tuple[CheckRequest, ...]:
-    """Requests that fit a model, of at most `max_tokens` a choice; equal arguments give equal
-    requests."""
+    """Draw requests that fit a model, with at most `max_tokens` per choice. Deterministic."""
     rng = random.Random(seed)
     longest = min(600, max_model_len // 2)
     max_tokens = min(max_tokens, max_model_len - longest)
@@ -45,7 +44,7 @@ def _draw(
     max_tokens: int,
 ) -> CheckRequest:
     prefix = rng.choice(prefixes) if rng.random() < 0.4 else ()
-    # Mostly short, some long: lengths of real traffic are skewed.
+    # Mostly short, some long, like real traffic.
     length = min(longest - len(prefix), 1 + int(rng.expovariate(1 / (longest / 6))))
     prompt = prefix + _tokens(rng, max(1, length), vocab_size)
     return CheckRequest(prompt, _params(rng, rng.randint(1, max_tokens)))

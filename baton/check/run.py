@@ -1,5 +1,5 @@
 """Runs the same requests through one process and through two tiers of several shapes, and compares
-every token."""
+all tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from baton.client import AsyncClient
 from baton.config import ServeOptions
 from baton.supervisor import Cluster
 
-#: Per request, the tokens of all its choices, one after the other.
+#: By request: the tokens of all its choices, concatenated.
 Outputs = tuple[tuple[int, ...], ...]
-#: Per request, the tokens of each of its choices.
+#: By request: the tokens of each of its choices.
 Choices = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One way to serve the model: its name, the options that make it, and how many requests run at
-    once."""
+    """A way to serve the model: name, options, and number of concurrent requests."""
 
     name: str
     options: Mapping[str, object]
@@ -32,15 +31,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How one shape's outputs compare. first_difference: (request, token index) or None."""
+    """Comparison of one shape's outputs. first_difference: (request, token index) or None."""
 
     shape: Shape
     num_equal: int
     num_requests: int
     num_tokens: int
     num_handed_over: int
-    """Requests whose KV travelled between the tiers; the others' prompts were held by the decode
-    worker already."""
+    """Requests with a KV transfer between the tiers; the decode worker had the other prompts
+    cached."""
     seconds: float
     first_difference: tuple[int, int] | None
 
@@ -49,13 +48,13 @@ class Verdict:
         return self.num_equal == self.num_requests
 
 
-#: The reference: one process, one request at a time, no cache of prefixes.
+#: The reference: one process, one request at a time, no prefix cache.
 REFERENCE = Shape("one process", {"colocated": True, "enable_prefix_caching": False}, 1)
 
 
 def split_shapes(transports: Sequence[str], ranks: tuple[int, int] = (1, 1)) -> tuple[Shape, ...]:
-    """Two-tier shapes: each transport twice, among them equal and unequal block sizes, small
-    chunks, several workers.
+    """Two-tier shapes: each transport twice, with equal and different block sizes, small chunks,
+    and several workers.
 
     ranks: tensor parallelism of the prefill and of the decode tier.
     """
@@ -101,8 +100,8 @@ async def check(
     seed: int,
     on_verdict: Callable[[Verdict], None],
 ) -> bool:
-    """Whether every shape's outputs equal the reference's. `options` go to every cluster, a shape's
-    own win."""
+    """Return whether every shape's outputs equal the reference's. options: for all clusters; a
+    shape's own override them."""
     requests, choices = await reference(options, num_requests, seed)
     expected = _flat(choices)
     is_equal = True
@@ -120,7 +119,7 @@ async def check(
 async def reference(
     options: Mapping[str, object], num_requests: int, seed: int, max_tokens: int = MAX_TOKENS
 ) -> tuple[tuple[CheckRequest, ...], Choices]:
-    """Requests of at most so many tokens a choice, and what one process answers to them, one at a
+    """Draw requests of at most `max_tokens` per choice, and run them in one process, one at a
     time."""
     async with cluster_of(options, REFERENCE) as cluster, AsyncClient(cluster.address) as client:
         model = await client.model()
@@ -132,14 +131,14 @@ async def reference(
 
 
 def cluster_of(options: Mapping[str, object], shape: Shape) -> Cluster:
-    """The processes of a shape, not started; its options win over others."""
+    """The cluster of a shape, not started; the shape's options override others."""
     return Cluster(ServeOptions.model_validate({"port": 0, **options, **shape.options}))
 
 
 async def _run_all(
     client: AsyncClient, requests: Sequence[CheckRequest], concurrency: int
 ) -> tuple[Choices, int]:
-    """The outputs in the order of the requests, and how many were handed over."""
+    """Return the outputs in the order of the requests, and the number of KV transfers."""
     places = asyncio.Semaphore(concurrency)
 
     async def run(request: CheckRequest) -> tuple[tuple[tuple[int, ...], ...], bool]:
@@ -152,7 +151,7 @@ async def _run_all(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run(request)) for request in requests]
     except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # the first one ended the others
+        raise failures.exceptions[0] from None  # the first failure has cancelled the others
     results = [task.result() for task in tasks]
     return tuple(tokens for tokens, _ in results), sum(moved for _, moved in results)
 

@@ -1,5 +1,5 @@
-"""`baton check --soak`: hours of mixed load on processes that it has started, and whether what they
-hold stays as much as it was."""
+"""`baton check --soak`: hours of mixed load on its own processes, to check that their resource
+usage stays flat."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from baton.supervisor import Cluster
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 CONCURRENCY = 8
-#: Blocks of each worker, and prefixes that the gateway remembers: few, so that all have been
-#: written long before the warm-up ends. What grows afterwards has no bound.
+#: Blocks per worker, and prefixes remembered by the gateway. Small, so that all are in use before
+#: the warm-up ends; any growth afterwards is a leak.
 NUM_BLOCKS, NUM_PREFIXES = 1024, 1024
 SHAPE = Shape(
     "2+2 workers",
@@ -44,19 +44,19 @@ SHAPE = Shape(
     CONCURRENCY,
 )
 
-#: Of the requests, those whose right output is known; the others are drawn anew each time, so that
-#: caches of prefixes are written over, too.
+#: Share of requests with known output. The others are drawn anew each time, so that prefix caches
+#: are overwritten, too.
 KNOWN_SHARE = 0.5
-#: Between clients that break their connection in the middle of a stream.
+#: Seconds between clients that disconnect in the middle of a stream.
 DISCONNECT_EVERY_S = 2.0
 SAMPLE_EVERY_S = 10.0
-#: Of the whole time, in which nothing has to be flat.
+#: Share of the time that is excluded from the trends.
 WARM_UP_SHARE = 0.2
-#: After the last stream, within which nothing may be held any more.
+#: Seconds after the last stream within which everything must be released.
 LEDGER_S = 10.0
 
-#: By how much the fitted line may rise from the end of the warm-up to the end of the soak; for
-#: resident memory (MiB), or 2 % of its mean where that is more.
+#: Maximum rise of the fitted line from the end of the warm-up to the end of the soak. For resident
+#: memory: MiB, or 2 % of its mean if that is more.
 BOUNDS: Mapping[str, float] = MappingProxyType(
     {
         "resident memory, MiB": 8.0,
@@ -71,8 +71,8 @@ _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """One quantity of one process, after the warm-up. begins, ends: the line fitted to it by least
-    squares, at either end."""
+    """One quantity of one process after the warm-up. begins, ends: least-squares line at both
+    ends."""
 
     process: str
     quantity: str
@@ -88,8 +88,8 @@ class Trend:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is in use: blocks with an owner, or that nobody owns; open tickets; and requests, of
-    workers and gateways."""
+    """Resources in use: blocks with an owner, or orphaned; open tickets; and requests, of workers
+    and gateways."""
 
     num_blocks: int
     num_tickets: int
@@ -102,8 +102,8 @@ class Held:
 
 @dataclass(slots=True)
 class SoakCounts:
-    """What clients saw. wrong: the first of those streams that had a token too few, too many, or
-    not the right one, or no right end; errors: by reason."""
+    """Client statistics. wrong: the first streams with missing, surplus or wrong tokens, or a wrong
+    end. errors: by reason."""
 
     num_streams: int = 0
     num_tokens: int = 0
@@ -114,7 +114,7 @@ class SoakCounts:
     errors: Counter[str] = field(default_factory=Counter)
 
     def add(self, record: StreamRecord[KnownRequest]) -> None:
-        """Count a stream that is over."""
+        """Count an ended stream."""
         record.compare(record.request.right)
         self.num_streams += 1
         self.num_tokens += record.history.num_tokens
@@ -128,7 +128,7 @@ class SoakCounts:
 
 @dataclass(frozen=True, slots=True)
 class SoakVerdict:
-    """hours: how long there was load. deaths: processes that were started anew. held: what was
+    """Result of a soak. hours: duration of the load. deaths: restarted processes. held: resources
     still in use `LEDGER_S` after the last stream."""
 
     hours: float
@@ -144,7 +144,7 @@ class SoakVerdict:
 
 
 class Samples:
-    """What each process holds, over time."""
+    """Resource usage of each process over time."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -154,7 +154,7 @@ class Samples:
         self.deaths: list[str] = []
 
     def take(self, now_s: float, model: Model) -> None:
-        """Of all processes, each with those that it has started."""
+        """Sample all processes, including their descendants."""
         self._times_s.append(now_s)
         families = process_families()
         for name in self._cluster.names:
@@ -169,7 +169,7 @@ class Samples:
             self._values.setdefault(key, []).append(worker.num_leased_blocks)
 
     def trends(self, since_s: float) -> tuple[Trend, ...]:
-        """Of what was taken since then."""
+        """Trends of the samples since `since_s`."""
         first = sum(at_s < since_s for at_s in self._times_s)
         return tuple(
             trend_of(process, quantity, self._times_s[first:], values[first:])
@@ -180,7 +180,7 @@ class Samples:
 def trend_of(
     process: str, quantity: str, times_s: Sequence[float], values: Sequence[float]
 ) -> Trend:
-    """At least two samples."""
+    """Fit a line. Requires at least two samples."""
     line = statistics.linear_regression(times_s, values)
     begins, ends = (line.intercept + line.slope * at_s for at_s in (times_s[0], times_s[-1]))
     bound = BOUNDS[quantity]
@@ -197,9 +197,9 @@ async def soak(
     seed: int,
     on_progress: Callable[[float, SoakCounts], None],
 ) -> SoakVerdict:
-    """Serve streams of every kind for so long, some given up and some disconnected. num_requests:
-    different ones whose right output is known. on_progress: after every hundredth of the time, the
-    hours until then."""
+    """Serve streams of every kind for `hours`, some of them cancelled or disconnected.
+    num_requests: different requests with known output. on_progress: called after each hundredth of
+    the time, with the hours so far."""
     known = [
         KnownRequest(request.prompt, request.params, right)
         for request, right in zip(
@@ -243,7 +243,7 @@ async def soak(
 
 
 async def _disconnect_for_ever(cluster: Cluster, rng: random.Random, counts: SoakCounts) -> None:
-    """Clients that are gone in the middle of a stream, by turns of gRPC and of HTTP."""
+    """Disconnect in the middle of streams, alternately over gRPC and HTTP, until cancelled."""
     while True:
         await asyncio.sleep(DISCONNECT_EVERY_S)
         prompt = tuple(rng.randrange(64) for _ in range(rng.randint(1, 200)))
@@ -262,7 +262,7 @@ async def _disconnect_grpc(address: str, prompt: tuple[int, ...]) -> None:
 
 
 async def _disconnect_http(address: str, prompt: tuple[int, ...]) -> None:
-    """The connection is reset when the first event has come."""
+    """Reset the connection after the first event."""
     body = json.dumps(
         {"prompt": prompt, "stream": True, "max_tokens": MAX_TOKENS, "ignore_eos": True}
     ).encode()
@@ -279,7 +279,7 @@ async def _disconnect_http(address: str, prompt: tuple[int, ...]) -> None:
 
 
 async def _held_at_the_end(client: AsyncClient) -> Held:
-    """As soon as nothing is held, and after `LEDGER_S` whatever is."""
+    """Poll until nothing is held, at most `LEDGER_S`, and return the last value."""
     deadline_s = time.monotonic() + LEDGER_S
     while True:
         held = await _held(await client.model())
@@ -302,13 +302,13 @@ async def _held(model: Model) -> Held:
 
 
 def process_families() -> dict[int, list[Path]]:
-    """Folders in /proc of each process, and of all that it or they have started, in whatever
-    session, by its number."""
+    """Directories in /proc of each process and all its descendants, by process id, independent of
+    sessions."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with suppress(OSError):
-                # The name before it may have any characters in it, brackets too.
+                # The process name before it may contain any characters, including brackets.
                 after_name = (folder / "stat").read_text().rpartition(")")[2].split()
                 parents[int(folder.name)] = int(after_name[1])
     families: dict[int, list[Path]] = {}
@@ -321,7 +321,7 @@ def process_families() -> dict[int, list[Path]]:
 
 
 def process_usage(folders: Sequence[Path]) -> dict[str, float]:
-    """Together. A process that ends meanwhile counts for nothing."""
+    """Total usage of the processes. A process that ends meanwhile is skipped."""
     rss = num_files = num_threads = 0.0
     for folder in folders:
         with suppress(OSError):

@@ -1,5 +1,4 @@
-"""What one client saw of one stream, and whether it may be so: the promises about streams, checked
-from outside."""
+"""One client's view of one stream, and checks of the promises about streams."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from baton.client.results import Chunk, Usage
 
 
 class StreamRequest(Protocol):
-    """A prompt, as token ids, and how it is sampled."""
+    """One prompt in token ids, with its sampling."""
 
     @property
     def prompt(self) -> tuple[int, ...]: ...
@@ -21,8 +20,8 @@ class StreamRequest(Protocol):
 
 
 class StreamHistory:
-    """Of a request whose right output is known: each token of each choice once, in order and with
-    the right value; one end of each choice, one of the stream, and nothing after either."""
+    """History of a stream with known output. Required: each token of each choice once, in order and
+    correct; one end per choice, one end of the stream, and nothing after either."""
 
     def __init__(self, request: StreamRequest) -> None:
         self._request = request
@@ -33,11 +32,11 @@ class StreamHistory:
 
     @property
     def num_tokens(self) -> int:
-        """Of all choices, so far."""
+        """Tokens of all choices so far."""
         return sum(map(len, self._tokens))
 
     def take(self, chunk: Chunk) -> None:
-        """The next piece that came."""
+        """Add the next piece."""
         tokens = self._tokens[chunk.choice]
         if self._usage is not None:
             self._wrong.append("something came after the stream's end")
@@ -52,8 +51,8 @@ class StreamHistory:
             self._usage = chunk.usage
 
     def difference(self, right: Sequence[Sequence[int]], *, is_whole: bool) -> str:
-        """Where tokens are not the right ones, which are given for each choice; empty if nowhere.
-        is_whole: whether it ended well, not by an error or a cancel."""
+        """The first token that differs from `right`, the tokens of each choice; empty if none does.
+        is_whole: whether the stream ended normally, not by an error or a cancel."""
         return "; ".join(
             f"choice {choice} is not what it should be"
             for choice, (tokens, all_of_it) in enumerate(zip(self._tokens, right, strict=True))
@@ -61,11 +60,11 @@ class StreamHistory:
         )
 
     def disorder(self, *, is_whole: bool) -> str:
-        """What is wrong with its order, its ends and what it charges; empty if nothing is."""
+        """The first fault in its order, ends or usage; empty if there is none."""
         return "; ".join([*self._wrong, *(self._wrong_ends() if is_whole else ())])
 
     def verdict(self, right: Sequence[Sequence[int]], *, is_whole: bool) -> str:
-        """All that is wrong with it; empty if nothing is."""
+        """All faults; empty if there is none."""
         found = (self.disorder(is_whole=is_whole), self.difference(right, is_whole=is_whole))
         return "; ".join(filter(None, found))
 
@@ -76,7 +75,7 @@ class StreamHistory:
             if choice not in self._ended
         ]
         params = self._request.params
-        # What was drawn and not returned is charged, too.
+        # Tokens of choices that are not returned are charged, too.
         is_all_returned = params.beam_search is None and params.best_of in (None, params.n or 1)
         if self._usage is None:
             wrong.append("the stream's last piece has no usage")

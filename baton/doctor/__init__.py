@@ -1,4 +1,4 @@
-"""What a machine lacks to serve: each check says what it found and what to do."""
+"""Checks of a machine before serving: each reports a finding and a fix."""
 
 from baton.doctor.finding import Finding, Level
 from baton.doctor.run import DoctorRequest, examine

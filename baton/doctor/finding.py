@@ -1,4 +1,4 @@
-"""What one check of the doctor found."""
+"""Result of one check of the doctor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Level(enum.StrEnum):
-    """OK; WARNING: it serves, but not as well as it could; PROBLEM: it cannot serve."""
+    """OK; WARNING: serves with restrictions; PROBLEM: cannot serve."""
 
     OK = "ok"
     WARNING = "warning"
@@ -18,7 +18,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """check: what was looked at. found: what there is. fix: what to do; empty if all is well."""
+    """check: subject of the check. found: result. fix: what to do; empty if all is well."""
 
     check: str
     level: Level
@@ -39,5 +39,5 @@ def problem(check: str, found: str, fix: str) -> Finding:
 
 
 def from_json(entry: Mapping[str, Any]) -> Finding:
-    """The finding that dataclasses.asdict made `entry` of."""
+    """The inverse of dataclasses.asdict."""
     return Finding(entry["check"], Level(entry["level"]), entry["found"], entry["fix"])

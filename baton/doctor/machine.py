@@ -1,4 +1,4 @@
-"""What every process of Baton needs of the machine, looked at without torch."""
+"""Requirements of all of Baton's processes, checked without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from baton.rpc.bind import bind_fault
 _MIN_PYTHON = (3, 11)
 _PACKAGES = ("grpcio", "protobuf", "pydantic", "tokenizers", "transformers")
 
-#: Longest path of a Unix socket on Linux, in bytes, and what a listener adds to the temporary
+#: Maximum bytes of a Unix socket path on Linux, and bytes that a listener appends to the temporary
 #: directory.
 _MAX_SOCKET_PATH_BYTES = 107
 _SOCKET_NAME = "/baton-kv-12345678/kv.sock"
@@ -38,7 +38,7 @@ def check_python() -> Finding:
 
 
 def check_packages() -> Finding:
-    """The packages of the gateway; the workers' are looked at with the engine."""
+    """Packages of the gateway; those of workers are checked with the engine."""
     versions: list[str] = []
     missing: list[str] = []
     for name in _PACKAGES:
@@ -60,7 +60,7 @@ def check_address(host: str, port: int) -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """Sealed memory that two processes map: how KV travels on one host."""
+    """Sealed memory shared by two processes, which carries KV within a host."""
     fix = f"give --kv-transport={FALLBACK}, or allow memfd_create in this sandbox"
     try:
         fd = os.memfd_create("baton-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -78,7 +78,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_unix_sockets() -> Finding:
-    """Where decode workers listen for KV from the same host."""
+    """Unix sockets, on which decode workers listen for KV from the same host."""
     folder = tempfile.gettempdir()
     fix = f"set TMPDIR to a short path that can be written, or give --kv-transport={FALLBACK}"
     if len(os.fsencode(folder + _SOCKET_NAME)) > _MAX_SOCKET_PATH_BYTES:
@@ -97,8 +97,8 @@ def check_unix_sockets() -> Finding:
 
 
 def check_kv_transports() -> Finding:
-    """Which ways KV can take, as far as their packages go: the two checks before this one are of
-    those within a host."""
+    """Available KV transports, judged by their packages; the two checks before cover transports
+    within a host."""
     there = [each.name for each in REMOTE if each.is_installed and not each.needs_device]
     on_devices = [each.name for each in REMOTE if each.is_installed and each.needs_device]
     lacking = [f"{each.name}: {each.install}" for each in REMOTE if not each.is_installed]
@@ -118,7 +118,7 @@ def check_open_files() -> Finding:
 
 
 def check_clock() -> Finding:
-    """Deadlines run on the monotonic clock; log lines, traces and the registry show the wall
+    """The wall clock, which log lines, traces and the registry show; deadlines use the monotonic
     clock."""
     resolution_s = time.get_clock_info("monotonic").resolution
     if resolution_s > 1e-3:
@@ -132,7 +132,7 @@ def check_clock() -> Finding:
 
 
 def check_registry(url: str, timeout_s: float = 3.0) -> Finding:
-    """Whether Redis answers. `url` may hold a password and is not repeated."""
+    """Whether Redis answers. `url` may contain a password and is never printed."""
     try:
         import redis
     except ImportError:

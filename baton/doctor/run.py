@@ -1,4 +1,4 @@
-"""All checks, one after the other."""
+"""All checks, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENGINE_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """What is to be served, as `baton serve` would get it. model, registry: empty if none."""
+    """Arguments as for `baton serve`. model, registry: empty if none."""
 
     model: str = ""
     host: str = "127.0.0.1"
@@ -28,7 +28,7 @@ class DoctorRequest:
 
 
 def examine(request: DoctorRequest) -> Iterator[Finding]:
-    """The findings, each as soon as it is there."""
+    """Yield the findings, each as soon as it is known."""
     yield machine.check_python()
     yield machine.check_packages()
     yield machine.check_address(request.host, request.port)
@@ -43,7 +43,7 @@ def examine(request: DoctorRequest) -> Iterator[Finding]:
 
 
 def examine_engine(request: DoctorRequest) -> list[Finding]:
-    """What the workers need, looked at by a process of its own, as it needs torch."""
+    """Check the workers' requirements in a separate process, because they need torch."""
     command = [
         *(sys.executable, "-P", "-m", "engine.doctor"),
         f"--model={request.model}",

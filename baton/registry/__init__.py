@@ -1,5 +1,5 @@
-"""Where workers announce themselves, and gateways learn which there are: hints, never the only
-truth."""
+"""Worker registries: workers announce their addresses, gateways discover them. Entries are hints
+only."""
 
 from baton.registry.choose import make_registry
 from baton.registry.interface import (

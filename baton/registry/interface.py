@@ -13,7 +13,7 @@ from baton.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class WorkerAdded:
-    """A worker of `tier` is to be found at `address`."""
+    """A worker of `tier` is listed at `address`."""
 
     address: str
     tier: Tier
@@ -21,8 +21,8 @@ class WorkerAdded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRemoved:
-    """`address` is listed no more: its lease ended, or it drains. A connection that stands may well
-    be kept."""
+    """`address` is no longer listed: its lease ended, or it drains. An open connection may be
+    kept."""
 
     address: str
 
@@ -31,25 +31,26 @@ Change = WorkerAdded | WorkerRemoved
 
 
 class Registry(Protocol):
-    """Both ends. Neither may be awaited by a request, and neither fails when the registry cannot be
-    reached."""
+    """Both ends of a registry. No request may wait for it, and neither end fails while it is
+    unreachable."""
 
     def changes(self) -> AsyncGenerator[Change, None]:
-        """What becomes of the list, beginning with all that are on it. Ends if it never changes
-        again."""
+        """Yield changes of the list, beginning with all its entries. Ends if the list can never
+        change again."""
         ...
 
     async def announce(self, current: Callable[[], Registration | None]) -> NoReturn:
-        """Keep the worker on the list, with what `current` gives at each renewal, until cancelled;
-        it is taken off then.
+        """Keep the worker listed until cancelled, with the value of `current` at each renewal; then
+        remove it.
 
-        current: quick; None while the worker should not be found, so that its lease ends.
+        current: quick; returns None while the worker should not be found, so that its lease
+        expires.
         """
         ...
 
 
 class StaticRegistry:
-    """The addresses of the command line, for good. Workers need not announce themselves."""
+    """The fixed addresses of the command line. Workers need not announce themselves."""
 
     def __init__(self, prefills: Sequence[str] = (), decodes: Sequence[str] = ()) -> None:
         self._changes = (

@@ -1,4 +1,4 @@
-"""The registry of `baton serve`: the supervisor names each worker on a pipe when it is ready."""
+"""Registry of `baton serve`: the supervisor writes each ready worker's address to a pipe."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from baton.types import Tier
 
 
 class PipeRegistry:
-    """Reads the descriptor alone. A list that only grows, until the other end is closed."""
+    """Reads addresses from a descriptor, which it owns. The list only grows, until the other end is
+    closed."""
 
     def __init__(self, fd: int) -> None:
-        """Raises ConfigError if there is no such descriptor."""
+        """Raises ConfigError if the descriptor is not open."""
         try:
             self._fd = os.dup(fd)
         except OSError as error:
             fix = f"{error.strerror}; leave it out, or pass the descriptor on to this process"
             raise ConfigError.of("workers_fd", fd, fix) from error
-        # It may be the standard input, whose number must stay taken: see occupy_standard_streams.
+        # The descriptor may be the standard input, which must stay occupied; see
+        # occupy_standard_streams.
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, fd)
         os.close(nothing)
@@ -46,7 +48,7 @@ class PipeRegistry:
             self._ended.set()
 
     async def wait_ended(self) -> None:
-        """Returns when the list is complete, and `changes` has yielded all of it."""
+        """Wait until the list is complete and `changes` has yielded all of it."""
         await self._ended.wait()
 
     async def announce(self, current: Callable[[], Registration | None]) -> NoReturn:  # noqa: ARG002

@@ -1,8 +1,8 @@
-"""The registry in Redis: one key per worker, which ends with its lease unless it is renewed.
+"""Registry in Redis: one key per worker, which expires with its lease unless renewed.
 
-Redis may be down, slow, or empty again at any time. A gateway that cannot read the list keeps the
-one it had; a worker that cannot write tries again, and is listed anew as soon as it can. Every
-operation has a deadline.
+Redis may be down, slow, or emptied at any time. A gateway that cannot read the list keeps its last
+one; a worker that cannot write retries, and is listed again once it succeeds. Every operation has a
+deadline.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from baton.types import Tier
 
 _log = logging.getLogger(__name__)
 
-#: The version of what the keys hold is part of their name.
+#: Includes the version of the values' format.
 KEY_PREFIX = "baton:1:worker:"
 
 #: Keys and values per round trip.
 _BATCH = 500
 
-#: Takes an entry off the list unless somebody else, at the same address, has written it since.
+#: Deletes an entry unless another worker at the same address has overwritten it.
 _DELETE_OWN = (
     "if redis.call('GET',KEYS[1])==ARGV[1] then return redis.call('DEL',KEYS[1]) end return 0"
 )
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class RedisRegistry:
-    """Belongs to one event loop, and serves one thing at a time: `changes` or `announce`."""
+    """Belongs to one event loop, and runs one of `changes` and `announce` at a time."""
 
     def __init__(
         self,
@@ -53,12 +53,11 @@ class RedisRegistry:
         period_s: float = 1.0,
         timeout_s: float = 2.0,
     ) -> None:
-        """model: name of the model whose workers are wanted; only `changes` needs it.
+        """model: name of the model to find workers of; used by `changes` only.
 
-        lease_s: how long an entry outlives its worker. period_s: between two renewals, or two looks
-        at the list.
-        timeout_s: after which an operation is given up. Raises ConfigError if `url` is none of
-        Redis.
+        lease_s: seconds that an entry outlives its worker.
+        period_s: seconds between two renewals, or two reads of the list.
+        timeout_s: per operation. Raises ConfigError if `url` is no Redis URL.
         """
         self._url = url
         self._model = model
@@ -67,16 +66,16 @@ class RedisRegistry:
         self._timeout_s = timeout_s
         self._outage = _Outage(redacted(url))
         self._client: Redis | None = None
-        """Kept only from one operation that went well to the next."""
+        """Reused only after a successful operation."""
         try:
             self._new_client()
         except (ValueError, RedisError):
-            # What they say repeats parts of the URL, and not always those that they mean.
+            # The client's messages quote parts of the URL, sometimes the wrong ones.
             fix = "give redis://host:port/db, special characters of a password as %XX"
             raise ConfigError.of("--registry", url, fix) from None
 
     async def changes(self) -> AsyncGenerator[Change, None]:
-        """See Registry. Looks at the list again every period."""
+        """See Registry. Reads the list every period."""
         view = View(self._model)
         try:
             while True:
@@ -113,7 +112,7 @@ class RedisRegistry:
         await self._try(set_with_lease)
 
     async def _withdraw(self, key: str, value: str) -> None:
-        """Tried once: the lease ends anyhow."""
+        """Tried once, since the lease expires anyway."""
 
         async def delete_own(client: Redis) -> None:
             await client.eval(_DELETE_OWN, 1, key, value)
@@ -121,11 +120,11 @@ class RedisRegistry:
         await self._try(delete_own)
 
     async def _try(self, operation: Callable[[Redis], Awaitable[T]]) -> T | None:
-        """The operation's result; None if Redis cannot be reached, is too slow, or refuses.
+        """Return the operation's result; None if Redis is unreachable, too slow, or refuses.
 
-        A client whose operation failed or was cancelled is used no more: what it left on the
-        connection reaches nobody. redis-py now and then takes a cancellation for an error of its
-        connection: it is raised here then.
+        After a failure or a cancellation the client is discarded, because its connection may hold a
+        stale reply. redis-py sometimes reports a cancellation as a connection error; it is raised
+        here as CancelledError.
         """
         num_cancels = _num_cancels()
         try:
@@ -165,13 +164,13 @@ class RedisRegistry:
 
 
 def _num_cancels() -> int:
-    """How often the running task was cancelled."""
+    """Number of cancellation requests of the running task."""
     task = asyncio.current_task()
     return task.cancelling() if task else 0
 
 
 class _Outage:
-    """Logs once when Redis cannot be used, and once when it can again."""
+    """Logs once when Redis becomes unusable, and once when it recovers."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -228,10 +227,10 @@ def _log_others(old: View, new: View) -> None:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The list as one gateway sees it.
+    """One gateway's view of the list.
 
-    model: the name that this gateway serves; workers of others are not its own.
-    others: addresses of workers that serve another model, and the name they serve it by.
+    model: name that this gateway serves; workers of other models are ignored.
+    others: addresses of workers of other models, with their model names.
     """
 
     model: str
@@ -239,8 +238,8 @@ class View:
     others: dict[str, str] = field(default_factory=dict)
 
     def after(self, entries: Iterable[Registration]) -> View:
-        """The view once `entries` are all there is. One that drains is as good as gone: it takes no
-        more work."""
+        """The view after a read that returned `entries`. Draining workers count as removed, because
+        they take no more work."""
         listed: dict[str, Tier] = {}
         others: dict[str, str] = {}
         for entry in entries:
@@ -252,8 +251,8 @@ class View:
 
 
 def changes_between(old: View, new: View) -> tuple[Change, ...]:
-    """What leads from `old` to `new`, leaves first. An address whose tier changed leaves and
-    joins."""
+    """Changes from `old` to `new`, removals first. An address with a changed tier is removed and
+    added."""
     left = sorted(a for a, tier in old.listed.items() if new.listed.get(a) is not tier)
     joined = sorted(a for a, tier in new.listed.items() if old.listed.get(a) is not tier)
     return (

@@ -1,4 +1,4 @@
-"""What a worker announces to a registry, and the JSON that it is kept as."""
+"""A worker's registry entry and its JSON form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.types import WorkerInfo, WorkerLoad
 from baton.v1 import worker_pb2
 from baton.wire import info_from_proto, info_to_proto, load_from_proto, load_to_proto
 
-#: Larger entries are none of ours.
+#: Larger entries are ignored as foreign.
 MAX_ENTRY_BYTES = 16_384
 
 
@@ -22,8 +22,8 @@ class Registration:
     """A worker that can be found.
 
     address: host:port of its gRPC services, as gateways reach it.
-    transports: ways by which KV may come to it or leave it.
-    load: at the last renewal; gateways that are connected know better.
+    transports: ways by which it can receive or send KV.
+    load: at the last renewal; connected gateways have newer values.
     """
 
     address: str
@@ -33,7 +33,7 @@ class Registration:
 
 
 def to_json(registration: Registration) -> str:
-    """One line, the keys sorted. Fields that a reader does not know are skipped by it."""
+    """One line of JSON with sorted keys. Readers skip unknown fields."""
     load = load_to_proto(registration.load)
     entry = {
         "address": registration.address,
@@ -45,7 +45,7 @@ def to_json(registration: Registration) -> str:
 
 
 def from_json(text: str | bytes) -> Registration:
-    """The inverse of to_json. Raises ValueError for all that is none."""
+    """The inverse of to_json. Raises ValueError for invalid entries."""
     if len(text) > MAX_ENTRY_BYTES:
         raise ValueError(f"{len(text)} bytes are too many")
     try:

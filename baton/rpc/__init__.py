@@ -1,2 +1,2 @@
-"""gRPC as Baton uses it: rich errors, channels and servers with one set of options, health and
+"""Baton's use of gRPC: rich errors, channels and servers with one set of options, health and
 reflection."""

@@ -1,11 +1,10 @@
-"""How the address of a service is written."""
+"""Form of service addresses."""
 
 from __future__ import annotations
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` is host:port with a port of 1..65535, an IPv6 host in [], and nothing else
-    around it."""
+    """Whether `text` is exactly host:port, with a port in 1..65535; an IPv6 host is in []."""
     host, colon, port = text.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536
     is_plain = host.isprintable() and not any(c.isspace() or c in "/,@" for c in host)

@@ -1,5 +1,4 @@
-"""Keys that callers of a server must show, as `authorization: Bearer KEY`; health alone answers to
-everybody."""
+"""API keys: callers send `authorization: Bearer KEY`. Only health checks need no key."""
 
 from __future__ import annotations
 
@@ -23,20 +22,20 @@ _OPEN = f"/{health.SERVICE_NAME}/"
 
 
 class ApiKeys:
-    """Which keys a server knows. It keeps their digests, not the keys."""
+    """The keys that a server accepts, stored as digests."""
 
     def __init__(self, api_keys: Iterable[str]) -> None:
         self._digests = tuple(map(digest_of, api_keys))
 
     def admit(self, metadata: Metadata | None) -> bool:
-        """Whether a caller shows one of them."""
+        """Whether the caller sent one of the keys."""
         shown = shown_digest(metadata)
-        # All are compared, each in constant time: how long it takes says nothing about any.
+        # Compare all, each in constant time, so that the time reveals nothing about a key.
         return sum([hmac.compare_digest(shown, known) for known in self._digests]) > 0
 
 
 def refusal() -> Unauthenticated:
-    """What a caller without a key gets."""
+    """The error for a caller without a valid key."""
     return Unauthenticated(
         "this gateway wants an API key; send one of its keys: "
         "api_key= of the client, BATON_API_KEY of the command line, or authorization: Bearer KEY"
@@ -44,8 +43,8 @@ def refusal() -> Unauthenticated:
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without one of the keys before anything of their request is read. To stand
-    behind ErrorInterceptor, which makes the refusal a status."""
+    """Refuses calls without a valid key before any of their request is read. Must be placed behind
+    ErrorInterceptor, which converts the refusal into a status."""
 
     def __init__(self, api_keys: Iterable[str]) -> None:
         self._api_keys = ApiKeys(api_keys)
@@ -63,7 +62,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def shown_digest(metadata: Metadata | None) -> bytes:
-    """Stands for the key that a caller shows; empty if there is none, or more than one."""
+    """Digest of the caller's key; empty if there is none, or more than one."""
     shown = [value for key, value in metadata or () if key == _METADATA_KEY]
     if len(shown) != 1 or not isinstance(shown[0], str):
         return b""
@@ -73,7 +72,7 @@ def shown_digest(metadata: Metadata | None) -> bytes:
 
 
 def digest_of(api_key: str) -> bytes:
-    """Stands for a key."""
+    """Digest of a key."""
     return hashlib.sha256(api_key.encode()).digest()
 
 

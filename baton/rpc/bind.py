@@ -1,4 +1,4 @@
-"""Why an address cannot be listened on, found out before or after gRPC has failed on it."""
+"""Diagnosis of addresses that cannot be listened on, before or after gRPC has failed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from baton.errors import ConfigError
 def bind_fault(
     host: str, port: int, host_option: str = "host", port_option: str = "port"
 ) -> ConfigError | None:
-    """What keeps a TCP socket from listening at host:port; None if nothing does. Takes nothing: the
+    """The error that prevents a TCP socket from listening at host:port; None if there is none. The
     port stays free.
 
-    A port that another socket shares by SO_REUSEPORT counts as taken.
+    A port in use with SO_REUSEPORT counts as taken.
     """
     try:
         found = socket.getaddrinfo(
@@ -24,7 +24,7 @@ def bind_fault(
         return _host_fault(host_option, host, error)
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
-        # As gRPC does: connections of a server that has just ended do not hold its port.
+        # As gRPC does: connections of a server that has just ended do not block its port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -37,8 +37,7 @@ def bind_fault(
 def check_bindable(
     host: str, port: int, host_option: str = "host", port_option: str = "port"
 ) -> None:
-    """Raises ConfigError at once where a process would otherwise fail only after it has loaded its
-    model."""
+    """Raise ConfigError now, instead of a failure after the model has been loaded."""
     fault = bind_fault(host, port, host_option, port_option)
     if fault is not None:
         raise fault

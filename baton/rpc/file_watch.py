@@ -1,4 +1,4 @@
-"""What is made of files, and made anew once they have changed: certificates are renewed while a
+"""Values built from files and rebuilt when the files change: certificates are renewed while a
 process runs."""
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class MadeOfFiles(Generic[T]):
-    """Thread-safe. Files are looked at when something is asked for, not in between."""
+    """Caches a value built from files. Thread-safe. The files are checked at each access only."""
 
     def __init__(self, paths: Sequence[PathLike], make: Callable[[], T]) -> None:
-        """make: reads the files. Raises ConfigError, as it does."""
+        """make: reads the files. Raises ConfigError if `make` does."""
         self._paths = paths
         self._make = make
         self._lock = threading.Lock()
@@ -30,15 +30,15 @@ class MadeOfFiles(Generic[T]):
         self._value = make()
 
     def current(self) -> T:
-        """Of the files as they are. What cannot be used is logged once, and the last that
-        could stays."""
+        """The value for the current files. If they are unusable, the error is logged once and the
+        last value kept."""
         self.renewed()
         with self._lock:
             return self._value
 
     def renewed(self) -> T | None:
-        """As `current` if the files have changed since anything was asked for; None if not, or if
-        they cannot be used."""
+        """The new value if the files have changed since the last access; None if not, or if they
+        are unusable."""
         with self._lock:
             stamp = _stamp_of(self._paths)
             if stamp == self._stamp:
@@ -54,7 +54,7 @@ class MadeOfFiles(Generic[T]):
 
 
 def _stamp_of(paths: Sequence[PathLike]) -> Stamp:
-    """Changes when a file is written, or another takes its place."""
+    """A stamp that changes when a file is written or replaced."""
     return tuple(map(_file_stamp, paths))
 
 

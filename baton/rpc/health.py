@@ -1,8 +1,8 @@
-"""The standard health service (Check, List, Watch), set by its process and never by the mere fact
-that it runs.
+"""Standard health service (Check, List, Watch). Its status is set by the process explicitly; a
+running server alone is not serving.
 
-Not grpcio-health-checking's own aio servicer: that one has no List, leaves watches open at
-shutdown, for which a server that stops would wait out its grace, and is set by coroutines only.
+The aio servicer of grpcio-health-checking is not used: it has no List, leaves watches open at
+shutdown, so that a stopping server waits out its grace period, and can be set from coroutines only.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 
 SERVICE_NAME = "grpc.health.v1.Health"
 OVERALL = ""
-"""Name under which the whole server's health is asked for."""
+"""Service name of the whole server's health."""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Belongs to one event loop. After `shut_down` everything is NOT_SERVING for good and watches
-    end."""
+    """Belongs to one event loop. After `shut_down` everything is NOT_SERVING permanently, and
+    watches end."""
 
     def __init__(self, service_names: Iterable[str], *, is_serving: bool) -> None:
         self._is_serving = dict.fromkeys((OVERALL, *service_names), is_serving)
         self._is_shut_down = False
-        # Set, and replaced by a fresh one, at each change.
+        # Set at each change, and replaced by a new event.
         self._changed = asyncio.Event()
 
     @property
     def service_names(self) -> tuple[str, ...]:
-        """All names known, the overall one first."""
+        """All service names, the overall one first."""
         return tuple(self._is_serving)
 
     def set_serving(self, service_name: str, is_serving: bool) -> None:
-        """Notify watchers, if this is a change. Raises KeyError for a service that is not here."""
+        """Set a status and notify watchers of a change. Raises KeyError for an unknown service."""
         if self._is_serving[service_name] == is_serving or self._is_shut_down:
             return
         self._is_serving[service_name] = is_serving
         self._notify()
 
     def shut_down(self) -> None:
-        """NOT_SERVING from now on; each watcher is notified, and its stream ends."""
+        """Set everything to NOT_SERVING, notify watchers and end their streams."""
         self._is_serving = dict.fromkeys(self._is_serving, False)
         self._is_shut_down = True
         self._notify()
@@ -53,7 +53,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         request: health_pb2.HealthCheckRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> health_pb2.HealthCheckResponse:
-        """The status now; NOT_FOUND for a service that is not here."""
+        """The current status; NOT_FOUND for an unknown service."""
         if request.service not in self._is_serving:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
         return self._response(request.service)
@@ -63,7 +63,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         request: health_pb2.HealthListRequest,  # noqa: ARG002, the signature of the .proto
         context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
     ) -> health_pb2.HealthListResponse:
-        """The status of every service now."""
+        """The current status of every service."""
         return health_pb2.HealthListResponse(
             statuses={name: self._response(name) for name in self._is_serving}
         )
@@ -73,7 +73,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         request: health_pb2.HealthCheckRequest,
         context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The status now and at each change; SERVICE_UNKNOWN for a service that is not here."""
+        """The current status, then each change; SERVICE_UNKNOWN for an unknown service."""
         last: health_pb2.HealthCheckResponse | None = None
         while True:
             changed = self._changed

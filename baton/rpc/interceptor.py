@@ -1,12 +1,12 @@
-"""Turns whatever a handler raises into a rich status, in one place.
+"""Converts every exception of a handler into a rich status, in one place.
 
-Messages are parsed here, too, and not by grpc, which answers what cannot be parsed with UNKNOWN and
-logs a traceback for each: it is INVALID_ARGUMENT.
+Messages are parsed here, because grpc answers malformed ones with UNKNOWN and logs a traceback for
+each; here they are INVALID_ARGUMENT.
 
 BatonError -> its own code and details. Any other exception -> INTERNAL, with a traceback in the log
-under the request id; neither log nor status repeats the exception's message, which may hold a
-user's text. Cancellation and explicit aborts pass untouched. Handlers are coroutine functions or
-async generator functions.
+under the request id; neither log nor status contains the exception's message, which may quote user
+text. Cancellation and explicit aborts pass through. Handlers are coroutine functions or async
+generator functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _log = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-# Any: the stubs know the behaviours of grpc's synchronous servers only.
+# Any: the stubs describe the handlers of grpc's synchronous servers only.
 _Behavior = Any
 
 # Quoted: only the stubs have type arguments.
@@ -43,19 +43,19 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler
 #: Bytes of a message from which on its fields are counted before they are read.
 _LONG_BYTES = 65_536
 
-#: Bytes of a message from which on others get something after it was read, and what, in seconds: to
-#: read and look at megabytes of text takes tens of milliseconds.
+#: Bytes of a message above which the handler first pauses, and the pause in seconds: parsing and
+#: validating megabytes of text takes tens of milliseconds, in which other calls wait.
 _PAUSED_BYTES, _PAUSE_S = 2**18, 0.005
 
-#: Bytes to a message.
+#: Parses bytes to a message.
 _Parse = Callable[[bytes], Any]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler of a server, and knows when none runs. Belongs to one event loop."""
+    """Wraps every handler of a server, and tracks running ones. Belongs to one event loop."""
 
     def __init__(self, max_fields: int | None = None) -> None:
-        """max_fields: of a long message, those within it too; None for any number."""
+        """max_fields: maximum of a long message, including nested ones; None for no limit."""
         self._max_fields = max_fields
         self._num_running = 0
         self._is_idle = asyncio.Event()
@@ -64,7 +64,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         """By the handlers, of which a server has a few that stay the same."""
 
     async def wait_idle(self) -> None:
-        """Returns when no handler runs, the clean-up of cancelled ones included."""
+        """Wait until no handler runs, including the clean-up of cancelled ones."""
         await self._is_idle.wait()
 
     async def intercept_service(
@@ -91,16 +91,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 self._is_idle.clear()
                 try:
                     request = _each_parsed(raw, parse) if takes_stream else _parsed(raw, parse)
-                    if not takes_stream and len(raw) >= _PAUSED_BYTES:  # others waited for that
+                    if not takes_stream and len(raw) >= _PAUSED_BYTES:  # let other calls run
                         await asyncio.sleep(_PAUSE_S)
                     result = behavior(request, context)
                     return await (_drain(result, context) if answers_stream else result)
                 except grpc.aio.AbortError:
                     raise
                 except Exception as error:  # noqa: BLE001, the one border where any failure becomes a status
-                    # InternalError: nobody is there any more to take it, or its time is over. grpc
-                    # knows that the call was aborted, and ends it without a word when the handler
-                    # returns.
+                    # InternalError: the client is gone, or the deadline has passed. grpc has
+                    # recorded the abort, and ends the call silently when the handler returns.
                     with suppress(grpc.aio.InternalError):
                         await _fail(context, method, error)
                 finally:
@@ -113,7 +112,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return with_behavior(handler, wrap, is_parsed=False)
 
     def _within_limits(self, parse: _Parse) -> _Parse:
-        """parse: FromString of a message's class, or what makes anything else of bytes."""
+        """Wrap `parse` with the limit of fields. parse: FromString of a message class, or another
+        parser."""
         kind, most = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None), self._max_fields
         if kind is None or most is None:
             return parse
@@ -146,9 +146,9 @@ def with_behavior(
 
 
 async def send_headers(context: _Context, *headers: tuple[str, str]) -> None:
-    """Open a stream's answer before there is any of it: a gRPC client asks for the first message
-    only once it has the headers, so that a late answer does not wait for that, too. Raises
-    Cancelled as write_to does."""
+    """Send a stream's headers before its first message. A gRPC client requests the first message
+    only after the headers, so sending them early saves a round trip. Raises Cancelled as write_to
+    does."""
     try:
         await context.send_initial_metadata(headers)
     except grpc.aio.InternalError:
@@ -156,8 +156,8 @@ async def send_headers(context: _Context, *headers: tuple[str, str]) -> None:
 
 
 async def write_to(context: _Context, response: Any) -> None:
-    """Send a piece of a stream. Raises Cancelled if the caller's connection has broken: grpc itself
-    reports that as a fault of its own, unless it has cancelled the handler before."""
+    """Send a message of a stream. Raises Cancelled if the connection has broken, which grpc
+    otherwise reports as an internal error, unless it has cancelled the handler before."""
     try:
         await context.write(response)
     except grpc.aio.InternalError:
@@ -180,8 +180,8 @@ async def _each_parsed(raws: AsyncIterator[bytes], parse: _Parse) -> AsyncIterat
 
 
 async def _drain(result: Any, context: _Context) -> None:
-    """Send what a streaming handler yields. Its clean-up has run when this returns, cancelled or
-    not."""
+    """Send all that a streaming handler yields. On return the handler's clean-up has run, even
+    after a cancellation."""
     if not isinstance(result, AsyncIterator):
         await result
         return
@@ -212,7 +212,7 @@ async def _fail(context: _Context, method: str, error: Exception) -> NoReturn:
 
 
 def _frames(error: BaseException) -> list[str]:
-    """The traceback of an error and of its causes, without their messages."""
+    """Traceback of an error and its causes, without their messages."""
     cause = error.__cause__ or error.__context__
     above = [*_frames(cause), f"then {type(error).__name__}:\n"] if cause else []
     return [*above, *traceback.format_tb(error.__traceback__)]

@@ -1,5 +1,5 @@
-"""How many fields a message has, seen in its bytes: what is made of each takes far more time and
-memory than the two bytes that it may be."""
+"""Counts a message's fields in its bytes, before parsing: a parsed field takes far more time and
+memory than its minimum of two bytes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from google.protobuf.descriptor import Descriptor
 
 
 def has_more_fields(raw: bytes, kind: Descriptor, most: int) -> bool:
-    """Whether a message and those within it have more than so many; seen after a look at as many.
-    Packed numbers are one field. Where bytes are no message, what follows them in it is not
-    counted: nor does a parser read it."""
+    """Whether a message, including nested ones, has more than `most` fields; stops counting there.
+    Packed numbers are one field. Malformed bytes end the count of their message, as they end a
+    parser."""
     num_fields = 0
     spans = [(0, len(raw), kind)]
     while spans:
@@ -19,7 +19,7 @@ def has_more_fields(raw: bytes, kind: Descriptor, most: int) -> bool:
             if num_fields > most:
                 return True
             tag, at = _varint(raw, at, end)
-            match tag & 7:  # how long its value is
+            match tag & 7:  # wire type
                 case 0:
                     _, at = _varint(raw, at, end)
                 case 1:
@@ -32,7 +32,7 @@ def has_more_fields(raw: bytes, kind: Descriptor, most: int) -> bool:
                     if field is not None and field.message_type is not None:
                         spans.append((at, min(at + size, end), field.message_type))
                     at += size
-                case 3 | 4:  # of a group, which no message of ours has
+                case 3 | 4:  # groups, which our messages do not use
                     pass
                 case _:
                     break
@@ -40,7 +40,7 @@ def has_more_fields(raw: bytes, kind: Descriptor, most: int) -> bool:
 
 
 def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
-    """A number, and where it ends; where there is none, the end."""
+    """Decode a varint. Return its value and its end; at malformed bytes, `end`."""
     number = shift = 0
     while at < end:
         byte = raw[at]

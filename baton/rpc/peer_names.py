@@ -1,5 +1,5 @@
-"""Who may call a worker: of all that have a certificate of its authority, those whose certificate
-carries one of some names."""
+"""Restricts the callers of a worker: a certificate of its authority must also carry one of the
+configured names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _ALT_NAMES_KEY = "x509_subject_alternative_name"
 
 
 def check_peer_names(names: Iterable[str], shown: Iterable[str]) -> None:
-    """Raises PermissionDenied unless one of the names that a peer's certificate shows is one of
-    `names`.
+    """Raise PermissionDenied unless one of the certificate's names is in `names`.
 
-    Both are DNS names or URIs, as in subjectAltName, compared without regard to case, and without
+    Both are DNS names or URIs, as in subjectAltName, compared case-insensitively and without
     wildcards.
     """
     wanted, found = sorted(names), sorted(shown)
@@ -31,9 +30,9 @@ def check_peer_names(names: Iterable[str], shown: Iterable[str]) -> None:
 
 
 class PeerNamesInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses whose certificate carries none of the names, whatever is called.
+    """Refuses all calls of peers without one of the names in their certificate.
 
-    To stand behind ErrorInterceptor, which makes the refusal a status.
+    Must be placed behind ErrorInterceptor, which converts the refusal into a status.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

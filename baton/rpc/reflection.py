@@ -1,8 +1,7 @@
-"""Server reflection under both its names: tools ask for v1 first, older ones for v1alpha, and both
-in the same words.
+"""Server reflection under both names: tools try v1 first, older ones v1alpha.
 
-grpcio-reflection serves v1alpha only. The two differ in the name of their package and in nothing
-that travels.
+grpcio-reflection serves v1alpha only. The two differ in the package name alone, not in their
+messages.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _METHOD = "ServerReflectionInfo"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:
-    """Have `server` describe these services, and reflection itself."""
+    """Add reflection of these services, and of itself, to `server`."""
     alpha = FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
     stable = text_format.Parse(
         text_format.MessageToString(alpha).replace("v1alpha", "v1"), FileDescriptorProto()
     )
-    # Whoever lists the services asks for the file of each. To add the same file again changes
-    # nothing.
+    # Clients that list the services request the file of each. Adding the same file again has no
+    # effect.
     descriptor_pool.Default().AddSerializedFile(stable.SerializeToString())
     names = [f"{file.package}.{file.service[0].name}" for file in (alpha, stable)]
     servicer = reflection.aio.ReflectionServicer((*service_names, *names))

@@ -1,5 +1,5 @@
-"""A gRPC server with everything each of ours has: rich errors, health, reflection, keepalive, an
-orderly end."""
+"""A gRPC server with the features common to ours: rich errors, health, reflection, keepalive,
+orderly shutdown."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def server_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
     return (
         *common_options(keepalive_ms),
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
-        # Else calls of clients that keep to this limit are refused: a stream would count until the
-        # server has let go of it, which is after the client saw its end and began another.
+        # Otherwise clients within this limit are refused: a stream counts until the server has
+        # released it, which is after the client has seen its end and may have started another.
         ("grpc.http.overload_protection", 0),
-        # What baton.rpc.channel's clients do must not look like ping abuse, nor may the burst after
-        # a pause of theirs.
+        # The keepalive of baton.rpc.channel's clients must not count as ping abuse, nor the burst
+        # after a pause of theirs.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
@@ -46,8 +46,8 @@ def server_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
 
 
 class RunningServer:
-    """A started server. Belongs to the event loop that started it; `stop` ends it, and may be
-    called again."""
+    """A started server. Belongs to the event loop that started it. `stop` ends it, and is
+    idempotent."""
 
     def __init__(
         self,
@@ -66,18 +66,18 @@ class RunningServer:
 
     @property
     def address(self) -> str:
-        """host:port, with the port that was bound."""
+        """host:port with the bound port."""
         return f"{self.host}:{self.port}"
 
     @property
     def service_names(self) -> tuple[str, ...]:
-        """Names with a health status, the overall one, "", first."""
+        """Names with a health status; the overall one, "", is first."""
         return self._health.service_names
 
     def set_serving(self, service_name: str, is_serving: bool) -> None:
-        """Set a service's health, or the whole server's ("").
+        """Set the health of a service, or of the whole server ("").
 
-        Raises KeyError for a service that is not here. Without effect once stopping.
+        Raises KeyError for an unknown service. No-op once stopping.
         """
         self._health.set_serving(service_name, is_serving)
 
@@ -86,8 +86,8 @@ class RunningServer:
         stops.
 
         is_alive: quick and without side effects, e.g. whether the engine loop's last step is
-        recent. It is asked every `period_s`; if it raises, all services are NOT_SERVING and the
-        error goes on.
+        recent. Called every `period_s` seconds; if it raises, all services become NOT_SERVING and
+        the error propagates.
         """
         try:
             while not self._stopping.is_set():
@@ -100,11 +100,11 @@ class RunningServer:
             raise
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Health NOT_SERVING, no new calls; running ones have `grace_s` to finish and are cancelled
-        then.
+        """Set health to NOT_SERVING and refuse new calls; running ones are cancelled after
+        `grace_s` seconds.
 
-        None cancels them at once. Returns when the port is closed, and all handlers have cleaned up
-        or had 5 s for it.
+        None cancels them at once. Returns when the port is closed and all handlers have cleaned up,
+        or 5 s after the cancellation.
         """
         self._stopping.set()
         self._health.shut_down()
@@ -130,17 +130,17 @@ async def start_server(
     keepalive_ms: int = KEEPALIVE_MS,
     max_fields: int | None = None,
 ) -> RunningServer:
-    """Serve what `register` adds, with health and reflection, at "host:port"; port 0 takes a free
-    one.
+    """Serve the services of `register`, with health and reflection, at "host:port"; port 0 takes a
+    free one.
 
-    is_serving: the health of all services at first.
-    max_concurrent_rpcs: more are refused with RESOURCE_EXHAUSTED by grpc itself.
-    reuse_port: share the port, and its connections, with other servers that ask for it; else it is
-    this one's alone.
-    credentials: None for plain text. interceptors: see calls before their handlers; what they raise
-    becomes a status.
-    keepalive_ms: a caller that is silent, asked, and silent again for this long each time is lost.
-    max_fields: of a long message, those within it too; None for any number.
+    is_serving: initial health of all services.
+    max_concurrent_rpcs: further calls are refused with RESOURCE_EXHAUSTED by grpc itself.
+    reuse_port: share the port and its connections with other servers that do so; otherwise the port
+    is exclusive.
+    credentials: None for plain text.
+    interceptors: called before the handlers; their errors become statuses.
+    keepalive_ms: silence before a caller is pinged, and again until it counts as lost.
+    max_fields: maximum fields of a long message, including nested ones; None for no limit.
     Raises ConfigError if the address cannot be bound.
     """
     interceptor = ErrorInterceptor(max_fields)

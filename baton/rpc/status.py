@@ -1,9 +1,9 @@
-"""Between baton.errors and gRPC statuses with rich details (google.rpc.Status in the trailing
-metadata).
+"""Converts between baton.errors and gRPC statuses with rich details (google.rpc.Status in the
+trailing metadata).
 
-An error that travels keeps its type, message, violations, metadata, request id and retry delay;
-what is too long for gRPC's metadata is cut. Errors of the transport itself, which carry no details,
-are mapped by their code.
+An error keeps its type, message, violations, metadata, request id and retry delay; text beyond
+gRPC's metadata limit is cut. Errors of the transport itself, which have no details, are mapped by
+code.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _M = TypeVar("_M", bound=Message)
 DETAILS_KEY = "grpc-status-details-bin"
 REQUEST_ID_KEY = "x-request-id"
 
-# gRPC may refuse trailing metadata beyond 8 KiB. The message counts up to three times there when
-# percent-encoded and once more inside the details; the details grow by a third in base64: 3 * 1024
-# + (1024 + 2048) * 4 / 3 < 8 KiB.
+# gRPC may refuse trailing metadata above 8 KiB. The message counts up to three times when
+# percent-encoded, and once more in the details, which grow by a third in base64: 3 * 1024 + (1024 +
+# 2048) * 4 / 3 < 8 KiB.
 MAX_MESSAGE_BYTES = 1024
 MAX_DETAILS_BYTES = 2048
-# Of the details: enough is left beside it for one violation, however long.
+# Maximum of the details' metadata, which leaves room for one violation of any length.
 _MAX_INFO_BYTES = 768
 _MAX_REQUEST_ID_BYTES = 128
 _MAX_VALUE_BYTES = 256
@@ -57,10 +57,10 @@ _BY_CODE: Mapping[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
 }
-#: What grpc's clients write of a cancel of their own.
+#: Messages of grpc clients for their own cancellation.
 _CANCELLED_HERE = ("locally cancelled", "channel closed", "cancelling all calls")
-#: What grpc.aio's clients make of a connection that breaks just when a call begins: INTERNAL, of
-#: which the server knows nothing.
+#: Message of grpc.aio clients for a connection that breaks at the start of a call: INTERNAL,
+#: unknown to the server.
 BROKEN_AT_ITS_BEGINNING = "Internal error from Core"
 _NEVER_CONNECTED = ("failed to connect", "errors resolving", "resolution", "connection refused")
 _TOO_LARGE = "larger than max"
@@ -69,7 +69,7 @@ _METADATA_TOO_LARGE = "metadata size"
 
 
 class _Status(NamedTuple):
-    """What grpc.ServicerContext.abort_with_status reads of a status."""
+    """The attributes that grpc.ServicerContext.abort_with_status reads."""
 
     code: grpc.StatusCode
     details: str
@@ -77,11 +77,11 @@ class _Status(NamedTuple):
 
 
 class _GrpcStatus(_Status, grpc.Status):
-    """A _Status that is a grpc.Status by type, too."""
+    """A _Status with the type grpc.Status."""
 
 
 def clip(text: str, max_bytes: int) -> str:
-    """`text`, or its beginning and an ellipsis: at most `max_bytes` bytes of UTF-8. Lone surrogates
+    """Truncate `text` to at most `max_bytes` bytes of UTF-8, including an ellipsis. Lone surrogates
     become '?'."""
     raw = text.encode("utf-8", "replace")
     if len(raw) <= max_bytes:
@@ -119,7 +119,7 @@ def to_proto(error: BatonError) -> status_pb2.Status:
 
 
 def to_status(error: BatonError) -> grpc.Status:
-    """What grpc's abort_with_status takes."""
+    """The status of an error for abort_with_status."""
     proto = to_proto(error)
     metadata = ((DETAILS_KEY, proto.SerializeToString()),)
     return _GrpcStatus(error.code, proto.message, metadata)
@@ -132,8 +132,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
 
 
 def from_proto(status: status_pb2.Status) -> BatonError | None:
-    """The error that a rich status holds; None if it has no ErrorInfo of ours or a reason
-    unknown here."""
+    """The error in a rich status; None without our ErrorInfo, or for an unknown reason."""
     info = _detail(status, error_details_pb2.ErrorInfo())
     if info is None or info.domain != DOMAIN:
         return None
@@ -149,7 +148,7 @@ def from_proto(status: status_pb2.Status) -> BatonError | None:
         error = leaf(status.message, retry_after_s=_retry_s(status), request_id=request_id)
     else:
         error = leaf(status.message, request_id=request_id)
-    # Not by keyword: a peer's key may be the name of a parameter.
+    # Not by keyword: a peer's key may equal a parameter's name.
     error.metadata = metadata
     return error
 
@@ -157,11 +156,10 @@ def from_proto(status: status_pb2.Status) -> BatonError | None:
 def from_rpc_error(
     error: grpc.RpcError, *, peer: str = "gateway", address: str = "", request_id: str = ""
 ) -> BatonError:
-    """The error of a failed call, as its server raised it, or as the transport's code lets it be
-    understood.
+    """The error of a failed call: as raised by the server, or derived from the transport's code.
 
-    peer, address: who was called, for the message of an error that the peer did not write itself.
-    request_id: taken if the status has none.
+    peer, address: of the server, for messages that it did not write.
+    request_id: used if the status has none.
     """
     code, text, trailing = _parts(error)
     rich = from_proto(status) if (status := _rich_status(trailing)) else None
@@ -190,8 +188,8 @@ def _from_transport(code: grpc.StatusCode, text: str, peer: str) -> BatonError:
 def _from_lost(text: str, peer: str) -> BatonError:
     if any(mark in text.lower() for mark in _CANCELLED_HERE):
         return Cancelled(f"{peer}: {text}")
-    # A cancel that nobody here asked for is a loss, too: a proxy or the server's transport has
-    # dropped the call.
+    # A cancellation not requested here is a loss: a proxy or the server's transport dropped the
+    # call.
     if any(mark in text.lower() for mark in _NEVER_CONNECTED):
         where = peer.replace(" at ", " not reachable at ", 1)
         where = where if where != peer else f"{peer} not reachable"
@@ -216,7 +214,7 @@ def _from_exhausted(text: str, peer: str) -> BatonError:
 
 
 def _parts(error: grpc.RpcError) -> tuple[grpc.StatusCode, str, Iterable[tuple[str, Any]]]:
-    """Code, details and trailing metadata of what sync or aio calls raise."""
+    """Code, details and trailing metadata of errors of sync or aio calls."""
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return grpc.StatusCode.UNKNOWN, str(error), ()
     return error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
@@ -245,7 +243,7 @@ def _detail(status: status_pb2.Status, into: _M) -> _M | None:
 def _bad_request(
     violations: Iterable[FieldViolation], room_bytes: int
 ) -> error_details_pb2.BadRequest:
-    """As many violations as fit into `room_bytes`."""
+    """The violations that fit into `room_bytes`."""
     bad = error_details_pb2.BadRequest()
     for violation in violations:
         entry = error_details_pb2.BadRequest.FieldViolation(

@@ -1,5 +1,5 @@
-"""TLS of gRPC ports and channels: PEM files, checked when a process starts and not when its first
-peer knocks."""
+"""TLS of gRPC ports and channels: PEM files, checked at the start of a process instead of at its
+first connection."""
 
 from __future__ import annotations
 
@@ -20,16 +20,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """One end's PEM files. Empty: none.
+    """PEM files of one end. Empty: none.
 
-    ca_certs: what peers' certificates must come from; a client that has none trusts the roots that
-    gRPC ships with.
-    certfile: the own certificate, its chain after it, which a client may lack. keyfile: the private
-    key that belongs
-        to it, without a password.
-    server_name: what a client takes the server's certificate to be made out to, where that is not
-    the host that it
-        connects to.
+    ca_certs: authorities of peers' certificates; a client without any uses gRPC's built-in roots.
+    certfile: own certificate followed by its chain; optional for a client.
+    keyfile: its private key, without a password.
+    server_name: name expected in the server's certificate, if it differs from the host.
     """
 
     ca_certs: PathLike = ""
@@ -39,33 +35,32 @@ class TlsFiles:
 
 
 def check_files(tls: TlsFiles | None) -> None:
-    """Raises ConfigError at once where a process would otherwise fail only after it has loaded its
-    model."""
+    """Raise ConfigError now, instead of a failure after the model has been loaded."""
     if tls is not None:
         _own_certificate(tls)
         _ca_certs(tls)
 
 
 def client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
-    """Reads the files. Raises ConfigError, naming option, value and fix."""
+    """Client credentials from the files. Raises ConfigError, naming option, value and fix."""
     cert, key = _own_certificate(tls)
     return grpc.ssl_channel_credentials(_ca_certs(tls), key, cert)
 
 
 def server_credentials(tls: TlsFiles, *, requires_client_cert: bool) -> grpc.ServerCredentials:
-    """Reads the files, and again for the first connection after they have changed. Raises
+    """Server credentials from the files, read again on the first connection after a change. Raises
     ConfigError, naming option, value and fix."""
     if requires_client_cert and not tls.ca_certs:
         raise ConfigError.of("ssl_ca_certs", "", "give the file by which to know clients")
     files = watched(tls, lambda: _server_certificates(tls))
-    # grpc takes None for "as before", which its stubs do not know.
+    # grpc accepts None for "unchanged", which its stubs omit.
     renewed: Any = files.renewed
     return grpc.dynamic_ssl_server_credentials(files.current(), renewed, requires_client_cert)
 
 
 def watched(tls: TlsFiles, make: Callable[[], T]) -> MadeOfFiles[T]:
-    """What `make` makes of the files, whenever they have changed. Raises ConfigError if it cannot
-    be made now."""
+    """The value of `make`, rebuilt when the files change. Raises ConfigError if it cannot be built
+    now."""
     paths = [path for path in (tls.ca_certs, tls.certfile, tls.keyfile) if path]
     return MadeOfFiles(paths, make)
 
@@ -78,7 +73,7 @@ def _server_certificates(tls: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 
 def _own_certificate(tls: TlsFiles) -> tuple[bytes | None, bytes | None]:
-    """Certificate and key, which belong together; or neither."""
+    """Certificate and its key, or (None, None)."""
     if not tls.certfile and not tls.keyfile:
         return None, None
     if not tls.certfile or not tls.keyfile:
@@ -88,7 +83,7 @@ def _own_certificate(tls: TlsFiles) -> tuple[bytes | None, bytes | None]:
     _check_certificates("ssl_certfile", tls.certfile, cert)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # An encrypted key is refused rather than asked about on the terminal.
+        # The empty password refuses an encrypted key, instead of a prompt on the terminal.
         context.load_cert_chain(tls.certfile, tls.keyfile, password=lambda: b"")
     except ssl.SSLError as error:
         is_other = error.reason == "KEY_VALUES_MISMATCH"

@@ -1,4 +1,4 @@
-"""Starts the tiers as processes of this machine, keeps them running, and stops them in order."""
+"""Starts the tiers as processes of this machine, restarts them, and stops them in order."""
 
 from baton.supervisor.child import ChildFailed
 from baton.supervisor.cluster import Cluster

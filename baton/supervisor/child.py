@@ -1,4 +1,4 @@
-"""One supervised process: its start until it is ready, its log, its end."""
+"""One supervised process: start until ready, log, and end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 _MAX_LINE_BYTES = 1 << 20
 _NUM_LAST_LINES = 20
 
-#: Time, in seconds, that a process which will not be ready has to exit.
+#: Seconds to exit for a process that has failed to start.
 _EXIT_S = 5.0
 
 
 class ChildFailed(StartupError):
-    """A process did not become ready. last_lines: the end of its log."""
+    """A process did not become ready. last_lines: end of its log."""
 
     reason = "CHILD_FAILED"
 
@@ -41,7 +41,7 @@ class ChildFailed(StartupError):
 
 
 class Child:
-    """Owns one process at a time. `start` may be called again after the process has ended."""
+    """Owns one process at a time. `start` may be called again after its end."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Child:
         on_phase: Callable[[str, str], None] = lambda _name, _phase: None,
         feed: Feed | None = None,
     ) -> None:
-        """on_line: takes the child's name and each line of its output. on_phase: its name and each
-        phase of its start.
-        feed: what the process reads on stdin."""
+        """on_line: receives the child's name and each line of its output.
+        on_phase: receives its name and each phase of its start.
+        feed: lines for its stdin."""
         self.spec = spec
         self._on_line = on_line
         self._on_phase = on_phase
@@ -77,10 +77,11 @@ class Child:
         return self._process.pid
 
     async def start(self, parent_fd: int) -> ReadyReport:
-        """Start the process and wait until it is ready; later starts take the first one's ports.
+        """Start the process and wait until it is ready. Restarts reuse the ports of the first
+        start.
 
-        parent_fd: read end of the pipe whose end of file stops the child. Raises ChildFailed; then
-        no process is left.
+        parent_fd: read end of a pipe; its end of file stops the child. Raises ChildFailed; no
+        process is left then.
         """
         begin = time.monotonic()
         spec = self.spec.at_ports(self.report.ports) if self.report else self.spec
@@ -96,8 +97,8 @@ class Child:
         return self.report
 
     async def wait(self) -> int:
-        """Wait for the process's end and for the rest of its log; return its status, -signal if one
-        ended it."""
+        """Wait for the end of the process and of its log; return its exit status, -signal if killed
+        by one."""
         if self._process is None or self._log is None:
             return 0
         status = await self._process.wait()
@@ -106,7 +107,7 @@ class Child:
         return status
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the process to drain and end; kill it after `grace_s` seconds."""
+        """Ask the process to drain and exit; kill it after `grace_s` seconds."""
         if self._process is None or self._process.returncode is not None:
             return
         self._send(signal.SIGTERM)
@@ -118,7 +119,7 @@ class Child:
             await self.kill()
 
     async def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         self._send(signal.SIGKILL)
         await self.wait()
 
@@ -128,8 +129,8 @@ class Child:
                 self._process.send_signal(signum)
 
     async def _spawn(self, spec: ChildSpec, child_fd: int, parent_fd: int) -> None:
-        """A session of its own keeps the terminal's Ctrl-C from the child: the supervisor decides
-        the order."""
+        """Start the process in its own session, so that Ctrl-C of the terminal reaches only the
+        supervisor, which decides the order."""
         self._last_lines.clear()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -165,8 +166,7 @@ class Child:
             self._on_line(self.name, line)
 
     async def _last_message(self, end: socket.socket) -> Mapping[str, Any]:
-        """What the child reports of the end of its start, nothing if it reports nothing. Closes
-        `end`."""
+        """The child's last start message; empty if there is none. Closes `end`."""
         reader, writer = await asyncio.open_connection(sock=end)
         try:
             while line := await reader.readline():
@@ -198,11 +198,11 @@ class Child:
         raise self.failure(message.get("error"))
 
     def failure(self, why: str | None = None) -> ChildFailed:
-        """Why it does not run: what it said, or else the end of its log."""
+        """The error for a process that does not run: its own message, or the end of its log."""
         status = self._process.returncode if self._process else None
         lines = tuple(self._last_lines)
         cause = why or next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        # Who said why may have been slow to end, and have been killed for it.
+        # A process that reported its failure may have been killed because it exited too slowly.
         how = "refused" if why else describe_exit(status)
         return ChildFailed(self.name, how, cause, lines)
 
@@ -217,7 +217,7 @@ def describe_exit(status: int | None) -> str:
 
 
 def _parse_message(line: bytes) -> Mapping[str, Any]:
-    """What a child reports of its start; nothing if it is less than a line, or no JSON object."""
+    """Parse a child's start message; empty for an incomplete line, or if it is no JSON object."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -226,7 +226,6 @@ def _parse_message(line: bytes) -> Mapping[str, Any]:
 
 
 def _kill_group(leader: int) -> None:
-    """End what the process `leader`, which has ended, has left behind: it would hold the log
-    open."""
+    """Kill the remaining group of an ended process, which would keep the log open."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)

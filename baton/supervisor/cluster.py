@@ -33,24 +33,22 @@ from baton.supervisor.serving import wait_until_serving
 
 logger = logging.getLogger(__name__)
 
-#: Time, in seconds, that a process has beyond its own drain timeout before it is killed.
+#: Seconds beyond its drain timeout after which a process is killed.
 _KILL_MARGIN_S = 5.0
 
-#: Delays between restarts, in seconds: the first, and the longest; each is twice the one before.
+#: Restart delays in seconds: the first and the longest; each is twice the previous one.
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 30.0
 
-#: A process that served this long, in seconds, is restarted with the first delay again: it has not
-#: failed at its start, and whoever killed it may do so again.
+#: Seconds of service after which the restart delay is reset: the process did not fail at its start.
 _STABLE_S = 10.0
 
 
 class Cluster:
-    """Prefill and decode workers and the gateways before them, as children of this process.
+    """Prefill workers, decode workers and gateways as children of this process.
 
     `async with Cluster(options) as cluster` starts them, waits until the gateway serves, and stops
-    them at the end: the gateways first, then the workers. A child that dies in between is started
-    again on its port. If this process is killed, the children see the end of a pipe and stop by
-    themselves.
+    them on exit: first the gateways, then the workers. A child that ends early is restarted on its
+    port. If this process is killed, the children read the end of a pipe and stop.
     """
 
     def __init__(
@@ -62,14 +60,15 @@ class Cluster:
         on_phase: Callable[[str, str], None] = lambda _name, _phase: None,
         wait_serving: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        """on_line: takes a child's name and each line of its log. on_phase: takes a child's name
-        and each phase of its start, "ready" at last. wait_serving: returns when a gateway at the
-        address takes requests, or raises StartupError; by its health if not given."""
+        """on_line: receives a child's name and each line of its log.
+        on_phase: receives a child's name and each phase of its start; the last is "ready".
+        wait_serving: returns once a gateway at the address takes requests, or raises StartupError;
+        by default, polls its health."""
         self._options = options
         self._programs = programs
         self._on_line = on_line
         self._on_phase = on_phase
-        #: The workers' addresses, for gateways.
+        #: The workers' addresses, for the gateways.
         self._feed = Feed()
         self._wait_serving = wait_serving or functools.partial(wait_until_serving, tls=options.tls)
         self._children: dict[str, Child] = {}
@@ -85,13 +84,13 @@ class Cluster:
 
     @property
     def http_address(self) -> str:
-        """host:port of the gateways' HTTP; empty if they have none."""
+        """host:port of the gateways' HTTP; empty without HTTP."""
         return self.report_of("gateway").http_address
 
     @property
     def phases(self) -> Mapping[str, float]:
-        """Seconds that each part of the start took: per child from spawn to ready, its own phases,
-        and the whole."""
+        """Duration of each part of the start in seconds: per child from spawn to ready, its own
+        phases, and the total."""
         return self._phases
 
     @property
@@ -100,18 +99,18 @@ class Cluster:
         return tuple(self._children)
 
     def report_of(self, name: str) -> ReadyReport:
-        """What a child reported when it was ready. Raises RuntimeError before."""
+        """The report of a ready child. Raises RuntimeError before it is ready."""
         report = self._children[name].report
         if report is None:
             raise RuntimeError(f"{name} is not ready")
         return report
 
     def address_of(self, name: str) -> str:
-        """host:port of a child. Raises RuntimeError before it was ready."""
+        """host:port of a ready child. Raises RuntimeError before it is ready."""
         return self.report_of(name).address
 
     def pid_of(self, name: str) -> int:
-        """Process id of a child; another one after a restart."""
+        """Process id of a child; it changes with each restart."""
         return self._children[name].pid
 
     async def __aenter__(self) -> Self:
@@ -126,12 +125,12 @@ class Cluster:
         await self.stop()
 
     async def start(self) -> None:
-        """Start all children. Raises StartupError; call `stop` then too."""
+        """Start all children. Raises StartupError; call `stop` in that case, too."""
         begin = time.monotonic()
-        # Sockets that share a port never find that it is taken.
+        # Sockets that share a port do not detect that it is taken.
         check_ports(self._options)
         self._lifeline = os.pipe()
-        # Nobody else who reaches the KV ports of these workers has it.
+        # Known only to these workers, so that no other process can use their KV ports.
         kv_secret = secrets.token_hex(32)
         num_cores = len(os.sched_getaffinity(0))
         num_gpus = num_visible_gpus(os.environ)
@@ -153,8 +152,8 @@ class Cluster:
         ]
 
     async def stop(self) -> None:
-        """Drain and stop all children: the gateway, then the workers. No process is left. May be
-        called again."""
+        """Drain and stop all children, first the gateways, then the workers. No process is left.
+        Idempotent."""
         self._stopping.set()
         for keeper in self._keepers:
             keeper.cancel()
@@ -173,8 +172,7 @@ class Cluster:
     async def _start_all(
         self, workers: tuple[ChildSpec, ...], gateways: tuple[ChildSpec, ...]
     ) -> None:
-        """Start the children at once; when one fails, the first failure is raised and the others
-        are left to stop()."""
+        """Start children concurrently. Raises the first failure and leaves the others to stop()."""
         environment = child_environment(os.environ)
 
         def child_of(spec: ChildSpec, feed: Feed | None = None) -> Child:
@@ -213,11 +211,11 @@ class Cluster:
                 self._phases[f"{child.name} {phase}"] = seconds
 
     async def _address_for_gateways(self, name: str, address: str) -> str:  # noqa: ARG002
-        """host:port by which gateways call the worker of that name; where it listens."""
+        """host:port by which gateways reach this worker; by default, where it listens."""
         return address
 
     async def _serving(self) -> None:
-        """Wait until the gateway serves; raise ChildFailed if a child ends before."""
+        """Wait until the gateway serves. Raises ChildFailed if a child ends first."""
         serving = asyncio.ensure_future(self._wait_serving(self.address))
         ends = {asyncio.create_task(child.wait()): child for child in self._children.values()}
         try:
@@ -232,7 +230,7 @@ class Cluster:
             await asyncio.gather(serving, *ends, return_exceptions=True)
 
     async def _keep(self, child: Child) -> None:
-        """Restart the child whenever it ends, until the cluster stops."""
+        """Restart the child at each end, until the cluster stops."""
         delay_s = 0.0
         while True:
             began = time.monotonic()
@@ -258,23 +256,23 @@ class Cluster:
 
 
 def restart_delay_s(last_s: float, served_s: float) -> float:
-    """Seconds from a process's end to its next start. last_s: from the end before, 0 if it is the
-    first; served_s: how long the process served."""
+    """Seconds from a process's end to its next start. last_s: the previous delay, 0 for the first.
+    served_s: how long the process served."""
     if served_s >= _STABLE_S:
         return _FIRST_DELAY_S
     return min(max(2 * last_s, _FIRST_DELAY_S), _LAST_DELAY_S)
 
 
 def check_ports(options: ServeOptions) -> None:
-    """Raises ConfigError, naming the option, if a port of the gateways is taken."""
+    """Raise ConfigError, naming the option, if a port of the gateways is taken."""
     check_bindable(options.host, options.port)
     if options.bound_http_port is not None:
         check_bindable(options.host, options.bound_http_port, port_option="http_port")
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a child inherits: all but our own variables, whose meaning the child gets as flags. The
-    level of CPU kernels has no flag."""
+    """Environment of a child: without our own variables, which it gets as flags. The level of CPU
+    kernels has no flag and is kept."""
     kept = {
         name: value
         for name, value in environment.items()

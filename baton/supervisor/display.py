@@ -1,4 +1,4 @@
-"""What `baton serve` shows of its start: a line per process with its phase, redrawn on a terminal,
+"""Start display of `baton serve`: one line per process with its phase, redrawn on a terminal,
 printed elsewhere."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _UP, _CLEAR_BELOW = "\x1b[{}A", "\x1b[J"
 
 
 class StartDisplay:
-    """Lives until the cluster is ready. Log lines that come meanwhile go above the lines on a
+    """Active until the cluster is ready. Log lines of that time are printed above it on a
     terminal."""
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -26,8 +26,7 @@ class StartDisplay:
         self._is_over = False
 
     def on_phase(self, name: str, phase: str) -> None:
-        """A child's start has come to a phase. After the end that is a restart, which is in the
-        log."""
+        """Show a child's phase. Ignored after `end`: restarts are in the log."""
         if self._is_over:
             return
         text = f"{time.monotonic() - self._begin:5.1f} s  {name:<{_WIDTH}} {phase}"
@@ -38,14 +37,14 @@ class StartDisplay:
             self._write(f"{text}\n")
 
     def on_line(self, name: str, line: str) -> None:
-        """A child's log has one more line."""
+        """Print a line of a child's log."""
         self._erase()
         forward_to_stderr(name, line)
         if self._is_live and not self._is_over:
             self._draw()
 
     def end(self) -> None:
-        """Leave the lines as they are: what follows goes below."""
+        """Keep the lines; later output goes below."""
         self._num_drawn = 0
         self._is_over = True
 

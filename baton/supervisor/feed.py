@@ -1,4 +1,4 @@
-"""Lines that processes read on their stdin, whenever they start."""
+"""Lines for the stdin of processes, independent of when they start."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from asyncio import StreamWriter
 
 
 class Feed:
-    """What was said so far, and the pipes of those who listen: one that is started again hears all
-    of it again."""
+    """All lines so far, and the pipes of the readers. A restarted reader gets all lines again."""
 
     def __init__(self) -> None:
         self._lines: list[bytes] = []
@@ -15,20 +14,20 @@ class Feed:
         self._writers: list[StreamWriter] = []
 
     def add(self, line: str) -> None:
-        """Say one more line."""
+        """Append a line, and write it to all readers."""
         data = line.encode() + b"\n"
         self._lines.append(data)
         for writer in self._open_writers():
             writer.write(data)
 
     def end(self) -> None:
-        """There are no more lines."""
+        """End the feed: no more lines follow."""
         self._is_ended = True
         for writer in self._open_writers():
             writer.close()
 
     def attach(self, writer: StreamWriter) -> None:
-        """One more listener, whose pipe is the feed's from now on."""
+        """Add a reader. The feed owns its pipe from now on."""
         for line in self._lines:
             writer.write(line)
         if self._is_ended:

@@ -1,4 +1,4 @@
-"""The children's log lines, as the supervisor's own log shows them."""
+"""Log lines of children in the supervisor's log."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 
 
 def forward_to_stderr(name: str, line: str) -> None:
-    """Write a child's line to stderr: as it is for machines, readable on a terminal."""
+    """Write a child's line to stderr: unchanged for machines, readable on a terminal."""
     text = readable(name, line) if sys.stderr.isatty() else line
     sys.stderr.write(text + "\n")
 
 
 def readable(name: str, line: str) -> str:
-    """A line as baton.logs.PlainFormatter would have written it, if it is one of
-    baton.logs.JsonFormatter's."""
+    """Convert a line of baton.logs.JsonFormatter to the form of PlainFormatter; other lines
+    stay."""
     try:
         entry = json.loads(line)
         time, level, message = entry["time"], entry["level"], entry["message"]

@@ -1,5 +1,4 @@
-"""Which processes `baton serve` needs, and with what options. Pure but for the number of cores,
-which is given."""
+"""Processes of `baton serve` and their options. Pure; the number of cores is a parameter."""
 
 from __future__ import annotations
 
@@ -17,17 +16,16 @@ from baton.config.load import build_options
 from baton.config.named_models import named_model
 from baton.errors import ConfigError
 
-#: Has a folder for each GPU.
+#: Contains a directory for each GPU.
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 
-#: Options of `baton serve` that are about its own process, or that each child gets a value of its
-#: own for.
+#: Options of `baton serve` itself, and those with a separate value for each child.
 _NOT_PASSED_ON = frozenset({"host", "port", "http_port", "ready_fd", "parent_fd", "metrics_port"})
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What is executed for each role, before its arguments."""
+    """Command of each role, before its arguments."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -35,8 +33,7 @@ class Programs:
 
 
 def _module(name: str) -> tuple[str, ...]:
-    """-P keeps folders of the caller's directory, which may bear any name, out of the import
-    path."""
+    """Uses -P, so that no directory of the caller's working directory shadows a module."""
     return (sys.executable, "-P", "-m", name)
 
 
@@ -45,8 +42,8 @@ PROGRAMS = Programs(_module("prefill_svc"), _module("decode_svc"), _module("gate
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One process: its name in logs, the program, the program's arguments, and what no command line
-    may show."""
+    """One process: name in logs, program, arguments, and secret values, which no command line may
+    show."""
 
     name: str
     program: tuple[str, ...]
@@ -54,14 +51,14 @@ class ChildSpec:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def at_ports(self, ports: Mapping[str, int]) -> ChildSpec:
-        """The same process on ports of its own, by option, which go before earlier ones."""
+        """The same process with ports of its own, by option; they override earlier ones."""
         flags = {f"--{name}": port for name, port in ports.items()}
         kept = (part for part in self.arguments if part.partition("=")[0] not in flags)
         return replace(self, arguments=(*(f"{flag}={port}" for flag, port in flags.items()), *kept))
 
 
 def num_prefill_workers(options: ServeOptions) -> int:
-    """Of one model."""
+    """Prefill workers per model."""
     if options.colocated:
         return 0
     if options.prefill_devices and "num_prefill_workers" not in options.model_fields_set:
@@ -70,15 +67,14 @@ def num_prefill_workers(options: ServeOptions) -> int:
 
 
 def num_decode_workers(options: ServeOptions) -> int:
-    """Of one model."""
+    """Decode workers per model."""
     if options.decode_devices and "num_decode_workers" not in options.model_fields_set:
         return len(options.decode_devices)
     return options.num_decode_workers
 
 
 def num_visible_gpus(environment: Mapping[str, str], driver: Path = _NVIDIA_DRIVER) -> int:
-    """GPUs that this process's children can be given, as NVIDIA's driver has them; 0 without
-    it."""
+    """GPUs available to child processes, counted by NVIDIA's driver; 0 without the driver."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return sum(part.strip() not in ("", "-1") for part in named.split(","))
@@ -86,7 +82,7 @@ def num_visible_gpus(environment: Mapping[str, str], driver: Path = _NVIDIA_DRIV
 
 
 def num_ranks(options: ServeOptions) -> tuple[int, int]:
-    """Processes that share the model in each prefill worker, and in each decode worker."""
+    """Ranks (processes that share the model) of each prefill worker and of each decode worker."""
     size = options.tensor_parallel_size
     return (
         options.prefill_tensor_parallel_size or size,
@@ -95,8 +91,7 @@ def num_ranks(options: ServeOptions) -> tuple[int, int]:
 
 
 def threads_per_rank(options: ServeOptions, num_cores: int) -> int:
-    """CPU threads of each rank of each engine: an equal part of the cores, so that together they do
-    not exceed them."""
+    """CPU threads of each rank: an equal share of the cores."""
     total = 0
     for each in options.each_model():
         prefill, decode = num_ranks(each)
@@ -104,17 +99,17 @@ def threads_per_rank(options: ServeOptions, num_cores: int) -> int:
     return max(1, num_cores // total)
 
 
-#: A worker's GPU, by number; None where --device says it all.
+#: A worker's GPU by number; None if --device decides.
 Gpu = int | None
 
 
 def gpus_of_workers(
     options: ServeOptions, num_gpus: int
 ) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
-    """Of each prefill worker, and of each decode worker, those of one model after the other's.
-    num_gpus: that can be seen here.
+    """GPU of each prefill worker and of each decode worker, model by model. num_gpus: available
+    here.
 
-    Raises ConfigError for one that cannot.
+    Raises ConfigError for a GPU that is not available.
     """
     prefill, decode = options.prefill_devices, options.decode_devices
     for option, named in (("prefill_devices", prefill), ("decode_devices", decode)):
@@ -140,7 +135,7 @@ def gpus_of_workers(
 
 
 def _models_of_workers(options: ServeOptions) -> tuple[list[ServeOptions], list[ServeOptions]]:
-    """The options of each prefill worker's model, and of each decode worker's."""
+    """Options of each prefill worker's and of each decode worker's model."""
     models = options.each_model()
     return (
         [each for each in models for _ in range(num_prefill_workers(each))],
@@ -149,7 +144,7 @@ def _models_of_workers(options: ServeOptions) -> tuple[list[ServeOptions], list[
 
 
 def describe_gpus(options: ServeOptions, num_gpus: int) -> str:
-    """Who is on which GPU, in one line; empty where --device says it all."""
+    """One line with the workers on each GPU; empty if --device decides."""
     tiers = zip(("prefill", "decode"), gpus_of_workers(options, num_gpus), strict=True)
     return ", ".join(
         f"{tier}-{i} on GPU {gpu}"
@@ -162,8 +157,8 @@ def describe_gpus(options: ServeOptions, num_gpus: int) -> str:
 def _memory_shares(
     options: ServeOptions, prefill: Sequence[Gpu | str], decode: Sequence[Gpu | str]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of each prefill worker, and of each decode worker, at these places: those at one, or of a
-    machine without, have together what all of them may take, since they start together."""
+    """Memory share of each prefill worker and of each decode worker. Workers in one place, a GPU or
+    a machine without GPUs, split the configured share, since they start together."""
     total, of_prefill = options.gpu_memory_utilization, options.prefill_gpu_memory_utilization
 
     def shares(
@@ -189,7 +184,7 @@ def plan_workers(
 ) -> tuple[ChildSpec, ...]:
     """The workers, prefill first, each on a free port of the loopback interface.
 
-    kv_secret: they share it unless the options name another one; empty for none. Raises
+    kv_secret: shared by all, unless the options name another one; empty for none. Raises
     ConfigError.
     """
     threads = threads_per_rank(options, num_cores)
@@ -230,13 +225,13 @@ def plan_workers(
 
 
 def _places(gpus: Sequence[Gpu], models: Sequence[ServeOptions]) -> list[Gpu | str]:
-    """What shares memory: a GPU by its number, or what --device says."""
+    """Where each worker's memory is: a GPU's number, or the value of --device."""
     return [each.device if gpu is None else gpu for gpu, each in zip(gpus, models, strict=True)]
 
 
 def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple[ChildSpec, ...]:
-    """The gateways, all on the first one's ports. They start beside the workers, whose addresses
-    they read on stdin."""
+    """The gateways, all on the ports of the first one. They start together with the workers and
+    read the workers' addresses from stdin."""
     own: dict[str, Any] = {"host": options.host, "port": options.port, "workers_fd": 0}
     if options.bound_http_port is not None:
         own["http_port"] = options.bound_http_port
@@ -255,10 +250,10 @@ def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple
 
 
 def metrics_port(options: ServeOptions, name: str) -> int:
-    """The Prometheus port of the child of that name: consecutive ones for gateways, prefill and
-    decode workers. 0: none.
+    """The Prometheus port of a child, 0 for none. Ports are consecutive over gateways, prefill and
+    decode workers.
 
-    Raises ValueError for a name that no child has.
+    Raises ValueError for an unknown name.
     """
     prefill_of, decode_of = _models_of_workers(options)
     names = (
@@ -282,7 +277,7 @@ def _child(
     name: str,
     own: Mapping[str, Any],
 ) -> ChildSpec:
-    """`own` options go before those passed on, which are the ones that somebody set."""
+    """A child's spec. `own` options take precedence over those that the user set."""
     passed_on = {
         option: getattr(options, option)
         for option in cls.model_fields

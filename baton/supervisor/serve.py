@@ -11,7 +11,7 @@ from baton.service import OnReady, ReadyReport, describe_phases
 from baton.supervisor.cluster import Cluster, check_ports
 from baton.supervisor.display import StartDisplay
 
-#: Where clients look for a gateway unless they are given one.
+#: Default gateway address of clients.
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
@@ -39,7 +39,7 @@ async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: On
 
 
 def print_ready(options: ServeOptions, cluster: Cluster) -> None:
-    """On stdout: where requests go and what answers them, where the time went, and what to try."""
+    """Print to stdout: the addresses and what serves them, the start times, and commands to try."""
     defaults = cluster.report_of("gateway").sampling_defaults
     lines = [
         f"Baton is ready at {cluster.address}: {'; '.join(describe_cluster(options, cluster))}",
@@ -54,7 +54,7 @@ def print_ready(options: ServeOptions, cluster: Cluster) -> None:
 
 
 def describe_cluster(options: ServeOptions, cluster: Cluster) -> list[str]:
-    """Models, dtype and why, level of the CPU's kernels, tiers; only what is known."""
+    """Models, dtype and its reason, level of CPU kernels, and tiers; unknown parts are omitted."""
     workers = [name for name in cluster.names if not name.startswith("gateway")]
     parts = [" and ".join(each.model_name for each in options.each_model())]
     parts += dict.fromkeys(
@@ -67,7 +67,7 @@ def describe_cluster(options: ServeOptions, cluster: Cluster) -> list[str]:
 
 
 def example_command(options: ServeOptions, address: str) -> str:
-    """A request that can be typed on this machine as it stands."""
+    """An example request that can be run on this machine as printed."""
     reachable = _reachable(address)
     where = "" if reachable == _DEFAULT_ADDRESS else f" --address {reachable}"
     tls = f" --ssl-ca-certs {options.ssl_ca_certs}" if options.ssl_ca_certs else ""
@@ -76,7 +76,7 @@ def example_command(options: ServeOptions, address: str) -> str:
 
 
 def example_curl(options: ServeOptions, address: str) -> str:
-    """The same by OpenAI's HTTP API."""
+    """The same request for OpenAI's HTTP API."""
     scheme = "https" if options.tls else "http"
     tls = f" --cacert {options.ssl_ca_certs}" if options.ssl_ca_certs else ""
     key = " -H 'authorization: Bearer KEY'" if options.api_key or options.api_key_file else ""
@@ -87,14 +87,14 @@ def example_curl(options: ServeOptions, address: str) -> str:
 
 
 def _reachable(address: str) -> str:
-    """A wildcard address as this machine calls it."""
+    """Replace a wildcard address by one that this machine can call."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else address
 
 
 def describe_start(phases: Mapping[str, float]) -> str:
-    """Cluster.phases in words, each child's own phases behind it: "decode-0 2.1 s (load 1.9 s),
-    total 3.0 s"."""
+    """Format Cluster.phases, each child with its own phases: "decode-0 2.1 s (load 1.9 s), total
+    3.0 s"."""
     parts = []
     for name, seconds in phases.items():
         if " " in name:

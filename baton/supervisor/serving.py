@@ -17,12 +17,11 @@ _TIMEOUT_S = 60.0
 async def wait_until_serving(
     address: str, timeout_s: float = _TIMEOUT_S, *, tls: TlsFiles | None = None
 ) -> None:
-    """Return when the gateway's health says that it has the workers it needs. tls: None for plain
-    text.
+    """Wait until the gateway's health reports the workers that it needs. tls: None for plain text.
 
-    Raises StartupError if that has not happened after `timeout_s` seconds.
+    Raises StartupError after `timeout_s` seconds.
     """
-    # Not earlier: the processes that this one starts would wait for the import.
+    # Imported late, because child processes are started before and must not wait for it.
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
     channel = sync_channel(_here(address), tls)
@@ -51,8 +50,7 @@ async def wait_until_serving(
 
 
 def _here(address: str) -> str:
-    """The address by which this machine calls a server of its own: a certificate names no wildcard
-    address."""
+    """The address for calls within this machine: certificates contain no wildcard address."""
     host, _, port = address.rpartition(":")
     return (
         f"127.0.0.1:{port}" if host == "0.0.0.0" else f"[::1]:{port}" if host == "[::]" else address

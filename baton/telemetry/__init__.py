@@ -1,5 +1,4 @@
-"""What a process reports of itself to OpenTelemetry and Prometheus. Never prompt or answer
-text."""
+"""Telemetry of a process: OpenTelemetry and Prometheus. Never contains prompt or answer text."""
 
 from baton.telemetry.names import Phase, RequestEvent
 from baton.telemetry.telemetry import (

@@ -213,11 +213,11 @@ class _Stream:
 
 
 class Counts:
-    """A counter that is read when metrics are: to add is to add to an entry of a dict, where one of
-    OpenTelemetry's takes some 7 us, seven times for each request. Written by one thread.
+    """A counter collected on demand, written by one thread. Adding updates a dict entry;
+    OpenTelemetry's counter takes some 7 us, seven times per request.
 
-    label: the attribute that its values differ by; none if empty. known: values of the label that
-    are reported as 0 before they first count; without a label its only value is.
+    label: attribute that separates its values; empty for none.
+    known: label values reported as 0 before their first count; without a label, its only value is.
     """
 
     def __init__(
@@ -234,17 +234,17 @@ class Counts:
         meter.create_observable_counter(name, [self._observe], unit, description)
 
     def add(self, number: int, of: str = "") -> None:
-        """of: the label's value."""
+        """Add to the count. of: the label's value."""
         self._counts[of] = self._counts.get(of, 0) + number
 
     def _observe(self, options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG002
-        counts = list(self._counts.items())  # at once: another thread reads
+        counts = list(self._counts.items())  # a copy, because another thread reads it
         label = self._label
         return [Observation(number, {label: of} if label else {}) for of, number in counts]
 
 
 def observe_build(meter: Meter, version: str) -> None:
-    """Have the build observed: version, protocol and Python as attributes."""
+    """Register a gauge with the build's version, protocol and Python as attributes."""
     attributes = {
         "baton.version": version,
         "baton.protocol_version": str(PROTOCOL_VERSION),
@@ -255,8 +255,8 @@ def observe_build(meter: Meter, version: str) -> None:
 
 
 def observe_numerics(meter: Meter, numerics: NumericsClass) -> None:
-    """Have a worker's numerics class observed, and whether it runs on torch's operations for want
-    of native CPU kernels."""
+    """Register gauges of a worker's numerics class, and of the fallback to torch operations without
+    native CPU kernels."""
     attributes = {
         "baton.numerics.device": numerics.device,
         "baton.numerics.level": numerics.level,

@@ -1,7 +1,6 @@
-"""Names that logs, spans and metrics have in common: a request's events and phases, and the
-attributes.
+"""Names shared by logs, spans and metrics: events and phases of requests, and attributes.
 
-The gen_ai.* names are those of OpenTelemetry's conventions for generative AI; all others begin with
+Names in gen_ai.* follow OpenTelemetry's conventions for generative AI; all others begin with
 "baton.".
 """
 
@@ -12,48 +11,46 @@ from typing import Final
 
 
 class RequestEvent(enum.StrEnum):
-    """What happens to a request, in the words of the handoff's state machine (see
-    docs/architecture.md)."""
+    """Events of a request, named as in the handoff's state machine (see docs/architecture.md)."""
 
     QUEUED = "queued"
-    """It waits in the gateway for workers."""
+    """Waits in the gateway for workers."""
     PLACED = "placed"
-    """It was given to workers."""
+    """Assigned to workers."""
     DEFERRED = "deferred"
-    """The decode worker had no room after all: back to the queue."""
+    """The decode worker had no room; queued again."""
     OFFERED = "offered"
-    """The decode worker holds blocks for it and gave a ticket."""
+    """The decode worker reserved blocks and issued a ticket."""
     LOCAL_PREFILL = "local_prefill"
     """The decode worker computes the prompt itself."""
     RESERVED = "reserved"
     """A prefill worker presented the ticket."""
     RECEIVING = "receiving"
-    """The first piece of KV arrived."""
+    """The first chunk of KV arrived."""
     PREFILLED = "prefilled"
     """The prefill worker reported the first token."""
     COMMITTED = "committed"
-    """All KV is there, and the sequence runs."""
+    """All KV has arrived, and the sequence runs."""
     ABORTED = "aborted"
-    """The ticket died."""
+    """The ticket was aborted."""
     PREEMPTED = "preempted"
-    """Others needed the memory: back to the queue, with the tokens so far."""
+    """Preempted for lack of memory; queued again, with its tokens so far."""
     HANDED_OFF = "handed_off"
     """Another decode worker took it over."""
     FAILED = "failed"
     """A worker failed it."""
     MOVED = "moved"
-    """Another decode worker took it over, with its KV."""
+    """Another decode worker took it over, including its KV."""
     RESUMED = "resumed"
-    """It was placed anew after a preemption or a failure."""
+    """Placed again after a preemption or a failure."""
     CANCELLED = "cancelled"
-    """The client went away, or its deadline passed."""
+    """The client disconnected, or the deadline passed."""
     FINISHED = "finished"
     """Its output has ended."""
 
 
 class Phase(enum.StrEnum):
-    """What a request waits for, seen from the gateway. At every moment it is exactly one of
-    these."""
+    """Phases of a request at the gateway. Exactly one applies at any time."""
 
     TOKENIZE = "tokenize"
     QUEUE = "queue"
@@ -64,7 +61,7 @@ class Phase(enum.StrEnum):
 
 
 class SpanName(enum.StrEnum):
-    """Spans below a request's span at the gateway, by process."""
+    """Spans below the gateway's request span, by process."""
 
     TOKENIZE = "tokenize"
     QUEUE = "queue"

@@ -1,5 +1,4 @@
-"""Which signals go by OTLP, and over which protocol, by the standard OTEL_ variables; and the
-exporters for it."""
+"""Selection of OTLP signals and protocols by the standard OTEL_ variables, and their exporters."""
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 class OtlpProtocol(enum.Enum):
-    """Values of OTEL_EXPORTER_OTLP_PROTOCOL that are here. Collectors take them at 4317 and at
-    4318."""
+    """Supported values of OTEL_EXPORTER_OTLP_PROTOCOL. Collectors listen on 4317 and 4318
+    respectively."""
 
     GRPC = "grpc"
     HTTP = "http/protobuf"
 
 
 def otlp_protocol(signal: str, environ: Mapping[str, str]) -> OtlpProtocol | None:
-    """The protocol by which "TRACES" or "METRICS" are exported; None if they are not. gRPC unless
-    another is asked for.
+    """The protocol by which "TRACES" or "METRICS" are exported, gRPC by default; None if they are
+    not.
 
-    An empty variable counts as unset, as OpenTelemetry has it. Raises ConfigError for an exporter
-    or a protocol that is not here.
+    An empty variable counts as unset, as in OpenTelemetry. Raises ConfigError for an unsupported
+    exporter or protocol.
     """
     protocol = _protocol(signal, environ)
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -49,8 +48,8 @@ def otlp_protocol(signal: str, environ: Mapping[str, str]) -> OtlpProtocol | Non
 
 
 def span_exporter(protocol: OtlpProtocol) -> SpanExporter:
-    """Where to, and how, it reads from further OTEL_ variables by itself."""
-    # Imported here and below: a process does not pay for what it does not use.
+    """The span exporter. It reads its endpoint and options from further OTEL_ variables."""
+    # Imported on demand, here and below.
     if protocol is OtlpProtocol.HTTP:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
             OTLPSpanExporter as HttpSpanExporter,
@@ -63,24 +62,24 @@ def span_exporter(protocol: OtlpProtocol) -> SpanExporter:
 
 
 class _Reader(HistogramReader, PeriodicExportingMetricReader):
-    """With our histograms."""
+    """Exports our histograms, too."""
 
 
 def metric_reader(protocol: OtlpProtocol, histograms: ObservableHistograms) -> MetricReader:
-    """Exports by itself, each OTEL_METRIC_EXPORT_INTERVAL."""
+    """A reader that exports every OTEL_METRIC_EXPORT_INTERVAL."""
     return _Reader(histograms, _metric_exporter(protocol))
 
 
 def needs_sdk_histograms(environ: Mapping[str, str]) -> bool:
-    """Whether the variables ask for what our histograms cannot report: exponential buckets, or
-    exemplars of requests that are not traced."""
+    """Whether the variables require exponential buckets, or exemplars of requests without traces,
+    which only OpenTelemetry's histograms support."""
     aggregation = environ.get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION")
     exemplars = environ.get("OTEL_METRICS_EXEMPLAR_FILTER")
     return aggregation == "base2_exponential_bucket_histogram" or exemplars == "always_on"
 
 
 def _metric_exporter(protocol: OtlpProtocol) -> MetricExporter:
-    """As span_exporter."""
+    """The metric exporter; see span_exporter."""
     if protocol is OtlpProtocol.HTTP:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import (
             OTLPMetricExporter as HttpMetricExporter,

@@ -1,4 +1,4 @@
-"""What one process measures, as Prometheus fetches it, and its port; with a registry of its own."""
+"""Prometheus exposition of one process's metrics, with its own registry and port."""
 
 from __future__ import annotations
 
@@ -19,37 +19,35 @@ from baton.telemetry import names
 from baton.telemetry.metrics import HistogramReader, ObservableHistograms
 from baton.telemetry.vllm_names import VllmNames
 
-#: By path, what is served as JSON beside /metrics; called by the server's threads, once for each
-#: request.
+#: JSON pages served beside /metrics, by path. Called in the server's threads, once per request.
 Pages = Mapping[str, Callable[[], object]]
 
-#: What of the process is a label of all its metrics; Prometheus adds "instance" and "job".
+#: Resource attributes that become labels of all metrics; Prometheus adds "instance" and "job".
 _LABELS = frozenset({names.TIER})
 
 
 @dataclass(frozen=True, slots=True)
 class PrometheusMetrics:
-    """What is measured, for whoever fetches it. `reader` belongs to the meter provider, which shuts
-    it down."""
+    """Metrics for scraping. `reader` is owned by the meter provider, which shuts it down."""
 
     reader: MetricReader
     registry: CollectorRegistry
 
     def page(self, accept: str = "") -> tuple[bytes, str]:
-        """All of it, and its content type. accept: the header of the request. Takes milliseconds;
-        may be called from any thread."""
+        """Return all metrics and their content type. accept: the request's header. Takes
+        milliseconds; thread-safe."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
 
 class _Reader(HistogramReader, PrometheusMetricReader):
-    """With our histograms."""
+    """Collects our histograms, too."""
 
 
 def prometheus_metrics(
     histograms: ObservableHistograms, vllm_model: str | None
 ) -> PrometheusMetrics:
-    """vllm_model: also under vLLM's names, for this model's name."""
+    """vllm_model: model name for additional metrics under vLLM's names; None for none."""
     registry = CollectorRegistry()
     reader = _Reader(
         histograms,
@@ -58,7 +56,7 @@ def prometheus_metrics(
         registry=registry,
     )
     exposed = CollectorRegistry()
-    exposed.register(registry)  # a registry collects, too
+    exposed.register(registry)  # a registry is a collector, too
     if vllm_model is not None:
         exposed.register(VllmNames(registry, vllm_model))
     return PrometheusMetrics(reader, exposed)
@@ -67,7 +65,7 @@ def prometheus_metrics(
 def serve_prometheus(
     metrics: PrometheusMetrics, host: str, port: int, pages: Pages
 ) -> Callable[[], None]:
-    """Serve /metrics, and `pages`, at host:port from a thread, until what comes back is called.
+    """Serve /metrics and `pages` at host:port in a thread. Returns a function that stops it.
 
     Raises ConfigError if the port cannot be bound.
     """
@@ -89,7 +87,7 @@ def _close(server: WSGIServer, thread: threading.Thread) -> None:
 
 
 def _with_pages(metrics: Any, pages: Pages) -> Any:
-    """`metrics`, a WSGI application, with `pages` before it."""
+    """Wrap the WSGI application `metrics`: serve `pages` first."""
 
     def application(
         environ: Mapping[str, Any], start_response: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Keeps a message that may come with every request from filling the log."""
+"""Rate limit for log messages that may occur with every request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class RateLimit:
-    """Lets one through per interval, and counts those it held back."""
+    """Passes one message per interval and counts the suppressed ones."""
 
     def __init__(self, interval_s: float, clock: Callable[[], float]) -> None:
         self._interval_s = interval_s
@@ -15,8 +15,8 @@ class RateLimit:
         self._num_held = 0
 
     def take(self) -> int | None:
-        """How many came since the last one let through, this one included; None if this one is held
-        back."""
+        """Return the number of messages since the last one passed, including this one; None if this
+        one is suppressed."""
         self._num_held += 1
         now_s = self._clock()
         if self._last_s is not None and now_s - self._last_s < self._interval_s:

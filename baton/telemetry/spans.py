@@ -1,5 +1,4 @@
-"""Spans: the trace they belong to, passed on as W3C trace context; their times; and writing those
-that are over already."""
+"""Spans: their W3C trace context, their times, and the writing of spans that have ended already."""
 
 from __future__ import annotations
 
@@ -21,37 +20,37 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from baton.telemetry.names import ERROR_TYPE, RequestEvent
 
-#: Length of a tracestate that is passed on; W3C asks for 512 characters at least. Entries beyond,
-#: the oldest, are dropped.
+#: Maximum characters of a tracestate passed on; W3C requires at least 512. The oldest entries
+#: beyond it are dropped.
 MAX_TRACESTATE_CHARS = 512
 
 _KEYS = frozenset({"traceparent", "tracestate"})
 
 Attributes = Mapping[str, str | int | float | bool | tuple[str, ...]]
-#: What happened, and when, by a monotonic clock in seconds.
+#: (event, seconds on a monotonic clock).
 TimedEvent = tuple[RequestEvent, float]
 
 
 @dataclass(frozen=True, slots=True)
 class WallClock:
-    """Converts moments, in seconds, of the clock it was made for. Within one of these, differences
-    stay what they were, even if the wall clock is set meanwhile."""
+    """Converts moments of a monotonic clock to wall time. Differences are preserved even if the
+    wall clock is set."""
 
     offset_ns: int
 
     @classmethod
     def of(cls, clock: Callable[[], float]) -> WallClock:
-        """What `clock`'s moments are by the wall clock of now."""
+        """Return a conversion based on both clocks' current values."""
         return cls(time.time_ns() - int(clock() * 1e9))
 
     def ns(self, moment_s: float) -> int:
-        """The moment in nanoseconds since the epoch."""
+        """Nanoseconds since the epoch."""
         return self.offset_ns + int(moment_s * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
 class SpanWriter:
-    """Spans of one process, their times by a clock that `wall` knows."""
+    """Writes the spans of one process. Times are moments of the clock of `wall`."""
 
     tracer: Tracer
     wall: WallClock
@@ -68,8 +67,8 @@ class SpanWriter:
         events: Iterable[TimedEvent] = (),
         error: str = "",
     ) -> Context:
-        """Write a span; the context of it, for its children. error: the reason of a failure, never
-        its message."""
+        """Write a span and return its context, for children. error: the failure's reason, never its
+        message."""
         span = self.tracer.start_span(
             name, parent, kind=kind, attributes=attributes, start_time=self.wall.ns(start_s)
         )
@@ -83,14 +82,14 @@ class SpanWriter:
 
 
 def set_error(span: Span, reason: str) -> None:
-    """Mark a span as failed. `reason` is one of baton.errors.BY_REASON: a status text could repeat
-    a user's."""
+    """Mark a span as failed. reason: a key of baton.errors.BY_REASON; a message could quote user
+    text."""
     span.set_attribute(ERROR_TYPE, reason)
     span.set_status(Status(StatusCode.ERROR))
 
 
 def context_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
-    """The caller's trace context; an empty one if there is none, or if it is malformed."""
+    """The caller's trace context; empty if it is missing or malformed."""
     carrier = {
         key: value for key, value in metadata or () if key in _KEYS and isinstance(value, str)
     }
@@ -98,7 +97,7 @@ def context_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> C
 
 
 def context_of(traceparent: str, tracestate: str = "") -> Context:
-    """The context that these name; an empty one if traceparent is empty or malformed."""
+    """Parse a trace context; empty if traceparent is empty or malformed."""
     if not traceparent:
         return Context()
     carrier = {"traceparent": traceparent, "tracestate": tracestate}
@@ -106,8 +105,8 @@ def context_of(traceparent: str, tracestate: str = "") -> Context:
 
 
 def trace_of(span: SpanContext) -> tuple[str, str]:
-    """traceparent, which the next process continues, and tracestate, what vendors added to the
-    trace, the latest first; empty if there is no trace."""
+    """Return (traceparent, tracestate) for the next process; empty strings without a trace.
+    tracestate: vendor entries, latest first."""
     if not span.is_valid:
         return "", ""
     kept = ""

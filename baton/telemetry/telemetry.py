@@ -1,9 +1,9 @@
-"""One process's tracer and meter, made at its start from the standard OTEL_ variables and its
+"""Tracer and meter of one process, created at its start from the standard OTEL_ variables and its
 options.
 
-Traces and metrics go by OTLP if OTEL_EXPORTER_OTLP_ENDPOINT, or the one of the signal, is set;
-metrics also to a Prometheus port if there is one. Without any of these all is a no-op. Nothing is
-registered globally.
+Traces and metrics are exported by OTLP if OTEL_EXPORTER_OTLP_ENDPOINT, or the signal's own
+variable, is set; metrics also to a Prometheus port, if configured. Otherwise all of it is a no-op.
+Nothing is registered globally.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _SCOPE = "baton"
 
-#: Time, in seconds, that the last export may take when a process stops.
+#: Maximum seconds of the last export when a process stops.
 CLOSE_TIMEOUT_S = 3.0
 
 _NO_PAGES: Pages = MappingProxyType({})
@@ -52,11 +52,12 @@ Closers = list[Callable[[], None]]
 
 @dataclass(frozen=True, slots=True)
 class TelemetrySettings:
-    """Who reports, and where metrics can be fetched.
+    """Identity of the reporting process, and where its metrics are served.
 
-    service: "gateway", "prefill" or "decode". instance: the process's own name. metrics_port: of
-    the Prometheus exporter, on metrics_host; 0 for none. metrics_compat: "vllm" adds vLLM's metric
-    names there; "none" does not.
+    service: "gateway", "prefill" or "decode".
+    instance: the process's own name.
+    metrics_port: of the Prometheus exporter, on metrics_host; 0 for none.
+    metrics_compat: "vllm" adds metrics under vLLM's names; "none" does not.
     """
 
     service: str
@@ -71,8 +72,7 @@ class TelemetrySettings:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """What a process's recorders write to. `close` exports what is left, for at most
-    CLOSE_TIMEOUT_S."""
+    """Destination of a process's recorders. `close` exports the rest, within CLOSE_TIMEOUT_S."""
 
     tracer: Tracer
     meter: Meter
@@ -81,7 +81,7 @@ class Telemetry:
     has_metrics: bool
     close: Callable[[], None]
     prometheus: PrometheusMetrics | None = None
-    """None where nobody is to fetch them."""
+    """None without a metrics port."""
 
     @property
     def is_on(self) -> bool:
@@ -89,7 +89,7 @@ class Telemetry:
 
 
 def no_telemetry() -> Telemetry:
-    """Reports nothing, and costs nothing."""
+    """Telemetry that reports nothing, without overhead."""
     meter = NoOpMeter(_SCOPE)
     return Telemetry(NoOpTracer(), meter, SdkHistograms(meter), False, False, lambda: None)
 
@@ -100,13 +100,11 @@ def open_telemetry(
     *,
     pages: Pages = _NO_PAGES,
 ) -> Telemetry:
-    """Open the exporters that are asked for. The exporters read further OTEL_ variables by
-    themselves.
+    """Open the configured exporters, which read further OTEL_ variables themselves.
 
     pages: served beside the metrics, if there is a port.
 
-    Raises ConfigError for an exporter or a protocol that is not here, or a metrics port that is
-    taken.
+    Raises ConfigError for an unsupported exporter or protocol, or a metrics port in use.
     """
     environ = os.environ if environ is None else environ
     traces, metrics = otlp_protocol("TRACES", environ), otlp_protocol("METRICS", environ)
@@ -114,7 +112,7 @@ def open_telemetry(
     closers: Closers = []
     readers: list[MetricReader] = []
     histograms = ObservableHistograms(InstrumentationScope(_SCOPE, settings.version))
-    # What may be refused comes first, so that nothing is open then.
+    # Steps that may fail come first, so that nothing is left open.
     prometheus = None
     if settings.metrics_port or settings.has_page:
         prometheus = _open_prometheus(settings, histograms, pages, closers)
@@ -138,8 +136,8 @@ def open_telemetry(
 async def running_telemetry(
     settings: TelemetrySettings, *, pages: Pages = _NO_PAGES
 ) -> AsyncIterator[Telemetry]:
-    """Telemetry by this process's environment; at the end what is left is exported, outside of the
-    event loop."""
+    """Telemetry configured by this process's environment. The last export, on exit, runs outside of
+    the event loop."""
     telemetry = open_telemetry(settings, pages=pages)
     try:
         yield telemetry
@@ -174,7 +172,7 @@ def _open_traces(
 def _open_prometheus(
     settings: TelemetrySettings, histograms: ObservableHistograms, pages: Pages, closers: Closers
 ) -> PrometheusMetrics:
-    # Most workers have no port for it, and need not wait for the import.
+    # Imported on demand: most workers have no metrics port.
     from baton.telemetry.prometheus import prometheus_metrics, serve_prometheus
 
     vllm_model = settings.model if settings.metrics_compat == "vllm" else None
@@ -195,8 +193,8 @@ def _open_metrics(
 
 
 def close_within(closers: Sequence[Callable[[], None]], timeout_s: float) -> None:
-    """Call all at once, and return when they are done, or after `timeout_s`: a collector that does
-    not answer is not waited for. What is late then ends with the process."""
+    """Call all concurrently, and return when they are done or after `timeout_s` seconds. Unfinished
+    calls, for instance to a collector that does not answer, end with the process."""
     deadline_s = time.monotonic() + timeout_s
     threads = [
         threading.Thread(target=closer, name="telemetry-close", daemon=True) for closer in closers

@@ -1,4 +1,4 @@
-"""Baton's metrics under the names that boards made for vLLM ask for."""
+"""Baton's metrics under vLLM's names, for dashboards made for vLLM."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-#: Our family, and the value of baton_state or gen_ai_token_type that is meant, if one is -> vLLM's
-#: family.
+#: (our family, value of baton_state or gen_ai_token_type, or empty) -> vLLM's family.
 FAMILIES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("baton_requests_running", ""): "vllm:num_requests_running",
@@ -42,7 +41,7 @@ _SELECTORS = ("gen_ai_token_type", "baton_phase")
 
 
 class VllmNames(Collector):
-    """Collects from `source` what vLLM has a name for, labelled as vLLM labels it."""
+    """Collects from `source` the metrics that vLLM has a name for, with vLLM's labels."""
 
     def __init__(self, source: CollectorRegistry, model: str) -> None:
         self._source = source
@@ -55,7 +54,7 @@ class VllmNames(Collector):
                     yield self._renamed(metric, name, value)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names are known when values are."""
+        """Return nothing: names are known only at collection."""
         return ()
 
     def _renamed(self, metric: Metric, name: str, value: str) -> Metric:
@@ -77,7 +76,7 @@ class VllmNames(Collector):
 
 
 def _merged(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Samples whose labels became equal are added up; the order of the first ones is kept."""
+    """Sum samples with equal labels, in the order of their first occurrence."""
     sums: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
     add: Callable[[Sample, Sample], Sample] = lambda a, b: a._replace(value=a.value + b.value)  # noqa: E731
     for sample in samples:

@@ -1,1 +1,1 @@
-"""Ways to workers."""
+"""Links to workers."""

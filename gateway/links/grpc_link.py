@@ -1,4 +1,4 @@
-"""The link to a worker over gRPC: one stream, shared by all the sequences there."""
+"""Worker link over gRPC: one stream shared by all sequences on the worker."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from baton.wire import command_to_proto, step_from_proto, write_sequence
 from gateway.links.worker_link import Sink
 from gateway.long_work import in_pieces, let_others_run
 
-#: How often a worker is given the list of its sequences that are known here, in seconds.
+#: Interval of sending a worker the list of its known sequences, in seconds.
 AUDIT_S = 5.0
 
 
 def worker_error(error: grpc.RpcError, address: str) -> BatonError:
-    """What a failed call to a worker means here: one that cannot be reached is lost."""
+    """Map a failed call to an error; an unreachable worker is WorkerLost."""
     result = from_rpc_error(error, peer="worker", address=address)
     if isinstance(result, NoWorkers | Cancelled | DeadlineExceeded):
         return WorkerLost(result.message)
@@ -31,14 +31,14 @@ def worker_error(error: grpc.RpcError, address: str) -> BatonError:
 
 
 class GrpcWorkerLink:
-    """A worker's SequenceService on a channel that somebody else owns."""
+    """A worker's SequenceService. The channel is owned by the caller."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = sequence_service_pb2_grpc.SequenceServiceStub(channel)
         self._address = address
         self._commands: list[tuple[sequence_service_pb2.ServeRequest, SequenceSpec | None]] = []
-        """To be written; an opening with what it opens, whose tokens it has not yet. Unbounded,
-        because what is placed on a worker is bounded."""
+        """Commands to write. An opening carries its spec, since its tokens are serialized last.
+        Unbounded, because placements on a worker are bounded."""
         self._has_commands = asyncio.Event()
         self._sinks: dict[int, Sink] = {}
         self._num_handles = 0
@@ -73,10 +73,10 @@ class GrpcWorkerLink:
         self._put(command_to_proto(handle, command))
 
     async def run(self) -> None:
-        """Carry commands and events until the stream ends; always raises, WorkerLost or what the
-        worker said.
+        """Exchange commands and events until the stream ends. Always raises: WorkerLost, or the
+        worker's error.
 
-        The owner calls `lose` afterwards: not before nobody places new sequences here any more.
+        The owner calls `lose` afterwards, once no new sequences are placed here.
         """
         call = self._stub.Serve()
         writer = asyncio.create_task(self._write(call))
@@ -86,7 +86,7 @@ class GrpcWorkerLink:
                 for handle, event in step_from_proto(response):
                     sink = self._sinks.get(handle)
                     if sink is None:
-                        continue  # aborted here while this was on its way
+                        continue  # aborted while the event was on its way
                     if is_last(event):
                         del self._sinks[handle]
                     sink(event)
@@ -100,15 +100,15 @@ class GrpcWorkerLink:
             await asyncio.wait((writer, auditor))
 
     def lose(self, reason: str) -> None:
-        """The worker is gone: every sequence gets Failed. Idempotent."""
+        """Send Failed to every sequence. Idempotent."""
         self._lost = reason
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(Failed(WorkerLost.reason, reason, is_retriable=True))
 
     async def _send_known(self) -> None:
-        """Have the worker end what nobody waits for here: a sequence that a fault of ours forgot
-        holds its blocks no longer."""
+        """Send the known handles periodically. The worker ends all others, so that a sequence lost
+        by a bug here releases its blocks."""
         while True:
             await asyncio.sleep(AUDIT_S)
             known = sequence_service_pb2.KnownSequences(handles=self._sinks)
@@ -122,7 +122,7 @@ class GrpcWorkerLink:
             self._has_commands.set()
 
     async def _write(self, call: Any) -> None:
-        """Send commands in order. A stream that breaks is the reader's to report."""
+        """Write commands in order. The reader reports a broken stream."""
         try:
             while True:
                 await self._has_commands.wait()
@@ -137,7 +137,7 @@ class GrpcWorkerLink:
 
 
 async def _write_tokens(spec: SequenceSpec, message: sequence_pb2.SequenceState) -> None:
-    """In pieces, if there are many."""
+    """Serialize the spec's tokens, in pieces if there are many."""
     prompt, output = spec.prompt_token_ids, spec.output_token_ids
     size = len(prompt) + len(output)
     await let_others_run(size)

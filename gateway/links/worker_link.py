@@ -1,4 +1,4 @@
-"""What the gateway needs of a worker, of either tier, whatever carries it."""
+"""The gateway's interface to a worker of either tier, independent of the transport."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from baton.commands import SequenceCommand
 from baton.events import SequenceEvent
 from baton.types import KvSource, SequenceSpec
 
-#: Takes the events of one sequence, in order; called in the event loop, never by `open` itself;
-#: quick, raises nothing.
+#: Receives the events of one sequence, in order, on the event loop; never called by `open` itself.
+#: Must be quick and raise nothing.
 Sink = Callable[[SequenceEvent], None]
 
 
 class WorkerLink(Protocol):
-    """A way to one worker.
+    """A link to one worker.
 
-    When the worker is lost, its owner takes it out of the fleet first and reports to the sinks
-    then: whoever gets the event looks for another place at once, and must not find this one.
+    When the worker is lost, the owner removes it from the fleet before it notifies the sinks,
+    because they request another placement at once and must not get this worker.
     """
 
     def open(
         self, spec: SequenceSpec, source: KvSource, sinks: Sequence[Sink], send_to: bytes = b""
     ) -> int:
-        """Ask for room for `spec`. Returns a handle, the first of as many as there are sinks, one
-        for each output.
+        """Open `spec`. Return the first of consecutive handles, one per sink; one sink per output.
 
-        send_to: a ticket of the worker that the sequence leaves for with its first tokens; it stays
-        here if it is empty. Until the outputs fork, all that becomes of them goes to the first
-        sink; from then on what becomes of an output goes to its own. Only the loss of the worker is
-        reported to all in any case: Failed("WORKER_LOST", ..., is_retriable=True).
+        send_to: ticket of the worker that takes the sequence over after its first tokens; empty if
+        it stays here.
+        Until the outputs fork, all events go to the first sink; then each output's events go to its
+        own sink. The loss of the worker is always reported to all sinks: Failed("WORKER_LOST", ...,
+        is_retriable=True).
         """
         ...
 

@@ -1,1 +1,1 @@
-"""What goes out: tokens merged, turned into text, and written to the client."""
+"""Output path: merges tokens, detokenizes them, and writes pieces to the client."""

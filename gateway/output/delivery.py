@@ -1,5 +1,5 @@
-"""Writes the pieces of a request's outputs to its client, one at a time, and notices when it takes
-none."""
+"""Writes the pieces of a request's outputs to its client, one at a time, and detects a stalled
+client."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from gateway.intake.request import ValidatedRequest
 from gateway.output.output import Piece
 from gateway.telemetry.timing import Timeline
 
-#: Sends one chunk. None: the client's window took it; else what to await until it has. Never called
-#: again before that. A client that keeps up costs no coroutine, of which a chunk made four.
+#: Send one chunk. Return None if the client's window accepted it, else an awaitable to await before
+#: the next call. None avoids a coroutine per chunk for clients that keep up.
 Write = Callable[[inference_pb2.GenerateResponse], Coroutine[Any, Any, object] | None]
 
 
 class Delivery:
-    """Of one request. To be closed.
+    """Writes the output of one request. The owner must call `close`.
 
-    One timer that ticks again and again while pieces are not taken at once: one for each would cost
-    as much as all else that the gateway does about it.
+    One periodic timer watches for a stalled write; a timer per piece would double the cost of
+    delivery.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Delivery:
         stall_timeout_s: float,
         on_stall: Callable[[ClientStalled], None],
     ) -> None:
-        """clock: the timeline's. on_stall: called at the moment that a piece takes longer than
-        stall_timeout_s."""
+        """clock: of the timeline.
+        on_stall: called when a piece takes longer than stall_timeout_s."""
         self._request = request
         self._request_id = request.spec.request_id
         self._has_logprobs = request.spec.sampling.logprobs >= 0
@@ -50,19 +50,18 @@ class Delivery:
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._taken: asyncio.Future[Any] | None = None
-        """Of the last piece that the client did not take at once."""
+        """Pending write, or None."""
         self._began_s = 0.0
-        """When that was written, on the event loop's clock."""
+        """Start of the pending write, on the event loop's clock."""
         self._num_ended = sum(choice.has_ended for choice in request.resume_from.values())
 
     def send(
         self, index: int, piece: Piece, prompt_logprobs: tuple[TokenLogprobs, ...] | None
     ) -> asyncio.Future[Any] | None:
-        """Send the next piece of the output `index`. None: the client took it; else it is done when
-        the client has, and no other piece is sent before. The piece that ends the last output ends
-        the stream.
+        """Send the next piece of output `index`. Return None if the client accepted it, else a
+        future; send nothing until it is done. The last piece of the last output ends the stream.
 
-        prompt_logprobs: known by the first piece, if they were asked for.
+        prompt_logprobs: set by the first piece if requested.
         """
         if piece.samples:
             self._timeline.on_token_sent(self._clock())
@@ -86,7 +85,7 @@ class Delivery:
         return self.wait_for(self._loop.create_task(taken))
 
     def wait_for(self, taken: asyncio.Future[Any]) -> asyncio.Future[None]:
-        """The client is to take what this is done with, as a piece, before any other."""
+        """Treat `taken` as a pending write: nothing is sent before it is done."""
         self._taken, self._began_s = taken, self._loop.time()
         if self._timer is None:
             due_s = self._began_s + self._stall_timeout_s
@@ -105,7 +104,7 @@ class Delivery:
             self._on_stall(ClientStalled(text))
 
     def close(self) -> None:
-        """Give up what is still on its way."""
+        """Cancel the pending write."""
         if self._timer is not None:
             self._timer.cancel()
         if self._taken is not None:
@@ -124,7 +123,7 @@ class Delivery:
                 logprobs_to_proto(s.logprobs) for s in piece.samples if s.logprobs
             )
         if piece.finish is FinishReason.NONE:
-            return chunk  # what follows comes with the last piece alone
+            return chunk  # usage and timings go with the last piece only
         chunk.finish_reason = sampling_pb2.FinishReason.ValueType(piece.finish)
         if piece.score is not None:
             chunk.score = piece.score

@@ -1,13 +1,12 @@
-"""One output as it grows: tokens merged by index, turned into text, searched for stop strings.
-Pure.
+"""One output as it grows: merges tokens by index, detokenizes them, and finds stop strings. Pure.
 
-Tokens may come twice (from the worker before and the one after a resume, or from both tiers): equal
-ones are dropped. A different token at a known index, or a gap, is a fault of ours and never reaches
+Tokens may arrive twice (from the workers before and after a resume, or from both tiers); duplicates
+are dropped. A different token at a known index, or a gap, is an internal fault and never reaches
 the client.
 
-Tokens become text not by tokenizers' DecodeStream: it has no flush, waits for ever on bytes that
-never become a character, and gives out the characters of a run of byte tokens that a later byte of
-the run makes invalid (docs/log.md). What stop strings find does not depend on where pieces are cut.
+tokenizers' DecodeStream is not used: it has no flush, waits forever on bytes that never form a
+character, and emits characters of a byte-token run that a later byte of the run invalidates
+(docs/log.md). Stop-string matches do not depend on how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ from gateway.intake.request import TextOptions
 
 _REPLACEMENT = "\ufffd"
 
-#: Tokens that a new window begins with at least, if more came at once and it may begin among them.
+#: Minimum tokens of a new window that starts among the newest tokens.
 _NUM_CONTEXT = 4
 
-#: Tokens kept undecided before the window is cut inside what looks like one endless broken
-#: character.
+#: Undecided tokens kept before the window is cut inside an apparently endless broken character.
 _MAX_WINDOW = 64
 
 
 class Piece(NamedTuple):
-    """What is new since the last piece. Pieces follow each other without gap. finish, score: set in
-    the last one. One is made for each message to a client, so it is of the immutable kind that
-    costs least."""
+    """New output since the last piece; pieces are contiguous. finish, score: set in the last one. A
+    NamedTuple, because one is created per message and it is the cheapest immutable type."""
 
     token_index: int
     samples: Sequence[Sample]
@@ -57,7 +54,7 @@ class ChoiceOutput:
         *,
         is_continuation: bool = False,
     ) -> None:
-        """Stop strings count in the text of the tokens after the first `min_tokens`.
+        """Stop strings are matched in the text after the first `min_tokens` tokens.
 
         is_continuation: see Detokenizer.
         """
@@ -74,14 +71,14 @@ class ChoiceOutput:
         self._samples: list[Sample] = []
         self._text: list[str] = []
         self._num_chars_to_skip = 0
-        """Of the text to come, those that the client has."""
+        """Characters of the next text that the client already has."""
         self._stop: str | None = None
         self._score: float | None = None
         self.finish = FinishReason.NONE
 
     def resume(self, token_ids: Sequence[int], num_chars: int) -> None:
-        """Begin behind tokens that the client has, with so many characters of the text of all of
-        them. The first thing that is done with the output, perhaps piece by piece."""
+        """Start after tokens that the client has, and after `num_chars` characters of their text.
+        Must precede all other calls; may be called repeatedly with consecutive tokens."""
         self._feed([Sample(token_id) for token_id in token_ids], FinishReason.NONE)
         self._samples.clear()
         self._num_chars_to_skip = num_chars
@@ -93,11 +90,11 @@ class ChoiceOutput:
         finish: FinishReason,
         score: float | None = None,
     ) -> None:
-        """Take tokens at token_index, token_index + 1, ...; what is known already is skipped.
-        Nothing after the end.
+        """Add tokens at token_index, token_index + 1, ...; known ones are skipped. No-op after the
+        end.
 
-        score: of the whole output, with its last tokens. Raises EngineFault on a gap, or where a
-        token differs from the one known.
+        score: of the whole output, set with its last tokens. Raises EngineFault on a gap, or on a
+        token that differs from the known one.
         """
         num_known = len(self.token_ids) - token_index
         if num_known < 0:
@@ -115,7 +112,7 @@ class ChoiceOutput:
         self._feed(samples, finish)
         if self.finish is FinishReason.NONE and finish is not FinishReason.NONE:
             self.finish = finish
-            # Nothing follows: what was held back is released.
+            # The output has ended: release held-back text.
             text = self._detokenizer.flush()
             if self._matcher is not None:
                 match = self._matcher.feed(text)
@@ -124,7 +121,7 @@ class ChoiceOutput:
             self._text.append(text)
 
     def take(self) -> Piece | None:
-        """All that is new, if anything is; the last piece once the output has ended."""
+        """Return all new output, or None. The last piece carries the finish reason."""
         is_over = self.finish is not FinishReason.NONE
         if not self._samples and not is_over:
             return None
@@ -139,7 +136,7 @@ class ChoiceOutput:
             text = text[skipped:]
         stop_token_id = None
         if self.finish is FinishReason.STOP and self._stop is None and self.token_ids:
-            # The client's own stop token, if that is what ended the output.
+            # The client's own stop token, if it ended the output.
             last = self.token_ids[-1]
             stop_token_id = last if last in self._options.user_stop_token_ids else None
         token_index = len(self.token_ids) - len(samples)
@@ -150,17 +147,17 @@ class ChoiceOutput:
         )
 
     def _feed(self, samples: Sequence[Sample], finish: FinishReason) -> None:
-        """Add new tokens and their text, up to the one that completes a stop string."""
+        """Add new tokens and their text, up to the token that completes a stop string."""
         token_ids = [sample.token_id for sample in samples]
         num_known = len(self.token_ids)
-        # A stop token has no text of its own, unless it was asked for.
+        # A stop token has no text unless requested.
         num_texts = len(token_ids)
         if finish is FinishReason.STOP and not self._options.is_stop_included:
             num_texts -= 1
         matcher = self._matcher
         num_taken = len(token_ids)
         if matcher is None:
-            # Each step of each sequence comes by here, and nearly none has a stop token to cut off.
+            # Copy only for a stop token, which is rare: this runs per step and sequence.
             has_silent = num_texts < num_taken
             with_text = token_ids[:num_texts] if has_silent else token_ids
             self._text.append(self._detokenizer.feed(with_text))
@@ -176,15 +173,14 @@ class ChoiceOutput:
         self._samples += samples
 
     def _search(self, matcher: StopMatcher, token_ids: list[int]) -> int:
-        """Add the text of tokens up to a stop string. The number of tokens it took."""
+        """Add the text of tokens up to a stop string. Return the number of tokens used."""
         detokenizer_before, matcher_before = self._detokenizer.copy(), matcher.copy()
         match = matcher.feed(self._detokenizer.feed(token_ids))
         self._text.append(match.text)
         if match.stop is None:
             return len(token_ids)
         self._stop, self.finish = match.stop, FinishReason.STOP
-        # Several tokens came at once: go through them again, one by one, to find the one that did
-        # it.
+        # The stop string is somewhere among several tokens: repeat token by token.
         for num_taken, token_id in enumerate(token_ids, start=1):
             if matcher_before.feed(detokenizer_before.feed([token_id])).stop is not None:
                 return num_taken
@@ -192,11 +188,10 @@ class ChoiceOutput:
 
 
 def best(outputs: Sequence[Piece], num_returned: int) -> list[Piece]:
-    """The outputs with the highest mean log probability, best first, each with that mean as its
-    score.
+    """Return the outputs with the highest mean log probability as score, best first.
 
-    outputs: each whole, in one piece. Of like ones the earlier is taken. Raises EngineFault if a
-    log probability lacks.
+    outputs: each complete, in one piece. Ties keep their order. Raises EngineFault if a log
+    probability is missing.
     """
     scored = [output._replace(score=_mean_logprob(output)) for output in outputs]
     scored.sort(key=lambda output: -(output.score or 0.0))
@@ -211,28 +206,29 @@ def _mean_logprob(output: Piece) -> float:
 
 
 class Detokenizer:
-    """The pieces, with the flush, are the text of all ids, however the ids were cut into feeds, and
-    what was released after some ids does not depend on the cuts either, but for broken characters.
+    """Incremental detokenizer. The pieces and the flush concatenate to the text of all ids, for any
+    cut into feeds; the text released after given ids does not depend on the cut either, except in
+    broken characters.
 
-    Text is decoded in a window of ids that begins at a clean border (where the text before it ended
-    in a whole character) some ids before those that are new, so that decoders which look to the
-    left see what they need. Replacement characters at the end may be a character that lacks bytes:
-    they wait. So does a run of byte tokens until it has ended.
+    Decodes a window of ids. The window starts at a clean border (where the preceding text ended
+    with a whole character), some ids before the new ones, since decoders look to the left. Trailing
+    replacement characters may be an incomplete character and are held back, as is a run of byte
+    tokens until it ends.
     """
 
     def __init__(self, decoding: Decoding, *, is_continuation: bool = False) -> None:
-        """is_continuation: the text keeps a space that it begins with."""
+        """is_continuation: keep a leading space of the text."""
         self._decoding = decoding
         self._decode = decoding.text_of
         self._window: list[int] = list(decoding.lead) if is_continuation else []
         self._num_context = len(self._window)
-        """Leading ids of the window whose text was all released."""
+        """Number of leading window ids with all text released."""
         self._num_released = len(self._decode(self._window)) if self._window else 0
-        """Characters of the window's text that were released."""
+        """Released characters of the window's text."""
         self._is_whole = True
-        """Whether nothing of the window waits."""
+        """Whether no text of the window is held back."""
         self._open_run: list[int] = []
-        """Ids after the window's: a run of byte tokens that may go on."""
+        """Ids after the window: a run of byte tokens that may continue."""
 
     def copy(self) -> Detokenizer:
         """A detokenizer in the same state."""
@@ -244,13 +240,13 @@ class Detokenizer:
         return other
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Add ids and return the text that they complete."""
         if self._decoding.kinds:
             self._extend(token_ids, self._decoding.kinds)
         else:
             self._window.extend(token_ids)
         text = self._decode(self._window)
-        # In runs that have ended nothing is unfinished.
+        # Byte-token runs that have ended contain no incomplete character.
         whole = text if self._decoding.kinds else text.rstrip(_REPLACEMENT)
         piece = whole[self._num_released :]
         self._is_whole = len(whole) == len(text)
@@ -260,11 +256,11 @@ class Detokenizer:
         if piece:
             self._begin_window(self._num_context, text)
         elif len(self._window) > _MAX_WINDOW:
-            del self._window[self._num_context :]  # these had no text, and will have none
+            del self._window[self._num_context :]  # they have no text
         return piece
 
     def flush(self) -> str:
-        """What is left when no more tokens come: the replacement characters of an unfinished
+        """Release the rest at the end, including replacement characters of an incomplete
         character."""
         self._window += self._open_run
         is_whole = self._is_whole and not self._open_run
@@ -276,7 +272,7 @@ class Detokenizer:
         return piece
 
     def _extend(self, token_ids: Sequence[int], kinds: bytes) -> None:
-        """Add ids to the window, and to the run behind it those that more bytes may follow."""
+        """Append ids to the window; a byte-token run that may continue goes to `_open_run`."""
         for token_id in token_ids:
             kind = kinds[token_id] if token_id < len(kinds) else SILENT
             if kind == TEXT:
@@ -288,13 +284,13 @@ class Detokenizer:
                 self._window.append(token_id)
 
     def _begin_window(self, num_old: int, text: str) -> None:
-        """Begin it behind its first `num_old` ids, or later if that is a clean border, too. text:
-        of the whole window."""
+        """Drop the window's first `num_old` ids, and more if a later border is clean. text: of the
+        whole window."""
         window = self._window
         if len(window) - num_old > _NUM_CONTEXT:
             tail = window[-_NUM_CONTEXT:]
             tail_text = self._decode(tail)
-            # What decodes to whole characters by itself begins with one.
+            # Ids that decode to whole characters alone start at a character.
             if tail_text and _REPLACEMENT not in tail_text and text.endswith(tail_text):
                 self._window, self._num_context = tail, _NUM_CONTEXT
                 self._num_released = len(tail_text)
@@ -311,8 +307,8 @@ class Detokenizer:
         self._num_released = len(text)
 
     def _cut_window(self, text: str) -> str:
-        """Release the front of a window that is broken throughout, where cutting it changes
-        nothing."""
+        """Release the front of a window of broken characters, at a cut that does not change the
+        text."""
         for num_kept in range(4, 12):
             head, tail = self._window[:-num_kept], self._window[-num_kept:]
             head_text = self._decode(head)
@@ -327,21 +323,20 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """What a feed came to. text: may be released now. stop: the stop string that was found, if one
-    was."""
+    """Result of a feed. text: released. stop: the stop string found, or None."""
 
     text: str
     stop: str | None = None
 
 
 class StopMatcher:
-    """Holds back the longest end of the text that may still become a stop string.
+    """Finds stop strings; holds back the longest suffix of the text that may still become one.
 
-    The match that ends first wins; of those that end together, the one that begins first.
+    The earliest end wins; for equal ends, the earliest start.
     """
 
     def __init__(self, stops: Sequence[str], *, is_stop_included: bool) -> None:
-        """`stops`: at least one, none empty."""
+        """stops: at least one, none empty."""
         self._stops = tuple(stops)
         self._is_stop_included = is_stop_included
         self._longest = max(map(len, stops))
@@ -354,7 +349,7 @@ class StopMatcher:
         return other
 
     def feed(self, text: str) -> StopMatch:
-        """Add text. Once a stop string is found, feed no more."""
+        """Add text. Must not be called after a match."""
         held = self._held + text
         found = [
             (start + len(stop), start, stop)
@@ -370,12 +365,12 @@ class StopMatcher:
         return StopMatch(held[: len(held) - num_kept])
 
     def flush(self) -> str:
-        """What is still held, when no more text comes."""
+        """Release held-back text at the end."""
         held, self._held = self._held, ""
         return held
 
     def _num_undecided(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
         for num in range(min(len(text), self._longest - 1), 0, -1):
             end = text[-num:]
             if any(stop.startswith(end) for stop in self._stops):

@@ -1,1 +1,1 @@
-"""One request's life: a pure reducer, and the driver that does what it wants done."""
+"""The life of one request: a pure reducer, and the driver that carries out its actions."""

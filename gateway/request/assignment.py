@@ -1,7 +1,8 @@
-"""The outputs of one request, the workers that they are given to, and what is to be done about it.
+"""Choices of a request, their assignments to workers, and the actions of the reducer.
 
-The reducer in state.py alone writes choices and assignments, and returns actions; the driver
-carries the actions out, in this order, and reports what comes of them."""
+Only the reducer in state.py writes choices and assignments. The driver carries its actions out in
+order, and feeds the results back as events.
+"""
 
 from __future__ import annotations
 
@@ -18,58 +19,58 @@ from gateway.routing.fleet import Worker
 from gateway.routing.placement import Outcome, Placement
 from gateway.routing.router import Need
 
-#: Why a worker has let go of a sequence: no room after all, others needed it, or an error.
+#: Why a worker released a sequence: no room, preempted, or an error.
 Released = Deferred | Preempted | BatonError
 
-#: Failures of workers that one choice outlives; preemptions and refusals are not counted.
+#: Maximum worker failures per choice; preemptions and refusals do not count.
 MAX_FAILURES = 3
 
 
 class State(enum.Enum):
-    """Of an assignment; drawn in state.py. Each has a deadline: its own, or the request's."""
+    """State of an assignment, drawn in state.py. Each value names its deadline."""
 
     WAITING = enum.auto()
-    """In the queue. The request's deadline."""
+    """In the queue. Deadline: the request's."""
     PAUSING = enum.auto()
-    """A migration: the worker that runs the sequence was asked to pause it. PAUSE_TIMEOUT_S."""
+    """Migration: its worker was asked to pause the sequence. Deadline: PAUSE_TIMEOUT_S."""
     RESERVING = enum.auto()
     """Opened at its owner. Deadline: OPEN_TIMEOUT_S; the request's own at an owner with a queue."""
     DELIVERING = enum.auto()
-    """The source has the ticket. Once all KV is computed HANDOFF_TIMEOUT_S, until then the
-    request's deadline."""
+    """The source has the ticket. Deadline: the request's until all KV is computed, then
+    HANDOFF_TIMEOUT_S."""
     RUNNING = enum.auto()
     """The owner has the KV, or computes it. The request's deadline."""
     RETURNING = enum.auto()
     """A migration that failed at its new owner; whether the old one still has the sequence is not
     known yet. What is left of HANDOFF_TIMEOUT_S."""
     OVER = enum.auto()
-    """Nothing is held on any worker."""
+    """No worker holds anything."""
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One output. index: among the request's."""
+    """One output of the request. index: its number there."""
 
     index: int
     output: ChoiceOutput
     is_over: bool = False
-    """Whether it has ended, and holds nothing on any worker."""
+    """Whether it has ended, with nothing left on any worker."""
     pending: list[Tokens] = field(default_factory=list)
-    """What came and is not in `output` yet: what a piece of text costs, it costs once, however many
-    steps it is of."""
+    """Tokens that are not in `output` yet. They are added together, so that the cost of text is
+    paid per piece, not per step."""
     assignment: Assignment | None = None
-    """Where its tokens come from."""
+    """Current source of its tokens."""
     migration: Assignment | None = None
-    """Where they will come from, while it is being moved."""
+    """Next source of its tokens during a migration."""
     failures: list[BatonError] = field(default_factory=list)
     avoid: frozenset[str] = frozenset()
-    """Addresses of workers that failed it."""
+    """Addresses of workers that failed this choice."""
     unreached: frozenset[str] = frozenset()
-    """Addresses of workers that its KV did not get to."""
+    """Addresses of workers that its KV could not be sent to."""
 
     def note_failure(self, error: BatonError, placement: Placement) -> bool:
-        """Count a failure that another try may mend, better elsewhere. Whether it was one too
-        many."""
+        """Count a retriable failure and remember the worker to avoid. Return whether MAX_FAILURES
+        is exceeded."""
         self.failures.append(error)
         workers = {worker.address for worker in (placement.owner, placement.source) if worker}
         self.avoid |= workers
@@ -80,41 +81,40 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """Choices that are one sequence until they fork, and the workers that they were given to, or
-    wait for.
+    """Choices that form one sequence until they fork, with the workers assigned to them, if any.
 
-    choices: in the order of their handles; a choice's place among them is its number here.
-    spec: what is opened; of a migration, with the tokens so far once it is paused.
-    origin: of a migration, where the one choice runs until its KV is here.
+    choices: in the order of their handles; the index here is the choice's number in events.
+    spec: the sequence to open; a migration adds the tokens known once it is paused.
+    origin: of a migration, the assignment that runs the choice until its KV has arrived.
     """
 
     choices: tuple[Choice, ...]
     state: State
     since_s: float
-    """When it came into its state."""
+    """Time of the last change of state."""
     spec: SequenceSpec
     origin: Assignment | None = None
     placement: Placement | None = None
     gone: set[int] = field(default_factory=set)
-    """Numbers of the choices that have ended, or go on elsewhere."""
+    """Numbers of choices that have ended or moved elsewhere."""
     is_forked: bool = False
     """Whether each choice runs under its own handle at the owner."""
     is_prefill_awaited: bool = False
-    """Whether the source has the prompt, and has not said yet that it is computed."""
+    """Whether the source has the prompt and has not reported Prefilled."""
     is_streaming: bool = False
-    """Whether tokens pass at once: nothing has to come before them."""
+    """Whether tokens are passed on at once, with nothing to wait for."""
     held: list[tuple[int, Tokens | Released]] = field(default_factory=list)
     """Events of the owner, by number, that wait for the source's event or for the other outputs of
     a search."""
     has_origin_left: bool = False
     """Whether the origin has handed the sequence off."""
     failure: Released | None = None
-    """Of a migration that is RETURNING: why it failed."""
+    """Why a migration in state RETURNING failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Find workers for a waiting assignment. is_return: the request had some before."""
+    """Queue a waiting assignment for workers. is_return: the request was placed before."""
 
     assignment: Assignment
     need: Need
@@ -150,22 +150,22 @@ class SendCommand:
 
 @dataclass(frozen=True, slots=True)
 class AbortSource:
-    """End the sequence at the source."""
+    """End the sequence at its source."""
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Give back all that an assignment holds: its place in the queue or its claim on workers, its
-    sequences, its timer."""
+    """Release all that an assignment holds: its queue entry or claim on workers, its sequences and
+    its timer."""
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Report to the assignment in `delay_s`, in place of any earlier order; None: do not report."""
+    """Set the assignment's timer to `delay_s`, replacing the former one; None cancels it."""
 
     assignment: Assignment
     delay_s: float | None
@@ -173,7 +173,7 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Record what became of a placement."""
+    """Record the outcome of a placement."""
 
     placement: Placement
     outcome: Outcome
@@ -190,7 +190,7 @@ class NoteUndelivered:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """`worker` has the KV of all tokens of `spec`."""
+    """Record that `worker` holds the KV of all tokens of `spec`."""
 
     worker: Worker
     spec: SequenceSpec
@@ -198,22 +198,21 @@ class Remember:
 
 @dataclass(frozen=True, slots=True)
 class EndMigration:
-    """Report to whoever ordered a choice's migration that it is over, wherever the choice is
-    now."""
+    """Notify the migrator that a choice's migration has ended, successful or not."""
 
     choice: Choice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deliver:
-    """A choice has something new for the client, or has ended."""
+    """A choice has new output, or has ended."""
 
     choice: Choice
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """End the request with an error, after what is there was delivered."""
+    """End the request with an error, after delivering pending output."""
 
     error: BatonError
 

@@ -1,8 +1,7 @@
-"""Lives one request: gives the reducer its events, does what it wants done, and writes what comes
-to the client.
+"""Drives one request: passes events to the reducer, carries out its actions, and writes output to
+the client.
 
-Everything happens in callbacks of links, of the dispatcher, of timers and of writes: see state.py
-for what follows what.
+Runs in callbacks of links, the dispatcher, timers and writes. The order of events is in state.py.
 """
 
 from __future__ import annotations
@@ -48,38 +47,37 @@ from gateway.routing.migrator import Migrator
 from gateway.routing.placement import Placement
 from gateway.telemetry.timing import Timeline
 
-#: What is done once a request is in the queue, or has a place.
+#: Awaited once the request is queued or placed.
 OnAdmitted = Callable[[ValidatedRequest], Awaitable[None]]
 
-#: The worker's link, and the first of the handles there.
+#: The worker's link, and the first of the sequence's handles there.
 _Opened = tuple[WorkerLink, int]
 
-#: A method of the reducer that takes events of sequences: an assignment's, a choice's number in it,
-#: what happened, and when.
+#: A method of the reducer for sequence events. Arguments: assignment, number of the choice in it,
+#: event, time.
 _Reduce = Callable[[Assignment, int, SequenceEvent, float], Sequence[Action]]
 
-#: Decoded in one go, in some five milliseconds; more where garbage is collected meanwhile.
+#: Tokens decoded per piece: about five milliseconds without a garbage collection.
 _TOKENS_A_PIECE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDeps:
-    """What all requests share."""
+    """Dependencies shared by all requests."""
 
     fleet: Fleet
     dispatcher: Dispatcher
     decodings: Mapping[bool, Decoding]
-    """How token ids become text, by whether special tokens are left out."""
+    """Token decoding, by whether special tokens are skipped."""
     client_stall_timeout_s: float
     migrator: Migrator
     clock: Callable[[], float] | None = None
-    """Of arrivals and timelines, in seconds; the event loop's own, which may be coarse, if not
-    given."""
+    """Clock of arrivals and timelines, in seconds. None: the event loop's, which may be coarser."""
 
 
 class RequestDriver:
-    """One request. `deadline_s` is on the event loop's clock, all other times on that of its
-    deps."""
+    """One request. `deadline_s` is on the event loop's clock, all other times on the clock of
+    `deps`."""
 
     def __init__(
         self,
@@ -90,8 +88,9 @@ class RequestDriver:
         deadline_s: float,
         timeline: Timeline | None = None,
     ) -> None:
-        """outputs: of each choice, as `outputs_of` makes them. timeline: the request's, from its
-        arrival on, for whoever wants to read it; one of its own if not given."""
+        """outputs: one per choice, from `outputs_of`.
+        timeline: starts at the request's arrival and may be read by the caller; a new one by
+        default."""
         self._deps = deps
         self._request = request
         self._deadline_s = deadline_s
@@ -100,7 +99,7 @@ class RequestDriver:
         timeline = timeline or Timeline(self._clock())
         timeline.num_choices = request.spec.num_choices
         self._is_best_of = request.num_returned < request.spec.num_choices
-        """Whether not all choices are sent."""
+        """Whether only the best of the choices are sent."""
         timeline.is_streamed = not (self._is_best_of or request.spec.sampling.beam)
         stall_timeout_s = deps.client_stall_timeout_s
         self._delivery = Delivery(request, write, timeline, self._clock, stall_timeout_s, self._end)
@@ -110,28 +109,27 @@ class RequestDriver:
         self._over: asyncio.Future[None] = self._loop.create_future()
         """Done when nothing is left to send."""
         self._error: Exception | None = None
-        """What `run` raises then."""
+        """Error for `run` to raise."""
         self._news: dict[Choice, None] = {}
-        """Choices that have something new, in the order in which it came."""
+        """Choices with new output, in order of arrival."""
         self._best: list[tuple[int, Piece]] | None = None
-        """Where not all choices are sent, those that are and were not yet, the first one last; None
-        until all have ended."""
+        """With best_of: pieces not sent yet, in reverse order; None until all choices have
+        ended."""
         self._is_delivering = True
-        """Whether a call of `_deliver` goes on, or something is on its way to the client: a piece,
-        or what comes before the first."""
+        """Whether `_deliver` is running, or a write to the client is pending."""
         self._actions: list[Action] = []
-        """To be done, by the call of `_perform` that began first."""
+        """Pending actions, consumed by the outermost call of `_perform`."""
         self._is_performing = False
         self._waiting: dict[Assignment, Waiting] = {}
         self._homes: dict[Assignment, _Opened] = {}
         self._sources: dict[Assignment, _Opened] = {}
         self._timers: dict[Assignment, asyncio.TimerHandle] = {}
         self._migrations: dict[Choice, Callable[[], None]] = {}
-        """Who ordered those under way, by whom they are of."""
+        """Callbacks of migrations under way."""
 
     async def run(self, on_admitted: OnAdmitted | None = None) -> None:
-        """Stream the output. `on_admitted` is awaited once the request is in the queue, or has a
-        place.
+        """Stream the output until the request ends. `on_admitted` is awaited once it is queued or
+        placed.
 
         Raises BatonError with the request's id.
         """
@@ -141,8 +139,7 @@ class RequestDriver:
             self._deps.migrator.add(running)
             self._perform(self.state.on_start(self._clock()))
             if on_admitted is not None and self._error is None:
-                # A task of its own: what was just put into the workers' streams goes out first, and
-                # they are at it meanwhile.
+                # A separate task, so that the opening messages leave for the workers first.
                 admitted = asyncio.ensure_future(on_admitted(self._request))
                 self._delivery.wait_for(admitted)
                 admitted.add_done_callback(self._on_taken)
@@ -167,17 +164,17 @@ class RequestDriver:
         self._end(DeadlineExceeded(text))
 
     def _end(self, error: Exception | None) -> None:
-        """Have `run` return, or raise."""
+        """Make `run` return, or raise `error`."""
         if not self._over.done():
             self._error = error
             self._over.set_result(None)
 
     def _deliver(self) -> None:
-        """Send what is new, up to a piece that the client has yet to take.
+        """Send new output until a write is pending.
 
-        Called by whatever brought something new: to wake a task for each piece would cost more than
-        the piece. A failure is this request's alone, so `run` raises it, and not the caller, which
-        has those of others to serve.
+        Called directly by each event, because waking a task per piece would cost more than the
+        piece. An error fails this request in `run`; it is not raised here, since the caller serves
+        other requests, too.
         """
         if self._is_delivering or self._over.done():
             return
@@ -196,8 +193,8 @@ class RequestDriver:
             self._end(self._error)
 
     def _next_piece(self) -> tuple[int, Piece] | None:
-        """All that is there of a choice that has something new, and its index; where not all
-        choices are sent, one of the best once all have ended."""
+        """Return (index, piece) of a choice with new output, or None. With best_of: one of the
+        best, once all have ended."""
         while self._news:
             choice = next(iter(self._news))
             if actions := self.state.on_delivery(choice):
@@ -213,7 +210,7 @@ class RequestDriver:
         return self._best.pop() if self._best else None
 
     def _on_taken(self, taken: asyncio.Future[Any]) -> None:
-        """The client has what was on its way, or will never have it."""
+        """Continue once a write has completed or failed."""
         self._is_delivering = False
         if taken.cancelled():
             self._over.cancel()
@@ -239,13 +236,13 @@ class RequestDriver:
     # Actions
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        """Do all of them in order; what they lead to at once comes after them."""
+        """Perform actions in order. Actions that they trigger are appended."""
         self._actions += actions
         if self._is_performing:
             return
         self._is_performing = True
         try:
-            for action in self._actions:  # which grows meanwhile
+            for action in self._actions:  # grows during the loop
                 if type(action) is Deliver:
                     self._news[action.choice] = None
                 else:
@@ -334,9 +331,9 @@ class RequestDriver:
 
 
 def outputs_of(request: ValidatedRequest, decodings: Mapping[bool, Decoding]) -> list[ChoiceOutput]:
-    """One for each choice, without what earlier streams sent. decodings: see RequestDeps."""
+    """Return one empty output per choice. decodings: see RequestDeps."""
     decoding, sampling = decodings[request.text.skip_special_tokens], request.spec.sampling
-    # A grammar counts a space that its text begins with.
+    # A grammar includes a leading space of the text.
     is_continuation = bool(sampling.grammar)
     return [
         ChoiceOutput(decoding, request.text, sampling.min_tokens, is_continuation=is_continuation)
@@ -347,7 +344,8 @@ def outputs_of(request: ValidatedRequest, decodings: Mapping[bool, Decoding]) ->
 async def resumed_outputs_of(
     request: ValidatedRequest, decodings: Mapping[bool, Decoding]
 ) -> list[ChoiceOutput]:
-    """The same, with what earlier streams sent. A long text is decoded in pieces."""
+    """Return one output per choice, including tokens sent by earlier streams. Long texts are
+    decoded in pieces."""
     outputs = outputs_of(request, decodings)
     for index, so_far in request.resume_from.items():
         num_chars = max(0, so_far.num_chars - len(request.echo_text or ""))
@@ -357,8 +355,8 @@ async def resumed_outputs_of(
 
 
 def starting_specs_of(request: ValidatedRequest) -> Sequence[SequenceSpec]:
-    """What is placed first: all choices as one, or each by itself behind what an earlier stream
-    sent."""
+    """Sequences to place first: all choices as one; after a resume, each choice with its earlier
+    tokens."""
     spec, so_far = request.spec, request.resume_from
     if not any(each.token_ids for each in so_far.values()):
         return (spec,)
@@ -371,14 +369,14 @@ def starting_specs_of(request: ValidatedRequest) -> Sequence[SequenceSpec]:
 
 
 def _with_logprobs(spec: SequenceSpec) -> SequenceSpec:
-    """The same, with the log probabilities by which the best of the choices are found."""
+    """The same spec with log probabilities, by which the best choices are selected."""
     num_logprobs = max(0, spec.sampling.logprobs)
     return replace(spec, sampling=replace(spec.sampling, logprobs=num_logprobs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RunningChoice:
-    """One choice of a request, as migrations see it: a migrator.Movable."""
+    """Adapts one choice to migrator.Movable."""
 
     driver: RequestDriver
     choice: Choice

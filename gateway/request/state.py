@@ -1,5 +1,5 @@
-"""The life of a request, from the queue to its last token. Pure: events and the time in, actions
-out.
+"""State machine of a request, from the queue to its last token. Pure: events and the time in,
+actions out.
 
 A sequence reaches the worker that runs it, its owner, by one handoff, wherever its KV is from:
 
@@ -8,15 +8,15 @@ A sequence reaches the worker that runs it, its owner, by one handoff, wherever 
     PAUSING ──Paused──┘   opened at  └─LocalPrefill───────────────────────┘
                           the owner
 
-    the source     a prefill worker, which is opened with the ticket and computes the prompt
-                   a worker that runs the sequence, its origin, and hands it off: a migration begins
-                   with PAUSING
+    the source     a prefill worker, opened with the ticket, which computes the prompt; or
+                   the origin, a worker that runs the sequence and hands it off: a migration,
+                   which starts in PAUSING
 
     refused, preempted, failed, or too late, in any state:
-        a migration     it goes on at its origin, if it still is there; RETURNING until the origin
-                        has said so
-        else            the assignment is OVER; each choice WAITS for another one, with the tokens
-                        so far
+        a migration     continues at its origin, if that still has the sequence; RETURNING until
+                        the origin has answered
+        else            the assignment is OVER; each choice WAITS for another one, with its
+                        tokens so far
 
 Several choices are one sequence up to their first tokens, and each goes its own way from then on.
 The gateway may know the first tokens, which the source reports at once, earlier than the owner:
@@ -94,11 +94,11 @@ from gateway.routing.placement import Outcome, Placement
 from gateway.routing.router import Need
 from gateway.telemetry.timing import Handoff, Timeline
 
-#: How long a worker may take to pause a sequence; it goes on there after that.
+#: Seconds for a worker to pause a sequence; later it continues there.
 PAUSE_TIMEOUT_S = 10.0
 
-#: How long a worker may take to answer an opening. A frozen one is noticed sooner; this is for lost
-#: messages.
+#: Seconds for a worker to answer an opening. Covers lost messages; a frozen worker is detected
+#: earlier.
 OPEN_TIMEOUT_S = 15.0
 
 #: How long KV may take to the owner once it is all computed.
@@ -111,8 +111,8 @@ _DEAF = frozenset({State.RETURNING, State.OVER})
 
 
 class RequestState:
-    """One request. Every method but the properties is an event: what it returns is to be done, in
-    order."""
+    """State of one request. Every method except the properties handles an event and returns the
+    actions to perform, in order."""
 
     def __init__(
         self,
@@ -121,29 +121,30 @@ class RequestState:
         timeline: Timeline,
         ended: Set[int] = frozenset(),
     ) -> None:
-        """outputs: of each choice, with the tokens that an earlier stream sent, if one did.
-        timeline: the request's; all times are on its clock. ended: choices whose end was sent."""
+        """outputs: one per choice, with the tokens of earlier streams.
+        timeline: of the request; all times are on its clock.
+        ended: choices that ended in an earlier stream."""
         self.choices = tuple(Choice(i, output, i in ended) for i, output in enumerate(outputs))
         self._deliver = tuple((Deliver(choice),) for choice in self.choices)
-        """By choice, all that is to be done when a token comes, made once."""
+        """Actions on a new token, by choice; made once."""
         has_begun = 0 in ended or bool(outputs[0].token_ids)
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = () if has_begun else None
-        """Once they are known; before the first tokens, if they were asked for. Empty if an earlier
-        stream sent them."""
+        """None until known; known before the first tokens if requested. Empty if an earlier stream
+        sent them."""
         self.num_running = len(self.choices) - len(ended)
-        """Choices that are not over; none once the request has failed."""
+        """Choices that are not over; 0 once the request has failed."""
         self._spec = spec
         self._is_search = spec.sampling.beam is not None
         self._timeline = timeline
         self._assignments: dict[Assignment, None] = {}
-        """Those that are not OVER."""
+        """Assignments that are not OVER, in order."""
         self._actions: list[Action] = []
         self._numerics: NumericsClass | None = None
-        """Of the worker that the first tokens came from, where it may not change."""
+        """Class of the worker of the first tokens, if it must not change."""
         self._is_return = False
         self._is_closed = False
 
-    # What the driver reports
+    # Events from the driver
 
     def on_start(self, now_s: float) -> Sequence[Action]:
         for choice in self.choices:
@@ -157,13 +158,13 @@ class RequestState:
     def on_place(
         self, assignment: Assignment, place: Placement | BatonError, now_s: float
     ) -> Sequence[Action]:
-        """The dispatcher's answer: a place, or why there will be none."""
+        """Handle the dispatcher's answer: a placement, or the error that prevents one."""
         if isinstance(place, BatonError):
-            # A worker's failure that led here says more than that.
+            # The worker failure that led here is more specific than the dispatcher's error.
             failures = assignment.choices[0].failures
             self._fail(failures[-1] if isinstance(place, NoWorkers) and failures else place)
             return self._taken_actions()
-        if assignment.state is not State.WAITING:  # nobody waits for it any more
+        if assignment.state is not State.WAITING:  # given up meanwhile
             return (Update(place, Outcome.RELEASED),)
         assignment.placement = place
         self._timeline.queue_ms += (now_s - assignment.since_s) * 1e3
@@ -205,7 +206,7 @@ class RequestState:
                 if not self._is_search:
                     self._fork(assignment)
             case Deferred(why) | Failed(Draining.reason, why):
-                # There was no room after all, or the worker drains: no failure.
+                # No room after all, or the worker is draining: not a failure.
                 self._timeline.note(RequestEvent.DEFERRED, now_s)
                 self._actions.append(Update(_placement_of(assignment), Outcome.REFUSED))
                 self._on_released(assignment, number, Deferred(why), now_s)
@@ -221,7 +222,7 @@ class RequestState:
     def on_source_event(
         self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
     ) -> Sequence[Action]:
-        """A prefill worker that is an assignment's source reports an event: Prefilled, and then its
+        """Handle an event of a prefill worker that is an assignment's source: Prefilled, then its
         first tokens."""
         state = assignment.state
         if state in _DEAF:
@@ -272,8 +273,7 @@ class RequestState:
         return self._taken_actions()
 
     def on_migration(self, choice: Choice, placement: Placement, now_s: float) -> Sequence[Action]:
-        """Move a movable choice to a place that was claimed for it. EndMigration follows, in any
-        case."""
+        """Migrate a movable choice to a claimed placement. EndMigration always follows."""
         origin, spec = choice.assignment, self.spec_of((choice,))
         if origin is None:
             raise ValueError("the choice has no place")
@@ -285,19 +285,19 @@ class RequestState:
         return self._taken_actions()
 
     def on_delivery(self, choice: Choice) -> Sequence[Action]:
-        """The client can take what came: it is added to the choice's output."""
+        """Add pending tokens to the choice's output, since the client can take more."""
         self._take_pending(choice)
         return self._taken_actions()
 
     def on_close(self) -> Sequence[Action]:
-        """The request is over, whatever state it is in."""
+        """End the request, in any state."""
         self._close_all()
         return self._taken_actions()
 
-    # What others ask
+    # Queries
 
     def is_movable(self, choice: Choice) -> bool:
-        """Whether it runs as a sequence of its own, and stays where it is so far."""
+        """Whether it runs as a forked sequence and no migration of it is under way."""
         assignment = choice.assignment
         return (
             assignment is not None
@@ -308,12 +308,12 @@ class RequestState:
         )
 
     def rank_of(self, choice: Choice) -> Rank:
-        """Among the running choices of all accounts."""
+        """Its rank among the running choices of all accounts."""
         return across_accounts(self._spec.choice_alone(choice.index).rank)
 
     def spec_of(self, choices: Sequence[Choice]) -> SequenceSpec:
-        """What is to be placed: all choices as one while they have no tokens, else one that has
-        some."""
+        """The sequence to place: all choices as one before the first tokens, else a single
+        choice."""
         spec = self._spec
         has_begun = self.prompt_logprobs is not None or choices[0].output.token_ids
         if has_begun and spec.sampling.prompt_logprobs >= 0:
@@ -368,7 +368,7 @@ class RequestState:
         self._actions.append(SetTimer(assignment, None))
         self._actions.append(Update(placement, Outcome.RESERVED))
         if placement.decode is None:
-            return  # all that is wanted comes from the prefill worker
+            return  # the prefill worker's token completes the output
         self._timeline.note(event, now_s)
         if self._timeline.decode_cached_tokens is None:
             self._timeline.decode_cached_tokens = num_cached_tokens
@@ -403,7 +403,7 @@ class RequestState:
             assignment.is_streaming = assignment.state is State.RUNNING
 
     def _release_held(self, assignment: Assignment, now_s: float) -> None:
-        """What came is wanted now."""
+        """Process held events."""
         held, assignment.held = assignment.held, []
         for number, event in held:
             if isinstance(event, Tokens):
@@ -412,7 +412,7 @@ class RequestState:
                 self._release(assignment, (number,), event, now_s)
 
     def _give(self, assignment: Assignment, number: int, event: Tokens, now_s: float) -> None:
-        """Tokens for the client."""
+        """Accept tokens for the client."""
         if number in assignment.gone:
             return
         self._timeline.on_tokens(now_s)
@@ -430,7 +430,7 @@ class RequestState:
         for number in sorted(assignment.gone):
             self._end_one(assignment, number)
 
-    # What the source reports
+    # Events of the source
 
     def _on_prefilled(self, assignment: Assignment, event: Prefilled, now_s: float) -> None:
         timeline = self._timeline
@@ -445,7 +445,7 @@ class RequestState:
         self._actions.append(Update(_placement_of(assignment), Outcome.PREFILLED))
 
     def _on_source_failed(self, assignment: Assignment, error: BatonError, now_s: float) -> None:
-        """The KV will not come, or nobody knows what came with it."""
+        """The source failed: the KV will not arrive, or its tokens are unknown."""
         if assignment.state is State.RUNNING and not assignment.is_prefill_awaited:
             return
         placement = _placement_of(assignment)
@@ -453,7 +453,7 @@ class RequestState:
             self._actions.append(NoteUndelivered(placement, placement.source, error.message))
         self._release_all(assignment, error, now_s)
 
-    # What the origin of a migration reports
+    # Events of a migration's origin
 
     def _on_origin_event(
         self,
@@ -488,7 +488,7 @@ class RequestState:
                 self._stay(migration)
 
     def _open_migration(self, migration: Assignment, now_s: float) -> None:
-        """The origin has reported all tokens that go along."""
+        """Open the migration at its target, once the origin has reported all tokens."""
         (choice,) = migration.choices
         self._take_pending(choice)
         if migration.state is not State.OVER:
@@ -496,27 +496,27 @@ class RequestState:
             self._open(migration, now_s)
 
     def _stay(self, migration: Assignment) -> None:
-        """It goes on at its origin."""
+        """Give up the migration; the choice continues at its origin."""
         origin, (choice,) = migration.origin, migration.choices
         self._end_migration(migration)
         if origin is not None:
             self._actions.append(SendCommand(origin, origin.choices.index(choice), Resume()))
 
     def _lose_both(self, migration: Assignment, cause: Released, now_s: float) -> None:
-        """It is in neither place, or nobody knows in which."""
+        """The sequence is lost at both workers, or its location is unknown."""
         origin, (choice,) = migration.origin, migration.choices
         self._end_migration(migration)
         if origin is not None:
             self._release(origin, (origin.choices.index(choice),), cause, now_s)
 
     def _end_migration(self, migration: Assignment) -> None:
-        """Whatever state it is in."""
+        """End the migration, in any state."""
         (choice,) = migration.choices
         self._close(migration)
         choice.migration = None
         self._actions.append(EndMigration(choice))
 
-    # How an assignment ends
+    # Ends of assignments
 
     def _on_released(
         self, assignment: Assignment, number: int, cause: Released, now_s: float
@@ -535,7 +535,8 @@ class RequestState:
         elif assignment.has_origin_left:
             self._lose_both(assignment, cause, now_s)
         elif assignment.state is State.DELIVERING:
-            # The origin is sending, and would not listen: it will say if it still has the sequence.
+            # The origin is sending and takes no command; it will report whether it still holds the
+            # sequence.
             assignment.failure = cause
             assignment.state, assignment.since_s = State.RETURNING, now_s
             self._actions.append(Close(assignment))
@@ -546,8 +547,8 @@ class RequestState:
     def _release(
         self, assignment: Assignment, numbers: Iterable[int], cause: Released, now_s: float
     ) -> None:
-        """Some choices have lost their place, if they had it: each needs another one, unless it has
-        come to its end."""
+        """Release choices from the assignment; those that have not ended are queued again, or
+        fail."""
         placement = _placement_of(assignment)
         choices = [assignment.choices[n] for n in numbers if n not in assignment.gone]
         for choice in choices:
@@ -575,12 +576,13 @@ class RequestState:
             self._wait(group, now_s)
 
     def _grouped(self, choices: Sequence[Choice]) -> Sequence[Sequence[Choice]]:
-        """All of the request's are one sequence while they have no tokens."""
+        """Group the choices that share a sequence: all of them before the first tokens, else each
+        alone."""
         is_one = len(choices) == len(self.choices) and not any(c.output.token_ids for c in choices)
         return (choices,) if is_one else [(choice,) for choice in choices]
 
     def _take_pending(self, choice: Choice) -> None:
-        """Add what came to a choice's output, up to its end, and end the choice with it."""
+        """Add pending tokens to a choice's output, and end the choice if the output has ended."""
         if choice.is_over:
             return
         output, num_known = choice.output, len(choice.output.token_ids)
@@ -643,15 +645,15 @@ class RequestState:
                 self._close(assignment)
 
     def _fail(self, error: BatonError) -> None:
-        """The request ends with an error; what is on workers is given back at once."""
+        """Fail the request and release all workers at once."""
         if not self._is_closed:
             self._close_all()
             self._actions.append(Fail(error))
 
-    # Places
+    # Placement
 
     def _wait(self, choices: Sequence[Choice], now_s: float) -> None:
-        """Queue choices that know the same tokens for a place."""
+        """Queue choices that have the same tokens for a placement."""
         spec = self.spec_of(choices)
         assignment = Assignment(tuple(choices), State.WAITING, now_s, spec)
         self._assignments[assignment] = None
@@ -685,7 +687,7 @@ def _placement_of(assignment: Assignment) -> Placement:
 
 
 def _error_of(event: Failed) -> BatonError:
-    """What a worker's failure means here: a RetriableError exactly if it said so."""
+    """Map a worker's failure to an error: RetriableError exactly if the worker says so."""
     kind = BY_REASON.get(event.reason, EngineFault)
     if event.is_retriable != issubclass(kind, RetriableError):
         kind = HandoffFailed if event.is_retriable else EngineFault

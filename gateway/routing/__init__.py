@@ -1,1 +1,1 @@
-"""Which workers a sequence goes to: who there is, who has room, and who waits."""
+"""Worker selection: the fleet, free capacity on each worker, and the admission queue."""

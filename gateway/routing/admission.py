@@ -1,10 +1,11 @@
-"""The queue of sequences that wait for a place: bounded, fair between accounts, by rank within one;
-and how long one waits. Pure.
+"""Admission queue and wait estimates. The queue is bounded, fair between accounts, and ordered by
+rank within an account. Pure.
 
-Accounts are served by counters, as the Virtual Token Counter of "Fairness in Serving Large Language
-Models" (OSDI 2024) serves clients, but counted in places: who was given fewest for its weight is
-next, and who comes back after a while has saved up nothing. So one with five hundred requests makes
-another wait for one place, not for five hundred; and priorities order an account's own requests.
+Fairness follows the Virtual Token Counter of "Fairness in Serving Large Language Models" (OSDI
+2024), counted in places instead of tokens: the account with the fewest places for its weight is
+served next, and an idle account saves up no credit. An account with five hundred requests delays
+another account by one place, not by five hundred. Priorities order the requests of one account
+only.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from typing import Generic, Protocol, TypeVar
 from baton.errors import Overloaded
 from baton.types import Rank, across_accounts
 
-#: What estimates are made of: the latest of each kind.
+#: Estimates average this many latest samples of each kind.
 _NUM_LATEST = 64
 
-#: Limits of the advice when to try again, in seconds; and the advice while nothing is known.
+#: Minimum and maximum Retry-After, and its value before the first sample, in seconds.
 _MIN_RETRY_S, _MAX_RETRY_S, _UNKNOWN_RETRY_S = 0.1, 600.0, 1.0
 
-#: Accounts whose counters are kept though nothing of theirs waits.
+#: Counters kept for accounts with no waiting request.
 _NUM_KEPT = 1024
 
 
 class Queued(Protocol):
-    """What waits. width: places that it takes. is_return: it was placed before, and goes first."""
+    """An item of the queue.
+    width: places that it takes.
+    is_return: it was placed before, and is served ahead of first admissions."""
 
     @property
     def rank(self) -> Rank: ...
@@ -45,36 +48,35 @@ QueuedT = TypeVar("QueuedT", bound=Queued)
 
 
 class AdmissionQueue(Generic[QueuedT]):
-    """Ranks are unique."""
+    """Bounded fair queue. Ranks must be unique."""
 
     def __init__(self, max_size: int, weights: Mapping[bytes, float] | None = None) -> None:
-        """`max_size` bounds first admissions; what comes back to be placed anew always finds
-        room. weights: of accounts, above 0; of all others 1. Of two that wait all the time, one of
-        weight 3 is given three times the places of one of weight 1."""
+        """max_size: bound on first admissions; returns are always accepted.
+        weights: by account, above 0; 1 if absent. An account of weight 3 gets three times the
+        places of an account of weight 1 while both wait."""
         self.max_size = max_size
         self._weights = weights or {}
         self._heaps: dict[bytes, list[Rank]] = {}
         self._returns: list[tuple[Rank, Rank]] = []
-        """Ranks of all accounts' returns, each behind that by which it is sorted."""
+        """(sort key, rank) of each return, of all accounts."""
         self._items: dict[Rank, QueuedT] = {}
         self._widths: Counter[bytes] = Counter()
-        """Places that each account waits for."""
+        """Waiting places, by account."""
         self._counters: dict[bytes, float] = {}
-        """Places that each account was given, from a common beginning on, for each unit of its
-        weight."""
+        """Places given to each account per unit of its weight, counted from a common start."""
         self._floor = 0.0
-        """The counter of the account that was served last, before that."""
+        """Counter of the account served last, before it was charged."""
 
     def __len__(self) -> int:
         return len(self._items)
 
     @property
     def width(self) -> int:
-        """Places that all together wait for."""
+        """Places that all queued items take together."""
         return sum(item.width for item in self._items.values())
 
     def add(self, item: QueuedT) -> None:
-        """Queue an item, or put one back that was popped."""
+        """Add an item, or put back one that was popped."""
         if item.rank in self._items:
             raise ValueError(f"rank {item.rank} is queued already")
         self._items[item.rank] = item
@@ -89,7 +91,8 @@ class AdmissionQueue(Generic[QueuedT]):
         heapq.heappush(self._heaps.setdefault(account, []), item.rank)
 
     def pop(self) -> QueuedT | None:
-        """Take out the item to be served next, if there is one; `charge` it once it is served."""
+        """Remove and return the item to serve next, or None. The caller calls `charge` once it is
+        served."""
         while self._returns:
             _, returned = heapq.heappop(self._returns)
             if (item := self._items.pop(returned, None)) is not None:
@@ -105,23 +108,23 @@ class AdmissionQueue(Generic[QueuedT]):
         return self._take(heapq.heappop(self._heaps[account]))
 
     def charge(self, item: QueuedT) -> None:
-        """An item that was popped has been given its places."""
+        """Charge the account of a popped item for the places it was given."""
         if not item.is_return:
             counter = self._counters.get(item.account, self._floor)
             self._floor = max(self._floor, counter)
             self._counters[item.account] = counter + item.width / self._weight(item.account)
 
     def remove(self, item: QueuedT) -> None:
-        """Take an item out, wherever it stands; nothing happens if it is not there."""
+        """Remove an item at any position; no-op if it is not queued."""
         if item.rank in self._items:
             self._take(item.rank)
 
     def width_before(self, account: bytes, width: int) -> float:
-        """Places that are given before an item of this width would be served, if it came last."""
+        """Places given before an item of this width, queued last, is served."""
         returns = sum(self._items[rank].width for _, rank in self._returns if rank in self._items)
         own = self._widths[account]
-        # For each unit of its weight, each other account gets as many meanwhile as this one, or
-        # what it waits for.
+        # Meanwhile each other account gets as many places per unit of weight as this one, or all
+        # that it waits for.
         per_unit = (own + width) / self._weight(account)
         others = (
             min(w, per_unit * self._weight(other))
@@ -134,7 +137,7 @@ class AdmissionQueue(Generic[QueuedT]):
         return self._weights.get(account, 1.0)
 
     def _first_of(self, heap: list[Rank]) -> Rank | None:
-        """The first that has not been removed."""
+        """Rank of the first item that was not removed."""
         while heap and heap[0] not in self._items:
             heapq.heappop(heap)
         return heap[0] if heap else None
@@ -158,22 +161,22 @@ class AdmissionQueue(Generic[QueuedT]):
 
 
 class WaitEstimate:
-    """How fast the queue has been served lately, and how long what it served took. Times in seconds
-    on one clock."""
+    """Estimates waiting and running times from recent samples. All times are seconds on one
+    clock."""
 
     def __init__(self) -> None:
         self._served: deque[tuple[float, int]] = deque(maxlen=_NUM_LATEST)
-        """When places were given to what had waited, on a clock that stands still while nothing
-        waits; and how many."""
+        """(time, places) of each placement from the queue, on `_waited_s`."""
         self._waited_s = 0.0
-        """That clock."""
+        """Seconds during which something waited: a clock that stops while the queue is empty."""
         self._since_s: float | None = None
-        """Since when something waits, if it does."""
+        """Start of the current waiting period; None while the queue is empty."""
         self._holds: deque[tuple[float, int]] = deque(maxlen=_NUM_LATEST)
-        """How long outputs took from their places on, and their numbers of tokens."""
+        """(seconds from placement to end, output tokens) of each ended output."""
 
     def set_waiting(self, is_waiting: bool, now_s: float) -> None:
-        """Whether something waits, whenever that may have changed."""
+        """Update the waiting clock. Call it whenever the queue may have become empty or
+        non-empty."""
         if self._since_s is not None:
             self._waited_s += now_s - self._since_s
         elif is_waiting and not self._served:
@@ -181,20 +184,21 @@ class WaitEstimate:
         self._since_s = now_s if is_waiting else None
 
     def on_served(self, width: int, now_s: float) -> None:
-        """Something that waited was given its places."""
+        """Record that a waiting item was given `width` places."""
         self.set_waiting(self._since_s is not None, now_s)
         self._served.append((self._waited_s, width))
 
     def on_ended(self, hold_s: float, num_tokens: int) -> None:
-        """An output of so many tokens has ended, so long after it was given a place."""
+        """Record that an output of `num_tokens` tokens ended `hold_s` after its placement."""
         self._holds.append((hold_s, max(1, num_tokens)))
 
     def seconds_for(self, num_places: float, num_running: int, now_s: float) -> float | None:
-        """How long it takes until so many places have been given; None while nothing is known.
+        """Estimated seconds until `num_places` places have been given; None before the first
+        sample.
 
-        num_running: outputs that hold a place. The longer of two estimates: by how fast places were
-        given, which is too good while the queue is short, for then who waits is served soon; and by
-        how fast those that run will end.
+        The longer of two estimates is returned: the rate at which places were given, which is
+        optimistic while the queue is short, and the rate at which running outputs will end.
+        num_running: outputs that hold a place.
         """
         self.set_waiting(self._since_s is not None, now_s)
         estimates_s = []
@@ -206,8 +210,8 @@ class WaitEstimate:
         return num_places * max(estimates_s) if estimates_s else None
 
     def hold_s(self, max_tokens: int) -> float:
-        """How long an output of at most so many tokens takes from its place on; 0 while nothing is
-        known."""
+        """Estimated seconds from placement to end of an output of at most `max_tokens` tokens; 0
+        before the first sample."""
         if not self._holds:
             return 0.0
         mean_tokens = fmean(num_tokens for _, num_tokens in self._holds)
@@ -219,7 +223,7 @@ class WaitEstimate:
 
 
 def queue_full(num_waiting: int, max_size: int, clear_s: float | None) -> Overloaded:
-    """clear_s: how long it takes to serve all that wait."""
+    """The error for a full queue. clear_s: estimated seconds to serve all waiting requests."""
     return Overloaded(
         f"{num_waiting} requests wait already, as many as --max-queue-size allows",
         retry_after_s=retry_s(clear_s),
@@ -228,7 +232,8 @@ def queue_full(num_waiting: int, max_size: int, clear_s: float | None) -> Overlo
 
 
 def too_late(expected_s: float, left_s: float) -> Overloaded:
-    """Of a request that is expected to end so many seconds from now, and has fewer left."""
+    """The error for a request expected to end in `expected_s` seconds, with `left_s` seconds to its
+    deadline."""
     return Overloaded(
         f"the answer is expected in {expected_s:.1f} s, and its deadline is in {left_s:.1f} s; "
         "allow more time, or try again later",
@@ -237,7 +242,7 @@ def too_late(expected_s: float, left_s: float) -> Overloaded:
 
 
 def retry_s(seconds: float | None) -> float:
-    """Advice when to try again."""
+    """Retry-After for an estimate in seconds, within limits."""
     if seconds is None:
         return _UNKNOWN_RETRY_S
     return min(_MAX_RETRY_S, max(_MIN_RETRY_S, seconds))

@@ -1,13 +1,13 @@
-"""Gives waiting sequences to workers, in order of rank, when there is room: late binding.
+"""Dispatches waiting sequences to workers by rank, once there is room (late binding).
 
-A sequence that nobody waits before is placed at once, if there is room. Else by one task, woken by
-whatever may make room: a new one, a load report, a worker that joins, a placement's end. In order:
-one that there is no room for is overtaken by smaller ones alone, and by few times as many places as
-it needs itself, so that nobody starves. What no ready worker could ever serve is passed over, and
-fails when no worker that it waits for comes back.
+With an empty queue, a sequence is placed at once if there is room. Otherwise one task places it,
+best rank first; a new sequence, a load report, a worker that joins and the end of a placement each
+wake the task. A sequence without room may be overtaken only by smaller ones, and by a bounded
+number of them, which prevents starvation. A sequence that no ready worker could ever serve is
+skipped. It fails unless a suitable worker comes back within NO_WORKER_GRACE_S.
 
-Who would be served too late is refused at once, and once more when its turn comes: what is computed
-for nobody would make others late, too.
+A sequence that would miss its deadline is refused on arrival, and checked again at its turn: work
+for a client that has given up delays all others.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from gateway.routing.history import Digest, PrefixAffinity, PrefixHasher, prefix
 from gateway.routing.placement import Placement, plan
 from gateway.routing.router import Need, Plan, Verdict, choose
 
-#: How long a sequence waits for a worker that can serve it to come back: a starved one is given up
-#: for silent, and ready again a moment later.
+#: Seconds that a sequence waits for a suitable worker to come back. A worker starved of CPU is
+#: declared silent and is ready again a moment later.
 NO_WORKER_GRACE_S = 10.0
 
-#: In a fleet of more workers than this, a search that found no room is not repeated at each report
-#: of one of them, but after a pause, in seconds.
+#: In a fleet of more than _MANY_WORKERS, a search that found no room is repeated after a pause of
+#: _SEARCH_PAUSE_S seconds, not at each load report.
 _MANY_WORKERS, _SEARCH_PAUSE_S = 64, 0.005
 
-#: Sequences that are waited for by others that are placed meanwhile; and places that these may take
-#: for each that the former needs.
+#: Maximum blocked sequences that a search continues past; and places given to overtaking sequences
+#: per place that a blocked one needs.
 _MAX_BLOCKED, _OVERTAKEN_PER_PLACE = 16, 4
 
-#: How much longer than estimated one is taken to wait: few of those that are let in are late.
+#: Factor on the estimated wait, so that few admitted requests miss their deadline.
 _WAIT_MARGIN = 1.25
 
-#: Long sequences whose tokens are not looked at again.
+#: Maximum long sequences with a stored prefix hasher.
 _MAX_HASHERS = 256
 
-#: Requests whose placing is remembered, to learn how long they take.
+#: Maximum requests with a recorded placement time, from which running times are learned.
 _MAX_STARTS = 4096
 
 
-#: Called with the place, or with why there will be none; quick, raises nothing.
+#: Receives the placement, or the reason why there is none. Must be quick and raise nothing.
 OnPlace = Callable[[Placement | BatonError], None]
 
 
@@ -63,14 +63,14 @@ class Waiting:
     digests: tuple[Digest, ...]
     on_place: OnPlace
     account: bytes
-    """Whose it is: accounts share the places by their weights."""
+    """The account charged; accounts share places by weight."""
     is_return: bool
     deadline_s: float
-    """On the event loop's clock."""
+    """On the event loop's clock, seconds."""
     is_over: bool = False
-    """Whether it was answered, or given up."""
+    """Whether it was answered or cancelled."""
     num_overtaking: int = 0
-    """Places that were given to later ones while it was first."""
+    """Places given to later sequences while this one was first."""
 
     @property
     def rank(self) -> Rank:
@@ -86,7 +86,7 @@ class Waiting:
         return self.num_overtaking < _OVERTAKEN_PER_PLACE * max(2, self.width)
 
     def may_overtake(self, other: Waiting) -> bool:
-        """Whether there may be room for it where there is none for the other."""
+        """Whether this sequence may find room where the other finds none."""
         mine, its = self.need, other.need
         is_smaller = mine.num_sequences < its.num_sequences or mine.num_tokens < its.num_tokens
         return is_smaller or mine.avoid != its.avoid or mine.numerics != its.numerics
@@ -97,7 +97,8 @@ class Waiting:
 
 
 class Dispatcher:
-    """The queue and its task. `run` must be running for what waits to be placed."""
+    """The admission queue and the task that serves it. Queued sequences are placed only while `run`
+    runs."""
 
     def __init__(
         self,
@@ -108,30 +109,31 @@ class Dispatcher:
         max_prefixes: int = DEFAULT_MAX_PREFIXES,
         weights: Mapping[bytes, float] | None = None,
     ) -> None:
-        """`key`: a secret of this process, so that nobody can aim at another's prefixes or at a
-        worker. weights: of accounts; of all others 1."""
+        """key: a secret of this process, against requests aimed at another client's prefixes or at
+        a chosen worker.
+        weights: by account; 1 if absent."""
         self._fleet = fleet
         self._key = key
         self._queue: AdmissionQueue[Waiting] = AdmissionQueue(max_queue_size, weights)
         self._affinity = PrefixAffinity(max_prefixes)
         self._wake = asyncio.Event()
         self._is_placing = False
-        """Whether some that wait may be out of the queue for a moment."""
+        """Whether `_place_all` runs: it takes sequences out of the queue and may put them back."""
         self._num_tries = 0
         self._estimate = WaitEstimate()
         self._starts_s: OrderedDict[str, float] = OrderedDict()
-        """When requests were placed, by their ids."""
+        """Placement times, by request id."""
         self._hashers: OrderedDict[tuple[str, int], PrefixHasher] = OrderedDict()
-        """Of long sequences, by their requests and first choices."""
+        """Prefix hashers of long sequences, by request id and first choice."""
         self._stranded_s: dict[Rank, float] = {}
-        """Since when each that no ready worker could serve waits."""
+        """Start of the wait of each sequence that no ready worker could serve."""
         self._last_ready_s = -inf
-        """When a decode worker was last seen ready."""
+        """Last time that a decode worker was ready."""
         fleet.listen(self._on_change)
         fleet.listen_leave(self._affinity.forget)
 
     def _on_change(self) -> None:
-        """There may be room, or a worker less: a matter of those that wait, if any do."""
+        """Wake the task if sequences wait: there may be room, or a worker less."""
         self._see_ready(asyncio.get_running_loop().time())
         if self._queue or self._is_placing:
             self._wake.set()
@@ -154,13 +156,16 @@ class Dispatcher:
         account: bytes = b"",
         deadline_s: float = inf,
     ) -> Waiting:
-        """Call `on_place` with a place, which its caller releases, or with why there will be none:
-        now, or once its turn in the queue has come, unless it is cancelled before.
+        """Place a sequence now, or queue it. `on_place` is called once with a placement, which the
+        caller must release, or with an error; it is not called after `cancel`.
 
-        need: of spec. is_return: the sequence was placed before, and now keeps its rank and finds
-        room in the queue. account: whose it is. deadline_s: of the request, on the event loop's
-        clock. on_place may get Overloaded, NoWorkers, or InvalidRequest if no worker could ever
-        hold it.
+        need: requirements of `spec`.
+        is_return: the sequence was placed before; it keeps its rank and is accepted by a full
+        queue.
+        account: the account to charge.
+        deadline_s: of the request, on the event loop's clock.
+        Errors passed to on_place: Overloaded, NoWorkers, and InvalidRequest if no worker could ever
+        hold the sequence.
         """
         digests = self._digests_of(spec)
         waiting = Waiting(spec, need, digests, on_place, account, is_return, deadline_s)
@@ -184,8 +189,8 @@ class Dispatcher:
         return waiting
 
     async def prepare(self, specs: Sequence[SequenceSpec]) -> None:
-        """Have a request's sequences, which share its prompt, placed without a long look at many
-        tokens: that is taken now, in pieces, with others' turns between them."""
+        """Hash the tokens of a request's sequences, which share its prompt, before `place` is
+        called. Long sequences are hashed in pieces that yield to the event loop."""
         if all(spec.num_tokens < LONG_PIECE for spec in specs):
             return
         of_prompt = PrefixHasher(specs[0].prefix_key, self._key)
@@ -199,8 +204,7 @@ class Dispatcher:
             self._hashers.popitem(last=False)
 
     def _digests_of(self, spec: SequenceSpec) -> tuple[Digest, ...]:
-        """Of all tokens so far. What was looked at before is not looked at again: of a sequence,
-        tokens only become more."""
+        """Digests of all tokens so far. A prepared sequence hashes only its new tokens."""
         hasher = self._hashers.get((spec.request_id, spec.choice))
         if hasher is None:
             return prefix_digests(spec.token_ids, spec.prefix_key, self._key)
@@ -210,7 +214,7 @@ class Dispatcher:
         return tuple(digest for digest in hasher.digests if digest.num_tokens <= spec.num_tokens)
 
     def _check_wait(self, waiting: Waiting, now_s: float) -> None:
-        """Raises Overloaded if the queue is full, or would be served too late for it."""
+        """Raise Overloaded if the queue is full, or if the estimated wait exceeds the deadline."""
         queue, estimate = self._queue, self._estimate
         num_running = sum(worker.num_in_flight for worker in self._fleet.tier(Tier.DECODE))
         if len(queue) >= queue.max_size:
@@ -222,24 +226,25 @@ class Dispatcher:
             self._check_time(waiting, _WAIT_MARGIN * wait_s, now_s)
 
     def _check_time(self, waiting: Waiting, wait_s: float, now_s: float) -> None:
-        """Raises Overloaded if a sequence that gets its place so long from now ends too late."""
+        """Raise Overloaded if a sequence that is placed in `wait_s` seconds would end after its
+        deadline."""
         expected_s = wait_s + self._estimate.hold_s(waiting.spec.sampling.max_tokens)
         left_s = waiting.deadline_s - now_s
         if expected_s > left_s:
             raise too_late(expected_s, left_s)
 
     def cancel(self, waiting: Waiting) -> None:
-        """It waits no more. Idempotent."""
+        """Stop waiting. Idempotent."""
         if not waiting.is_over:
             waiting.is_over = True
             self._queue.remove(waiting)
             self._wake.set()
 
     def place_now(self, spec: SequenceSpec, among: Collection[Worker]) -> Placement | None:
-        """Claim room for a running sequence on one of these decode workers; None if none takes it
+        """Claim room for a running sequence on one of these decode workers; None if none has room
         now.
 
-        It does not queue: what runs already makes no other wait longer by running elsewhere.
+        It bypasses the queue: moving a running sequence takes no place from a waiting one.
         """
         need = Need.of(spec)
         digests = self._digests_of(spec)
@@ -253,7 +258,7 @@ class Dispatcher:
         return self._claim(need, digests, choice, num_prefill_tokens=0)
 
     def record(self, worker: Worker, spec: SequenceSpec) -> None:
-        """Remember that `worker` has the KV of all tokens of `spec`, whose output has ended."""
+        """Record that `worker` holds the KV of all tokens of `spec`, an output that has ended."""
         start_s = self._starts_s.get(spec.request_id)
         if start_s is not None:
             hold_s = asyncio.get_running_loop().time() - start_s
@@ -261,7 +266,7 @@ class Dispatcher:
         self._affinity.record(self._digests_of(spec), worker.address)
 
     async def run(self) -> None:
-        """Place what waits, for ever."""
+        """Place queued sequences until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
@@ -277,8 +282,8 @@ class Dispatcher:
                     await self._wake.wait()
 
     def _place_all(self, now_s: float) -> bool:
-        """Place what there is room for, in order, up to one that may be overtaken no more; whether
-        any has to wait for room."""
+        """Place queued sequences in order, up to the first that must not be overtaken any more.
+        Return whether any is blocked for lack of room."""
         passed_over: list[Waiting] = []
         blocked: list[Waiting] = []
         while len(blocked) < _MAX_BLOCKED and all(other.may_be_overtaken for other in blocked):
@@ -307,7 +312,7 @@ class Dispatcher:
                 waiting.answer(error)
             else:
                 passed_over.append(waiting)
-        # An answer may have led to others being given up.
+        # An answer may have cancelled other sequences.
         passed_over = [waiting for waiting in passed_over if not waiting.is_over]
         self._stranded_s = {
             waiting.rank: self._stranded_s.get(waiting.rank, now_s) for waiting in passed_over
@@ -319,7 +324,7 @@ class Dispatcher:
         return bool(blocked)
 
     def _place(self, waiting: Waiting, now_s: float) -> Placement | Verdict:
-        """Place one, or say why not."""
+        """Place one sequence, or return why not."""
         self._fleet.broken_pairs.expire(now_s)
         matched = self._affinity.matched_tokens(waiting.digests)
         self._num_tries += 1
@@ -355,7 +360,7 @@ class Dispatcher:
         )
 
     def _why_hopeless(self, waiting: Waiting, now_s: float) -> BatonError | None:
-        """Why no worker that can serve it will come; None if one may yet."""
+        """The error if no suitable worker is expected to come back; None if one may."""
         known = [w.decode_view() for w in self._fleet.tier(Tier.DECODE) if w.is_known]
         if self._fleet.ready(Tier.DECODE) and not any(view.fits(waiting.need) for view in known):
             max_num_seqs = max((view.max_num_seqs for view in known), default=0)

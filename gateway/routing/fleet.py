@@ -1,8 +1,8 @@
-"""The workers as the gateway knows them: what they report, and what the gateway has in flight on
+"""The gateway's view of its workers: their reports, and the work that this gateway has in flight on
 them.
 
-All in one event loop. Connections (workers.py) write what workers report; placements write what is
-in flight; the dispatcher reads snapshots. Listeners are called at each change that may make room.
+Owned by one event loop. Connections (workers.py) write reports, placements write work in flight,
+the dispatcher reads snapshots. Listeners are called at each change that may make room.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from gateway.routing.router import DecodeView, PrefillView
 
 _log = logging.getLogger(__name__)
 
-#: A prefill worker's own queue is kept this many batches short, but for what its cache saves.
+#: Batches of prompt tokens queued at a prefill worker before it counts as full; cached prefixes
+#: extend the limit.
 _PREFILL_QUEUE_BATCHES = 2
 
 _NONE: Mapping[str, int] = MappingProxyType({})
@@ -38,38 +39,38 @@ class WorkerState(enum.Enum):
 
 
 class Worker:
-    """One address. `info` stays for display after the worker is gone."""
+    """One worker address. `info` is kept for display after the worker has left."""
 
     def __init__(self, address: str, tier: Tier) -> None:
         self.address = address
         self.listed_tier = tier
-        """Under which it is to be found, and was started."""
+        """Tier under which the registry lists it, and in which it started."""
         self.tier = tier
-        """That it serves now, by its last report."""
+        """Tier that it serves now, from its last report."""
         self.state = WorkerState.UNREACHABLE
         self.reason = "not reached yet"
         self.info: WorkerInfo | None = None
         self.name = ""
-        """As it calls itself; empty before it was reached."""
+        """Worker id that it reports; empty before the first connection."""
         self.load = WorkerLoad()
         self.link: WorkerLink | None = None
-        """That of the connection that stands, or stood last."""
+        """Link of the current connection, or of the last one."""
         self.is_joined = False
-        """Whether it was accepted and its connection stands."""
+        """Whether it was accepted and its connection is open."""
         self.num_in_flight = 0
         self.num_homed = 0
-        """Sequences that run here, or will, beyond their first tokens."""
+        """Sequences running here, or placed here to run, beyond their first tokens."""
         self.outstanding_tokens = 0
-        """Prompt tokens that this gateway has given it to compute."""
+        """Prompt tokens that this gateway has placed here, not computed yet."""
         self._other_tokens = 0
-        """Those that it had beside them at its last report: from other gateways, or more than was
-        thought."""
+        """Pending prompt tokens in its last report beyond those of this gateway: work of other
+        gateways, or prefix cache misses."""
         self.is_awaiting_report = False
-        """After a refusal: what we believe about it is wrong until it reports again."""
+        """Set after a refusal: the stored load is stale until the next report."""
         self.unreported_blocks: dict[int, int] = {}
-        """By placement: blocks reserved here that its last report does not show yet."""
+        """Blocks reserved here that its last report does not include yet, by placement."""
         self.settled: set[int] = set()
-        """Placements whose blocks the worker has taken: its next report shows them."""
+        """Placements with reserved blocks; the next report includes them."""
 
     @property
     def is_ready(self) -> bool:
@@ -77,18 +78,18 @@ class Worker:
 
     @property
     def is_known(self) -> bool:
-        """Whether it was accepted and not refused since: a worker that may come back."""
+        """Whether it was accepted and not refused since, and may come back."""
         return self.info is not None and self.state is not WorkerState.REFUSED
 
     def join(self, info: WorkerInfo, link: WorkerLink) -> None:
-        """Its connection stands, and it was accepted."""
+        """Record an accepted connection."""
         self.info, self.link = info, link
         self.name = info.identity.worker_id
         self.is_joined = True
         self.reason = "no load report yet"
 
     def report(self, load: WorkerLoad) -> None:
-        """Take a load report."""
+        """Store a load report."""
         self.load = load
         self.is_awaiting_report = False
         self._other_tokens = max(0, load.num_pending_tokens - self.outstanding_tokens)
@@ -97,7 +98,7 @@ class Worker:
         self.settled.clear()
 
     def prefill_view(self, matched: Mapping[str, int], work: RecentWork) -> PrefillView:
-        """matched: by address, leading tokens that a worker probably has."""
+        """matched: leading tokens probably cached, by worker address."""
         info = self._known_info()
         return PrefillView(
             address=self.address,
@@ -114,7 +115,7 @@ class Worker:
     def decode_view(
         self, matched: Mapping[str, int] = _NONE, unreached_by: Set[str] = frozenset()
     ) -> DecodeView:
-        """matched: as of prefill_view."""
+        """matched: leading tokens probably cached, by worker address."""
         info, load = self._known_info(), self.load
         num_reported = load.num_running + load.num_waiting + len(self.unreported_blocks)
         return DecodeView(
@@ -141,7 +142,7 @@ class Worker:
 
 
 class Fleet:
-    """All workers, by address."""
+    """All workers by address."""
 
     def __init__(
         self,
@@ -153,15 +154,15 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self.workers: Mapping[str, Worker] = MappingProxyType(self._workers)
         self._ready: dict[Tier, tuple[Worker, ...] | None] = dict.fromkeys(Tier)
-        """Who is ready, by tier; None until it is asked for again after a change."""
+        """Ready workers, by tier; None means recompute on the next read."""
         self._known: dict[Tier, tuple[WorkerInfo, ...] | None] = dict.fromkeys(Tier)
-        """The same of who is known."""
+        """Infos of known workers, by tier; None means recompute."""
         self.prefill_work = RecentWork()
-        """Of the prefill workers that are ready. Written by placements."""
+        """Recent prompt tokens of the ready prefill workers. Written by placements."""
         self.broken_pairs = BrokenPairs()
-        """Of workers that are here. Written by placements."""
+        """Pairs of present workers that failed to transfer KV. Written by placements."""
         self.numerics = NumericsWatch(numerics_policy)
-        """Of workers that have joined."""
+        """Numerics classes of joined workers."""
         for address in prefill_addresses:
             self._workers[address] = Worker(address, Tier.PREFILL)
         for address in decode_addresses:
@@ -174,8 +175,8 @@ class Fleet:
         self._listeners.append(listener)
 
     def listen_leave(self, listener: Callable[[str], None]) -> None:
-        """Have `listener` called with the address of a worker that was lost: its cache is not what
-        it was."""
+        """Have `listener` called with the address of each lost worker, because its prefix cache may
+        be gone."""
         self._leave_listeners.append(listener)
 
     def changed(self) -> None:
@@ -194,7 +195,7 @@ class Fleet:
         return ready
 
     def barred_from(self, receiver: str) -> Set[str]:
-        """Addresses of workers whose KV does not get to the worker at `receiver`, or must not."""
+        """Addresses of workers that cannot, or must not, send KV to `receiver`."""
         resting, strangers = (
             self.broken_pairs.barred_from(receiver),
             self.numerics.strangers_of(receiver),
@@ -202,7 +203,7 @@ class Fleet:
         return resting | strangers if strangers else resting
 
     def known(self, tier: Tier) -> tuple[WorkerInfo, ...]:
-        """What the known workers of the tier reported. The same object as long as nothing of it
+        """Infos of the tier's known workers. The same tuple is returned until one of them
         changes."""
         known = self._known[tier]
         if known is None:
@@ -211,8 +212,8 @@ class Fleet:
         return known
 
     def add(self, address: str, tier: Tier) -> Worker:
-        """A worker is to be found at `address`, which no other worker has. It is used once it has
-        joined."""
+        """Add a worker at a new address. It gets work once it has joined. Raises ValueError for an
+        address of the fleet."""
         if address in self._workers:
             raise ValueError(f"{address} is in the fleet already")
         worker = self._workers[address] = Worker(address, tier)
@@ -220,17 +221,16 @@ class Fleet:
         return worker
 
     def remove(self, address: str) -> None:
-        """Nobody is to be found at `address` any more. What is placed there keeps its claim until
-        it is released."""
+        """Remove an address. Placements on it keep their claims until they are released."""
         self.leave(address, WorkerState.UNREACHABLE, "listed no more")
         self._known[self._workers.pop(address).tier] = None
         self.changed()
 
     def join(self, address: str, info: WorkerInfo, link: WorkerLink) -> None:
-        """Take a worker that was reached. It is used from its first load report on.
+        """Accept a connected worker. It gets work from its first load report on.
 
-        Raises PeerMismatch if it cannot work with this gateway or with the workers that are here;
-        it is refused then.
+        Raises PeerMismatch, and marks the worker refused, if it is incompatible with this gateway
+        or with joined workers.
         """
         worker = self.workers[address]
         try:
@@ -243,7 +243,7 @@ class Fleet:
         self._update_numerics()
 
     def report(self, address: str, load: WorkerLoad) -> None:
-        """Take a joined worker's load."""
+        """Store the load of a joined worker, and update its tier and state."""
         worker = self.workers[address]
         worker.report(load)
         self._set_tier(worker, load.role or worker.listed_tier)
@@ -258,7 +258,7 @@ class Fleet:
         self.changed()
 
     def leave(self, address: str, state: WorkerState, reason: str) -> None:
-        """The worker takes no more work: lost, stalled or refused."""
+        """Stop placing work on a worker that is lost, stalled or refused."""
         worker = self.workers[address]
         was_joined, worker.is_joined = worker.is_joined, False
         self._update_numerics()
@@ -282,7 +282,7 @@ class Fleet:
         worker.state, worker.reason = state, reason
 
     def _set_tier(self, worker: Worker, tier: Tier) -> None:
-        """It serves this tier from now on; what is placed on it stays."""
+        """Move the worker to this tier; its placements stay."""
         if worker.tier is tier:
             return
         if worker.is_ready:

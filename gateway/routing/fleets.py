@@ -1,5 +1,5 @@
-"""The fleets of several models, filled from one list of addresses: the list does not say whose
-model a worker has, the worker does."""
+"""One fleet per model, filled from one list of addresses. The registry lists addresses without
+models; each worker reports its model when it is reached."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gateway.routing.fleet import Fleet, Worker, WorkerState
 
 
 class Fleets:
-    """See gateway.routing.workers.Membership. A worker is in `unsorted` until it was reached once;
-    from then on in the fleet of the model that it reported last."""
+    """Implements gateway.routing.workers.Membership. A worker is in `unsorted` until it is reached,
+    then in the fleet of the model it reported last."""
 
     def __init__(self, by_model: Mapping[str, Fleet]) -> None:
-        """by_model: by the name that workers call their model."""
+        """by_model: fleets by the model name that workers report."""
         self._by_model = by_model
         self.unsorted = Fleet()
         self._all = (self.unsorted, *by_model.values())
 
     @property
     def workers(self) -> Mapping[str, Worker]:
-        """All of them, as they are now."""
+        """All workers by address, as a snapshot."""
         return {address: each for fleet in self._all for address, each in fleet.workers.items()}
 
     def add(self, address: str, tier: Tier) -> Worker:

@@ -1,8 +1,9 @@
-"""What is shown of the fleet: the gateway's state as metrics, read when somebody asks, and where
-Prometheus finds the workers, in the form of its HTTP service discovery.
+"""Metrics of the fleet, read on collection, and the list of worker targets for Prometheus HTTP
+service discovery.
 
-A gateway knows whom a registry lists and whom it was given by name, so that nobody lists workers
-for Prometheus anew."""
+The gateway has the addresses of the registry and of its options, so Prometheus needs no list of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from gateway.routing.fleet import Fleet, Worker
 def observe_gateway(
     meter: Meter, fleets: Sequence[Fleet], dispatchers: Sequence[Dispatcher]
 ) -> None:
-    """Have the queues and the workers observed, of all models together. They are read in another
-    thread, one snapshot at a time."""
+    """Register gauges of queues and workers, summed over all models. They are read in another
+    thread, from snapshots."""
 
     def queue_length(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
         return [Observation(sum(each.num_waiting for each in dispatchers))]
@@ -54,12 +55,12 @@ def _workers(fleets: Sequence[Fleet]) -> list[Worker]:
     return [worker for fleet in fleets for worker in list(fleet.workers.values())]
 
 
-#: On the gateway's metrics port.
+#: Path on the gateway's metrics port.
 DISCOVERY_PATH = "/sd"
 
 
 class TargetGroup(TypedDict):
-    """What Prometheus reads: addresses of metrics, and what is known of all of them, for its
+    """One entry of Prometheus HTTP service discovery: metrics addresses and their labels for
     relabelling."""
 
     targets: list[str]
@@ -67,10 +68,10 @@ class TargetGroup(TypedDict):
 
 
 def scrape_targets(fleets: Sequence[Fleet]) -> Sequence[TargetGroup]:
-    """A group for each worker that was reached once and has a metrics port, in order of addresses.
+    """Return one group per worker with a metrics port that was reached once, ordered by address.
 
-    One that is unreachable now is among them: that it cannot be scraped is what an alert is about.
-    Read in another thread than the fleet's, one snapshot at a time.
+    Unreachable workers are included, because a failed scrape is what alerts are based on. Runs in
+    another thread than the fleet's, on a snapshot.
     """
     groups: list[TargetGroup] = []
     for worker in sorted(_workers(fleets), key=lambda worker: worker.address):

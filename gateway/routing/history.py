@@ -1,15 +1,14 @@
-"""What is remembered of workers, beside what they report. Pure.
+"""Routing history that load reports do not contain. Pure.
 
-PrefixAffinity  which workers have lately seen which prefixes: a bounded memory of hashes of
-                chained token chunks
-RecentWork      tokens that each worker of a tier was given lately, beside the tier's mean.
-                Queues do not show it: between two arrivals they are empty, and the worker that
-                did the last thousand prompts looks like the one that did none. "Lately" is
-                counted in work, not in time, so it means the same at night and at noon.
-BrokenPairs     pairs of workers between which KV does not get through, so that not every
-                sequence finds it out. The first failure may be a flipped bit or a lost
-                connection: the pair rests for a moment, in which what failed goes another way.
-                One that fails again soon after rests for long."""
+PrefixAffinity  workers that recently computed or received each prefix: a bounded map of hashes of
+                chained token chunks.
+RecentWork      prompt tokens recently given to each worker of a tier, relative to the tier's mean.
+                Queue lengths do not show it: between two arrivals all queues are empty. "Recent"
+                is measured in work, not in time, so it is independent of the load.
+BrokenPairs     pairs of workers that fail to transfer KV, so that not every sequence repeats the
+                failure. A first failure, perhaps a flipped bit or a lost connection, rests the
+                pair briefly; a second one soon after rests it for long.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +20,23 @@ from collections.abc import Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass
 
-#: Tokens of the first chunks. Coarser than a block: this guides a choice and proves nothing.
+#: Tokens of the first chunks. Coarser than a block, because this only guides routing.
 CHUNK_TOKENS = 64
 
-#: Later chunks are this part of all that is before them: long prompts take few digests, and lose
-#: little by it.
+#: Each later chunk has 1/_GROWTH of the tokens before it, so that a long prompt needs few digests.
 _GROWTH = 8
 
-#: Workers remembered per prefix, the latest ones. A prefix that more have is found by chance, too.
+#: Maximum workers per prefix; the most recent are kept. A prefix held by more is also found by
+#: chance.
 MAX_HOLDERS = 8
 
-#: Workers per answer, those with the longest match first.
+#: Maximum workers in an answer, longest match first.
 MAX_MATCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Stands for the first `num_tokens` tokens of a prompt."""
+    """Digest of the first `num_tokens` tokens of a prompt."""
 
     value: bytes
     num_tokens: int
@@ -46,8 +45,8 @@ class Digest:
 def prefix_digests(
     token_ids: Sequence[int], tenant: bytes, key: bytes, *, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Digest, ...]:
-    """One digest per whole chunk; each covers all tokens before it too. Tenants and keys never
-    share digests."""
+    """Return one digest per whole chunk; each covers all tokens before it. Digests never match
+    across tenants or keys."""
     if len(token_ids) < chunk_tokens:
         return ()
     hasher = PrefixHasher(tenant, key, chunk_tokens)
@@ -56,7 +55,7 @@ def prefix_digests(
 
 
 class PrefixHasher:
-    """Takes the same digests, of tokens that come one after the other."""
+    """Computes the digests of `prefix_digests` incrementally."""
 
     def __init__(self, tenant: bytes, key: bytes, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.digests: list[Digest] = []
@@ -64,16 +63,16 @@ class PrefixHasher:
         self._hasher = hashlib.blake2b(tenant.ljust(16, b"\0"), key=key, digest_size=16)
         self._chunk_tokens = chunk_tokens
         self._end = chunk_tokens
-        """Of the chunk that is not whole yet."""
+        """End of the current, incomplete chunk."""
 
     def copy(self) -> PrefixHasher:
-        """One that goes on by itself."""
+        """Return an independent copy."""
         made = copy(self)
         made.digests, made._hasher = [*self.digests], self._hasher.copy()
         return made
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Those that follow."""
+        """Append tokens."""
         data = memoryview(array("I", token_ids)).cast("B")
         at = 0
         while at < len(token_ids):
@@ -88,13 +87,12 @@ class PrefixHasher:
 
 
 class PrefixAffinity:
-    """Least recently used digests are forgotten first; a worker that left is forgotten whole, and
-    at once."""
+    """LRU map from digests to workers. A worker that leaves is forgotten at once."""
 
     def __init__(self, max_digests: int) -> None:
         self._max_digests = max_digests
         self._holders: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
-        """By digest: numbers of workers, the latest last."""
+        """Worker numbers by digest, most recent last."""
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._next_number = 0
@@ -103,13 +101,13 @@ class PrefixAffinity:
         return len(self._holders)
 
     def record(self, digests: Sequence[Digest], worker: str) -> None:
-        """`worker` computes, or got, the KV of the prefix that `digests` describe."""
+        """Record that `worker` has, or will have, the KV of the prefix that `digests` describe."""
         number = self._numbers.get(worker)
         if number is None:
             number = self._numbers[worker] = self._next_number
             self._names[number] = worker
             self._next_number += 1
-        for digest in reversed(digests):  # the shortest last: it is of most use, and forgotten last
+        for digest in reversed(digests):  # shortest last: it is the most useful, and evicted last
             holders = self._holders.get(digest.value, ())
             if not holders or holders[-1] != number:
                 others = tuple(other for other in holders if other != number)
@@ -119,8 +117,7 @@ class PrefixAffinity:
             self._holders.popitem(last=False)
 
     def matched_tokens(self, digests: Sequence[Digest]) -> Mapping[str, int]:
-        """By worker: leading tokens that it probably has in its cache. Workers with none are left
-        out."""
+        """Leading tokens probably cached, by worker address. Workers without a match are absent."""
         matched: dict[str, int] = {}
         for digest in reversed(digests):
             for number in self._holders.get(digest.value, ()):
@@ -132,49 +129,49 @@ class PrefixAffinity:
         return matched
 
     def forget(self, worker: str) -> None:
-        """The worker's cache is gone. Should it come back, it gets another number."""
+        """Forget a worker that lost its cache. It gets a new number if it comes back."""
         number = self._numbers.pop(worker, None)
         if number is not None:
             del self._names[number]
 
 
-#: What was given counts 1/e once the mean worker has been given this many tokens more.
+#: A token's weight falls to 1/e once the mean worker has been given this many more tokens.
 MEMORY_TOKENS = 262_144
 
-#: Weight from which on it begins at 1 again.
+#: Above this weight all sums are rescaled.
 _MAX_WEIGHT = 1e9
 
 
 class RecentWork:
-    """Sums over the workers that take work. One that joins begins at the mean: it is neither spared
-    nor flooded.
+    """Recent tokens of the workers that take work. A worker that joins starts at the mean, so that
+    it is neither spared nor flooded.
 
-    Instead of all sums fading, what is given later weighs more, as in the forward decay of Cormode
-    et al. (ICDE 2009).
+    Later tokens get larger weights, instead of all sums decaying: the forward decay of Cormode et
+    al. (ICDE 2009).
     """
 
     def __init__(self, memory_tokens: int = MEMORY_TOKENS) -> None:
         self._memory_tokens = memory_tokens
         self._weight = 1.0
-        """Of a token that is given now."""
+        """Weight of a token given now."""
         self._sums: dict[str, float] = {}
-        """By worker, of weighted tokens."""
+        """Weighted tokens by worker."""
         self._total = 0.0
 
     def add(self, worker: str) -> None:
-        """`worker` takes work from now on. It may be in already."""
+        """Include `worker`. Idempotent."""
         if worker not in self._sums:
             mean = self._total / len(self._sums) if self._sums else 0.0
             self._sums[worker] = mean
             self._total += mean
 
     def drop(self, worker: str) -> None:
-        """`worker` takes no more work. It may be out already."""
+        """Exclude `worker`. Idempotent."""
         self._total = max(0.0, self._total - self._sums.pop(worker, 0.0))
 
     def give(self, worker: str, num_tokens: int) -> None:
-        """`worker` has been given a prompt of which it has to compute `num_tokens`. Nothing, if it
-        takes no work."""
+        """Record `num_tokens` prompt tokens for `worker` to compute. No-op for an excluded
+        worker."""
         if worker not in self._sums:
             return
         self._weight *= math.exp(num_tokens / len(self._sums) / self._memory_tokens)
@@ -186,38 +183,38 @@ class RecentWork:
             self._weight = 1.0
 
     def ahead(self, worker: str) -> float:
-        """Tokens above the mean; below, if negative; 0 for one that takes no work."""
+        """Tokens above the tier's mean, negative below it; 0 for an excluded worker."""
         if worker not in self._sums:
             return 0.0
         return (self._sums[worker] - self._total / len(self._sums)) / self._weight
 
 
-#: How long a pair is not tried again after its first failure, in seconds.
+#: Rest of a pair after its first failure, in seconds.
 FIRST_REST_S = 2.0
-#: How long after a further one; and how long after a rest a failure counts as a further one.
+#: Rest after a further failure; and the period after a rest in which a failure counts as a further
+#: one, in seconds.
 REST_S = 30.0
-#: Pairs remembered; those that failed longest ago are forgotten before their time.
+#: Maximum pairs remembered; the oldest failure is dropped first.
 MAX_PAIRS = 512
 
 
 class BrokenPairs:
-    """Senders and receivers of KV by address. A worker that leaves takes its pairs with it: it may
-    come back mended."""
+    """(sender, receiver) addresses of failed KV transfers. A worker that leaves drops its pairs,
+    since it may come back repaired."""
 
     def __init__(self) -> None:
         self._until_s: dict[tuple[str, str], float] = {}
-        """The ends of rests, over or not, by sender and receiver; those that failed longest ago
-        first."""
+        """End of each pair's rest, past or future, oldest failure first."""
         self._resting: dict[str, set[str]] = {}
-        """The senders of the pairs that rest, by receiver."""
+        """Senders of resting pairs, by receiver."""
         self._next_end_s = math.inf
-        """Nothing is to be forgotten before this."""
+        """Earliest time at which `expire` has work."""
 
     def note(self, sender: str, receiver: str, now_s: float) -> float | None:
-        """KV could not be delivered. For how long the pair rests from now on, in seconds; None: it
-        does so already.
+        """Record a failed KV transfer. Return the pair's new rest in seconds; None if the pair
+        rests already.
 
-        What fails while a pair rests was begun before, and is no news.
+        A transfer that fails during a rest began before it and is ignored.
         """
         self.expire(now_s)
         if sender in self.barred_from(receiver):
@@ -233,11 +230,11 @@ class BrokenPairs:
         return rest_s
 
     def barred_from(self, receiver: str) -> Set[str]:
-        """The senders that are not to be tried with `receiver`."""
+        """Senders that must not be paired with `receiver` now."""
         return self._resting.get(receiver, frozenset())
 
     def expire(self, now_s: float) -> None:
-        """End the rests, and forget the pairs, whose time is over."""
+        """End rests and drop pairs that have expired."""
         if now_s < self._next_end_s:
             return
         ends: list[float] = [math.inf]
@@ -252,7 +249,7 @@ class BrokenPairs:
         self._next_end_s = min(ends)
 
     def drop(self, worker: str) -> None:
-        """Forget all pairs of a worker of either tier."""
+        """Drop all pairs of a worker."""
         for pair in [pair for pair in self._until_s if worker in pair]:
             self._drop(pair)
 

@@ -1,8 +1,8 @@
-"""Moves running sequences between workers: away from those that drain, from full decode workers to
-roomy ones, and from prefill workers, which decode on while the decode tier is full.
+"""Migrates running sequences: off draining workers, from full decode workers to empty ones, and off
+prefill workers that decode while the decode tier is full.
 
-It decides and orders; the reducer of each request's life carries an order out. Few migrations are
-under way at once, so that those that wait for theirs run on, and the network is not all theirs.
+The migrator decides; the reducer of each request carries a migration out. Few migrations run at
+once, so that queued sequences keep decoding and the network keeps spare bandwidth.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from gateway.routing.fleet import Fleet, Worker, WorkerState
 from gateway.routing.placement import Placement
 from gateway.routing.router import Running, rebalance
 
-#: Migrations of one gateway that are under way at once.
+#: Maximum concurrent migrations of one gateway.
 MAX_MIGRATIONS = 8
 
-#: Shortest time between two ticks, in seconds, unless a migration has ended meanwhile.
+#: Minimum interval between two ticks, in seconds, unless a migration ends.
 TICK_INTERVAL_S = 0.1
 
-#: After a migration, whatever came of it, its sequence is left alone for this long, in seconds.
+#: Seconds for which a sequence stays put after a migration, successful or not.
 REST_S = 2.0
 
 
 class Movable(Protocol):
-    """One choice of a request."""
+    """One choice of a request, as the migrator sees it."""
 
     @property
     def is_movable(self) -> bool:
-        """Whether it runs as a sequence of its own, and is not under way already."""
+        """Whether it runs as a sequence of its own and no migration of it is under way."""
         ...
 
     @property
@@ -49,17 +49,17 @@ class Movable(Protocol):
 
     @property
     def spec(self) -> SequenceSpec:
-        """As a sequence of its own, with the tokens that are known."""
+        """The choice as a sequence of its own, with all known tokens."""
         ...
 
     def migrate(self, placement: Placement, on_end: Callable[[], None]) -> None:
-        """Move to a place that was claimed. `on_end` is called once: there, or here again, or gone
-        from both."""
+        """Migrate to a claimed placement. `on_end` is called once, after success, failure or the
+        end of the sequence."""
         ...
 
 
 class Migrator:
-    """Of one gateway. `run` must be running for anything to be moved."""
+    """Plans the migrations of one gateway. Sequences move only while `run` runs."""
 
     def __init__(self, fleet: Fleet, dispatcher: Dispatcher) -> None:
         self._fleet = fleet
@@ -67,21 +67,21 @@ class Migrator:
         self._wake = asyncio.Event()
         self._has_ended = asyncio.Event()
         self._rest_until_s: dict[Movable, float] = {}
-        """All there are, and until when each is left alone."""
+        """Earliest time of the next migration of each choice."""
         self._num_migrating = 0
         fleet.listen(self._wake.set)
 
     def add(self, choices: Iterable[Movable]) -> None:
-        """Have them moved when there is reason to."""
+        """Register choices for migration."""
         self._rest_until_s.update(dict.fromkeys(choices, 0.0))
 
     def remove(self, choices: Iterable[Movable]) -> None:
-        """Their request is over, or about to be."""
+        """Unregister choices; their request is over or ending."""
         for choice in choices:
             self._rest_until_s.pop(choice, None)
 
     async def run(self) -> None:
-        """Order migrations, for ever."""
+        """Order migrations until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
@@ -105,7 +105,7 @@ class Migrator:
             self._even_out(self._fleet.ready(Tier.DECODE), now_s)
 
     def _empty(self, worker: Worker, now_s: float) -> None:
-        """Move what is on a worker elsewhere, best rank first, as far as there is room."""
+        """Migrate a worker's sequences elsewhere, best rank first, while there is room."""
         choices = self._movable(now_s)[worker.address]
         for choice in heapq.nsmallest(MAX_MIGRATIONS, choices, key=lambda c: c.rank):
             if not self._migrate(choice, worker.address, self._fleet.ready(Tier.DECODE)):
@@ -127,7 +127,7 @@ class Migrator:
             self._migrate(choice, address, [self._fleet.workers[transfer.address]])
 
     def _movable(self, now_s: float) -> dict[str, list[Movable]]:
-        """By the addresses of the workers that run them."""
+        """Movable choices, by address of the worker that runs them."""
         by_address: dict[str, list[Movable]] = defaultdict(list)
         for choice, rest_until_s in self._rest_until_s.items():
             owner = choice.owner
@@ -136,7 +136,7 @@ class Migrator:
         return by_address
 
     def _migrate(self, choice: Movable, here: str, among: Sequence[Worker]) -> bool:
-        """Order a migration; False if there is no room for it, or there are too many."""
+        """Order a migration. Return False without room, or at MAX_MIGRATIONS."""
         if self._num_migrating >= MAX_MIGRATIONS:
             return False
         reachable = [w for w in among if here not in self._fleet.barred_from(w.address)]

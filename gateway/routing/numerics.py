@@ -1,10 +1,10 @@
-"""Which workers may work on one sequence, by how they round. Pure but for one line in the log.
+"""Restricts which workers may share a sequence, by numerics class (how they round). Pure except for
+one log line.
 
-A fleet of one numerics class gives one answer to one request. Where it has several, "mixed" goes on
-and says so once: tokens may differ where two are nearly as likely. "strict" keeps every sequence
-within one class, from its first worker to its last: KV never goes from a worker of one class to one
-of another, a sequence that has tokens goes on with workers of their class only, and a worker that
-no worker of the other tier can work with is refused.
+A fleet of one numerics class is deterministic. In a fleet of several, "mixed" logs a warning once:
+workers may choose different tokens where two are nearly as likely. "strict" keeps each sequence
+within one class: KV is sent only within a class, a sequence with tokens continues only on workers
+of their class, and a worker without a peer of its class in the other tier is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NumericsPolicy = Literal["mixed", "strict"]
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """A worker that has joined, and how it rounds."""
+    """A joined worker and its numerics class."""
 
     worker_id: str
     tier: Tier
@@ -32,7 +32,7 @@ class Rounding:
 
 
 class NumericsWatch:
-    """Of one fleet."""
+    """Numerics classes of one fleet, and the workers they keep apart."""
 
     def __init__(self, policy: NumericsPolicy) -> None:
         self.is_strict = policy == "strict"
@@ -42,12 +42,12 @@ class NumericsWatch:
 
     @property
     def classes(self) -> frozenset[NumericsClass]:
-        """Of the workers that have joined."""
+        """Classes of the joined workers."""
         return frozenset(rounding.numerics for rounding in self._joined.values())
 
     def update(self, joined: Mapping[str, Rounding]) -> None:
-        """Take who has joined, by address. Logs a mix of classes once, and again when another class
-        joins it."""
+        """Replace the joined workers, by address. Logs a mix of classes once, and again when a
+        class is added."""
         self._joined = dict(joined)
         classes = self.classes
         self._strangers = self._find_strangers() if self.is_strict and len(classes) > 1 else {}
@@ -56,12 +56,12 @@ class NumericsWatch:
             _log.warning("%s", self._describe_mix())
 
     def strangers_of(self, address: str) -> Set[str]:
-        """Addresses of workers that may share no sequence with the one at `address`."""
+        """Addresses of workers that must not share a sequence with the one at `address`."""
         return self._strangers.get(address, frozenset())
 
     def refusal_of(self, address: str) -> PeerMismatch | None:
-        """Why the worker at `address` gets no work: those of the other tier are all of other
-        classes."""
+        """The error if no worker of the other tier has the class of the one at `address`; else
+        None."""
         own, strangers = self._joined.get(address), self.strangers_of(address)
         if own is None or not strangers:
             return None

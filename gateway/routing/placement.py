@@ -1,10 +1,11 @@
-"""Placing one sequence: the router's choice among a few of a fleet's workers, and the claim on
-those chosen.
+"""Placement of one sequence: the router's choice among a sample of the fleet's workers, and the
+claim on the chosen ones.
 
-Comparing all of a thousand workers for each sequence costs more than it gains. A few drawn at
-random are nearly as good a choice as all, and several gateways that know the same loads do not all
-run to the same worker. To the few belong those that probably have the prompt's beginning. Only when
-none of them will do are all looked at."""
+Comparing a thousand workers for each sequence costs more than it gains. A few random workers are
+nearly as good, and keep gateways with equal load data from all choosing the same worker. Workers
+that probably hold the prompt's prefix are added to the sample. All workers are compared only if the
+sample does not suffice.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from gateway.routing.router import Need, Plan, Verdict, choose, choose_prefill_t
 
 _log = logging.getLogger(__name__)
 
-#: Workers of a tier that are drawn at random.
+#: Random workers per tier in the sample.
 NUM_DRAWN = 12
 
 
 def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Plan | Verdict:
     """Place one sequence among the fleet's ready workers.
 
-    matched: by address, leading tokens that a worker probably has. key: decides what chance
-    decides.
+    matched: leading tokens probably cached, by worker address.
+    key: seed of the random choices.
     """
     prefills, decodes = fleet.ready(Tier.PREFILL), fleet.ready(Tier.DECODE)
     if need.numerics is not None:
@@ -51,14 +52,14 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
     is_full = choice is Verdict.NOT_NOW and not any(d.is_awaiting_report for d in decodes)
     if not (is_full and need.needs_decode):
         return choice
-    # A late handoff: while the decode tier is full, a prefill worker decodes on.
+    # Late handoff: while the decode tier is full, a prefill worker keeps decoding.
     views = [w.prefill_view(matched, fleet.prefill_work) for w in drawn[0]]
     return choose_prefill_to_stay(need, views, [w.decode_view() for w in drawn[0]], key) or choice
 
 
 def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:
-    """Whether all workers together could be no better in kind: none to avoid, and the prompt
-    computed where it should."""
+    """Whether comparing all workers could not yield a better kind of plan: none of its workers is
+    to be avoided, and the prompt is computed in the right tier."""
     if {choice.prefill, choice.decode} & need.avoid:
         return False
     if choice.prefill is not None or not fleet.ready(Tier.PREFILL):
@@ -66,7 +67,7 @@ def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:
     decode = fleet.workers[choice.decode] if choice.decode else None
     if decode is None:
         return False
-    # Else it computes the prompt because it has it sooner, not because no KV would get there.
+    # Otherwise it computes the prompt because that is faster, not because no KV reaches it.
     is_cut_off = decode.address in need.unreached or fleet.barred_from(decode.address)
     return need.num_tokens <= decode.load.local_prefill_threshold or not is_cut_off
 
@@ -86,25 +87,24 @@ def _some(
 
 
 class Outcome(enum.Enum):
-    """What became of a placement."""
+    """An event in the life of a placement."""
 
     RESERVED = enum.auto()
     """The owner has reserved what it needs; its reports count it from now on."""
     REFUSED = enum.auto()
     """The owner had no room after all, or takes no more."""
     REFUSED_BY_SOURCE = enum.auto()
-    """The source takes no more."""
+    """The source takes no more work."""
     PREFILLED = enum.auto()
-    """The prompt is computed, or need not be."""
+    """The prompt is computed, or needs no computing."""
     ONE_ENDED = enum.auto()
     """One of several sequences has left the owner."""
     RELEASED = enum.auto()
-    """Nothing is left on either worker."""
+    """Neither worker holds anything of it."""
 
 
 class Placement:
-    """A sequence's claim on workers, counted in the fleet from the start until it is released.
-    Release is idempotent.
+    """A sequence's claim on workers, counted in the fleet until its release. Release is idempotent.
 
     The sequence runs at its owner. A worker that only computes its prompt is its source; without
     one the owner does it.
@@ -157,8 +157,8 @@ class Placement:
             decode.unreported_blocks[placement_id] = num_blocks
 
     def bypasses_split(self, num_missing_tokens: int) -> bool:
-        """Whether a decode worker that computes so many tokens does what the prefill workers named
-        should do."""
+        """Whether a decode worker that computes `num_missing_tokens` tokens does the work of
+        available prefill workers."""
         info = self.decode.info if self.decode else None
         if info is None or self.owner.tier is Tier.PREFILL:
             return False
@@ -201,7 +201,7 @@ class Placement:
             )
 
     def release(self) -> None:
-        """Nothing is left on either worker."""
+        """Release all claims. Idempotent."""
         self._release_prefill()
         if self.decode and self._num_sequences:
             self.decode.num_in_flight -= self._num_sequences

@@ -1,18 +1,19 @@
-"""Which workers a sequence goes to, and which running ones should change workers. Pure: snapshots
-in, a plan or a reason to wait out.
+"""Chooses the workers of a sequence, and the running sequences to move. Pure: snapshots in; a plan,
+or a reason to wait, out.
 
-A prefill worker is charged in tokens: those it has yet to compute, plus those of this sequence that
-its cache probably lacks, which weigh more. So a cached prefix wins as long as it saves enough to
-outweigh the difference of the queues. It counts for less the more its worker did lately above the
-mean of the tier and a batch, so that a prefix which many ask for spreads before it makes a hot
-spot; and of like workers the one that did least is taken. A decode worker is charged by how full it
-is, batch or memory, and a cached prefix decides only between like ones. One that KV does not get to
-from any prefill worker is the last choice, and computes the prompt itself.
+The cost of a prefill worker is in tokens: its pending tokens, plus the sequence's tokens that its
+cache probably lacks, which weigh more. A cached prefix wins while it saves more than the difference
+of the queues. Its value falls by the work that its worker recently did above the tier's mean plus
+one batch, so that a popular prefix spreads before it creates a hot spot. Equal workers are ordered
+by recent work. The cost of a decode worker is its fill, batch or memory; a cached prefix decides
+only between similar ones. A decode worker that no prefill worker can send KV to is the last choice,
+and computes the prompt itself.
 
-A decode worker is short when few of its blocks can be had; then its worst-ranked sequences go,
-those that it would preempt first, until it has some room again. They go where plenty is left even
-with them. The three levels are apart, so that what was moved is not moved back: a target stays
-above the level at which moving ends, which is above that at which it begins."""
+A decode worker is short when few of its blocks are available. Its worst-ranked sequences, which it
+would preempt first, then move until it has some room. They move to workers that keep plenty of
+blocks even with them. The three thresholds are apart, so that nothing moves back: a target stays
+above the level at which moving stops, which is above the level at which it starts.
+"""
 
 from __future__ import annotations
 
@@ -25,43 +26,42 @@ from dataclasses import dataclass
 from baton.types import KvLayout, NumericsClass, Rank, SequenceSpec
 from engine.kv.layout import groups_of
 
-#: How much more a token computed again weighs than one to wait for: it delays all who come later,
+#: Weight of a token to recompute, relative to a token to wait for: it delays all later sequences,
 #: too.
 RECOMPUTE_WEIGHT = 2.0
 
-#: Share of a prefill worker's speed that a decode worker is taken to have at prompts, before it
-#: has measured its own.
+#: Assumed prefill speed of a decode worker before its first measurement, as a share of a prefill
+#: worker's.
 ASSUMED_SHARE = 0.5
 
-#: Share of its speed that it is taken to have at a prompt that others come before.
+#: Share of its prefill speed that a decode worker reaches while other prompts precede this one.
 BEHIND_SHARE = 0.5
 
-#: A decode worker computes a prompt if that takes less than this share of the time until a prefill
-#: worker has: it slows down what decodes there.
+#: A decode worker computes a prompt only if its TTFT is below this share of the prefill worker's,
+#: because it slows down the sequences that decode there.
 SHARING_GAIN = 0.8
 
-#: Difference of two decode workers' fill (0..1) that a wholly cached prompt outweighs: of the fill
-#: itself, and at least.
+#: Difference in fill (0..1) that a fully cached prompt outweighs: relative to the fill, and its
+#: minimum.
 AFFINITY_SHARE, MIN_AFFINITY = 0.05, 0.02
 
-#: Shares of a worker's blocks that can be had: below the first it is short, up to the second
-#: sequences leave it, and the third is left where they go.
+#: Shares of available blocks: below SHORT a worker sheds sequences, up to RELIEVED; PLENTY must
+#: remain at their target.
 SHORT, RELIEVED, PLENTY = 0.1, 0.2, 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a sequence asks for.
+    """Requirements of a sequence.
 
-    num_tokens: known now, prompt and output; their KV is to be computed or sent.
-    max_num_tokens: the most it can come to.
-    needs_decode: whether more than the prefill's token is wanted.
-    avoid: addresses of workers that failed this sequence; taken only if there are no others.
-    num_sequences: how many it will be on the decode worker: choices, or beams, that share the
-    tokens known now.
-    unreached: addresses of decode workers that its KV did not get to; they compute the prompt, if
-    it must be them.
-    numerics: class of the workers that its tokens came from, where it must not change; None: any.
+    num_tokens: prompt and output tokens so far; their KV is to be computed or sent.
+    max_num_tokens: maximum length.
+    needs_decode: whether it continues after the token of the prefill.
+    avoid: addresses of workers that failed this sequence; used only if there are no others.
+    num_sequences: sequences on the decode worker (choices or beams) that share the tokens so far.
+    unreached: addresses of decode workers that its KV could not be sent to; they compute the prompt
+    if they are used.
+    numerics: class of the workers that its tokens came from, if it must not change; None for any.
     """
 
     num_tokens: int
@@ -80,7 +80,7 @@ class Need:
         unreached: frozenset[str] = frozenset(),
         numerics: NumericsClass | None = None,
     ) -> Need:
-        """What `spec` asks for."""
+        """The requirements of `spec`."""
         num_left = spec.sampling.max_tokens - len(spec.output_token_ids)
         return cls(
             num_tokens=spec.num_tokens,
@@ -95,10 +95,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class PrefillView:
-    """A prefill worker that takes work.
+    """Snapshot of a ready prefill worker.
 
-    ahead_tokens: how much more it was given lately than the mean of its tier; negative if less.
-    batch_tokens: the most that it computes in one step; a lead by less is none.
+    ahead_tokens: recent tokens above its tier's mean; negative below it.
+    batch_tokens: maximum tokens of one step; a smaller lead is ignored.
     """
 
     address: str
@@ -112,30 +112,29 @@ class PrefillView:
     is_awaiting_report: bool = False
 
     def ttft_s(self, need: Need, others_tokens_per_s: int) -> float:
-        """Estimated seconds until it has computed the prompt, after what it has.
-        others_tokens_per_s: that of a decode worker. This one is taken to be no slower: what it
-        measured may be old, or nothing yet, and nothing new is learned of one that is spared."""
+        """Estimated seconds until the prompt is computed, including the queue before it. The speed
+        used is at least `others_tokens_per_s`, that of a decode worker: the own measurement may be
+        old or missing, and a worker without work would never update it."""
         num_missing = max(1, need.num_tokens - self.matched_tokens)
         speed = max(self.prefill_tokens_per_s, others_tokens_per_s)
         return (self.outstanding_tokens + num_missing) / speed
 
     def worth_of_cache(self) -> float:
-        """Tokens of queue that its cached prefix outweighs."""
+        """Queued tokens that its cached prefix outweighs."""
         lead = max(0.0, self.ahead_tokens - self.batch_tokens)
         return max(0.0, RECOMPUTE_WEIGHT * self.matched_tokens - lead)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeView:
-    """A decode worker that takes work.
+    """Snapshot of a ready decode worker.
 
-    num_available_blocks: free or given up on demand, as last reported, less what was reserved
-    since.
-    num_sequences: running, waiting, and on their way there.
-    unreached_by: addresses of prefill workers whose KV does not get here.
-    max_shared_tokens: most tokens of a prompt that it computes although prefill workers could.
-    pending_tokens: of prompts that it has yet to compute. prefill_tokens_per_s: at which it does,
-    beside what decodes here; 0 if not known.
+    num_available_blocks: free or evictable, as last reported, less blocks reserved since.
+    num_sequences: running, waiting and on their way to it.
+    unreached_by: addresses of prefill workers that cannot send it KV.
+    max_shared_tokens: longest prompt that it computes although prefill workers are available.
+    pending_tokens: prompt tokens that it has yet to compute.
+    prefill_tokens_per_s: its prefill speed beside the sequences that decode here; 0 if unknown.
     """
 
     address: str
@@ -154,29 +153,29 @@ class DecodeView:
     prefill_tokens_per_s: int = 0
 
     def ttft_s(self, need: Need, assumed_tokens_per_s: float) -> float:
-        """Estimated seconds until it has computed the prompt in chunks beside the sequences that
-        decode here; infinite for a prompt that is not to be computed here. assumed_tokens_per_s:
-        before its own speed is known."""
+        """Estimated seconds until the prompt is computed in chunks beside decoding sequences;
+        infinite for a prompt above max_shared_tokens.
+        assumed_tokens_per_s: speed before the first measurement."""
         if need.num_tokens > self.max_shared_tokens:
             return math.inf
         num_missing = max(1, need.num_tokens - self.matched_tokens)
         speed = self.prefill_tokens_per_s or assumed_tokens_per_s
-        if self.pending_tokens:  # whoever is computed first decodes beside those that come after
+        if self.pending_tokens:  # an earlier prompt then decodes beside the later ones
             speed *= BEHIND_SHARE
         return (self.pending_tokens + num_missing) / speed
 
     def num_blocks_for(self, need: Need) -> int:
-        """Those that they share, and one more for each but the first to write into."""
+        """Shared blocks, plus one block to write into for each sequence but the first."""
         return groups_of(self.layout).num_held_blocks(need.num_tokens + 1) + need.num_sequences - 1
 
     def fits(self, need: Need) -> bool:
-        """Whether the sequence fits here when nothing else does."""
+        """Whether the sequence fits into the empty worker."""
         if self.max_model_len < need.max_num_tokens or self.max_num_seqs < need.num_sequences:
             return False
         return self.num_blocks_for(need) <= self.num_blocks
 
     def has_room(self, need: Need) -> bool:
-        """Whether it fits now, with a block left for each running sequence's growth."""
+        """Whether it fits now, with one block left for the growth of each running sequence."""
         num_sequences = self.num_sequences + need.num_sequences
         if self.is_awaiting_report or num_sequences > self.max_num_seqs:
             return False
@@ -184,27 +183,31 @@ class DecodeView:
         return self.num_blocks_for(need) + watermark <= self.num_available_blocks
 
     def has_room_to_stay(self, need: Need) -> bool:
-        """Whether a prefill worker may run the sequence: half of its memory stays for prompts."""
+        """Whether a prefill worker may run the sequence: half of its blocks stay free for
+        prompts."""
         num_left = self.num_available_blocks - self.num_blocks_for(need)
         return self.has_room(need) and num_left >= self.num_blocks // 2
 
     def is_reached_by(self, need: Need, prefills: Sequence[PrefillView]) -> bool:
-        """Whether KV of one of these would get here."""
+        """Whether one of these can send KV here."""
         if self.address in need.unreached:
             return False
         return any(prefill.address not in self.unreached_by for prefill in prefills)
 
     @property
     def is_short(self) -> bool:
-        """Whether so few of its blocks can be had that sequences should leave it."""
+        """Whether so few blocks are available that sequences should move away."""
         return self.num_available_blocks < SHORT * self.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Addresses of the workers to use. No prefill worker: the decode worker computes the prompt. No
-    decode worker: nothing is wanted after the first token. Not both are None; both the same: a
-    prefill worker runs the sequence itself."""
+    """Addresses of the workers to use; at least one is set.
+
+    prefill: None if the decode worker computes the prompt.
+    decode: None if nothing follows the first token; equal to `prefill` if a prefill worker runs the
+    sequence.
+    """
 
     prefill: str | None
     decode: str | None
@@ -214,15 +217,15 @@ class Verdict(enum.Enum):
     """Why there is no plan."""
 
     NOT_NOW = enum.auto()
-    """Some worker that takes work will have room."""
+    """A ready worker could serve it, but has no room now."""
     NO_WORKER = enum.auto()
-    """None of the workers that take work could ever serve it."""
+    """No ready worker could ever serve it."""
 
 
 def choose(
     need: Need, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView], tie_key: bytes
 ) -> Plan | Verdict:
-    """Place one sequence. `tie_key` decides between equal workers, evenly over many keys."""
+    """Choose workers for one sequence. `tie_key` breaks ties, uniformly over many keys."""
     able_prefills = [p for p in prefills if p.max_model_len >= need.max_num_tokens]
     if able_prefills and not need.needs_decode:
         prefill = _best_prefill(need, able_prefills, tie_key)
@@ -246,8 +249,8 @@ def choose(
 def choose_prefill_to_stay(
     need: Need, prefills: Sequence[PrefillView], views: Sequence[DecodeView], tie_key: bytes
 ) -> Plan | None:
-    """A prefill worker that computes the prompt and decodes on until a decode worker has room; None
-    if none can now. views: the same workers as ones that run sequences."""
+    """Choose a prefill worker that computes the prompt and decodes until a decode worker has room;
+    None if none can now. views: the same workers as decode workers."""
     roomy = {v.address for v in views if v.fits(need) and v.has_room_to_stay(need)}
     prefill = _best_prefill(need, [p for p in prefills if p.address in roomy], tie_key)
     return Plan(prefill.address, prefill.address) if prefill else None
@@ -256,11 +259,11 @@ def choose_prefill_to_stay(
 def _sooner_decode(
     need: Need, decodes: Sequence[DecodeView], prefills: Sequence[PrefillView]
 ) -> DecodeView | None:
-    """The decode worker that has the prompt computed soonest, if that is sooner than any prefill
-    worker, whatever waits before them."""
+    """The decode worker with the lowest TTFT, if that is below the TTFT of all prefill workers,
+    queues included."""
     if need.avoid:
         return None
-    # That of the fastest; before any has measured its own, only how much each has to do counts.
+    # Speed of the fastest; before the first measurement, only the number of tokens counts.
     speed = (
         max(p.prefill_tokens_per_s for p in prefills)
         or max(d.prefill_tokens_per_s for d in decodes)
@@ -279,9 +282,9 @@ def _sooner_decode(
 
 
 def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:
-    # One sequence is always taken, however long; further ones while the queue is short. What its
-    # cache saves makes the queue shorter: else a busy tier gives every sequence to whichever worker
-    # has room first, finds nothing in caches, and is busy with that alone.
+    # An empty queue takes any prompt; a non-empty one takes more while it is short. Cached tokens
+    # count as a shorter queue: otherwise a busy tier sends each sequence to the first worker with
+    # room, misses all caches, and stays busy recomputing.
     views = [
         view
         for view in views
@@ -300,7 +303,7 @@ def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> P
 def _best_decode(
     need: Need, views: Sequence[DecodeView], prefills: Sequence[PrefillView], tie_key: bytes
 ) -> DecodeView | None:
-    """prefills: those that could compute the prompt."""
+    """prefills: workers that could compute the prompt."""
     views = [view for view in views if view.has_room(need)]
     views = [view for view in views if view.address not in need.avoid] or views
     if prefills:
@@ -328,7 +331,7 @@ def _tie(tie_key: bytes, address: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A running sequence that may be moved, and where it is. key: its number among them."""
+    """A running sequence that may be moved, and its worker. key: index chosen by the caller."""
 
     key: int
     address: str
@@ -336,13 +339,13 @@ class Running:
     num_tokens: int
 
     def num_blocks_at(self, worker: DecodeView) -> int:
-        """Blocks that it takes there, with room for the next token."""
+        """Blocks that it takes at `worker`, including the next token."""
         return groups_of(worker.layout).num_held_blocks(self.num_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The sequence `key` goes to `address`."""
+    """Move the sequence `key` to `address`."""
 
     key: int
     address: str
@@ -351,7 +354,7 @@ class Transfer:
 def rebalance(
     workers: Sequence[DecodeView], sequences: Sequence[Running], max_transfers: int
 ) -> list[Transfer]:
-    """At most `max_transfers`, worst-ranked sequences first."""
+    """Return at most `max_transfers` moves, worst-ranked sequences first."""
     available = {w.address: w.num_available_blocks for w in workers}
     places = {w.address: w.max_num_seqs - w.num_sequences for w in workers}
     by_address = {w.address: w for w in workers}
@@ -379,8 +382,8 @@ def rebalance(
 def _roomiest(
     sequence: Running, workers: Sequence[DecodeView], available: dict[str, int]
 ) -> DecodeView | None:
-    """The worker with the largest share of its blocks left, if plenty is left there with the
-    sequence."""
+    """The worker with the largest share of available blocks after the move, if that share is at
+    least PLENTY."""
 
     def share_left(worker: DecodeView) -> float:
         return (available[worker.address] - sequence.num_blocks_at(worker)) / worker.num_blocks

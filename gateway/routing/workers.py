@@ -1,11 +1,12 @@
-"""Which workers the gateway keeps connected to, as the registry's list changes: a task each.
+"""Connections to the registry's workers, one task each.
 
 unreachable ──info──> joined ──first load──> ready <──> draining
      ^                   │ refused: another model, version, tier          │
      └── backoff <── lost: stream broken, or no load report for long  ──┘
 
-The list says where to look, and nothing more. A worker that is on it no more but whose connection
-stands is kept, so a registry that was lost, or lost its memory, costs no request anything."""
+The registry only lists addresses. A connected worker that is no longer listed is kept, so the loss
+of the registry, or of its data, fails no request.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +33,23 @@ from gateway.routing.fleet import Worker, WorkerState
 
 _log = logging.getLogger(__name__)
 
-#: In how many parts a worker's silence is measured.
+#: Ticks per stall timeout.
 _NUM_TICKS = 6
 
-#: How far a worker's stream may be ahead of the gateway, in bytes: a few steps of many sequences. A
-#: gateway that is further behind would read old steps one by one; as it is, the worker keeps them
-#: and reports them as one.
+#: Receive window of a worker's stream, in bytes: a few steps of many sequences. It is small so that
+#: a slow gateway leaves old steps at the worker, which merges them, instead of reading them one by
+#: one.
 RECEIVE_WINDOW_BYTES = 16384
 
 _INFO_TIMEOUT_S = 5.0
 
-#: Between two tries to connect, in seconds: first, at most, and the share of it that chance takes
-#: off.
+#: Seconds between two connection attempts: first and maximum; and the fraction subtracted at
+#: random.
 _FIRST_BACKOFF_S, MAX_BACKOFF_S, _JITTER = 0.2, 2.0, 0.5
 
 
 class Membership(Protocol):
-    """Who is written down as there: a Fleet, whose methods these are, or the Fleets of several
+    """The fleet operations that connections need: implemented by Fleet, and by Fleets for several
     models."""
 
     @property
@@ -67,8 +68,8 @@ class Membership(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """How a connection ended. was_used: whether the worker had become ready, so that this is no
-    failure in a row."""
+    """The end of a connection. was_used: whether the worker was accepted, which restarts the
+    backoff."""
 
     state: WorkerState
     reason: str
@@ -76,7 +77,7 @@ class _Loss:
 
 
 class _Stalled(WorkerLost):
-    """The worker's engine loop stands still, or it reports nothing though its connection stands."""
+    """The worker's engine loop is stuck, or its reports stop while the connection is open."""
 
 
 def _always() -> bool:
@@ -92,10 +93,10 @@ async def keep_connected(
     stall_timeout_s: float = 1.5,
     draw: Callable[[], float] = random.random,
 ) -> None:
-    """Have the worker at `address` ready in the fleet whenever it can be reached.
+    """Keep the worker at `address` connected whenever it is reachable.
 
-    stall_timeout_s: silence after which it is given up. Ends by cancellation, or once it is not
-    wanted and no connection stands: one that stands is kept.
+    stall_timeout_s: seconds without a report after which the connection is closed.
+    Returns once the worker is not wanted and not connected; an open connection is kept.
     """
     num_failures = 0
     last_reason = ""
@@ -112,8 +113,8 @@ async def keep_connected(
 async def _connect_once(
     fleet: Membership, worker: Worker, tls: TlsFiles | None, stall_timeout_s: float
 ) -> _Loss:
-    """One connection, from the first call to its end. With the certificates of the moment: they may
-    be renewed."""
+    """Run one connection until it ends. Certificates are read anew, since they may have been
+    renewed."""
     link: GrpcWorkerLink | None = None
     was_used = False
     try:
@@ -138,7 +139,7 @@ async def _connect_once(
     except ValueError as error:
         state, reason = WorkerState.REFUSED, f"speaks something that is not understood: {error}"
     finally:
-        # First nobody is sent there any more, then those who are there get the event.
+        # Stop new placements first, then report the loss to the sequences placed there.
         if link is not None:
             fleet.leave(worker.address, WorkerState.UNREACHABLE, "the connection ended")
             link.lose(f"the worker at {worker.address} was lost")
@@ -147,7 +148,7 @@ async def _connect_once(
 
 
 async def _first_to_end(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all until one ends, and end the others. Raises what that one raised."""
+    """Run all until one ends, then cancel the others. Raises the error of the first one."""
     tasks = [asyncio.create_task(job) for job in jobs]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -169,19 +170,19 @@ async def _get_info(stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker
 
 
 class _Silence:
-    """Of one worker. It is counted in ticks of this process, not in seconds: a gateway that stood
-    still itself has heard nobody meanwhile, and no worker is to blame."""
+    """Time since the last report of one worker, in ticks of this process rather than seconds: a
+    gateway that was itself suspended must not blame the worker."""
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._stall_timeout_s = stall_timeout_s
         self._num_ticks = 0
 
     def broken(self) -> None:
-        """The worker has reported something."""
+        """Reset after a report."""
         self._num_ticks = 0
 
     async def run(self) -> NoReturn:
-        """Raises _Stalled when it has lasted for stall_timeout_s, or one part more."""
+        """Raise _Stalled after stall_timeout_s without a report, with a tolerance of one tick."""
         while self._num_ticks <= _NUM_TICKS:
             await asyncio.sleep(self._stall_timeout_s / _NUM_TICKS)
             self._num_ticks += 1
@@ -194,8 +195,8 @@ async def _watch(
     worker: Worker,
     silence: _Silence,
 ) -> None:
-    """Pass load reports on until they end. Raises WorkerLost, _Stalled where the engine loop stands
-    still."""
+    """Forward load reports until the stream ends. Raises WorkerLost, or _Stalled if the worker's
+    engine loop is stuck."""
     call = stub.WatchLoad(worker_pb2.WatchLoadRequest())
     try:
         while isinstance(response := await call.read(), worker_pb2.WatchLoadResponse):
@@ -210,14 +211,14 @@ async def _watch(
 
 
 def backoff_s(num_failures: int, random: float) -> float:
-    """Seconds to wait after `num_failures` in a row, at least 1; `random` in [0, 1) spreads
-    gateways out."""
+    """Seconds to wait after `num_failures` consecutive failures, at least 1. random: in [0, 1),
+    spreads gateways out."""
     full_s = min(MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 16))
     return full_s * (1.0 - _JITTER * random)
 
 
 class Connect(Protocol):
-    """As gateway.routing.workers.keep_connected."""
+    """The signature of `keep_connected`."""
 
     def __call__(
         self, fleet: Membership, address: str, /, *, is_wanted: Callable[[], bool]
@@ -233,7 +234,7 @@ class Roster:
         self._listed: dict[str, Tier] = {}
 
     async def follow(self, registry: Registry) -> None:
-        """Keep the fleet as the registry lists it, until cancelled."""
+        """Follow the registry's changes until cancelled."""
         async with asyncio.TaskGroup() as group, aclosing(registry.changes()) as changes:
             async for change in changes:
                 self._take(change, group)
@@ -256,5 +257,5 @@ class Roster:
             self._fleet, address, is_wanted=lambda: self._listed.get(address) is tier
         )
         self._fleet.remove(address)
-        if address in self._listed:  # by now as one of the other tier
+        if address in self._listed:  # listed again, in the other tier
             self._start(address, group)

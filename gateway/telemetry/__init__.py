@@ -1,1 +1,1 @@
-"""What is measured of requests."""
+"""Request metrics and spans."""

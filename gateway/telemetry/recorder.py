@@ -1,9 +1,8 @@
-"""Reports one request's life to telemetry: its span with a child per phase, and the metrics of its
-end.
+"""Reports each request to telemetry: a span with one child per phase, and metrics at its end.
 
-A request writes its timeline as it goes; everything else happens once, when it is over. What is
-reported are names, counts and times: never text of the prompt or the answer, nor messages of
-errors, which may repeat it.
+A request writes its timeline while it runs; all else happens once at its end. Only names, counts
+and times are reported, never text of the prompt or the answer, nor error messages, which may quote
+it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from gateway.telemetry.timing import Handoff, Timeline
 
 _log = logging.getLogger(__name__)
 
-#: Longest time between two warnings of one kind, in seconds.
+#: Minimum interval between two warnings of one kind, in seconds.
 WARN_INTERVAL_S = 10.0
 
 _SPAN_NAMES: Mapping[Phase, SpanName] = {
@@ -61,16 +60,16 @@ _SPAN_NAMES: Mapping[Phase, SpanName] = {
 }
 #: Phases that wait for another process.
 _REMOTE = frozenset({Phase.RESERVE, Phase.PREFILL})
-#: What the parts of the time to the first token are called in metrics.
+#: Metric names of the parts of the time to first token.
 _PARTS = (Phase.QUEUE, Phase.TOKENIZE, Phase.RESERVE, Phase.PREFILL, Phase.FIRST_STEP)
 _EXPOSED = "transfer_exposed"
-#: Ends that somebody should look into.
+#: Errors that an operator should look into.
 _SERVER_FAULTS = frozenset({EngineFault.reason, WorkerLost.reason, HandoffFailed.reason})
 _FINISH_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-#: Handoffs kept for the page's map.
+#: Handoffs kept for the live map.
 _NUM_KEPT = 64
 
-#: Boundaries, in seconds, that the conventions for generative AI advise.
+#: Histogram boundaries in seconds, from the semantic conventions for generative AI.
 DURATION_BOUNDS_S: Final = tuple(0.01 * 2**i for i in range(14))
 FIRST_TOKEN_BOUNDS_S: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -78,12 +77,12 @@ FIRST_TOKEN_BOUNDS_S: Final = (
 PER_TOKEN_BOUNDS_S: Final = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
 )  # fmt: skip
-#: Parts of the time to the first token are shorter than the whole.
+#: Finer boundaries, for the parts of the time to first token.
 PHASE_BOUNDS_S: Final = (0.0001, 0.0003, *FIRST_TOKEN_BOUNDS_S)
 
 
 class Instruments:
-    """What a gateway measures of requests, at their end."""
+    """Request metrics of a gateway, recorded at a request's end."""
 
     def __init__(self, meter: Meter, histograms: SecondsHistograms) -> None:
         self.duration = histograms.create(
@@ -159,23 +158,24 @@ class Instruments:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request, while it lasts. `timeline` is written by its driver; the rest by the service."""
+    """Record of one running request. `timeline` is written by its driver, the rest by the
+    service."""
 
     timeline: Timeline
     span: Span
     arrival_ns: int
-    """Since the epoch."""
+    """Nanoseconds since the epoch."""
     common: Mapping[str, str]
-    """What all that is reported of it is labelled with."""
+    """Labels of all its metrics and spans."""
     spec: SequenceSpec | None = None
 
 
 class RecentHandoffs:
-    """The last handoffs that ended well, for the page's live map."""
+    """The last successful handoffs, for the live map."""
 
     def __init__(self) -> None:
         self.total = 0
-        """Since the start of this process."""
+        """Count since the start of this process."""
         self.total_bytes = 0
         self._last: deque[Handoff] = deque(maxlen=_NUM_KEPT)
 
@@ -185,15 +185,16 @@ class RecentHandoffs:
         self._last.append(handoff)
 
     def numbered(self) -> Iterator[tuple[int, Handoff]]:
-        """The last ones in order, each with how many there were up to it."""
+        """The last handoffs in order, each with its running count."""
         return enumerate(self._last, self.total - len(self._last) + 1)
 
 
 class GatewayRecorder:
-    """Belongs to one event loop. clock: of the timelines, in seconds.
+    """Records the requests of a gateway. Belongs to one event loop. clock: of the timelines, in
+    seconds.
 
-    defer: calls what reports a request that has ended. An event loop's call_soon lets the last
-    bytes of the answer leave first, which are sent when a turn of the loop ends.
+    defer: schedules the report of an ended request. With the event loop's call_soon, the last bytes
+    of the answer leave first, since they are sent at the end of a loop turn.
     """
 
     def __init__(
@@ -205,11 +206,11 @@ class GatewayRecorder:
         self._telemetry = telemetry
         self._defer = defer
         self._common: dict[str, Mapping[str, str]] = {}
-        """By names of spans: what all that is reported of such requests is labelled with."""
+        """Common labels, by span name."""
         self._clock = clock
         self._instruments = Instruments(telemetry.meter, telemetry.histograms)
         self.num_active = 0
-        """Requests under way."""
+        """Number of running requests."""
         self.handoffs = RecentHandoffs()
         self._bypass_warnings = RateLimit(WARN_INTERVAL_S, clock)
         telemetry.meter.create_observable_gauge(
@@ -217,7 +218,7 @@ class GatewayRecorder:
         )
 
     def refuse(self, reason: str) -> None:
-        """A request was refused before it was known which model it is for."""
+        """Count a request that was refused before its model was known."""
         if self._telemetry.has_metrics:
             self._instruments.refused.add(1, reason)
 
@@ -225,7 +226,7 @@ class GatewayRecorder:
     def recording(
         self, metadata: Iterable[tuple[str, str | bytes]] | None, model: str, *, is_chat: bool
     ) -> Iterator[RequestRecord]:
-        """Record a request that arrives now, and ends with the body."""
+        """Record a request that arrives now and ends with the `with` body."""
         operation = "chat" if is_chat else "text_completion"
         name = f"{operation} {model}"
         common = self._common.get(name)
@@ -265,8 +266,8 @@ class GatewayRecorder:
             self._defer(partial(self._report, record, error, now_s))
 
     def _report(self, record: RequestRecord, error: str | None, now_s: float) -> None:
-        """A request is over. error: the reason of its failure, one of baton.errors.BY_REASON; None
-        if it ended well."""
+        """Report an ended request. error: its failure's reason, a key of baton.errors.BY_REASON;
+        None on success."""
         if self._telemetry.has_metrics:
             self._measure(record, error, now_s)
         if record.span.is_recording():
@@ -334,7 +335,7 @@ class GatewayRecorder:
         parts = timeline.first_token_parts_ms()
         for part in _PARTS:
             own.phase.record(parts[part] / 1e3, {names.PHASE: part.value})
-        # The first token does not wait for the transfer: see TimeToFirstToken in inference.proto.
+        # The first token does not wait for the transfer; see TimeToFirstToken in inference.proto.
         own.phase.record(0.0, {names.PHASE: _EXPOSED})
 
     def _observe_active(self, options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG002
@@ -354,7 +355,7 @@ class GatewayRecorder:
 
 
 def _joined(timeline: Timeline, end_s: float) -> list[tuple[SpanName, Phase, float, float]]:
-    """The timeline's intervals as spans; neighbours of one name are one."""
+    """The timeline's intervals as spans, with adjacent intervals of one name merged."""
     spans: list[tuple[SpanName, Phase, float, float]] = []
     for phase, start_s, stop_s in timeline.intervals(end_s):
         name = _SPAN_NAMES[phase]
@@ -366,8 +367,8 @@ def _joined(timeline: Timeline, end_s: float) -> list[tuple[SpanName, Phase, flo
 
 
 def _log_life(record: RequestRecord, error: str | None, now_s: float) -> None:
-    """What happened to a request, for debugging, and a line of its end, without any text of it: a
-    warning if the servers are at fault, else for debugging."""
+    """Log a request's events at debug level, and its end as a warning for server faults, else at
+    debug level. Never logs its text."""
     level = logging.WARNING if error in _SERVER_FAULTS else logging.DEBUG
     if not _log.isEnabledFor(level):
         return

@@ -1,5 +1,4 @@
-"""Where the time of one request went. Durations add up over its placements, and over its
-choices."""
+"""Timings of one request. Durations are summed over its placements and choices."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from baton.v1 import inference_pb2
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """A sequence's KV has moved. source, target: ids of workers. num_bytes: that were sent."""
+    """A completed KV transfer. source, target: worker ids. num_bytes: bytes sent."""
 
     source: str
     target: str
@@ -22,8 +21,8 @@ class Handoff:
 
 @dataclass(slots=True)
 class Timeline:
-    """Written by the reducer of the request's life, and by its delivery. Moments are on the event
-    loop's clock, in seconds."""
+    """Times of one request, written by the reducer and by the delivery. Moments are seconds on the
+    event loop's clock."""
 
     arrival_s: float
     tokenize_ms: float = 0.0
@@ -39,40 +38,38 @@ class Timeline:
     decode_worker: str = ""
     num_resumes: int = 0
     cached_tokens: int | None = None
-    """Of the first prefill, once it is known; later ones find our own tokens."""
+    """Cached prompt tokens of the first prefill; None until known. Later prefills hit this
+    request's own tokens."""
     decode_cached_tokens: int | None = None
     num_choices: int = 1
     is_streamed: bool = True
-    """Whether tokens are sent as they come, not when all have come."""
+    """Whether tokens are sent as they arrive, instead of all at the end."""
     num_output_tokens: int = 0
-    """Over all choices, as the next two."""
+    """Sum over all choices, as the next two."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     finish: FinishReason = FinishReason.NONE
     num_bypassed_tokens: int = 0
-    """Most tokens that a decode worker was made to prefill beyond what it should, for want of
-    prefill workers."""
+    """Maximum tokens that a decode worker prefilled above its limit, for lack of prefill
+    workers."""
     has_forked: bool = False
-    """Whether there are several choices that wait for different things. No phase begins then but by
-    a token sent."""
+    """Whether several choices wait independently. New phases then begin only with sent tokens."""
     on_handoff: Callable[[Handoff], None] | None = None
-    """Called with each handoff that ended well."""
+    """Called with each successful handoff."""
     events: list[tuple[RequestEvent, float]] = field(default_factory=list)
-    """What happened, and when."""
+    """Events with their times."""
     _phases: list[tuple[Phase, float]] = field(default_factory=list)
-    """Beginnings; each phase lasts until the next one. The first is TOKENIZE, from the arrival
-    on."""
+    """Starts of phases; each lasts until the next one. The first is TOKENIZE, at the arrival."""
     _prefill_excess_s: float = 0.0
-    """Of the phases PREFILL before the first token, what the worker does not account for: the way
-    there and back."""
+    """Time in PREFILL before the first token that the worker does not report: transit both ways."""
 
     @property
     def phase(self) -> Phase:
-        """What the request waits for now."""
+        """Current phase."""
         return self._phases[-1][0] if self._phases else Phase.TOKENIZE
 
     def enter(self, phase: Phase, now_s: float) -> None:
-        """From now on the request waits for something else."""
+        """Start a phase."""
         if not self.has_forked:
             self._phases.append((phase, now_s))
 
@@ -86,13 +83,14 @@ class Timeline:
             self._phases[-1] = (Phase.PREFILL, self._phases[-1][1])
 
     def on_prefilled(self, reported_ms: float, now_s: float) -> None:
-        """The prompt is computed; reported_ms: what the worker says it took, its queue included."""
+        """Record the end of a prefill. reported_ms: duration measured by the worker, queue
+        included."""
         if self.first_token_s is None and self.phase is Phase.PREFILL:
             waited_s = now_s - self._phases[-1][1]
             self._prefill_excess_s += max(0.0, waited_s - reported_ms / 1e3)
 
     def on_committed(self, handoff: Handoff, exposed_ms: float, now_s: float) -> None:
-        """KV has moved; exposed_ms: that no compute hid."""
+        """Record a completed transfer. exposed_ms: transfer time not overlapped with compute."""
         self.transfer_exposed_ms += exposed_ms
         self.transfer_bytes += handoff.num_bytes
         self.note(RequestEvent.COMMITTED, now_s)
@@ -100,7 +98,7 @@ class Timeline:
             self.on_handoff(handoff)
 
     def on_tokens(self, now_s: float) -> None:
-        """Tokens came, and go to the client next."""
+        """Record tokens that arrived and are to be sent."""
         if self.first_token_s is None:
             if self.phase is not Phase.FIRST_STEP:
                 self.enter(Phase.FIRST_STEP, now_s)
@@ -108,15 +106,15 @@ class Timeline:
             self.enter(Phase.DECODE, now_s)
 
     def intervals(self, end_s: float) -> Iterator[tuple[Phase, float, float]]:
-        """All phases with their beginnings and ends, without gap from the arrival to `end_s`."""
+        """Yield (phase, start, end) without gaps, from the arrival to `end_s`."""
         phase, start_s = Phase.TOKENIZE, self.arrival_s
         for following, next_s in (*self._phases, (Phase.DECODE, end_s)):
             yield phase, start_s, max(start_s, next_s)
             phase, start_s = following, max(start_s, next_s)
 
     def first_token_parts_ms(self) -> dict[Phase, float]:
-        """What the time to the first token was spent on, in milliseconds; all of it, and 0 before
-        there is one."""
+        """Time to first token by phase, in milliseconds; the values sum to it, and are 0 before the
+        first token."""
         parts = dict.fromkeys(Phase, 0.0)
         if self.first_token_s is None:
             return parts
@@ -134,7 +132,7 @@ class Timeline:
         self.last_token_s = now_s
 
     def time_per_token_s(self) -> float | None:
-        """Mean time between the tokens of one choice after its first; None if there is none."""
+        """Mean time between tokens of one choice after its first, in seconds; None if unknown."""
         first_s, last_s = self.first_token_s, self.last_token_s
         num_following = self.num_output_tokens / self.num_choices - 1
         if first_s is None or last_s is None or num_following <= 0 or not self.is_streamed:
@@ -142,7 +140,7 @@ class Timeline:
         return (last_s - first_s) / num_following
 
     def name_workers(self, prefill: str, decode: str) -> None:
-        """Who serves it now; the last ones count."""
+        """Record the serving workers; the last ones are kept."""
         self.prefill_worker = prefill or self.prefill_worker
         self.decode_worker = decode or self.decode_worker
 

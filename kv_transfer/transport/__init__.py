@@ -1,1 +1,1 @@
-"""The ways KV travels: within a process, through shared memory, over TCP."""
+"""Transports for KV: within a process, through shared memory, over TCP."""

@@ -1,6 +1,6 @@
 """What a transport is: a listener at the receiver, and connections at the sender.
 
-The file of a transport has its name and a TRANSPORT; what it reaches and needs is in
+Each transport is a file with its name that defines TRANSPORT. What it reaches and requires is in
 baton.kv_transports.
 """
 
@@ -41,12 +41,15 @@ class Hub(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """What the transports of one worker are given; each takes what it needs.
+    """Settings of the transports of one worker; each uses a part of them.
 
-    worker_id: its name within `hub`. host, port: to listen on; port 0 takes a free one.
-    advertise_address: the host:port that senders are given, if not that one. send_timeout_s: of one
-    frame. tls: None for plain text. peer_names: of which a peer's certificate must carry one; none:
-    any will do. memory: of the device that the worker's KV is on; None if that is none.
+    worker_id: name within `hub`.
+    host, port: to listen on; port 0 takes a free one.
+    advertise_address: host:port for senders, if it differs.
+    send_timeout_s: per frame.
+    tls: None for plain text.
+    peer_names: a peer's certificate must carry one of them; empty for any.
+    memory: of the device that holds the worker's KV, or None.
     """
 
     worker_id: str = ""
@@ -60,16 +63,16 @@ class TransportConfig:
     hub: Hub | None = None
 
 
-#: Connects to an endpoint's address within so many seconds. Raises TransportError.
+#: Connects to an endpoint's address; float: timeout in seconds. Raises TransportError.
 Dial = Callable[[str, float], Connection]
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The code of one transport.
+    """The implementation of one transport.
 
-    listen: raises OSError if it cannot bind, ConfigError if the worker lacks what it needs.
-    dialer: makes what one worker's senders connect with; raises ConfigError.
+    listen: raises OSError if it cannot bind, ConfigError if a requirement is missing.
+    dialer: makes the Dial of one worker's senders; raises ConfigError.
     """
 
     listen: Callable[[TransportConfig], Listener]
@@ -77,6 +80,6 @@ class Transport:
 
 
 def transport_named(name: str) -> Transport:
-    """The code of a transport of baton.kv_transports, imported when it is first asked for."""
+    """The implementation of a transport in baton.kv_transports, imported on first use."""
     transport: Transport = importlib.import_module(f"kv_transfer.transport.{name}").TRANSPORT
     return transport

@@ -1,7 +1,7 @@
-"""Which of a worker's endpoints a sender takes: the best that works, each tried in turn.
+"""Endpoint selection of a sender: endpoints are tried in order, best first.
 
-An endpoint that could be connected to, but was lost before the receiver's answer (memory that
-cannot be mapped, say), costs one connection its handoffs; for SHUN_S after that it comes last.
+An endpoint that accepted a connection but lost it before KvAccept (for instance because its memory
+cannot be mapped) fails the handoffs of that connection; for SHUN_S seconds it is tried last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_transfer.ticket import Endpoint, local_host_id
 from kv_transfer.transport.base import Hub, TransportConfig, transport_named
 from kv_transfer.transport.connection import Connection, Connector, TransportError
 
-#: How long an endpoint that gave no answer comes after all others.
+#: Cooldown in seconds: endpoints that did not answer are tried last.
 SHUN_S = 60.0
 
 _log = logging.getLogger("baton.kv")
@@ -30,8 +30,8 @@ _log = logging.getLogger("baton.kv")
 def usable(
     endpoints: Sequence[Endpoint], transport: str, is_reachable: Callable[[Endpoint], bool]
 ) -> tuple[Endpoint, ...]:
-    """The endpoints that may be tried, best first: in the order of KV_TRANSPORTS. `transport` pins
-    one, or is "auto"."""
+    """The endpoints that may be tried, in the order of KV_TRANSPORTS. transport: one transport
+    only, or "auto"."""
     return tuple(
         endpoint
         for allowed in _allowed(transport)
@@ -41,7 +41,7 @@ def usable(
 
 
 def _allowed(transport: str) -> tuple[KvTransport, ...]:
-    """Raises ConfigError for a transport that does not exist."""
+    """The transports for an option value. Raises ConfigError for an unknown one."""
     return KV_TRANSPORTS if transport == AUTO else (kv_transport(transport),)
 
 
@@ -54,8 +54,8 @@ def make_connector(
     peer_names: Sequence[str] = (),
     memory: DeviceMemory | None = None,
 ) -> Connector:
-    """A connector for `transport`: "auto", or one of baton.kv_transports. Raises ConfigError for
-    others.
+    """Return a connector for `transport`: "auto", or one of baton.kv_transports. Raises ConfigError
+    for others.
 
     hub, send_timeout_s, tls, peer_names, memory: see TransportConfig.
     """
@@ -115,13 +115,13 @@ def make_connector(
 
 
 def _before(endpoints: Sequence[Endpoint], transport: str, chosen: Endpoint) -> Iterator[Endpoint]:
-    """Those that would have come before the one that was taken, could they be reached."""
+    """Endpoints preferred to the chosen one, which were not reachable."""
     return itertools.takewhile(chosen.__ne__, usable(endpoints, transport, lambda _: True))
 
 
 def _why_not_here(endpoint: Endpoint, host_id: str) -> str:
-    """Why a socket of a host cannot be tried from here; another container of the host may not see
-    it."""
+    """Why a socket path cannot be tried from here; another container of the host may not see it.
+    Empty if it can."""
     if not host_id or endpoint.host_id != host_id:
         return "it is on another host"
     try:
@@ -131,8 +131,8 @@ def _why_not_here(endpoint: Endpoint, host_id: str) -> str:
 
 
 class Shunned:
-    """Endpoints that gave no answer, each for SHUN_S. Lanes' threads share it: of two that add at
-    once, one may be forgotten, which costs a connection."""
+    """Endpoints that did not answer, each for SHUN_S. Shared by the connections' threads without a
+    lock: one of two concurrent entries may be lost, which costs one connection attempt."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -148,8 +148,7 @@ class Shunned:
 
 
 class WatchedConnection:
-    """A connection whose endpoint is shunned if it ends without an answer to KvHello. See
-    Connection."""
+    """A Connection that shuns its endpoint if it ends before an answer to KvHello."""
 
     def __init__(self, connection: Connection, endpoint: Endpoint, shunned: Shunned) -> None:
         self._connection = connection

@@ -1,14 +1,13 @@
-"""KV from one GPU's memory to another's, or to another process's on the same GPU, without passing
-the host.
+"""KV between GPUs, or between processes on one GPU, without passing the host.
 
-Frames travel on a Unix socket. The receiver has one area of staging slots per connection in its
-device's memory, and sends the driver's handle of it with KvAccept. The sender maps it and packs
-straight into a slot; the header goes when that is over, so that a header says that its payload has
-landed. The receiver's device unpacks, and verifies, the slot within the same pass.
+Frames travel over a Unix socket. The receiver has one area of staging slots per connection in its
+device's memory, and sends the driver's handle of it with KvAccept. The sender maps the area and
+packs directly into a slot, then sends the header, so that a header implies a complete payload. The
+receiver's device unpacks and verifies the slot in one pass.
 
-Memory that somebody has mapped must not be freed. So one end of a pipe goes along with the handle,
-and the sender closes it after it has unmapped the memory; should it die, the kernel does. Only then
-the receiver frees: see RetiredAreas.
+Memory that another process has mapped must not be freed. One end of a pipe is therefore sent with
+the handle. The sender closes it after it has unmapped the memory; if the sender dies, the kernel
+closes it. The receiver frees the memory only then; see RetiredAreas.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from kv_transfer.transport.unix_stream import (
     connect_unix,
 )
 
-#: Slots begin at multiples of so many bytes, as the device reads best.
+#: Alignment of slots in bytes, for fast device reads.
 _GRAIN_BYTES = 4096
 _MAX_AREA_BYTES = 1 << 36
-#: How long a listener that closes waits for senders to unmap its memory.
+#: Seconds that a closing listener waits for senders to unmap its memory.
 _CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """An area that is cut into slots."""
+    """A staging area divided into slots."""
 
     area: DeviceArea
     stride: int
@@ -53,8 +52,8 @@ class _Slots:
 
 
 class CudaIpcConnection(UnixConnection):
-    """Packs straight into the receiver's slots. The file descriptor that came is held as long as
-    they are mapped."""
+    """Packs directly into the receiver's slots. Holds the received file descriptor while they are
+    mapped."""
 
     payload_checksums = frozenset({kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM})
 
@@ -85,7 +84,7 @@ class CudaIpcConnection(UnixConnection):
         self.open_slots(accept.num_credits)
 
     def close(self) -> None:
-        """Unmaps before it lets go of the file descriptor."""
+        """Unmap the slots, then close the file descriptor."""
         slots, self._slots = self._slots, None
         if slots:
             slots.area.close()
@@ -93,7 +92,7 @@ class CudaIpcConnection(UnixConnection):
 
 
 class RetiredAreas:
-    """Areas of connections that have ended, each until no other process can have it mapped.
+    """Areas of ended connections, each kept until no other process can have it mapped.
     Thread-safe."""
 
     def __init__(self) -> None:
@@ -104,25 +103,24 @@ class RetiredAreas:
         return len(self._areas)
 
     def keep(self, area: DeviceArea, fd: int) -> None:
-        """Take an area in; it is freed by a call of `sweep` after the other end of the pipe `fd` is
-        closed."""
+        """Keep an area; `sweep` frees it once the other end of the pipe `fd` is closed."""
         with self._lock:
             self._areas[fd] = area
         self.sweep()
 
     def drain(self, timeout_s: float) -> None:
-        """Free all, waiting up to so long for others to let go of it. What they still have then
-        stays until this process ends."""
+        """Free all areas, waiting at most `timeout_s` for their release. The others stay until this
+        process ends."""
         deadline = time.monotonic() + timeout_s
         while self._areas and (left_s := deadline - time.monotonic()) > 0:
             self.sweep(left_s)
 
     def sweep(self, timeout_s: float = 0.0) -> None:
-        """Free what nobody else has any more, first waiting up to so long for some of it."""
+        """Free the areas that no other process uses, after waiting at most `timeout_s` for one."""
         with self._lock:
             poll = select.poll()
             for fd in self._areas:
-                # Nothing is ever written into the pipe: POLLHUP alone can come.
+                # Nothing is ever written into the pipe, so only POLLHUP can occur.
                 poll.register(fd, 0)
             for fd, _ in poll.poll(timeout_s * 1000) if self._areas else ():
                 self._areas.pop(fd).close()
@@ -130,7 +128,7 @@ class RetiredAreas:
 
 
 class CudaIpcServerStream(UnixServerStream):
-    """Owns the area of one connection, until the listener keeps it."""
+    """Owns one connection's area until the listener takes it over."""
 
     payload_checksum = kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
 
@@ -166,10 +164,10 @@ class CudaIpcServerStream(UnixServerStream):
 
 
 class CudaIpcListener(UnixListener):
-    """Accepts connections, and keeps memory of those that ended."""
+    """Accepts connections, and keeps the memory of ended ones."""
 
     def __init__(self, memory: DeviceMemory) -> None:
-        """memory: in which staging areas are. Raises OSError."""
+        """memory: for staging areas. Raises OSError."""
         super().__init__(
             "cuda_ipc",
             lambda sock, receiver: CudaIpcServerStream(sock, receiver, self),

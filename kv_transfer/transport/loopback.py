@@ -1,4 +1,4 @@
-"""The transport within a process: no thread and no socket; frames are taken within the sender's
+"""Transport within a process, without threads or sockets: frames are processed within the sender's
 call."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _NO_PAYLOAD = memoryview(b"")
 
 
 class LoopbackListener:
-    """A receiver that can be reached by name until `close`, which ends its connections as a
-    process's death would."""
+    """A receiver reachable by name until `close`, which ends its connections like the death of a
+    process."""
 
     def __init__(self, hub: LoopbackHub, name: str) -> None:
         self.endpoint = Endpoint("loopback", name)
@@ -27,7 +27,7 @@ class LoopbackListener:
         self._connections: list[LoopbackConnection] = []
 
     def serve(self, receiver: Receiver) -> None:
-        """Connections can be made from here on."""
+        """Accept connections from here on."""
         self._receiver = receiver
 
     def connect(self) -> LoopbackConnection:
@@ -46,15 +46,14 @@ class LoopbackListener:
 
 
 class LoopbackHub:
-    """The names of one process, or of one simulation. Give the same hub to receivers and
-    senders."""
+    """Names of one process, or of one simulation. Receivers and senders must share a hub."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listeners: dict[str, LoopbackListener] = {}
 
     def listen(self, name: str) -> LoopbackListener:
-        """Raises ValueError if the name is taken."""
+        """Register a listener. Raises ValueError if the name is taken."""
         with self._lock:
             if name in self._listeners:
                 raise ValueError(f"loopback name {name!r} is taken")
@@ -65,7 +64,7 @@ class LoopbackHub:
             return name in self._listeners
 
     def connect(self, name: str) -> LoopbackConnection:
-        """Raises TransportError if nobody listens."""
+        """Connect to a listener. Raises TransportError if there is none."""
         with self._lock:
             listener = self._listeners.get(name)
         if listener is None:
@@ -78,7 +77,7 @@ class LoopbackHub:
 
 
 class LoopbackConnection:
-    """See Connection. There is always room: the receiver has read a payload when `send` returns."""
+    """See Connection. Room never runs out: the receiver has read a payload when `send` returns."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._replies: deque[Frame] = deque()
@@ -96,7 +95,7 @@ class LoopbackConnection:
         return Staged(0, memoryview(self._buffer)[:num_bytes])
 
     def unstage(self, staged: Staged) -> None:
-        """Nothing to do: the one buffer is free whenever this end calls."""
+        """No-op: the only buffer is always free between calls."""
 
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
         del more
@@ -109,10 +108,10 @@ class LoopbackConnection:
             raise
 
     def flush(self) -> None:
-        """Nothing to do: nothing waits."""
+        """No-op: frames are never held back."""
 
     def seal(self, key: bytes) -> None:
-        """Nothing to do: nobody is on the way."""
+        """No-op: frames do not leave the process."""
 
     def receive(self) -> Frame | None:
         self._session.report_aborts()
@@ -129,7 +128,7 @@ class LoopbackConnection:
         self.lose("the sender is gone")
 
     def lose(self, message: str) -> None:
-        """End the connection, from either side; a second time changes nothing."""
+        """End the connection, from either side. Idempotent."""
         if not self._lost:
             self._lost = message
             self._session.on_close(message)

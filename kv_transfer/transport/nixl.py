@@ -1,18 +1,17 @@
-"""KV over nixl (UCX: RDMA, NVLink, or TCP where there is nothing better): the sender writes into
-the receiver's staging area.
+"""KV over nixl (UCX: RDMA, NVLink, or TCP): the sender writes into the receiver's staging area.
 
-Frames travel on a TCP connection. A chunk's header goes first, then the sender writes the payload
-into the slot that the header names, then KvLanded says so. The receiver drives its own side of the
-library only between header and KvLanded: an idle worker polls nothing.
+Frames travel over a TCP connection. The sender sends a chunk's header, writes the payload into the
+slot named there, then sends KvLanded. The receiver drives its side of the library only between
+header and KvLanded, so an idle worker polls nothing.
 
-A staging area is in memory of the GPU that the pool is on, if both workers' are on one: then a
-payload passes no host, and its sum is made and verified by the GPUs (word sums, see KvAccept). Else
-both ends stage in host memory.
+A staging area is in the memory of the pool's GPU if both workers use GPUs; then payloads bypass the
+host, and the GPUs compute and verify word sums (see KvAccept). Otherwise both ends stage in host
+memory.
 
-A staging area belongs to one connection. Nothing recalls a write that is under way when a
-connection ends, and some ways of UCX write into a process by address alone: so the area is kept,
-and used by nobody, for QUARANTINE_S after that. The library knows no authentication: who has an
-area's description, which travels in KvAccept, may write into that area, and into no other.
+A staging area belongs to one connection. A write under way when the connection ends cannot be
+cancelled, and some UCX transports write into a process by address alone. The area is therefore kept
+unused for QUARANTINE_S afterwards. The library has no authentication: any process with an area's
+description, which travels in KvAccept, can write into that area, but into no other.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ from kv_transfer.transport.connection import Staged, TransportError
 from kv_transfer.transport.stream import ServerStream, SlottedConnection, StreamListener
 from kv_transfer.transport.tcp_stream import bind, connected, tune
 
-#: Longer than any sender waits for a write of its own.
+#: Longer than any sender waits for its own write, in seconds.
 QUARANTINE_S = 60.0
-#: How long a payload may take after its header.
+#: Maximum seconds between a header and the arrival of its payload.
 _LANDING_TIMEOUT_S = 10.0
-#: Polling without a pause at first, then with pauses of a millisecond.
+#: Seconds of polling without pauses, followed by pauses of a millisecond.
 _SPIN_S = 0.002
 _NO_PAYLOAD = memoryview(b"")
 
 
 def _api() -> Any:
-    """The library, loaded by the first call: that takes a second. Raises ConfigError."""
+    """The library, imported on first use, which takes a second. Raises ConfigError."""
     spec = kv_transport("nixl")
     if not spec.is_installed:
         fix = f"the nixl library is not installed: {spec.install}"
         raise ConfigError.of("kv_transport", spec.name, fix)
     api = importlib.import_module("nixl._api")
-    # It speaks on stdout by a handler of its own; what it warns of goes where our log goes.
+    # The library logs to stdout by its own handler; route its warnings to our log.
     log = logging.getLogger("nixl")
     log.handlers.clear()
     log.propagate = True
@@ -70,17 +69,18 @@ def _api() -> Any:
 
 
 class _Area:
-    """Slots of registered memory, and the agent that owns their registration. Used by one
-    thread.
+    """Slots of registered memory, and the agent that owns their registration. Used by one thread.
 
-    kind: of memory, as the library names it; device: whose it is.
+    kind: of memory, as the library names it.
+    device: number of the memory's device.
     """
 
     def __init__(
         self, name: str, num_slots: int, slot_bytes: int, memory: DeviceMemory | None
     ) -> None:
-        """name: unlike any other agent's that a peer may ever know. memory: of the device to stage
-        on; None: the host's. Raises OSError if the device has none."""
+        """name: unique among all agents that a peer may meet.
+        memory: of the device to stage on; None for host memory. Raises OSError without device
+        memory."""
         api = _api()
         self.errors: tuple[type[Exception], ...] = tuple(
             value for key, value in vars(api.nixlBind).items() if key.endswith("Error")
@@ -98,7 +98,7 @@ class _Area:
             self.kind, self.device = "VRAM", memory.device_number
             self._memory = memory.allocate(num_bytes)
             self.address = self._memory.address
-        # Its own thread would spin on a core for ever.
+        # The library's own thread would spin on a core.
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self.agent = api.nixl_agent(name, config)
         self._registration = self.agent.register_memory(
@@ -112,12 +112,11 @@ class _Area:
         return self._memory.part(start, num_bytes)
 
     def progress(self) -> None:
-        """Let the library do what is due on this side."""
+        """Let the library process its side of transfers."""
         self.agent.get_new_notifs()
 
     def retire(self) -> mmap.mmap | DeviceArea:
-        """Withdraw the registration; the memory, to be kept as long as somebody may reach into
-        it."""
+        """Deregister, and return the memory, which must be kept while peers may access it."""
         with contextlib.suppress(*self.errors):
             self.agent.deregister_memory(self._registration)
         del self.agent
@@ -125,8 +124,7 @@ class _Area:
 
 
 class Quarantine:
-    """Keeps memory of connections that ended, until nobody can read from it or write into it any
-    more."""
+    """Keeps the memory of ended connections until no peer can access it any more."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -134,19 +132,19 @@ class Quarantine:
         self._kept: deque[tuple[float, mmap.mmap | DeviceArea]] = deque()
 
     def keep(self, memory: mmap.mmap | DeviceArea) -> None:
-        """Take memory in, and let that go whose time is over."""
+        """Keep `memory`, and free what has been kept long enough."""
         now = self._clock()
         with self._lock:
             self._kept.append((now + QUARANTINE_S, memory))
             while self._kept[0][0] <= now:
                 _, old = self._kept.popleft()
-                # The host's is freed when its last view goes.
+                # Host memory is freed with its last view.
                 if not isinstance(old, mmap.mmap):
                     old.close()
 
 
 class NixlConnection(SlottedConnection):
-    """Packs into registered memory of its own, one slot for each of the receiver's, and writes from
+    """Packs into its own registered memory, with one slot per slot of the receiver, and writes from
     there."""
 
     def __init__(
@@ -157,7 +155,7 @@ class NixlConnection(SlottedConnection):
         quarantine: Quarantine,
         memory: DeviceMemory | None = None,
     ) -> None:
-        """memory: of the device that the pool is on; None: none."""
+        """memory: of the pool's device; None without one."""
         super().__init__(sock, send_timeout_s)
         if memory is not None:
             self.payload_checksums |= {kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM}
@@ -166,8 +164,8 @@ class NixlConnection(SlottedConnection):
         self._quarantine = quarantine
         self._send_timeout_s = send_timeout_s
         self._area: _Area | None = None
-        """Made for the first payload: the receiver waits a second for our answer to its acceptance,
-        and an agent may take longer."""
+        """Created for the first payload: creating an agent may take longer than the second in which
+        the receiver expects our answer to its acceptance."""
         self._accept: kv_pb2.KvAccept | None = None
         self._remote = kv_pb2.KvRemoteMemory()
         self._peer: Any = None
@@ -207,14 +205,14 @@ class NixlConnection(SlottedConnection):
         if staged is None or self._area is None:
             super().send(frame, more=more)
             return
-        # At once: the receiver drives its side only when it has the header.
+        # Sent at once, because the receiver drives its side only after the header.
         super().send(frame, staged)
         self._write(self._area, staged)
         super().send(kv_pb2.KvLanded(slot=staged.slot), more=more)
 
     def _write(self, area: _Area, staged: Staged) -> None:
-        """Returns when the payload is in the receiver's slot. Raises TransportError, also after the
-        send timeout: a frozen peer is never reported."""
+        """Write the payload into the receiver's slot. Raises TransportError, also after the send
+        timeout, since the library does not report a frozen peer."""
         room = staged.buffer if staged.device is None else staged.device
         agent, num_bytes = area.agent, room.nbytes
         start, target = area.address + staged.slot * area.stride, self._remote.address
@@ -224,7 +222,7 @@ class NixlConnection(SlottedConnection):
             handle = agent.initialize_xfer(
                 "WRITE",
                 agent.get_xfer_descs([(start, num_bytes, area.device)], area.kind),
-                # Both ends stage alike.
+                # Both ends stage in the same kind of memory.
                 agent.get_xfer_descs([(target, num_bytes, self._remote.device)], area.kind),
                 self._peer,
             )
@@ -239,7 +237,7 @@ class NixlConnection(SlottedConnection):
         raise TransportError(f"the write to the receiver has not ended ({state})")
 
     def _is_lost(self, deadline: float) -> bool:
-        """Whether it is too late, or the receiver has hung up. Pauses, but not at first."""
+        """Whether the deadline has passed, or the receiver has hung up. Pauses, except at first."""
         left_s = deadline - time.monotonic()
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP)
@@ -255,7 +253,7 @@ class NixlConnection(SlottedConnection):
 
 
 class NixlServerStream(ServerStream):
-    """Owns the staging area of one connection, until the listener keeps it in quarantine."""
+    """Owns one connection's staging area until the listener quarantines it."""
 
     def __init__(self, sock: socket.socket, receiver: Receiver, listener: NixlListener) -> None:
         super().__init__(sock, receiver)
@@ -298,7 +296,7 @@ class NixlServerStream(ServerStream):
         return frame, area.slot(frame.slot, frame.payload_bytes)
 
     def _await_landing(self, area: _Area, slot: int) -> None:
-        """Drive this side of the library until the sender says that it is done."""
+        """Drive this side of the library until KvLanded arrives."""
         begin = time.monotonic()
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
@@ -322,7 +320,7 @@ class NixlListener(StreamListener):
     """Accepts connections, and names their agents."""
 
     def __init__(self, sock: socket.socket, address: str, memory: DeviceMemory | None) -> None:
-        """memory: of the device that the pool is on; None: none."""
+        """memory: of the pool's device; None without one."""
         super().__init__(
             sock,
             Endpoint("nixl", address),
@@ -333,7 +331,7 @@ class NixlListener(StreamListener):
         self._numbers = itertools.count(1)
 
     def next_name(self, accept: kv_pb2.KvAccept) -> str:
-        """Of a new agent: unlike those of all boots and connections."""
+        """A new agent's name, unique over all boots and connections."""
         return f"{accept.worker_id}/{accept.generation}/{next(self._numbers)}"
 
 
@@ -346,9 +344,9 @@ def _dialer(config: TransportConfig) -> Dial:
     quarantine = Quarantine()
 
     def dial(address: str, timeout_s: float) -> NixlConnection:
-        # Not once the receiver has accepted: it waits a second for our answer.
+        # Load it now, because after the acceptance the receiver waits only a second for our answer.
         _api()
-        # No other agent that a receiver may ever know has this name.
+        # Unique among all agents that a receiver may meet.
         name = f"sender/{secrets.token_hex(16)}"
         return NixlConnection(
             connected(address, timeout_s), name, config.send_timeout_s, quarantine, config.memory

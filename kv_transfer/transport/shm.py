@@ -1,14 +1,14 @@
-"""KV through memory that two processes of one host share: one copy in by the sender, one out by the
+"""KV through memory shared by two processes of one host: one copy in by the sender, one out by the
 receiver.
 
-The receiver makes a segment per connection and passes it with KvAccept over a Unix socket; it is
-sealed, so neither side can shrink it under the other. It has one slot per credit, and a slot
-belongs to the sender except between the sending of a chunk and its credit.
+The receiver creates a segment per connection and passes it with KvAccept over a Unix socket. The
+segment is sealed, so neither side can shrink it. It has one slot per credit; a slot belongs to the
+sender, except between the sending of a chunk and its credit.
 
-To reserve and write the pages of a whole segment takes as long as many a prompt, so that the first
-handoff would wait for it: one slot is reserved before the acceptance, the others one by one while
-no frame comes, and a page is written first by the chunk that needs it. What a sender puts into a
-slot that is not reserved yet reserves it.
+Reserving and touching a whole segment takes as long as many a prefill and would delay the first
+handoff. Therefore one slot is reserved before the acceptance and the others while no frame arrives;
+a page is touched by the first chunk that needs it. Writing into a slot that is not reserved
+reserves it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MAX_SEGMENT_BYTES = 1 << 36
 
 
 class _Segment:
-    """A mapped segment of page-aligned slots, each of at least `slot_bytes` bytes. Does not own
-    `fd`.
+    """A mapped segment of page-aligned slots of at least `slot_bytes` bytes. Does not own `fd`.
 
-    slots: writable; a part of one must not outlive the segment."""
+    slots: writable; parts of them must not outlive the segment.
+    """
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         stride = _stride(slot_bytes)
@@ -50,7 +50,7 @@ class _Segment:
 
     def close(self) -> None:
         self.slots.clear()
-        # A slice that someone still holds keeps the mapping alive; it goes with the slice.
+        # A slice in use keeps the mapping alive until it is released.
         with contextlib.suppress(BufferError):
             self._map.close()
 
@@ -60,7 +60,7 @@ def _stride(slot_bytes: int) -> int:
 
 
 class ShmConnection(UnixConnection):
-    """Packs straight into the receiver's slots."""
+    """Packs directly into the receiver's slots."""
 
     payload_checksums = frozenset(
         {kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED, kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3}
@@ -110,7 +110,7 @@ class ShmServerStream(UnixServerStream):
         super().__init__(sock, receiver)
         self._segment: _Segment | None = None
         self._fd = -1
-        """Of the segment, as long as some of its slots are not reserved."""
+        """File descriptor of the segment until all its slots are reserved, then -1."""
         self._stride = 0
         self._unreserved: deque[int] = deque()
 
@@ -132,7 +132,8 @@ class ShmServerStream(UnixServerStream):
         return super().wait()
 
     def _reserve_one(self) -> None:
-        """In the order in which senders take slots. Raises OSError: there is no memory."""
+        """Reserve the next slot, in the order in which senders take them. Raises OSError without
+        memory."""
         at = self._unreserved.popleft() * self._stride
         os.posix_fallocate(self._fd, at, self._stride)
 

@@ -1,8 +1,8 @@
-"""Frames over stream sockets, without the payloads' places: what all transports but
-loopback have in common.
+"""Frames over stream sockets, common to all transports but loopback; where payloads go is left to
+each transport.
 
-The sender's end (StreamConnection); the receiver's: a thread that accepts (StreamListener), and one
-per connection that reads and unpacks (ServerStream).
+The sender's end is StreamConnection. At the receiver, one thread accepts (StreamListener), and one
+thread per connection reads and unpacks (ServerStream).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _READ_BYTES = 64 * 1024
 
 
 def set_socket_timeout(sock: socket.socket, option: int, timeout_s: float) -> None:
-    """Bound each blocking receive (SO_RCVTIMEO) or send (SO_SNDTIMEO); 0 waits for ever."""
+    """Set the timeout of each blocking receive (SO_RCVTIMEO) or send (SO_SNDTIMEO), in seconds; 0
+    for none."""
     seconds = int(timeout_s)
     timeval = struct.pack("@ll", seconds, round((timeout_s - seconds) * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 def send_all(sock: socket.socket, *pieces: bytes | memoryview) -> None:
-    """Gather the pieces into the socket. Raises OSError, also when the socket's send timeout passes
-    without progress."""
+    """Send all pieces. Raises OSError, also after the socket's send timeout without progress."""
     views = [memoryview(piece) for piece in pieces if len(piece)]
     while views:
         num_sent = sock.sendmsg(views)
@@ -66,7 +66,8 @@ class StreamConnection(ABC):
 
     #: Whether payloads follow their headers on the socket.
     carries_payloads = False
-    #: What the receiver may say that payloads' checksums are: it follows from where payloads are.
+    #: Kinds of payload checksums that the receiver may announce; they depend on where payloads are
+    #: staged.
     payload_checksums = frozenset({kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED})
 
     def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
@@ -75,7 +76,7 @@ class StreamConnection(ABC):
         self._buffer = FrameBuffer()
         self._frames: deque[Frame] = deque()
         self._seal: FrameSeal | None = None
-        # What goes out with the next frame.
+        # Frames held back for the next write.
         self._held: list[bytes | memoryview] = []
 
     @abstractmethod
@@ -86,11 +87,11 @@ class StreamConnection(ABC):
 
     @abstractmethod
     def open_staging(self, accept: kv_pb2.KvAccept) -> None:
-        """The peer has said how much may be in flight."""
+        """The receiver has announced how much may be in flight."""
 
     @abstractmethod
     def take_back(self, slots: list[int]) -> None:
-        """The peer gives room back. Raises FrameError if it was not taken."""
+        """The receiver returns credits. Raises FrameError for a slot that was not taken."""
 
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
         payload = staged.payload if staged and self.carries_payloads else ()
@@ -137,11 +138,11 @@ class StreamConnection(ABC):
         return frame
 
     def read(self, num_bytes: int) -> bytes:
-        """What has come, without waiting. Raises BlockingIOError if nothing has."""
+        """Read what has arrived, without waiting. Raises BlockingIOError if nothing has."""
         return self._sock.recv(num_bytes, socket.MSG_DONTWAIT)
 
     def write(self, *pieces: bytes | memoryview) -> None:
-        """All of them. Raises OSError, also when the send timeout passes without progress."""
+        """Write all pieces. Raises OSError, also after the send timeout without progress."""
         send_all(self._sock, *pieces)
 
     def fileno(self) -> int:
@@ -152,8 +153,8 @@ class StreamConnection(ABC):
 
 
 class SlottedConnection(StreamConnection):
-    """A slot is the sender's but between the sending of a chunk and its credit. Payloads do not
-    travel on the socket."""
+    """A connection with payload slots in shared memory. A slot belongs to the sender, except
+    between the sending of a chunk and its credit."""
 
     def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
         super().__init__(sock, send_timeout_s)
@@ -162,12 +163,11 @@ class SlottedConnection(StreamConnection):
 
     @abstractmethod
     def staged(self, slot: int, num_bytes: int) -> Staged:
-        """The first bytes of a slot, writable. Not before the receiver's acceptance, nor after the
-        end."""
+        """A view of the first bytes of a slot, writable. Valid between the receiver's acceptance
+        and the end."""
 
     def open_slots(self, num_slots: int) -> None:
-        """The memory is there, and all its slots are free: the first is taken first, and then
-        whichever was given back last."""
+        """Mark all slots as free. The first is taken first, later the one returned last."""
         self._free = list(reversed(range(num_slots)))
 
     def stage(self, num_bytes: int) -> Staged | None:
@@ -189,22 +189,21 @@ class SlottedConnection(StreamConnection):
 
 
 MAX_CONNECTIONS = 256
-#: Of them, from one address: a stranger leaves places for others.
+#: Maximum per address, so that one peer cannot take all places.
 MAX_CONNECTIONS_PER_ADDRESS = 64
-#: A connection that may not present tickets by then is closed, whatever it has sent; a reply that
-#: the peer does not read ends it.
+#: Seconds for the handshake and for each reply; a connection that exceeds them is closed.
 GREETING_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 10.0
-#: Pause after a failed accept, so that a full table of file descriptors does not spin the thread.
+#: Seconds of pause after a failed accept, so that a full file descriptor table causes no busy loop.
 _ACCEPT_RETRY_S = 0.1
 
 _log = logging.getLogger("baton.kv")
 
 
 class ServerStream(ABC):
-    """One connection's socket and staging. Owns both."""
+    """One connection's socket and staging memory; owns both."""
 
-    #: What payloads' checksums are on this way.
+    #: Kind of payload checksums of this transport.
     payload_checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
 
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
@@ -220,18 +219,17 @@ class ServerStream(ABC):
         self._poll.register(self._wake_fd, select.POLLIN)
 
     def greet(self) -> None:
-        """What must be done before the first frame; in the connection's own thread: who greets
-        slowly holds up nobody. Raises OSError."""
+        """Prepare the socket before the first frame, for instance by a TLS handshake. Runs in the
+        connection's own thread, so that a slow peer delays no other. Raises OSError."""
         set_socket_timeout(self.sock, socket.SO_SNDTIMEO, REPLY_TIMEOUT_S)
 
     @abstractmethod
     def read_frame(self, land: Land) -> tuple[Frame, Payload]:
-        """Wait for a frame, and its payload, valid until the next one is read; empty if it has
-        landed. land: the session's. Raises EOFError at the end of the stream, FrameError,
-        OSError."""
+        """Wait for a frame. The payload is valid until the next read, and empty if `land` placed
+        it. land: the session's. Raises EOFError at the end of the stream, FrameError, OSError."""
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
-        """Send the acceptance, with whatever the peer needs to stage payloads."""
+        """Send the acceptance, with anything that the peer needs to stage payloads."""
         self.write(encode(frame))
 
     def reply(self, frame: Frame) -> None:
@@ -243,11 +241,11 @@ class ServerStream(ABC):
             self.write(encode(frame, version=self._version, seal=outgoing))
 
     def opened(self) -> None:  # noqa: B027
-        """The peer may present tickets now: what its payloads need is made ready. Not before, for a
-        stranger must not cost memory."""
+        """The peer may present tickets: prepare for payloads. Done only now, because an
+        unauthenticated peer must not cost memory."""
 
     def agree(self, version: int) -> None:
-        """Frames are of that version from here on."""
+        """Use this frame version from here on."""
         self._version = version
 
     def seal(self, key: bytes) -> None:
@@ -256,16 +254,17 @@ class ServerStream(ABC):
 
     @property
     def has_more(self) -> bool:
-        """Whether something has been read from the socket that belongs to frames to come."""
+        """Whether bytes of later frames have already been read from the socket."""
         return False
 
     @property
     def is_ready(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Whether `wait` would return at once."""
         return self.has_more or bool(self._poll.poll(0))
 
     def wait(self) -> bool:
-        """Wait for a frame to come, or for `wake`. Whether one comes, or the stream has ended."""
+        """Wait for a frame or for `wake`. Return whether a frame, or the end of the stream, is
+        available."""
         if self.has_more:
             return True
         ready = {fd for fd, _ in self._poll.poll()}
@@ -274,13 +273,14 @@ class ServerStream(ABC):
         return self.sock.fileno() in ready
 
     def wake(self) -> None:
-        """Have `wait` return; in any thread, without waiting."""
+        """Make `wait` return. Thread-safe; never waits."""
         with self._wake_lock:
             if not self._is_closed:
                 os.eventfd_write(self._wake_fd, 1)
 
     def read_header(self, max_payload_bytes: int) -> tuple[Preamble, Frame]:
-        """As read_frame, without the payload, of which so much may follow on the socket."""
+        """Read a frame without its payload, which may have up to max_payload_bytes on the socket.
+        Raises as read_frame does."""
         incoming = self._seals.incoming if self._seals else None
         head = self._read(PREAMBLE_BYTES)
         preamble = decode_preamble(head, max_payload_bytes, self._version, incoming)
@@ -288,14 +288,13 @@ class ServerStream(ABC):
         return preamble, decode_header(preamble, rest, incoming)
 
     def write(self, *pieces: bytes | memoryview) -> None:
-        """All of them. Raises OSError, also when the reply timeout passes without progress."""
+        """Write all pieces. Raises OSError, also after the reply timeout without progress."""
         send_all(self.sock, *pieces)
 
     def read_into(self, view: memoryview) -> None:
-        """Fill `view`. Raises EOFError if the stream ends before."""
+        """Fill `view`. Raises EOFError if the stream ends first."""
         while view:
-            # The kernel waits for all of it: a thread that wakes for each packet spends its time
-            # waking.
+            # MSG_WAITALL avoids waking the thread for each packet.
             num_bytes = self.sock.recv_into(view, 0, socket.MSG_WAITALL)
             if not num_bytes:
                 raise EOFError
@@ -316,8 +315,8 @@ class ServerStream(ABC):
 
 @dataclass(slots=True)
 class _Peer:
-    """A connection. address: of its other end, empty on a Unix socket. leave_at_s: when it must
-    have greeted; None: it has."""
+    """A connection. address: of the peer, empty on a Unix socket. leave_at_s: deadline of its
+    handshake; None once done."""
 
     sock: socket.socket
     address: str
@@ -349,8 +348,7 @@ class StreamListener:
         self._accepting.start()
 
     def close(self) -> None:
-        """End all connections; returns when their threads are gone. A second time changes
-        nothing."""
+        """End all connections and wait for their threads. Idempotent."""
         with self._lock:
             self._closing.set()
             threads = tuple(self._peers)
@@ -384,8 +382,8 @@ class StreamListener:
                 sock.close()
 
     def _send_away(self, now_s: float) -> float | None:
-        """End the connections that have not greeted in time; seconds until the next of them is
-        late, None if there is none."""
+        """Close connections that have missed the handshake deadline. Return the seconds until the
+        next deadline, or None."""
         with self._lock:
             waiting = [(g.leave_at_s, g) for g in self._peers.values() if g.leave_at_s is not None]
         for leave_at_s, peer in waiting:
@@ -410,7 +408,7 @@ class StreamListener:
             return True
 
     def _has_place(self, address: str) -> bool:
-        """Under the lock."""
+        """Whether the limits permit another connection. Requires the lock."""
         num_alike = sum(peer.address == address for peer in self._peers.values())
         is_bounded = bool(address) and num_alike >= MAX_CONNECTIONS_PER_ADDRESS
         return len(self._peers) < MAX_CONNECTIONS and not is_bounded
@@ -436,14 +434,14 @@ class StreamListener:
 
 
 def _hang_up(sock: socket.socket) -> None:
-    """Wake the thread that waits in it. One that is closed already, or was never connected, has
-    none."""
+    """Shut the socket down, which wakes the thread that waits on it. No-op on a closed or
+    unconnected socket."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def _converse(stream: ServerStream, receiver: Receiver, peer: _Peer) -> None:
-    """From the first frame to the end of the connection's tickets."""
+    """Serve a connection from its first frame until its tickets have ended."""
     ending = "the connection's thread has failed"
     session = receiver.session(stream.reply, stream.seal, stream.wake, stream.payload_checksum)
     try:
@@ -454,7 +452,7 @@ def _converse(stream: ServerStream, receiver: Receiver, peer: _Peer) -> None:
 
 
 def _serve(stream: ServerStream, session: ReceiverSession, peer: _Peer) -> str:
-    """Feed the session until the connection ends; why it did."""
+    """Feed the session until the connection ends. Return the reason."""
     try:
         while not session.handshake.is_refused:
             session.report_aborts()

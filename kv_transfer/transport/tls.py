@@ -1,7 +1,6 @@
-"""KV over TCP with TLS 1.3: both ends show a certificate of one authority.
+"""KV over TCP with TLS 1.3: both ends present a certificate of one authority.
 
-The sockets stay as they are, with their timeouts and whoever waits in them or shuts them down; what
-passes is turned in memory.
+TLS runs on memory buffers, so that the plain sockets keep their timeouts, polling and shutdown.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from kv_transfer.transport.tcp_stream import TcpConnection, TcpServerStream, bin
 
 _NAME_KINDS = frozenset({"DNS", "URI"})
 _READ_BYTES = 256 * 1024
-#: Turned and sent at once, so that a payload needs no second copy of its own size.
+#: Bytes encrypted and sent at once, so that a payload needs no second full copy.
 _WRITE_BYTES = 256 * 1024
 
 
-#: The context of the moment: it changes when files do.
+#: Returns the current context; it changes when the files do.
 Contexts = Callable[[], ssl.SSLContext]
 
 
 def server_contexts(tls: TlsFiles) -> Contexts:
-    """Of a receiver: senders show a certificate of the authority. Raises ConfigError if files
-    cannot be used now."""
+    """Contexts of a receiver, which requires client certificates of the authority. Raises
+    ConfigError if the files cannot be used now."""
     return watched(tls, lambda: _server_context(tls)).current
 
 
 def client_contexts(tls: TlsFiles) -> Contexts:
-    """Of a sender: the receiver's certificate is of the authority, and made out to the name asked
-    for. Raises ConfigError."""
+    """Contexts of a sender, which checks the receiver's certificate and its name. Raises
+    ConfigError."""
     return watched(tls, lambda: _context(ssl.PROTOCOL_TLS_CLIENT, tls)).current
 
 
 def _server_context(tls: TlsFiles) -> ssl.SSLContext:
     context = _context(ssl.PROTOCOL_TLS_SERVER, tls)
     context.verify_mode = ssl.CERT_REQUIRED
-    # Nobody resumes a session.
+    # Sessions are never resumed.
     context.num_tickets = 0
     return context
 
@@ -69,10 +68,11 @@ def connect_tls(
     name: str,
     peer_names: Sequence[str] = (),
 ) -> TlsConnection:
-    """Connect to host:port. name: whom its certificate must be made out to; empty: the host. Raises
-    TransportError.
+    """Connect to host:port. Raises TransportError.
 
-    peer_names: of which it must carry one, besides; none: no other."""
+    name: expected in the certificate; the host if empty.
+    peer_names: the certificate must also carry one of them; empty for any.
+    """
     sock = connected(address, timeout_s)
     host = address.rpartition(":")[0].strip("[]")
     set_socket_timeout(sock, socket.SO_RCVTIMEO, timeout_s)
@@ -104,7 +104,7 @@ def tls_dialer(config: TransportConfig, tls: TlsFiles) -> Dial:
 
 
 def listen_tls(config: TransportConfig, tls: TlsFiles) -> StreamListener:
-    """See Transport. Raises ConfigError if files cannot be used now."""
+    """See Transport. Raises ConfigError if the files cannot be used now."""
     contexts = server_contexts(tls)
     sock, address = bind(config)
     return StreamListener(
@@ -115,13 +115,14 @@ def listen_tls(config: TransportConfig, tls: TlsFiles) -> StreamListener:
 
 
 class TlsStream:
-    """Used by one thread at a time. All methods raise OSError, of which ssl.SSLError is one."""
+    """TLS over a socket. Used by one thread at a time. All methods raise OSError, including its
+    subclass ssl.SSLError."""
 
     def __init__(
         self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None = None
     ) -> None:
-        """Greets the peer, within the socket's timeouts. server_name: whom a client wants to speak
-        to; None at a server."""
+        """Performs the TLS handshake, within the socket's timeouts. server_name: expected by a
+        client; None at a server."""
         self._sock = sock
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
@@ -133,12 +134,12 @@ class TlsStream:
         try:
             self._greet()
         except ssl.SSLError:
-            self._flush()  # the peer learns why
+            self._flush()  # sends the alert with the reason
             raise
 
     def check_peer(self, names: Sequence[str]) -> None:
-        """Raises PermissionError unless the peer's certificate carries one of the names, or there
-        are none."""
+        """Raise PermissionError unless the peer's certificate carries one of the names. No check if
+        `names` is empty."""
         if not names:
             return
         certificate: Any = self._tls.getpeercert() or {}
@@ -159,14 +160,14 @@ class TlsStream:
 
     @property
     def has_more(self) -> bool:
-        """Whether something of what has come was not read yet."""
+        """Whether received bytes are still unread."""
         return bool(self._tls.pending() or self._incoming.pending)
 
     def read_into(self, view: memoryview, flags: int = 0) -> int:
-        """Some bytes, 0 at the end. flags: of the socket, when it has to be asked."""
+        """Read at least one byte, or return 0 at the end. flags: for the socket's recv."""
         while True:
             try:
-                # The stubs know of reading without a buffer only.
+                # The type stubs lack reading into a buffer.
                 num_bytes: Any = self._tls.read(len(view), view)
                 return int(num_bytes)
             except ssl.SSLWantReadError:
@@ -188,7 +189,7 @@ class TlsStream:
                 return
 
     def _fill(self, flags: int) -> bool:
-        """Whether more has come; False at the end of the stream."""
+        """Receive more. Return False at the end of the stream."""
         data = self._sock.recv(_READ_BYTES, flags)
         self._incoming.write(data)
         return bool(data)
@@ -199,8 +200,7 @@ class TlsStream:
 
 
 class TlsConnection(TcpConnection):
-    """Nothing that has come is left in `stream` when `receive` finds no frame, so that the socket
-    can be waited on."""
+    """Drains `stream` before `receive` returns None, so that the socket can be polled."""
 
     def __init__(self, sock: socket.socket, stream: TlsStream, send_timeout_s: float) -> None:
         super().__init__(sock, send_timeout_s)
@@ -215,7 +215,7 @@ class TlsConnection(TcpConnection):
 
 
 class TlsServerStream(TcpServerStream):
-    """Nothing passes before `greet`."""
+    """Accepts no data before `greet`."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Connections over Unix sockets, on which frames and one file descriptor travel, and payloads in
-slots of memory that both ends share."""
+"""Connections over Unix sockets, which carry frames and one file descriptor; payloads are in slots
+of shared memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from kv_transfer.transport.stream import ServerStream, SlottedConnection, Stream
 _FD = struct.Struct("@i")
 _NO_PAYLOAD = memoryview(b"")
 _READ_BYTES = 64 * 1024
-#: Directories of sockets, in the one for temporary files: before they are locked, and then.
+#: Name prefixes of socket directories in the temporary directory: before they are locked, and
+#: afterwards.
 _FRESH_PREFIX, _PREFIX = "baton-new-", "baton-kv-"
 _LOCK_NAME = "lock"
 
 
 def connect_unix(path: str, timeout_s: float) -> socket.socket:
-    """Connect to the Unix socket at `path`. Raises TransportError; a path left behind by a dead
-    worker is one such."""
+    """Connect to the Unix socket at `path`. Raises TransportError, also for a socket of a dead
+    worker."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
@@ -46,12 +47,11 @@ def connect_unix(path: str, timeout_s: float) -> socket.socket:
 
 
 class _Folder:
-    """A directory that only this user can enter, with a lock that its process holds for as long as
-    it lives, however it ends."""
+    """A directory private to this user, with a lock held until its process ends in any way."""
 
     def __init__(self) -> None:
         """Raises OSError."""
-        # It gets the name that `sweep` looks for once it is locked.
+        # Renamed, once locked, to the name that `sweep` looks for.
         fresh = tempfile.mkdtemp(prefix=_FRESH_PREFIX)
         self._lock = os.open(f"{fresh}/{_LOCK_NAME}", os.O_CREAT | os.O_CLOEXEC | os.O_RDWR, 0o600)
         try:
@@ -66,7 +66,7 @@ class _Folder:
             raise
 
     def remove(self) -> None:
-        """A second time changes nothing."""
+        """Remove the directory. Idempotent."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -74,8 +74,8 @@ class _Folder:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the directories in `folder` that workers of this user left behind: those whose lock
-    nobody holds."""
+    """Remove the directories in `folder` left behind by workers of this user: those without a held
+    lock."""
     for left in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             lock = os.open(left / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -88,8 +88,8 @@ def sweep(folder: Path) -> None:
 
 
 class UnixListener(StreamListener):
-    """Listens in a directory of its own that only this user can enter, and removes it at close.
-    Sweeps those of killed workers."""
+    """Listens in its own directory, which is private to this user and removed at close. Sweeps
+    directories of killed workers."""
 
     def __init__(
         self, transport: str, stream: Callable[[socket.socket, Receiver], ServerStream]
@@ -118,11 +118,11 @@ class UnixConnection(SlottedConnection):
 
     def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
         super().__init__(sock, send_timeout_s)
-        #: -1: none has come.
+        #: -1 until one arrives.
         self.fd = -1
 
     def read(self, num_bytes: int) -> bytes:
-        # Not socket.recv_fds: in Python 3.11 it drops the flags given to it, and would wait.
+        # Not socket.recv_fds, which drops its flags in Python 3.11, and would block.
         room = socket.CMSG_SPACE(_FD.size)
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         data, ancillary, _, _ = self._sock.recvmsg(num_bytes, room, flags)
@@ -144,18 +144,20 @@ class UnixConnection(SlottedConnection):
 
 
 class UnixServerStream(ServerStream):
-    """The receiver's end. No payload follows a header, so one read may bring many frames."""
+    """The receiver's end. Headers have no payload behind them, so one read may return many
+    frames."""
 
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         super().__init__(sock, receiver)
         self._buffer = FrameBuffer()
         self._frames: Iterator[Frame] = iter(())
-        # Not to be read before the frame before was taken in, which may change how this is read.
+        # Frame read ahead. It must not be decoded before the previous one is processed, which may
+        # change version or seal.
         self._ahead: Frame | None = None
 
     @abstractmethod
     def slot(self, index: int, num_bytes: int) -> Payload | None:
-        """The payload that the sender has put into a slot; None if there are no slots yet."""
+        """The payload in a slot; None if there are no slots yet."""
 
     def send_with_fd(self, accept: kv_pb2.KvAccept, fd: int) -> None:
         """Send the acceptance with a copy of `fd`. Raises OSError."""
