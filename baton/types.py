@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -222,24 +220,6 @@ class SequenceSpec:
         return replace(self, choice=choice, num_choices=1, output_token_ids=output)
 
 
-def windows_of(windows: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
-    """KvLayout's window and windowed_layers of layers with these windows."""
-    windowed = tuple(layer for layer, window in enumerate(windows) if window)
-    return max((window for window in windows if window), default=0), windowed
-
-
-class KvGroup(enum.IntEnum):
-    """Layers whose KV may lie apart from that of others, in memory of its own."""
-
-    ALL = 0
-    FULL = 1
-    """Those that attend to all tokens."""
-    WINDOWED = 2
-    STATE = 3
-    """Those with a state, counted apart; a range of them is of one token, which the states are
-    after."""
-
-
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Shape, numerics and identity of a worker's KV pool.
@@ -292,142 +272,9 @@ class KvLayout:
     def block_bytes(self) -> int:
         return self.token_bytes * self.block_size
 
-    @property
-    def has_states(self) -> bool:
-        """Whether a sequence goes on from a state, so that its KV alone, or that of a prefix, is of
-        no use."""
-        return self.num_state_layers > 0
-
-    @property
-    def state_bytes(self) -> int:
-        """Of one sequence, over all layers."""
-        return self.num_state_layers * self.state_layer_bytes
-
-    def state_after(self, num_tokens: int) -> KvRange:
-        """All states of a sequence of which num_tokens tokens, one at least, are computed."""
-        return KvRange(num_tokens - 1, 1, 0, self.num_state_layers, KvGroup.STATE)
-
-    def num_bytes(self, piece: KvRange) -> int:
-        """Bytes of a piece in a pool."""
-        is_state = piece.group is KvGroup.STATE
-        return piece.num_bytes(self.state_layer_bytes if is_state else self.token_layer_bytes)
-
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
-
-    @property
-    def has_full_layers(self) -> bool:
-        """Whether some layer attends to all tokens. If none does, a sequence holds no block that
-        lies before its window."""
-        return len(self.windowed_layers) < self.num_layers
-
-    def held_start(self, num_tokens: int) -> int:
-        """The first token whose block a sequence of num_tokens tokens holds once they are
-        computed."""
-        return 0 if self.has_full_layers else self.window_start(num_tokens)
-
-    def num_held_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of num_tokens tokens holds once all but the last are computed."""
-        first = self.held_start(max(0, num_tokens - 1)) // self.block_size
-        return self.num_blocks_for(num_tokens) - first
-
-    def window_start(self, num_tokens: int) -> int:
-        """The first token whose KV in windowed layers is sent along with a sequence of num_tokens
-        tokens: with it the sequence goes on, and so does whoever has its full blocks as a
-        prefix."""
-        if not self.window:
-            return 0
-        full_tokens = num_tokens // self.block_size * self.block_size
-        return max(0, full_tokens - self.window + 1) // self.block_size * self.block_size
-
-    def max_window_slots(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Blocks whose KV in windowed layers max_num_seqs sequences hold at most, of a model that
-        has full layers, too: of each the window from its last full block on and the block that it
-        goes on in, and what two steps that are in flight write.
-
-        What is held besides for a moment (the windows of prefixes that are sent, or that a ticket's
-        KV follows) is met by cached ones, or waited for.
-        """
-        own = -(-(self.window - 1) // self.block_size) + 2
-        return max_num_seqs * own + self.num_blocks_for(2 * max_num_batched_tokens)
-
-    def layers_of(self, group: KvGroup) -> Sequence[int]:
-        """A group's layers, ascending: a KvRange of the group numbers them from 0 on."""
-        if group is KvGroup.ALL:
-            return range(self.num_layers)
-        windowed = self.windowed_layers
-        if group is KvGroup.WINDOWED:
-            return windowed
-        if group is KvGroup.STATE:
-            return range(self.num_state_layers)
-        return sorted({*range(self.num_layers)}.difference(windowed))
-
-    def num_layers_of(self, group: KvGroup) -> int:
-        """How many layers a group has."""
-        num_windowed = len(self.windowed_layers)
-        match group:
-            case KvGroup.ALL:
-                return self.num_layers
-            case KvGroup.FULL:
-                return self.num_layers - num_windowed
-            case KvGroup.WINDOWED:
-                return num_windowed
-            case KvGroup.STATE:
-                return self.num_state_layers
-
-    def of_group(self, group: KvGroup) -> KvLayout:
-        """Of the KV of a group's layers alone."""
-        num_layers = self.num_layers_of(group)
-        return replace(self, num_layers=num_layers, window=0, windowed_layers=())
-
-    def by_group(self, piece: KvRange) -> Iterator[KvRange]:
-        """A piece as one of each group that it has layers of; as it is if it is of one group, or no
-        layer has a window."""
-        windowed = self.windowed_layers
-        if piece.group is not KvGroup.ALL or not windowed:
-            yield piece
-            return
-        first, end = (bisect_left(windowed, at) for at in (piece.first_layer, piece.end_layer))
-        full, full_end = piece.first_layer - first, piece.end_layer - end
-        if full < full_end:
-            yield replace(piece, first_layer=full, num_layers=full_end - full, group=KvGroup.FULL)
-        if first < end:
-            yield replace(piece, first_layer=first, num_layers=end - first, group=KvGroup.WINDOWED)
-
-    def runs_of_group(self, piece: KvRange) -> Iterator[tuple[KvRange, KvRange]]:
-        """A piece as runs of neighbouring layers of one group, in order: each as a range of all
-        layers, and as one of its group."""
-        windowed = self.windowed_layers
-        layers = self.layers_of(piece.group)[piece.first_layer : piece.end_layer]
-        runs = groupby(enumerate(layers), lambda at: (at[1] in windowed, at[1] - at[0]))
-        for (is_windowed, _), found in runs:
-            own = [layer for _, layer in found]
-            num_before = bisect_left(windowed, own[0])
-            number = num_before if is_windowed else own[0] - num_before
-            run = replace(piece, num_layers=len(own), first_layer=own[0], group=KvGroup.ALL)
-            group = KvGroup.WINDOWED if is_windowed else KvGroup.FULL
-            yield run, replace(run, first_layer=number, group=group)
-
-    def from_window(
-        self, piece: KvRange, window_start: int, *, by_group: bool = False
-    ) -> Iterator[KvRange]:
-        """`piece`, of all layers or of states, without the tokens before window_start of windowed
-        ones. by_group: cut by groups, rather than, where it must be, into runs of layers in
-        order."""
-        parts: Iterable[tuple[KvRange, KvGroup]]
-        if by_group:
-            parts = ((part, part.group) for part in self.by_group(piece))
-        elif not self.window or piece.group is KvGroup.STATE or window_start <= piece.first_token:
-            parts = ((piece, KvGroup.ALL),)
-        else:
-            parts = ((run, own.group) for run, own in self.runs_of_group(piece))
-        for part, group in parts:
-            start = piece.first_token
-            if group is KvGroup.WINDOWED:
-                start = max(start, window_start)
-            if start < piece.end_token:
-                yield replace(part, first_token=start, num_tokens=piece.end_token - start)
 
     def difference(self, other: KvLayout) -> tuple[str, str, str] | None:
         """(field, own value, other's value) of the first field that forbids sending KV between the
@@ -444,29 +291,6 @@ class KvLayout:
         if self.dtype != other.dtype and not {self.dtype, other.dtype} <= CONVERTIBLE_DTYPES:
             return "dtype", self.dtype, other.dtype
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class KvRange:
-    """A part of a sequence's KV, which pools copy and the KV channel moves: tokens [first_token,
-    end_token) of layers [first_layer, end_layer) of a group."""
-
-    first_token: int
-    num_tokens: int
-    first_layer: int
-    num_layers: int
-    group: KvGroup = KvGroup.ALL
-
-    @property
-    def end_token(self) -> int:
-        return self.first_token + self.num_tokens
-
-    @property
-    def end_layer(self) -> int:
-        return self.first_layer + self.num_layers
-
-    def num_bytes(self, token_layer_bytes: int) -> int:
-        return self.num_tokens * self.num_layers * token_layer_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,9 @@ from bench.machine import document_of, now, write_json
 from bench.stub_device import StubDeviceEngine
 from bench.stub_engine import BLOCK_SIZE
 from engine.interface import Batch, Launched, LayersDone, SampleRow, SequenceSlice
-from engine.kv.pool import BlockPool, BlockTable
+from engine.kv.block_table import BlockTable
+from engine.kv.layout import whole_blocks
+from engine.kv.pool import BlockPool
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Destination, Open
 from worker_core.worker import collect_garbage_less_often
@@ -218,7 +220,7 @@ def _prompts_ms(
     """From the first step until all are handed off."""
     num_blocks = num_prompts * (num_prompt_tokens // BLOCK_SIZE + 2)
     engine = _BusyDevice(num_blocks, num_prompts, num_prompt_tokens + 2, engine_ms / 1e3)
-    pool = BlockPool(num_blocks, BLOCK_SIZE, secret=secrets.token_bytes(32))
+    pool = BlockPool(num_blocks, whole_blocks(BLOCK_SIZE), secret=secrets.token_bytes(32))
     commands: list[Command] = []
     core = prefill_core(engine, pool, CoreLimits(num_prompts, chunk, num_launches), commands)
     commands += [

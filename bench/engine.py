@@ -23,7 +23,8 @@ from bench.peers.models import checkpoint
 from bench.peers.task import Task
 from bench.roof import Roof
 from bench.suite.engine_tables import engine_table
-from engine.families.config import ModelConfig, read_config
+from engine.families.config import ModelConfig
+from engine.families.read import read_config
 from engine.memory_plan import num_parameters
 
 _TOKENS = 16

@@ -17,11 +17,12 @@ from bench.stub_engine import BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE, StubEngine
 from engine.grammar import Matchers
 from engine.grammar.vocabulary import GrammarVocabulary
 from engine.interface import Engine
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Finish, LaterTask, SendDone
 from kv_transfer.sender import KvSender, Sender
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Open
@@ -93,11 +94,9 @@ def _core(
         identity,
         layout,
         (),
-        _LEASE_S,
+        TicketRules(_LEASE_S, draw_id=lambda: next(ids)),
         commands.append,
         time.monotonic,
-        secrets.token_bytes(32),
-        lambda: next(ids),
     )
     config = SenderConfig(
         identity,
@@ -151,7 +150,7 @@ class HostRig:
         ahead. engine: one of num_blocks, in place of the stub."""
         self.num_seqs = num_seqs
         engine = engine or StubEngine(num_blocks, step_s)
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE, secret=secrets.token_bytes(32))
+        self.pool = BlockPool(num_blocks, whole_blocks(BLOCK_SIZE), secret=secrets.token_bytes(32))
         limits = CoreLimits(2 * num_seqs, 2 * num_seqs * num_prompt_tokens, max_num_launches)
         self.core, self.tickets = decode_core(engine, self.pool, limits, [])
         self.opening = [

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from baton.commands import Abort
 from bench.host_rig import HostRig, draw_spec
 from bench.stub_engine import BLOCK_SIZE
-from engine.kv.pool import BlockLease, BlockPool
-from worker_core.commands import Abort
+from engine.kv.layout import whole_blocks
+from engine.kv.lease import BlockLease
+from engine.kv.pool import BlockPool
+from worker_core.commands import StreamCommand
 from worker_core.scheduler import Budget, plan_step
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.worker import collect_garbage_less_often
@@ -44,7 +47,7 @@ def measure_tier(num_seqs: int, num_blocks: int, num_steps: int) -> TierCosts:
     open_s = _seconds(lambda: rig.step(rig.opening))
     rig.step()
     step_s = _typical(rig.step, num_steps)
-    aborts = [Abort(0, opening.handle) for opening in rig.opening]
+    aborts = [StreamCommand(0, opening.handle, Abort()) for opening in rig.opening]
     abort_s = _seconds(lambda: rig.step(aborts))
     take_s, find_s = _cache_seconds(rig.pool, num_seqs)
     return TierCosts(
@@ -61,7 +64,7 @@ def measure_tier(num_seqs: int, num_blocks: int, num_steps: int) -> TierCosts:
 
 def _plan_seconds(num_seqs: int, num_steps: int) -> float:
     """The scheduler alone, over sequences that decode and sometimes need a block."""
-    pool = BlockPool(4 * num_seqs, BLOCK_SIZE, secret=bytes(32))
+    pool = BlockPool(4 * num_seqs, whole_blocks(BLOCK_SIZE), secret=bytes(32))
     sequences = []
     for index in range(num_seqs):
         spec = draw_spec(index, BLOCK_SIZE + index % BLOCK_SIZE)

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from baton.types import KvLayout, KvRange
+from baton.types import KvLayout
 from bench.machine import document_of, now, publish
 from bench.suite.markdown import about, replaced, table
-from engine.kv.groups.window import WindowSlots
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.transport.listeners import DEFAULT_MAX_CHUNK_BYTES
@@ -53,9 +54,9 @@ class Side:
         self.pool: TorchKvPool | GroupedTensorPool
         if is_grouped:
             self.pool = grouped = GroupedTensorPool(LAYOUT, _NUM_BLOCKS, _NUM_BLOCKS, host_pool)
-            slots = WindowSlots(_NUM_BLOCKS, grouped.slots.of_block)
+            (slots,) = grouped.groups.allocators(grouped.slot_tables)
             for block_id in random.Random(2).sample(range(_NUM_BLOCKS), _NUM_BLOCKS):
-                slots.take(block_id)
+                slots.on_write(set(), (block_id,), range(1))
         else:
             self.pool = host_pool(LAYOUT, _NUM_BLOCKS)
         num_blocks = LAYOUT.num_blocks_for(_NUM_TOKENS)
@@ -72,7 +73,7 @@ class Way:
         size, most = LAYOUT.token_layer_bytes, DEFAULT_MAX_CHUNK_BYTES
         self.chunks = [
             chunk
-            for part in LAYOUT.from_window(whole, 0, by_group=by_group)
+            for part in groups_of(LAYOUT).kept(whole, 0, by_group=by_group)
             for chunk in chunks(part, size, most, LAYOUT.block_size)
         ]
         self._memory = memoryview(bytearray(most))

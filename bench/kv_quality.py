@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from baton.types import KvRange, Sampling
+from baton.types import Sampling
 from bench.machine import document_of, now, publish
 from bench.suite.markdown import table
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelChoice
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.range import KvRange
 from engine.load import load_engine
 from engine.torch.engine import TorchEngine
 from kv_transfer.codec import ChunkCodec
@@ -57,7 +59,11 @@ class Handoffs:
     def __init__(self, model: str, dtype: str, num_tokens: int) -> None:
         num_blocks = -(-num_tokens // _BLOCK_SIZE)
         self._engine: TorchEngine = load_engine(
-            model, dtype=dtype, block_size=_BLOCK_SIZE, num_blocks=2 * num_blocks, num_threads=2
+            EngineConfig(
+                ModelChoice(model, dtype=dtype),
+                CacheConfig(block_size=_BLOCK_SIZE, num_blocks=2 * num_blocks),
+                device=DeviceConfig(num_threads=2),
+            )
         )
         self._source = tuple(range(num_blocks))
         self._target = tuple(range(num_blocks, 2 * num_blocks))
@@ -91,12 +97,11 @@ class Caches:
         num_blocks = -(-num_tokens // _BLOCK_SIZE)
         self._engines = {
             kv_dtype: load_engine(
-                model,
-                dtype=dtype,
-                kv_cache_dtype=kv_dtype,
-                block_size=_BLOCK_SIZE,
-                num_blocks=num_blocks,
-                num_threads=2,
+                EngineConfig(
+                    ModelChoice(model, dtype=dtype),
+                    CacheConfig(_BLOCK_SIZE, kv_dtype, num_blocks),
+                    device=DeviceConfig(num_threads=2),
+                )
             )
             for kv_dtype in kv_dtypes
         }

@@ -27,7 +27,6 @@ import torch
 import xxhash
 
 from baton.kv_transports import REMOTE
-from baton.types import KvRange
 from bench.kv_ways import (
     LAYOUT,
     Channel,
@@ -42,6 +41,7 @@ from bench.kv_ways import (
 )
 from bench.machine import document_of, now, publish
 from bench.suite.markdown import about, replaced, table
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.transport.listeners import DEFAULT_MAX_CHUNK_BYTES

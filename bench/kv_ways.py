@@ -24,13 +24,15 @@ import torch
 import trustme
 
 from baton.rpc.tls import TlsFiles
-from baton.types import KvLayout, KvRange, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
-from kv_transfer.handshake import SenderConfig
+from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
+from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.connector import make_connector
 from kv_transfer.transport.listeners import open_receiver
 
@@ -132,14 +134,13 @@ def serve_kv(channel: Channel, num_blocks: int) -> None:
         running.tickets.release(event.ticket_id)
 
     running = open_receiver(
-        WorkerIdentity("peer", 1),
-        pool,
+        ReceiverConfig(
+            WorkerIdentity("peer", 1), pool, wire_dtype=channel.wire_dtype, secret=channel.secret
+        ),
         on_event,
         time.monotonic,
         transports=(channel.transport,),
-        wire_dtype=channel.wire_dtype,
-        kv_secret=channel.secret,
-        tls=channel.tls,
+        listen=TransportConfig(tls=channel.tls),
     )
 
     def offered(num_tokens: int, blocks: tuple[int, ...]) -> str:

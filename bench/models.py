@@ -18,7 +18,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from bench.suite.markdown import replaced
-from engine.families.config import FAMILIES
+from engine.families.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"

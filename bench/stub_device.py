@@ -14,7 +14,7 @@ from baton_kernels.gpu.paged_attention import plan_attention as gpu_plan_attenti
 from bench.stub_engine import BLOCK_SIZE, VOCAB_SIZE, NoKv
 from engine.cuda.graph_device import Graph
 from engine.cuda.step_graphs import ReplayedSteps, plan_graphs
-from engine.families.config import parse_config
+from engine.families.read import parse_config
 from engine.interface import Batch, EngineSpec
 from engine.ranks.followers import NoFollowers
 from engine.torch.decoder import Decoder, PackedBatch, Watch

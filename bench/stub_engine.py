@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from baton.types import KvLayout, KvRange, Sample
-from engine.interface import Batch, Engine, EngineSpec, HostOrdered, Launched, LayersDone
+from baton.types import KvLayout, Sample
+from engine.interface import Batch, Engine, EngineSpec, Launched, LayersDone
+from engine.kv.groups.group import SlotTable
+from engine.kv.interface import BlockMemory, HostOrdered
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1 << 17
@@ -19,11 +24,12 @@ _SAMPLE = Sample(7)
 class NoKv(HostOrdered):
     """Implements engine.interface.KvPool without memory: nothing may be moved."""
 
-    slots = state_slots = None
+    slot_tables: Mapping[int, SlotTable] = MappingProxyType({})
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self.groups = groups_of(layout)
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         raise NotImplementedError
@@ -32,6 +38,12 @@ class NoKv(HostOrdered):
         raise NotImplementedError
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def memory_of(self, group: int) -> BlockMemory | None:
+        raise NotImplementedError
+
+    def ids_in(self, group: int, block_ids: Sequence[int]) -> Sequence[int]:
         raise NotImplementedError
 
 

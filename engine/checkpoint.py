@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from baton.errors import MissingTensor, ModelError, UnsafeCheckpoint
-from engine.families.config import choose_implementation, read_config
+from engine.families.read import choose_implementation, read_config
 
 #: What the hub is asked for: weights as safetensors, and the texts that configure model and
 #: tokenizer.

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from baton.errors import UnsupportedModel
-from engine.families.config import choose_implementation, read_config
+from engine.families.read import choose_implementation, read_config
 from engine.model_source import ModelSource
 from engine.native_source import NativeModel
 

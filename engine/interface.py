@@ -9,7 +9,6 @@ never in a block that the engine's current batch writes: blocks have one owner a
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -18,12 +17,13 @@ from baton.errors import BatonError, EngineFault
 from baton.types import (
     UNKNOWN_NUMERICS,
     KvLayout,
-    KvRange,
     NumericsClass,
     Sample,
     Sampling,
     SequenceSpec,
 )
+from engine.kv.interface import KvPool
+from engine.kv.layout import LayerGroups, groups_of
 
 _log = logging.getLogger(__name__)
 
@@ -131,10 +131,15 @@ class EngineSpec:
     adapters: tuple[str, ...] = ()
     """Names of the adapters that slices may ask for, in order."""
 
+    @property
+    def groups(self) -> LayerGroups:
+        """Which layers keep KV alike."""
+        return groups_of(self.layout)
+
     def shares_prefixes(self, num_prompt_tokens: int) -> bool:
         """Whether KV of such a prompt may be found by, and taken from, other prompts that begin
         alike."""
-        if self.layout.has_states:
+        if self.groups.cannot_rewind:
             return False
         return self.shared_prompt_limit is None or num_prompt_tokens <= self.shared_prompt_limit
 
@@ -142,97 +147,6 @@ class EngineSpec:
 class DeviceLost(Exception):
     """The device fails at whatever it is given from now on: nothing but a new process can follow,
     and no request is at fault."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotTable:
-    """By block id, the block's slot in [0, num_slots), or -1. It is the block pool's to change, see
-    engine.kv.groups.window and state_slots, in the engine's thread; of a length that never
-    changes."""
-
-    num_slots: int
-    of_block: array[int]
-
-    @classmethod
-    def of_blocks(cls, num_blocks: int, num_slots: int) -> SlotTable:
-        """Of blocks without slots."""
-        return cls(num_slots, array("q", [-1]) * num_blocks)
-
-
-class KvPool(Protocol):
-    """An engine's KV blocks, as the KV channel sees them. All methods may be called from transfer
-    threads."""
-
-    @property
-    def layout(self) -> KvLayout: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def slots(self) -> SlotTable | None:
-        """Where windowed layers' KV of each block is, if apart from that of the others; None if
-        blocks have the KV of all layers. A piece of windowed layers where a block has no slot
-        raises ValueError."""
-        ...
-
-    @property
-    def state_slots(self) -> SlotTable | None:
-        """Where the states of the sequence that begins with each block are, see
-        engine.kv.groups.state; None if the layout has no states. A piece of states that the slot
-        of the first of block_ids has not, or that is of no slot, raises ValueError."""
-        ...
-
-    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
-        """Copy this part of the sequence whose block table is `block_ids` into `out`.
-
-        out: [piece.num_layers, parts, num_kv_heads, piece.num_tokens, head_dim] of the layout's
-        dtype, exactly that many bytes; for SCALED_DTYPES each head's scales, [piece.num_tokens]
-        float32, follow its codes. Of states, see KvLayout: [piece.num_layers, state_layer_bytes],
-        and block_ids are all of the sequence's, or the first ones. Raises ValueError if the piece
-        is not within the blocks or the layers, or `out` has another size.
-        """
-        ...
-
-    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
-        """The inverse of pack: write `data` into the blocks. Raises as pack does, and then writes
-        nothing."""
-        ...
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole blocks, sources[i] to targets[i]; no target is among the sources. Windowed
-        layers' KV that lies apart, and states, are copied where the source has a slot."""
-        ...
-
-    def mark(self) -> object:
-        """What the engine has started by now; None: it is done already. Called in the engine's
-        thread, when blocks become a transfer's to read or to write: nothing that is started later
-        is in its way."""
-        ...
-
-    def follow(self, mark: object) -> None:
-        """What the calling thread packs and unpacks from now on comes after a mark. None: after
-        nothing."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the calling thread's copies are over. Raises RuntimeError if the device has
-        failed for good, whatever failed before this call."""
-        ...
-
-
-class HostOrdered:
-    """Of a KvPool in host memory: what the engine has called has happened."""
-
-    def mark(self) -> object:
-        """See KvPool."""
-        return None
-
-    def follow(self, mark: object) -> None:
-        """See KvPool."""
-
-    def synchronize(self) -> None:
-        """See KvPool."""
 
 
 class Launched(Protocol):

@@ -1,35 +1,35 @@
-"""An engine from a checkpoint: what is asked for is checked, memory is planned, then parameters are
-read and the KV pool is made."""
+"""An engine from a checkpoint: settle settings, plan memory, read weights, make the KV pool."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
 from baton.errors import ConfigError
 from baton.kv_transports import planned_device_bytes
 from baton.start_log import report_phase
-from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout, windows_of
+from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend, batch_invariant
 from baton_kernels.cpu.library import why_none
-from engine.checkpoint import HeadFiles, find_shards, naming_model, resolve_checkpoint
+from engine.checkpoint import find_shards, naming_model, resolve_checkpoint
 from engine.choose_source import model_source
-from engine.cuda.graph_device import GraphDevice
+from engine.config import DeviceConfig, EngineConfig, LoraConfig, ModelChoice
 from engine.cuda.warm_up import warm_up
 from engine.dtype import choose_dtype
 from engine.families.config import DTYPES
 from engine.host_memory import available_memory_bytes
 from engine.interface import EngineSpec
+from engine.kv.groups.window import windows_of
+from engine.kv.layout import groups_of
 from engine.kv.tensors.state_memory import STATES_PER_SLOT
 from engine.kv.tensors.stateful import StatefulKvPool
 from engine.memory_plan import NO_HEAD, MemoryPlan, plan_blocks
-from engine.model_source import EnginePlan, Graphs, ModelSource
+from engine.model_source import EnginePlan, Graphs, LoadedModel, ModelSource
 from engine.numerics import numerics_of
 from engine.ranks.followers import Followers, TensorPool
 from engine.torch.adapters import Adapter, adapters_digest
@@ -37,170 +37,201 @@ from engine.torch.device_tables import table_bytes, table_width
 from engine.torch.engine import TorchEngine
 from engine.torch.weights import ProgressHook
 
-NO_MODULES: Mapping[str, str] = MappingProxyType({})
-
 _log = logging.getLogger(__name__)
 
 
 def load_engine(
-    model: str,
-    *,
-    revision: str | None = None,
-    model_impl: str = "auto",
-    attention_backend: str = "auto",
-    batch_invariant: bool = False,
-    dtype: str = "auto",
-    kv_cache_dtype: str = "auto",
-    device: str = "cpu",
-    max_model_len: int | None = None,
-    block_size: int = 16,
-    kv_cache_memory_bytes: int | None = None,
-    memory_share: float = 0.8,
-    num_blocks: int | None = None,
-    max_num_seqs: int = 64,
-    max_num_batched_tokens: int = 2048,
-    layer_group_size: int = 4,
-    served_model_name: str | None = None,
-    num_threads: int | None = None,
-    tensor_parallel_size: int = 1,
-    lora_modules: Mapping[str, str] = NO_MODULES,
-    max_lora_rank: int = 16,
-    make_graphs: Callable[[torch.device], GraphDevice] | None = None,
-    max_graph_seqs: int | None = None,
-    draft_head: HeadFiles | None = None,
-    frees_windows: bool = False,
+    config: EngineConfig,
     on_plan: Callable[[MemoryPlan], None] | None = None,
     progress: ProgressHook | None = None,
 ) -> TorchEngine:
-    """Load the checkpoint `model` (a folder or a hub id) and make its KV pool.
+    """Load a checkpoint and make its KV pool.
 
-    model_impl: whose code runs the layers, see choose_implementation; attention_backend: see
-    choose_attention, of one rank; batch_invariant: see EnginePlan. `on_plan` sees the memory plan
-    before anything is loaded; by default it is logged. `progress` sees each tensor read; by default
-    there is a bar on a terminal. make_graphs: what records decode steps, of up to max_graph_seqs
-    sequences; if not given, all steps run eagerly, as those of transformers' models always do. It
-    needs Triton's kernels. max_graph_seqs: max_num_seqs, if not given. lora_modules: folders of
-    LoRA adapters, of max_lora_rank at most, by the names that slices ask for them by. draft_head:
-    that memory is to be left for. frees_windows: the caller's BlockPool has `engine.kv.slots`, and
-    its leases slide: see max_window_slots. Raises ConfigError and ModelError (see baton.errors).
+    on_plan: called with the memory plan before anything is loaded; logs it by default. progress:
+    called with each tensor read; shows a bar on a terminal by default. Raises ConfigError and
+    ModelError (see baton.errors).
     """
-    size = tensor_parallel_size
-    if num_threads is not None or size > 1:
-        torch.set_num_threads(max(1, (num_threads or torch.get_num_threads()) // size))
-    where = _device(device)
-    with naming_model(model):
-        folder = resolve_checkpoint(model, revision)
-        source = model_source(folder, model_impl)
-        find_shards(folder)
-    chosen = choose_dtype(dtype, source.dtype, where)
-    kv_name = chosen.name if kv_cache_dtype == "auto" else kv_cache_dtype
-    longest = _max_len(max_model_len, source)
-    source = source.for_length(longest)
-    if block_size < 1:
-        raise ConfigError.of("block_size", block_size, "must be at least 1")
-    _check_kv_dtype(kv_name, block_size * source.head_dim, where)
-    source.check_ranks(size, where)
-    attention = source.choose_attention(attention_backend, chosen.name, kv_name, where)
-    if size > 1 and attention_backend != "auto":
-        raise ConfigError.of(
-            "attention_backend", attention_backend, "several ranks have their own; use auto"
-        )
-    if batch_invariant:
-        attention = _batch_invariant(source, attention, chosen.name, where, lora_modules)
-    sizes = kv_layout(source, kv_name, block_size)
-    adapters = _read_adapters(source, lora_modules, max_lora_rank, chosen.name, where, size)
-    graphs = None
-    if make_graphs is not None:
-        graphs = Graphs(make_graphs, min(max_graph_seqs or max_num_seqs, max_num_seqs))
-    settled = EnginePlan(
-        where,
-        chosen.name,
-        sizes,
-        0,
-        longest,
-        size,
-        max_num_seqs,
-        adapters,
-        attention,
-        batch_invariant,
+    _set_threads(config.device)
+    device = _device(config.device.device)
+    settled = _settle(_open_checkpoint(config.model), config, device)
+    memory = _plan_memory(settled, config)
+    (on_plan or _log_plan)(memory)
+    loaded = _load_weights(settled, memory, config.model.model, progress)
+    spec = _spec(settled, memory, loaded, config.model)
+    pool = _make_pool(spec.layout, memory, device, loaded.followers)
+    steps = loaded.steps(pool, settled.graphs)
+    limits = config.limits
+    engine = TorchEngine(
+        spec, pool, steps, limits.layer_group_size, loaded.followers, waiting_for(device)
     )
-    limits = max_num_seqs, max_num_batched_tokens
+    if device.type == "cuda":
+        warm_up(engine, limits.max_num_batched_tokens, limits.max_num_seqs, _report_warm_up)
+    return engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """All that is chosen before memory is planned: `plan` has no blocks yet."""
+
+    source: ModelSource
+    plan: EnginePlan
+    graphs: Graphs | None
+    dtype_reason: str
+
+
+def _set_threads(config: DeviceConfig) -> None:
+    if config.num_threads is not None or config.num_ranks > 1:
+        num_threads = config.num_threads or torch.get_num_threads()
+        torch.set_num_threads(max(1, num_threads // config.num_ranks))
+
+
+def _open_checkpoint(choice: ModelChoice) -> ModelSource:
+    """Raises ModelError, also where shards are missing."""
+    with naming_model(choice.model):
+        folder = resolve_checkpoint(choice.model, choice.revision)
+        source = model_source(folder, choice.implementation)
+        find_shards(folder)
+    return source
+
+
+def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> _Settled:
+    """Choose types, length, attention and adapters. Raises ConfigError, AdapterError."""
+    choice, cache, limits, num_ranks = (
+        config.model,
+        config.cache,
+        config.limits,
+        config.device.num_ranks,
+    )
+    chosen = choose_dtype(choice.dtype, source.dtype, device)
+    kv_dtype = chosen.name if cache.dtype == "auto" else cache.dtype
+    max_len = _max_len(choice.max_model_len, source)
+    source = source.for_length(max_len)
+    if cache.block_size < 1:
+        raise ConfigError.of("block_size", cache.block_size, "must be at least 1")
+    _check_kv_dtype(kv_dtype, cache.block_size * source.head_dim, device)
+    source.check_ranks(num_ranks, device)
+    plan = EnginePlan(
+        device=device,
+        dtype=chosen.name,
+        layout=kv_layout(source, kv_dtype, cache.block_size),
+        num_blocks=0,
+        max_len=max_len,
+        num_ranks=num_ranks,
+        max_seqs=limits.max_num_seqs,
+        attention=_choose_attention(source, config, chosen.name, kv_dtype, device),
+        adapters=_read_adapters(source, config.lora, chosen.name, device, num_ranks),
+        batch_invariant=choice.batch_invariant,
+    )
+    graphs = config.graphs
+    if graphs is not None:
+        graphs = replace(graphs, max_seqs=min(graphs.max_seqs, limits.max_num_seqs))
+    return _Settled(source, plan, graphs, chosen.reason)
+
+
+def _choose_attention(
+    source: ModelSource, config: EngineConfig, dtype: str, kv_dtype: str, device: torch.device
+) -> AttentionBackend:
+    """Raises ConfigError."""
+    name = config.model.attention_backend
+    attention = source.choose_attention(name, dtype, kv_dtype, device)
+    if config.device.num_ranks > 1 and name != "auto":
+        raise ConfigError.of("attention_backend", name, "several ranks have their own; use auto")
+    if config.model.batch_invariant:
+        return _batch_invariant(source, attention, dtype, device, config.lora.modules)
+    return attention
+
+
+def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
+    """Raises ConfigError where the model, or max_model_len tokens of it, do not fit."""
+    source, plan, graphs = settled.source, settled.plan, settled.graphs
+    where, sizes, head = plan.device, plan.layout, config.draft_head
+    limits = config.limits.max_num_seqs, config.limits.max_num_batched_tokens
+    max_num_seqs, max_num_batched_tokens = limits
+    frees_windows = config.limits.frees_windows
     memory = plan_blocks(
         sizes,
-        dtype=chosen.name,
-        weights=source.weight_bytes(chosen.name, where, size)
-        + sum(adapter.num_bytes for adapter in adapters.values()),
-        states=max_num_seqs * STATES_PER_SLOT * sizes.state_bytes,
+        dtype=plan.dtype,
+        weights=source.weight_bytes(plan.dtype, where, plan.num_ranks)
+        + sum(adapter.num_bytes for adapter in plan.adapters.values()),
+        states=max_num_seqs * STATES_PER_SLOT * groups_of(sizes).record_bytes,
         activations=source.activation_bytes(
-            chosen.name, max_num_batched_tokens, max_num_seqs, longest
+            plan.dtype, max_num_batched_tokens, max_num_seqs, plan.max_len
         )
-        + _table_bytes(settled),
-        graphs=source.graph_bytes(settled, graphs),
-        head=source.head_memory(draft_head, chosen.name, block_size) if draft_head else NO_HEAD,
+        + _table_bytes(plan),
+        graphs=source.graph_bytes(plan, graphs),
+        head=source.head_memory(head, plan.dtype, sizes.block_size) if head else NO_HEAD,
         transfers=planned_device_bytes() if where.type == "cuda" else 0,
-        max_model_len=longest,
+        max_model_len=plan.max_len,
         max_num_seqs=max_num_seqs,
-        available_bytes=_available_bytes(where, memory_share),
-        num_ranks=size,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        num_blocks=num_blocks,
+        available_bytes=_available_bytes(where, config.cache.memory_share),
+        num_ranks=plan.num_ranks,
+        kv_cache_memory_bytes=config.cache.memory_bytes,
+        num_blocks=config.cache.num_blocks,
         max_window_slots=max_window_slots(source, sizes, where, *limits)
         if frees_windows and graphs is None
         else 0,
     )
-    if max_model_len is not None and memory.longest_context < max_model_len:
+    asked = config.model.max_model_len
+    if asked is not None and memory.longest_context < asked:
         raise ConfigError.of(
             "max_model_len",
-            max_model_len,
+            asked,
             f"{memory.num_blocks} KV blocks hold {memory.longest_context} tokens; lower it, or "
             "raise kv_cache_memory_bytes or gpu_memory_utilization",
         )
-    (on_plan or _log_plan)(memory)
+    return memory
+
+
+def _load_weights(
+    settled: _Settled, memory: MemoryPlan, model: str, progress: ProgressHook | None
+) -> LoadedModel:
+    """Raises ModelError."""
     report_phase("loading weights")
     with naming_model(model):
-        loaded = source.load(
+        return settled.source.load(
             replace(
-                settled,
+                settled.plan,
                 num_blocks=memory.num_blocks,
                 num_window_slots=memory.num_window_slots,
             ),
             progress,
         )
+
+
+def _spec(
+    settled: _Settled, memory: MemoryPlan, loaded: LoadedModel, choice: ModelChoice
+) -> EngineSpec:
+    """What the engine reports of itself."""
+    source, plan = settled.source, settled.plan
     digests = [loaded.digest, source.kv_digest]
-    if adapters:
-        digests.append(adapters_digest(adapters))
-    layout = replace(sizes, fingerprint=":".join(digests))
-    whose = (source.kernels, attention.version)
-    spec = EngineSpec(
-        model=served_model_name or model,
+    if plan.adapters:
+        digests.append(adapters_digest(plan.adapters))
+    layout = replace(plan.layout, fingerprint=":".join(digests))
+    kernels = ".".join(filter(None, (source.kernels, plan.attention.version)))
+    numerics = numerics_of(plan.device, plan.dtype, kernels)
+    if numerics.is_fallback:
+        _log.warning("%s (%s)", FALLBACK_NOTICE, why_none())
+    return EngineSpec(
+        model=choice.served_name or choice.model,
         layout=layout,
         num_blocks=memory.num_blocks,
         vocab_size=source.vocab_size,
         max_model_len=memory.longest_context,
         shared_prompt_limit=loaded.shared_prompt_limit,
-        # Other ranks know of a step what they are told, and what was drawn stays with this one. Of
-        # states there are those before one step: two that are thrown away could not be run again.
-        max_num_launches=1 if size > 1 or layout.has_states else 2,
-        computes_aside=where.type == "cuda",
-        numerics=numerics_of(where, chosen.name, ".".join(filter(None, whose))),
-        dtype_reason=chosen.reason,
-        adapters=tuple(adapters),
+        # Followers receive only the batch, not sampled tokens. Records are kept of one step: two
+        # that are thrown away could not be run again.
+        max_num_launches=1 if plan.num_ranks > 1 or groups_of(layout).cannot_rewind else 2,
+        computes_aside=plan.device.type == "cuda",
+        numerics=numerics,
+        dtype_reason=settled.dtype_reason,
+        adapters=tuple(plan.adapters),
     )
-    if spec.numerics.is_fallback:
-        _log.warning("%s (%s)", FALLBACK_NOTICE, why_none())
-    followers = loaded.followers
-    pool = _make_pool(layout, memory, where, followers)
-    steps = loaded.steps(pool, graphs)
-    engine = TorchEngine(spec, pool, steps, layer_group_size, followers, waiting_for(where))
-    if where.type == "cuda":
-        warm_up(engine, max_num_batched_tokens, max_num_seqs, _report_warm_up)
-    return engine
 
 
 def _make_pool(
     layout: KvLayout, memory: MemoryPlan, device: torch.device, followers: Followers
 ) -> TensorPool:
-    if layout.has_states:
+    if groups_of(layout).records:
         return StatefulKvPool(layout, memory.num_blocks, memory.max_num_seqs)
     return followers.make_pool(layout, memory.num_blocks, memory.num_window_slots, device)
 
@@ -230,19 +261,18 @@ def max_window_slots(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
-    """Most slots that windowed layers' KV needs apart from that of the others, see WindowSlots; 0
-    where blocks have the KV of all layers. That is so
+    """Most slots that layers with fewer than all tokens need apart from the others; 0 where blocks
+    have the KV of all layers. That is so
 
-    * if no layer has a window; or if all have: then the blocks themselves go back;
+    * if LayerGroups.max_slots says so;
     * on a GPU: block tables in its memory, and recorded steps, are of one pool;
     * of layers that transformers' code runs, which are given one pool.
 
-    And of a draft model, whose sequences do not slide (load_engine's frees_windows), where steps
+    And of a draft model, whose sequences do not slide (see StepLimits), where steps
     are recorded without a GPU, and where blocks would be no more than slots (plan_blocks)."""
-    has_both = bool(layout.windowed_layers) and layout.has_full_layers
-    if not (has_both and device.type == "cpu" and source.takes_grouped_kv):
+    if device.type != "cpu" or not source.takes_grouped_kv:
         return 0
-    return layout.max_window_slots(max_num_seqs, max_num_batched_tokens)
+    return groups_of(layout).max_slots(max_num_seqs, max_num_batched_tokens)
 
 
 def _batch_invariant(
@@ -252,7 +282,7 @@ def _batch_invariant(
     device: torch.device,
     lora_modules: Mapping[str, str],
 ) -> AttentionBackend:
-    """Who computes attention in place of `attention`. Raises ConfigError."""
+    """The backend that replaces `attention`. Raises ConfigError."""
     option = "batch_invariant"
     source.check_batch_invariant(dtype, device)
     if attention is not REFERENCE:
@@ -269,23 +299,18 @@ def _batch_invariant(
 
 
 def _read_adapters(
-    source: ModelSource,
-    lora_modules: Mapping[str, str],
-    max_rank: int,
-    dtype: str,
-    device: torch.device,
-    num_ranks: int,
+    source: ModelSource, lora: LoraConfig, dtype: str, device: torch.device, num_ranks: int
 ) -> dict[str, Adapter]:
     """By name. Raises ConfigError, AdapterError."""
-    if lora_modules and num_ranks > 1:
+    if lora.modules and num_ranks > 1:
         raise ConfigError.of(
             "tensor_parallel_size",
             num_ranks,
             "adapters run on one rank only; leave it out, or --lora-modules",
         )
     return {
-        name: source.read_adapter(Path(path), dtype, device, max_rank)
-        for name, path in lora_modules.items()
+        name: source.read_adapter(Path(path), dtype, device, lora.max_rank)
+        for name, path in lora.modules.items()
     }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from baton.errors import ConfigError
-from baton.types import DTYPE_BYTES, KvGroup, KvLayout
+from baton.types import DTYPE_BYTES, KvLayout
 from engine.families.config import ModelConfig
 from engine.families.layers import describe_layers, describe_norm
+from engine.kv.layout import groups_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class MemoryPlan:
     def num_longest_seqs(self) -> int:
         """Sequences of the longest context that fit at once, were they all admitted; as they
         decode."""
-        return self.num_blocks // self.layout.num_held_blocks(self.longest_context)
+        return self.num_blocks // groups_of(self.layout).num_held_blocks(self.longest_context)
 
     def rows(self) -> tuple[tuple[str, str], ...]:
         """(what, how much) for people."""
@@ -215,7 +216,7 @@ def plan_blocks(
     max_num_seqs sequences of max_model_len tokens within what weights, activations, graphs, states
     and transfers leave of `available_bytes`.
 
-    max_window_slots: what running sequences need at most, see KvLayout, if windowed layers' KV can
+    max_window_slots: what running sequences need at most, see LayerGroups.max_slots, if groups can
     lie apart; else 0. It does if there are more blocks then than that: so slots are never what a
     sequence lacks, and blocks alone are counted when one is admitted, scheduled or routed.
 
@@ -230,8 +231,8 @@ def plan_blocks(
     block_bytes = own.block_bytes
     # What a block costs, with what a draft head keeps of its tokens.
     whole_bytes = block_bytes + head.block_bytes
-    full_bytes = own.of_group(KvGroup.FULL).block_bytes
-    slot_bytes = block_bytes - full_bytes
+    slot_bytes = groups_of(own).apart_block_bytes
+    full_bytes = block_bytes - slot_bytes
     available_bytes //= num_ranks
     if weights + head.weight_bytes > available_bytes:
         raise ConfigError.of(

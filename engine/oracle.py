@@ -121,18 +121,18 @@ class OracleOptions:
     adapters: tuple[str, ...] = ()
     layers: OracleLayers = FULL_LAYERS
     num_window_slots: int = 0
-    """See KvPool.slots; 0 if blocks have the KV of all layers."""
+    """See GroupedKvPool; 0 if blocks have the KV of all layers."""
     num_state_slots: int = 1
     """Sequences that run at once, of a model with states."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OracleLaunch:
-    """Implements engine.interface.Launched. window_tables: of each slice, its block table as
-    windowed layers have it. end_s: when a device would be done with it, of time.perf_counter."""
+    """Implements engine.interface.Launched. slot_tables: of each slice, its block table as
+    layers in slots have it. end_s: when a device would be done with it, of time.perf_counter."""
 
     batch: Batch
-    window_tables: tuple[Sequence[int], ...]
+    slot_tables: tuple[Sequence[int], ...]
     layers_done: LayersDone | None
     end_s: float
     finish: Callable[[_OracleLaunch], tuple[tuple[Sample, ...], ...]]
@@ -174,7 +174,7 @@ class OracleEngine(Engine):
             num_blocks=options.num_blocks,
             vocab_size=options.vocab_size,
             max_model_len=min(options.max_model_len, options.num_blocks * options.block_size),
-            max_num_launches=1 if layers.has_states else 2,
+            max_num_launches=1 if self._kv.groups.cannot_rewind else 2,
             computes_aside=True,
             numerics=NumericsClass("oracle", dtype="int64"),
             adapters=options.adapters,
@@ -196,7 +196,7 @@ class OracleEngine(Engine):
         tables: tuple[Sequence[int], ...] = tuple(part.block_table for part in kept.slices)
         if isinstance(kv, GroupedKvPool):
             tables = tuple(
-                kv.window_table(part.block_table, part.start, part.start + len(part.token_ids))
+                kv.slot_table(part.block_table, part.start, part.start + len(part.token_ids))
                 for part in kept.slices
             )
         launched = _OracleLaunch(kept, tables, layers_done, self._end_s, self._finish)
@@ -210,8 +210,8 @@ class OracleEngine(Engine):
             raise RuntimeError("samples are asked for out of order")
         before, self._drawn = self._drawn, ()
         slices = [_followed(part, before) for part in launched.batch.slices]
-        tables = launched.window_tables
-        if self._kv.slots and any(min(table) < 0 for table in tables):
+        tables = launched.slot_tables
+        if self._kv.slot_tables and any(min(table) < 0 for table in tables):
             raise EngineFault("windowed layers have no KV of what a sequence attends to")
         for part, table in zip(slices, tables, strict=True):
             self._write(part, table)
@@ -238,13 +238,13 @@ class OracleEngine(Engine):
         for first in range(0, num_layers, size):
             layers_done(first, min(size, num_layers - first))
 
-    def _write(self, part: SequenceSlice, window_table: Sequence[int]) -> None:
+    def _write(self, part: SequenceSlice, slot_table: Sequence[int]) -> None:
         size = self._options.block_size
-        groups = self._groups(part.block_table, window_table)
+        memories = self._memories(part.block_table, slot_table)
         state = _ROOT
         if part.start:
             position = part.start - 1
-            _, data, table = groups[0]
+            _, data, table = memories[0]
             slot = int(data[table[position // size], 0, 0, 0, position % size, 0])
             state = slot ^ int(self._weights[0, 0, 0, 0])
         states = np.empty(len(part.token_ids), dtype=np.uint64)
@@ -257,7 +257,7 @@ class OracleEngine(Engine):
             first, stop = max(part.start, index * size), min(end, (index + 1) * size)
             inside = slice(first - index * size, stop - index * size)
             written = slice(first - part.start, stop - part.start)
-            for layers, data, table in groups:
+            for layers, data, table in memories:
                 data[table[index], :, :, :, inside] = slots[layers, :, :, written]
 
     def _write_states(self, part: SequenceSlice) -> Sequence[int]:
@@ -281,30 +281,37 @@ class OracleEngine(Engine):
         memory.data[place].view(np.uint64)[...] = np.uint64(state) ^ _STATE_WORDS
         return after
 
-    def _groups(
-        self, block_table: Sequence[int], window_table: Sequence[int]
+    def _memories(
+        self, block_table: Sequence[int], slot_table: Sequence[int]
     ) -> tuple[tuple[slice, _Words, Sequence[int]], ...]:
         """Layers that lie together, the first one of the model first: which these are, the words of
         their blocks, and the blocks there."""
         kv = self._kv
         if isinstance(kv, ArrayKvPool):
             return ((slice(None), kv.data.view(np.uint64), block_table),)
-        full, windowed = (own.data.view(np.uint64) for own in (kv.full, kv.windowed))
-        return (slice(0, None, 2), full, block_table), (slice(1, None, 2), windowed, window_table)
+        tables = dict.fromkeys(kv.slot_tables, slot_table)
+        return tuple(
+            (
+                _slice_of(group.layers),
+                kv.pools[group.number].data.view(np.uint64),
+                tables.get(group.number, block_table),
+            )
+            for group in sorted(kv.groups.paged, key=lambda group: group.layers[0])
+        )
 
     def _sample(
         self,
         part: SequenceSlice,
-        window_table: Sequence[int],
+        slot_table: Sequence[int],
         row: SampleRow,
         states: Sequence[int],
     ) -> Sample:
         """states: after each of the slice's tokens."""
-        digest = self._digest(part.block_table, window_table, part.start + row.offset + 1)
+        digest = self._digest(part.block_table, slot_table, part.start + row.offset + 1)
         return choose(digest ^ states[row.offset], row, self._options.vocab_size)
 
     def _digest(
-        self, block_table: Sequence[int], window_table: Sequence[int], num_tokens: int
+        self, block_table: Sequence[int], slot_table: Sequence[int], num_tokens: int
     ) -> int:
         """A hash of the KV of tokens [0, num_tokens), of windowed layers those in the window, read
         from the blocks, which depends on each word and its place."""
@@ -314,18 +321,18 @@ class OracleEngine(Engine):
         shape = (layout.num_layers, 2, layout.num_kv_heads, size, layout.head_dim)
         places = _places_of(shape, 1 << num_blocks.bit_length())[:num_blocks]
         mixed = np.empty((num_blocks, *shape), dtype=np.uint64)
-        for layers, data, table in self._groups(block_table, window_table):
+        for layers, data, table in self._memories(block_table, slot_table):
             mixed[:, layers] = data[list(table[:num_blocks])]
         mixed ^= places
         mixed *= np.uint64(0x94D049BB133111EB)
         mixed ^= mixed >> np.uint64(29)
         mixed *= places | np.uint64(1)
         mixed[-1, :, :, :, num_tokens - (num_blocks - 1) * size :] = 0
-        if layout.window:
-            begin = max(0, num_tokens - layout.window)
-            windowed = list(layout.windowed_layers)
-            mixed[: begin // size, windowed] = 0
-            mixed[begin // size, windowed, :, :, : begin % size] = 0
+        for group in self._kv.groups.paged:
+            if begin := group.kept_start(num_tokens - 1):
+                own = _slice_of(group.layers)
+                mixed[: begin // size, own] = 0
+                mixed[begin // size, own, :, :, : begin % size] = 0
         return mix(int(np.sum(mixed, dtype=np.uint64)))
 
 
@@ -438,9 +445,14 @@ def _undisturbed(vocab_size: int, layers: OracleLayers) -> OracleEngine:
     """An engine for one sequence, whose only block holds it all."""
     size = _REFERENCE_LEN
     engine = OracleEngine(OracleOptions(1, block_size=size, vocab_size=vocab_size, layers=layers))
-    if engine.kv.state_slots:
-        engine.kv.state_slots.of_block[0] = 0
+    for table in engine.kv.slot_tables.values():
+        table.of_block[0] = 0
     return engine
+
+
+def _slice_of(layers: Sequence[int]) -> slice:
+    """Layers at equal distances, as oracle_layout has them."""
+    return slice(layers[0], layers[-1] + 1, layers[1] - layers[0] if len(layers) > 1 else 1)
 
 
 def _slot_weights(layout: KvLayout) -> _Words:

@@ -8,92 +8,20 @@ device converts it, or the host turns each run while that is in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import xxhash
 
-from baton.types import KvGroup, KvRange
-from engine.interface import KvPool
+from engine.kv.interface import BlockMemory, CheckedCopy, KvPool
+from engine.kv.range import ALL, KvRange
 from kv_transfer.transcoder import Transcoder
 from kv_transfer.wire_format import WireFormat, runs
 
 #: Shorter pieces are packed together: gathering costs about as much for each piece as copying this
 #: many bytes.
 MIN_VIEW_BYTES = 32 * 1024
-
-
-@runtime_checkable
-class ViewablePool(Protocol):
-    """A pool whose blocks may be read and written where they lie, if that is in host memory."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def has_block_views(self) -> bool:
-        """Whether it is."""
-        ...
-
-    def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
-        """The bytes of a whole block's layers: who writes there must own the block. Raises
-        ValueError for a wrong range."""
-        ...
-
-
-@runtime_checkable
-class CheckingPool(ViewablePool, Protocol):
-    """A viewable pool that can copy rows of its blocks and compute their payload's checksum at
-    once."""
-
-    @property
-    def checked_copy(self) -> CheckedCopy | None:
-        """None where it cannot, on this machine."""
-        ...
-
-
-class CheckedCopy(Protocol):
-    """See baton_kernels.cpu.checked_copy. Ranges are the caller's to check."""
-
-    @property
-    def copies_rows(self) -> bool: ...
-
-    @property
-    def min_bytes(self) -> int: ...
-
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        tokens: tuple[int, int],
-        layers: tuple[int, int],
-        packed: memoryview,
-        seed: int,
-    ) -> int: ...
-
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        tokens: tuple[int, int],
-        layers: tuple[int, int],
-        packed: memoryview,
-        seed: int,
-    ) -> int: ...
-
-
-@runtime_checkable
-class GroupedPool(Protocol):
-    """A pool whose groups of layers lie in pools of their own: see KvGroup."""
-
-    @property
-    def pools(self) -> Mapping[KvGroup, CheckingPool]:
-        """By the groups that have one, of their layers alone."""
-        ...
-
-    def ids_in(self, group: KvGroup, block_ids: Sequence[int]) -> Sequence[int]:
-        """What these blocks are in the pool of a group. Raises ValueError where a block has nothing
-        there."""
-        ...
 
 
 @runtime_checkable
@@ -141,19 +69,16 @@ class ChunkCodec:
         self._token_layer_bytes = layout.token_layer_bytes
         self._scratch = memoryview(b"")
         is_straight = self._transcoder is None and wire.block_size == layout.block_size
-        self._grouped = pool if isinstance(pool, GroupedPool) else None
-        pools = self._grouped.pools if self._grouped else {KvGroup.ALL: pool}
-        # By group, the pool that its pieces lie together in. Pieces of other groups are taken
+        # By group, the memory that its pieces lie together in. Pieces of other groups are taken
         # apart by the pool.
-        self._viewable: dict[KvGroup, ViewablePool] = {
-            group: own
-            for group, own in pools.items()
-            if is_straight and isinstance(own, ViewablePool) and own.has_block_views
-        }
+        self._viewable: dict[int, BlockMemory] = {}
+        numbers = (ALL, *(group.number for group in pool.groups.paged)) if is_straight else ()
+        for number in numbers:
+            memory = pool.memory_of(number)
+            if memory is not None and memory.has_block_views:
+                self._viewable[number] = memory
         self._checked_copies = {
-            group: own.checked_copy
-            for group, own in self._viewable.items()
-            if isinstance(own, CheckingPool)
+            number: memory.checked_copy for number, memory in self._viewable.items()
         }
 
     @property
@@ -164,7 +89,7 @@ class ChunkCodec:
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Fill `out` with a payload from the blocks. Raises what KvPool.pack does; ValueError for
         another size."""
-        if piece.group is KvGroup.STATE:
+        if not self._pool.groups.is_paged(piece):
             self._pool.pack(block_ids, piece, out)
             return
         if staged := self._staged_copy_for(piece):
@@ -181,7 +106,7 @@ class ChunkCodec:
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         """Write a payload into the blocks. Raises what KvPool.unpack does; ValueError for another
         size."""
-        if piece.group is KvGroup.STATE:
+        if not self._pool.groups.is_paged(piece):
             self._pool.unpack(block_ids, piece, data)
             return
         if staged := self._staged_copy_for(piece):
@@ -208,9 +133,9 @@ class ChunkCodec:
         ValueError as pack does."""
         if not self.can_view(piece):
             return ()
-        pool, blocks = self._viewable[piece.group], self._blocks(block_ids, piece)
+        memory, blocks = self._viewable[piece.group], self._blocks(block_ids, piece)
         return tuple(
-            pool.block_view(block_id, piece.first_layer, piece.num_layers) for block_id in blocks
+            memory.block_view(block_id, piece.first_layer, piece.num_layers) for block_id in blocks
         )
 
     def pack_checked(
@@ -264,11 +189,11 @@ class ChunkCodec:
         if (
             min(piece.first_token, piece.first_layer, piece.num_layers) < 0
             or piece.end_token > len(block_ids) * size
-            or piece.end_layer > pool.layout.num_layers_of(piece.group)
+            or piece.end_layer > pool.groups.num_layers(piece.group)
             or not 0 <= min(blocks) <= max(blocks) < pool.num_blocks
         ):
             raise ValueError(f"{piece} in {len(block_ids)} blocks of {size}")
-        return self._grouped.ids_in(piece.group, blocks) if self._grouped else blocks
+        return pool.ids_in(piece.group, blocks)
 
     def _room(self, piece: KvRange) -> memoryview:
         """Memory for a run of the pool's elements; the same each time."""

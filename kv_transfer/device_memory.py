@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from baton.types import KvRange
-from engine.interface import DeviceLost, KvPool
+from engine.interface import DeviceLost
+from engine.kv.interface import KvPool
+from engine.kv.range import KvRange
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import WireFormat, wire_formats
 

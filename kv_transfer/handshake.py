@@ -18,7 +18,7 @@ from baton.errors import NUMERICS_FIX, HandoffFailed, PeerMismatch
 from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto, numerics_from_proto, numerics_to_proto
-from engine.interface import KvPool
+from engine.kv.interface import KvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.device_memory import DeviceCodec, OnDeviceLost, device_copy_of, raise_device_lost
 from kv_transfer.frame import Frame, FrameError
@@ -120,9 +120,8 @@ def sender_terms(
         raise PeerMismatch.of(
             peer.worker_id, "wire_dtype", pool.layout.dtype, accept.wire_dtype
         ) from None
-    least_bytes = max(wire.token_layer_bytes, wire.state_layer_bytes)
-    if accept.max_chunk_bytes < least_bytes:
-        least, offered = f"at least {least_bytes}", str(accept.max_chunk_bytes)
+    if accept.max_chunk_bytes < wire.least_chunk_bytes:
+        least, offered = f"at least {wire.least_chunk_bytes}", str(accept.max_chunk_bytes)
         raise PeerMismatch.of(peer.worker_id, "max_chunk_bytes", least, offered)
     codec = ChunkCodec(pool, wire)
     device = _device_codec(codec, pool, accept.payload_checksum)
@@ -229,8 +228,7 @@ class SenderSession:
             self.connection.seal(key)
             terms = terms.with_key(key)
         self.terms, self.deadline = terms, None
-        wire = terms.codec.wire
-        most = max(config.max_chunk_bytes, wire.token_layer_bytes, wire.state_layer_bytes)
+        most = max(config.max_chunk_bytes, terms.codec.wire.least_chunk_bytes)
         self.max_chunk_bytes = min(most, accept.max_chunk_bytes)
         if not terms.codec.is_plain:
             peer, dtype = self._peer.worker_id, config.pool.layout.dtype
@@ -251,7 +249,8 @@ class SenderSession:
 class ReceiverConfig:
     """What a receiver offers to every sender, and asks of it.
 
-    num_credits: chunks in flight per connection; each has max_chunk_bytes of staging here.
+    num_credits: chunks in flight per connection; each has max_chunk_bytes of staging here. 0 of
+    either: open_receiver takes what suits memory of the host, or of the pool's device.
     wire_dtype: what senders are asked to send, one of WIRE_DTYPES. secret: KV is taken only from
     workers that have it, too; None: from whoever presents a ticket. rule: which senders it takes KV
     of. on_device_lost: see check_device.
@@ -259,8 +258,8 @@ class ReceiverConfig:
 
     identity: WorkerIdentity
     pool: KvPool
-    num_credits: int
-    max_chunk_bytes: int
+    num_credits: int = 0
+    max_chunk_bytes: int = 0
     wire_dtype: str = "auto"
     secret: KvSecret | None = None
     rule: NumericsRule = ANY_NUMERICS

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from baton.errors import BY_REASON, HandoffFailed
-from baton.types import KvGroup, KvRange
 from baton.v1 import kv_pb2
 from baton.wire import sample_from_proto
+from engine.kv.groups import is_known
+from engine.kv.range import KvRange
 from kv_transfer.device_memory import Payload, check_device
 from kv_transfer.frame import (
     CHECKSUM_MASK,
@@ -289,12 +290,10 @@ def _abort_of(ticket_id: int, epoch: int, rejection: Rejection) -> kv_pb2.KvAbor
 
 def place_of(chunk: kv_pb2.KvChunk) -> KvRange:
     """Where a chunk belongs. Raises FrameError if it is of no group that this version knows."""
-    try:
-        group = KvGroup(chunk.group)
-    except ValueError:
-        raise FrameError(f"a chunk of an unknown group {chunk.group}") from None
+    if not is_known(chunk.group):
+        raise FrameError(f"a chunk of an unknown group {chunk.group}")
     place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
-    return KvRange(*place, group)
+    return KvRange(*place, chunk.group)
 
 
 def header_fault(chunk: kv_pb2.KvChunk, num_bytes: int, terms: Terms) -> str:

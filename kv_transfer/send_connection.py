@@ -28,9 +28,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
-from baton.types import KvGroup, KvRange, Sample, WorkerIdentity
+from baton.types import Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import sample_to_proto
+from engine.kv.layout import groups_of
+from engine.kv.range import ALL, KvRange
 from kv_transfer.device_memory import check_device
 from kv_transfer.frame import (
     CHECKSUM_MASK,
@@ -68,13 +70,13 @@ class Begin:
 class Send:
     """KV of a range of the sequence is final in these blocks, or will be when `mark` is done: see
     KvPool; without one, that of when the sender gets this. What the receiver holds already is not
-    sent, nor what lies before window_start in windowed layers."""
+    sent, nor what lies before whole_start in groups that keep fewer than all tokens."""
 
     key: Hashable
     block_ids: tuple[int, ...]
     piece: KvRange
     mark: object = None
-    window_start: int = 0
+    whole_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +317,7 @@ class SendConnection:
                 task = None if self._sending else self._next_of(handoff)
                 is_small = (
                     isinstance(task, Send)
-                    and self._config.pool.layout.num_bytes(task.piece) <= _SMALL_BYTES
+                    and self._config.pool.groups.num_bytes(task.piece) <= _SMALL_BYTES
                 )
                 session.connection.send(kv_pb2.KvBegin(ticket=handoff.data), more=is_small)
                 handoff.is_begun = True
@@ -362,21 +364,21 @@ class SendConnection:
                         ticket_id=ticket.ticket_id, epoch=ticket.epoch, deliver_to=deliver_to
                     )
                 )
-            case Send(_, block_ids, piece, mark, window_start) if (
+            case Send(_, block_ids, piece, mark, whole_start) if (
                 piece.end_token <= ticket.num_tokens
             ):
                 first_token = min(max(piece.first_token, ticket.num_cached_tokens), piece.end_token)
                 num_missing = piece.end_token - first_token
                 missing = replace(piece, first_token=first_token, num_tokens=num_missing)
                 wire, most = terms.codec.wire, session.max_chunk_bytes
-                block_size = 1 if missing.group is KvGroup.STATE else wire.block_size
-                token_bytes = wire.piece_layer_bytes(missing)
-                # The receiver's blocks may be smaller, and its windowed layers' begin later.
-                start = max(window_start, ticket.layout.window_start(ticket.num_tokens))
                 pool = self._config.pool
+                block_size = wire.block_size if pool.groups.is_paged(missing) else 1
+                token_bytes = wire.piece_layer_bytes(missing)
+                # The receiver's blocks may be smaller, so that it keeps less.
+                start = max(whole_start, groups_of(ticket.layout).whole_start(ticket.num_tokens))
                 # Each chunk is of one piece of memory.
-                by_group = pool.slots is not None
-                parts = pool.layout.from_window(missing, start, by_group=by_group)
+                by_group = pool.memory_of(ALL) is None
+                parts = pool.groups.kept(missing, start, by_group=by_group)
                 rest = chain.from_iterable(
                     chunks(part, token_bytes, most, block_size) for part in parts
                 )

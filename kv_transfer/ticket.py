@@ -36,9 +36,11 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.kv_transports import KV_TRANSPORTS
-from baton.types import DTYPE_BYTES, KvGroup, KvLayout, KvRange, Sample, WorkerIdentity
+from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto
+from engine.kv.layout import LayerGroups, is_sound
+from engine.kv.range import KvRange
 from kv_transfer.frame import CHECKSUM_MASK
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -128,11 +130,7 @@ def parse_ticket(data: bytes) -> KvTicket:
         and message.ticket_id
         and message.lease_ms
         and message.num_cached_tokens <= message.num_tokens
-        and layout.dtype in DTYPE_BYTES
-        and min(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size) > 0
-        and bool(layout.window) == bool(layout.windowed_layers)
-        and all(layer < layout.num_layers for layer in layout.windowed_layers)
-        and bool(layout.num_state_layers) == bool(layout.state_layer_bytes)
+        and is_sound(layout)
     ):
         raise InvalidRequest("the KV ticket lacks fields, or they contradict each other")
     return KvTicket(
@@ -217,7 +215,8 @@ class TicketCommitted:
     """All KV of `num_tokens` tokens is in the blocks, which whoever gets this owns.
 
     first_tokens: the token after them, of each choice; none if it is known there already.
-    window_start: the first token that came in every layer; windowed layers may have none before it.
+    whole_start: the first token that came in every group; groups that keep fewer than all tokens
+    may have none before it.
     """
 
     ticket_id: int
@@ -229,7 +228,7 @@ class TicketCommitted:
     """When the sender presented the ticket, by the table's clock."""
     receiving_s: float = 0.0
     """When its first chunk was taken; when the ticket was presented if none had to come."""
-    window_start: int = 0
+    whole_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +290,7 @@ class Ticket:
 
     ticket_id: int
     block_ids: tuple[int, ...]
-    layout: KvLayout
+    groups: LayerGroups
     min_tokens: int
     num_cached_tokens: int
     num_tokens: int
@@ -356,7 +355,7 @@ class Ticket:
             and max(self.num_cached_tokens, self.held_start) <= piece.first_token
             and piece.end_token <= self.num_tokens
             and piece.first_layer >= 0
-            and piece.end_layer <= self.layout.num_layers_of(piece.group)
+            and piece.end_layer <= self.groups.num_layers(piece.group)
             and self._has_place(piece)
         ):
             return f"a chunk outside of the reservation: {piece}"
@@ -370,12 +369,11 @@ class Ticket:
         return ""
 
     def _has_place(self, piece: KvRange) -> bool:
-        """Whether no layer of a piece begins before what is held of it: of windowed ones, the
-        window."""
-        layout, first = self.layout, piece.first_token
-        if not layout.window or first >= layout.window_start(self.num_tokens):
+        """Whether no group of a piece begins before what is held of it."""
+        groups = self.groups
+        if not groups.has_partial or piece.first_token >= groups.whole_start(self.num_tokens):
             return True
-        return all(part.group is KvGroup.FULL for part in layout.by_group(piece))
+        return all(groups[part.group].keeps_all_tokens for part in groups.split(piece))
 
     def unpin(self, checksum: int, num_bytes: int) -> TicketAborted | None:
         """The writer of one pin is done. What is to be reported now: an abort that has waited for
@@ -392,8 +390,8 @@ class Ticket:
                 f"a commit of {commit.num_tokens} tokens for {self.min_tokens} to {self.num_tokens}"
             )
         first, end = self.num_cached_tokens, commit.num_tokens
-        window_start = self.coverage.window_start(first, end)
-        if self.num_pins or window_start is None:
+        whole_start = self.coverage.whole_start(first, end)
+        if self.num_pins or whole_start is None:
             return "a commit of KV that has not all arrived"
         if self.checksum != commit.checksum:
             return "the checksum of all chunks is not what the sender says"
@@ -406,7 +404,7 @@ class Ticket:
             self.num_bytes,
             self.reserved_s,
             self.receiving_s,
-            window_start,
+            whole_start,
         )
 
     def abort(self, reason: str, message: str) -> TicketAborted | None:
@@ -428,45 +426,40 @@ class Coverage:
     cost no more than one layer would.
     """
 
-    def __init__(self, layout: KvLayout) -> None:
-        self._layout = layout
-        num_windowed = len(layout.windowed_layers)
-        self._full = _one_run(layout.num_layers - num_windowed)
-        self._windowed = _one_run(num_windowed)
-        self._states = _one_run(layout.num_state_layers)
+    def __init__(self, groups: LayerGroups) -> None:
+        self._groups = groups
+        self._runs = {
+            group.number: [_LayerRun(0, group.num_layers, [], [])] for group in groups.all
+        }
 
     def add(self, piece: KvRange) -> bool:
         """Count `piece` as arrived; False, with no interval changed, if any of it had arrived
         before."""
         start, end = piece.first_token, piece.end_token
-        runs = [run for part in self._layout.by_group(piece) for run in self._runs_of(part)]
+        runs = [run for part in self._groups.split(piece) for run in self._runs_of(part)]
         if any(run.overlaps(start, end) for run in runs):
             return False
         for run in runs:
             run.insert(start, end)
         return True
 
-    def window_start(self, first_token: int, end_token: int) -> int | None:
-        """The first token that has arrived in every layer with KV, if tokens [first_token,
-        end_token) of every one have, of windowed layers from within the window on, the states after
-        the last of them, if there are any, and nothing else; else None."""
+    def whole_start(self, first_token: int, end_token: int) -> int | None:
+        """The first token that has arrived in every group, if all that a sequence of end_token
+        tokens lacks from first_token on has arrived, see LayerGroup.arrived_from, and nothing else;
+        else None."""
         latest = first_token
-        in_window = max(first_token, end_token - self._layout.window + 1)
-        for runs, last in ((self._full, first_token), (self._windowed, in_window)):
-            for run in runs:
-                start = run.starts[0] if run.starts else end_token
-                expected = ([], []) if start == end_token else ([start], [end_token])
-                if (run.starts, run.ends) != expected or not first_token <= start <= last:
+        for group in self._groups.all:
+            for run in self._runs[group.number]:
+                start = group.arrived_from(run.starts, run.ends, first_token, end_token)
+                if start is None:
                     return None
                 latest = max(latest, start)
-        if any((r.starts, r.ends) != ([end_token - 1], [end_token]) for r in self._states):
-            return None
         return latest
 
     def _runs_of(self, part: KvRange) -> list[_LayerRun]:
-        """Those that a group's range is made of."""
-        apart = {KvGroup.WINDOWED: self._windowed, KvGroup.STATE: self._states}
-        runs = apart.get(part.group, self._full)
+        """Those that a group's range is made of. ALL is of the one group that there is then."""
+        number = part.group if part.group in self._runs else self._groups.paged[0].number
+        runs = self._runs[number]
         for layer in (part.first_layer, part.end_layer):
             _split(runs, layer)
         return [
@@ -474,11 +467,6 @@ class Coverage:
             for run in runs
             if part.first_layer <= run.first_layer and run.end_layer <= part.end_layer
         ]
-
-
-def _one_run(num_layers: int) -> list[_LayerRun]:
-    """Of so many layers, of which nothing has arrived; none if there are no layers."""
-    return [_LayerRun(0, num_layers, [], [])] if num_layers else []
 
 
 def _split(runs: list[_LayerRun], layer: int) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hmac
 import math
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from baton.errors import HandoffFailed, InvalidRequest
-from baton.types import KvLayout, KvRange, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 from kv_transfer.ticket import (
     Commit,
     Coverage,
@@ -42,6 +46,25 @@ class Pinned(NamedTuple):
     mark: object
 
 
+def _draw_id() -> int:
+    return secrets.randbits(64)
+
+
+@dataclass(frozen=True, slots=True)
+class TicketRules:
+    """How tickets are made and how long they last.
+
+    lease_s: how long a ticket waits for its commit, from its begin. offer_s: how long an offer
+    waits for its sender, never longer than the lease. secret: of the tickets' digests, 16 to 64
+    random bytes. draw_id: random numbers below 2^64.
+    """
+
+    lease_s: float = 30.0
+    offer_s: float = math.inf
+    secret: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
+    draw_id: Callable[[], int] = _draw_id
+
+
 class TicketTable:
     """All tickets of one worker's boot. Thread-safe. Reports exactly one end, TicketCommitted or
     TicketAborted, per offered ticket."""
@@ -51,31 +74,24 @@ class TicketTable:
         identity: WorkerIdentity,
         layout: KvLayout,
         endpoints: tuple[Endpoint, ...],
-        lease_s: float,
+        rules: TicketRules,
         on_event: Callable[[TicketEvent], None],
         clock: Callable[[], float],
-        secret: bytes,
-        draw_id: Callable[[], int],
-        offer_s: float = math.inf,
         mark: Callable[[], object] = lambda: None,
     ) -> None:
-        """on_event: called in any thread, holding no lock. clock: monotonic seconds. secret: 16 to
-        64 random bytes.
-
-        draw_id: random numbers below 2^64. offer_s: how long an offer waits for its sender, never
-        longer than the lease. mark: of the pool that the blocks are in, see KvPool.
-        """
-        if not 16 <= len(secret) <= 64:
+        """on_event: called in any thread, holding no lock. clock: monotonic seconds. mark: of the
+        pool that the blocks are in, see KvPool."""
+        if not 16 <= len(rules.secret) <= 64:
             raise ValueError("the secret must have 16 to 64 bytes")
         self._identity = identity
-        self._layout = layout
+        self._groups = groups_of(layout)
         self._common = common_fields(identity, layout, endpoints)
-        self._lease_s = lease_s
-        self._offer_s = min(offer_s, lease_s)
+        self._lease_s = rules.lease_s
+        self._offer_s = min(rules.offer_s, rules.lease_s)
         self._on_event = on_event
         self._clock = clock
-        self._secret = secret
-        self._draw_id = draw_id
+        self._secret = rules.secret
+        self._draw_id = rules.draw_id
         self._mark = mark
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
@@ -112,9 +128,9 @@ class TicketTable:
 
         A commit of fewer tokens is taken if it covers spec.num_tokens at least. lease_s: if it is
         to be shorter than the table's own. held_start: the first token that has a block, see
-        KvLayout. Raises ValueError if the blocks have no such room.
+        BlockLease. Raises ValueError if the blocks have no such room.
         """
-        room = len(block_ids) * self._layout.block_size
+        room = len(block_ids) * self._groups.layout.block_size
         if not 0 <= num_cached_tokens <= num_tokens <= room:
             raise ValueError(
                 f"{num_cached_tokens} cached of {num_tokens} tokens in room for {room}"
@@ -142,11 +158,11 @@ class TicketTable:
                 ticket_id=ticket_id,
                 data=data,
                 block_ids=block_ids,
-                layout=self._layout,
+                groups=self._groups,
                 min_tokens=min(spec.num_tokens, num_tokens),
                 num_cached_tokens=num_cached_tokens,
                 num_tokens=num_tokens,
-                coverage=Coverage(self._layout),
+                coverage=Coverage(self._groups),
                 lease_s=lease_s,
                 deadline=deadline,
                 mark=self._mark(),

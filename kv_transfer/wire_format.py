@@ -11,10 +11,10 @@ from baton.types import (
     DTYPE_BYTES,
     SCALE_BYTES,
     SCALED_DTYPES,
-    KvGroup,
     KvLayout,
-    KvRange,
 )
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 
 #: What a receiver may ask for; auto is the narrower of the two peers' own types.
 WIRE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
@@ -33,8 +33,8 @@ class WireFormat:
     * where it has the same (has_row_scales), float32 scales [tokens] come behind the elements
       [tokens, head_dim] of each layer, part and head, as they lie in the pool.
 
-    block_size: the sender's; num_parts: see KvLayout.parts. States are no runs, but bytes as they
-    lie in the pool, state_layer_bytes of each layer.
+    block_size: the sender's; num_parts: see KvLayout.parts. A group's records are no runs, but
+    bytes as they lie in the pool; record_bytes: (group, bytes of a record in one layer).
     """
 
     dtype: str
@@ -43,7 +43,7 @@ class WireFormat:
     block_size: int
     has_row_scales: bool = False
     num_parts: int = 2
-    state_layer_bytes: int = 0
+    record_bytes: tuple[tuple[int, int], ...] = ()
 
     @property
     def token_layer_bytes(self) -> int:
@@ -52,10 +52,14 @@ class WireFormat:
         row_bytes = self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
         return self.num_parts * self.num_kv_heads * row_bytes
 
+    @property
+    def least_chunk_bytes(self) -> int:
+        """Bytes of a token, or a record, in one layer: the larger."""
+        return max(self.token_layer_bytes, *(size for _, size in self.record_bytes), 0)
+
     def piece_layer_bytes(self, piece: KvRange) -> int:
         """Most bytes that a token of a piece takes in one of its layers."""
-        is_state = piece.group is KvGroup.STATE
-        return self.state_layer_bytes if is_state else self.token_layer_bytes
+        return dict(self.record_bytes).get(piece.group, self.token_layer_bytes)
 
     def is_that_of(self, dtype: str) -> bool:
         """Whether runs lie in a pool of `dtype` as they do in a payload."""
@@ -63,8 +67,8 @@ class WireFormat:
 
     def num_bytes(self, piece: KvRange) -> int:
         """Bytes of the payload of a piece."""
-        if piece.group is KvGroup.STATE:
-            return piece.num_bytes(self.state_layer_bytes)
+        if piece.group and (record := dict(self.record_bytes).get(piece.group)) is not None:
+            return piece.num_bytes(record)
         head_bytes = piece.num_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
         if self.dtype in SCALED_DTYPES and piece.num_tokens:
             num_runs = -(-piece.end_token // self.block_size) - piece.first_token // self.block_size
@@ -85,7 +89,7 @@ def wire_format(dtype: str, sender: KvLayout) -> WireFormat:
         sender.block_size,
         has_row_scales,
         sender.num_parts,
-        sender.state_layer_bytes,
+        tuple((group.number, group.layer_bytes) for group in groups_of(sender).records),
     )
 
 
@@ -114,11 +118,11 @@ def agreed_dtype(sender: str, receiver: str, wanted: str) -> str:
 
 
 def most_token_layer_bytes(layout: KvLayout) -> int:
-    """Bytes that a token of a layer, or the state of one, takes at most, whatever type a receiver
-    with that layout agrees on."""
+    """Bytes that a token, or a record, takes in one layer at most, in any type that a receiver with
+    that layout agrees on."""
     dtypes = (layout.dtype, "float32")
     most = max(replace(layout, dtype=dtype).token_layer_bytes for dtype in dtypes)
-    return max(most, layout.state_layer_bytes)
+    return max(most, *(group.layer_bytes for group in groups_of(layout).records), 0)
 
 
 def chunks(

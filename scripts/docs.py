@@ -222,6 +222,7 @@ def main() -> int:
 def cli_page() -> Iterator[str]:
     """Lines of docs/cli.md."""
     yield _CLI_HEAD
+    advanced: dict[str, list[str]] = {}
     group: Any = typer.main.get_command(app)
     context = typer.Context(group)
     for name in sorted(group.list_commands(context)):
@@ -229,11 +230,9 @@ def cli_page() -> Iterator[str]:
         shown = [param for param in command.params if not getattr(param, "hidden", False)]
         arguments = [param for param in shown if param.param_type_name == "argument"]
         options = [param for param in shown if param.param_type_name == "option"]
-        advanced = [
-            param
-            for param in command.params
-            if getattr(param, "rich_help_panel", None) == ADVANCED_PANEL
-        ]
+        for param in command.params:
+            if getattr(param, "rich_help_panel", None) == ADVANCED_PANEL:
+                advanced.setdefault(_row(_flag(param), param), []).append(name)
         named = "".join(f" {_argument_name(argument)}" for argument in arguments)
         yield f"## baton {name}\n"
         yield f"{_one_line(command.help)}\n"
@@ -244,11 +243,12 @@ def cli_page() -> Iterator[str]:
                 yield _row(_argument_name(argument), argument)
             yield from _rows(options)
             yield ""
-        if advanced:
-            yield "Advanced, shown by `--help-all`:\n"
-            yield "| | |\n|---|---|"
-            yield from _rows(advanced)
-            yield ""
+    yield "## Advanced options\n"
+    yield "Shown by `--help-all`.\n"
+    yield "| | | Commands |\n|---|---|---|"
+    for row, names in sorted(advanced.items()):
+        yield f"{row} {', '.join(names)} |"
+    yield ""
 
 
 def _rows(options: Sequence[Any]) -> Iterator[str]:

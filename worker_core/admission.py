@@ -24,7 +24,7 @@ from baton.events import Committed, Deferred, Failed, LocalPrefill, Offered
 from baton.types import KvSource, Rank, across_accounts
 from engine.grammar import Matchers
 from engine.interface import wants_prompt_logprobs
-from engine.kv.pool import BlockLease
+from engine.kv.lease import BlockLease
 from kv_transfer.ticket import TicketAborted, TicketCommitted
 from kv_transfer.ticket_table import TicketTable
 from worker_core.commands import Destination, Open, SequenceKey
@@ -177,7 +177,7 @@ class Admission:
             return None
         longest = min(spec.sampling.max_tokens, state.spec.max_model_len - spec.num_tokens)
         # Of each beam: what it writes, and copies of the blocks that it shares when it forks.
-        num_own = state.pool.num_blocks_for(longest) + 1 + state.spec.layout.has_states
+        num_own = state.pool.num_blocks_for(longest) + state.pool.num_copied_blocks
         num_blocks = spec.num_tokens // state.pool.block_size + num_wide * num_own
         if num_blocks <= state.pool.num_blocks:
             return None
@@ -236,21 +236,21 @@ class Admission:
         shares_prefixes = state.spec.shares_prefixes(len(spec.prompt_token_ids))
         is_scored_here = wants_prompt_logprobs(spec) and command.source is KvSource.LOCAL
         num_tokens = spec.num_tokens + (command.destination is None)
-        layout = state.spec.layout
+        groups = state.spec.groups
         num_sent = spec.num_tokens - (command.source is KvSource.HANDOFF)
         is_local = command.source is KvSource.LOCAL
         lease = state.pool.lease(
             spec.prefix_key,
             spec.token_ids,
-            num_tokens if layout.has_full_layers else 0,
+            num_tokens if groups.keeps_all_blocks else 0,
             shares_prefixes=shares_prefixes and not is_scored_here,
-            # A prefix is served from its own window on.
-            min_prefix_tokens=0 if is_local else layout.held_start(num_sent),
+            # A prefix is served from the first block that is held on.
+            min_prefix_tokens=0 if is_local else groups.held_start(num_sent),
         )
         if lease is None:
             return Deferred("no room for the prompt's blocks")
-        # Of a ticket's KV windowed layers get nothing from before the window, see Send.
-        first_token = 0 if is_local else layout.window_start(num_sent)
+        # A ticket's sender leaves out what groups with fewer than all tokens do not need, see Send.
+        first_token = 0 if is_local else groups.whole_start(num_sent)
         if not self._reserve(lease, command, first_token, num_tokens):
             lease.release()
             return Deferred("no room for the blocks of the prompt's window")
@@ -264,16 +264,16 @@ class Admission:
 
     def _reserve(self, lease: BlockLease, command: Open, first_token: int, num_tokens: int) -> bool:
         """Whether there are blocks, or slots, for what comes by a ticket from first_token on; or,
-        without full layers, blocks for as much of a prompt as is held while its chunks are
-        computed, and for what may be fetched of it. With them a prompt takes slots as it goes
-        on: there are enough, see KvLayout.max_window_slots."""
-        layout = self._state.spec.layout
+        if blocks are given back, for as much of a prompt as is held while its chunks are computed,
+        and for what may be fetched of it. Else a prompt takes slots as it goes on: there are
+        enough, see LayerGroups.max_slots."""
+        groups = self._state.spec.groups
         if not self._is_computed_here(command, lease.num_cached_tokens):
-            holds_prefix = lease.num_cached_tokens and not layout.has_full_layers
+            holds_prefix = lease.num_cached_tokens and not groups.keeps_all_blocks
             return lease.reserve(0 if holds_prefix else first_token, num_tokens)
-        if layout.has_full_layers:
+        if groups.keeps_all_blocks:
             return True
-        most = lease.held_start + layout.window + layout.block_size
+        most = lease.held_start + groups.reach_tokens + groups.layout.block_size
         end = max(most, lease.num_cached_tokens) + self._limits.max_num_batched_tokens
         if command.destination:
             end = max(end, command.destination.num_held_tokens)
@@ -301,8 +301,8 @@ class Admission:
             return
         if not self._costs.is_fetch_cheaper(num_lacking):
             return
-        layout, lease = self._state.spec.layout, sequence.lease
-        if layout.has_full_layers and not lease.reserve(layout.window_start(num_held), num_held):
+        groups, lease = self._state.spec.groups, sequence.lease
+        if groups.keeps_all_blocks and not lease.reserve(groups.whole_start(num_held), num_held):
             return
         block_ids = tuple(sequence.lease.block_ids)
         offered = self._tickets.offer(
@@ -349,7 +349,7 @@ class Admission:
         is_prefix = sequence.stage is Stage.FETCHING
         sequence.stage = Stage.RUNNING
         sequence.num_computed_tokens = committed.num_tokens
-        sequence.lease.received(committed.window_start)
+        sequence.lease.received(committed.whole_start)
         sequence.lease.index(sequence.token_ids, committed.num_tokens)
         sequence.lease.slide(sequence.token_ids, committed.num_tokens)
         if is_prefix:

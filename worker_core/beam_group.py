@@ -10,7 +10,8 @@ from baton.errors import EngineFault
 from baton.types import Sample, SequenceSpec
 from engine.grammar import Matcher
 from engine.interface import SampleRow, SequenceSlice
-from engine.kv.pool import BlockCopy, BlockLease, BlockPool
+from engine.kv.lease import BlockCopy, BlockLease
+from engine.kv.pool import BlockPool
 from engine.sampling.beam_search import BeamSearch, Hypothesis
 from worker_core.sequence import Draft, Stage, WorkerSequence
 

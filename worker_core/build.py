@@ -19,10 +19,17 @@ from engine.checkpoint import (
     naming_model,
     resolve_checkpoint,
 )
+from engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelChoice,
+    StepLimits,
+)
 from engine.grammar import GrammarVocabulary, Matchers, load_vocabulary, synthetic_vocabulary
 from engine.interface import Engine
-from engine.kv.groups.state import StateSlots
-from engine.kv.groups.window import WindowSlots
+from engine.kv.layout import groups_of
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleLayers, OracleOptions, oracle_layout
 
@@ -43,7 +50,7 @@ def build_engine(
     StartupError.
 
     max_graph_seqs: most sequences of decode steps that are captured on a GPU; none is if not given.
-    draft_head, frees_windows: see load_engine.
+    draft_head: see EngineConfig; frees_windows: see StepLimits.
     """
     if options.engine == "oracle":
         return _build_oracle(options, frees_windows=frees_windows)
@@ -67,24 +74,17 @@ def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
 
 
 def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
-    """The pool over an engine's blocks, with a secret of this boot. Prefixes of a model whose
-    sequences go on from a state are not found."""
-    slots, states = engine.kv.slots, engine.kv.state_slots
-    if states and options.enable_prefix_caching:
-        _log.info(
-            "prefix caching is off: %s has layers with a state, which is kept as it is after a "
-            "sequence's last token alone",
-            options.model_name,
-        )
+    """The pool over an engine's blocks, with a secret of this boot. No prefixes are found of a
+    model that could not go on from one."""
+    groups = engine.kv.groups
+    if groups.cannot_rewind and options.enable_prefix_caching:
+        _log.info("prefix caching is off: %s has %s", options.model_name, groups.cannot_rewind)
     return BlockPool(
         engine.spec.num_blocks,
-        engine.spec.layout.block_size,
+        groups,
         secret=secrets.token_bytes(32),
-        enable_prefix_caching=options.enable_prefix_caching and not states,
-        window=engine.spec.layout.window,
-        has_full_layers=engine.spec.layout.has_full_layers,
-        window_slots=WindowSlots(slots.num_slots, slots.of_block) if slots else None,
-        state_slots=StateSlots(states.num_slots, states.of_block) if states else None,
+        allocators=groups.allocators(engine.kv.slot_tables),
+        enable_prefix_caching=options.enable_prefix_caching and not groups.cannot_rewind,
     )
 
 
@@ -104,11 +104,10 @@ def build_matchers(options: EngineOptions, engine: Engine) -> Matchers:
 def _build_oracle(options: EngineOptions, *, frees_windows: bool) -> OracleEngine:
     num_blocks = options.num_gpu_blocks_override or _ORACLE_BLOCKS
     layers = OracleLayers(options.oracle_window, has_states=options.oracle_has_states)
-    is_apart = layers.window > 0 and not layers.has_states and frees_windows
     num_slots = 0
-    if is_apart:
-        layout = oracle_layout(layers, options.block_size)
-        num_slots = layout.max_window_slots(options.max_num_seqs, options.max_num_batched_tokens)
+    if frees_windows and not layers.has_states:
+        groups = groups_of(oracle_layout(layers, options.block_size))
+        num_slots = groups.max_slots(options.max_num_seqs, options.max_num_batched_tokens)
     return OracleEngine(
         OracleOptions(
             num_blocks=num_blocks,
@@ -143,37 +142,44 @@ def _build_torch(
 
         from engine.cuda.graph_device import CudaGraphs
         from engine.load import load_engine
+        from engine.model_source import Graphs
 
     best_device = "cuda" if torch.cuda.is_available() else "cpu"
     device = best_device if options.device == "auto" else options.device
     # What is captured are Triton's kernels.
     can_capture = device.startswith("cuda") and find_spec("triton") is not None
+    graphs = None
+    if can_capture and max_graph_seqs is not None:
+        graphs = Graphs(CudaGraphs, max_graph_seqs)
     return load_engine(
-        model=options.model,
-        revision=options.revision,
-        model_impl=options.model_impl,
-        attention_backend=options.attention_backend,
-        batch_invariant=options.batch_invariant,
-        dtype=options.dtype,
-        kv_cache_dtype=options.kv_cache_dtype,
-        device=device,
-        max_model_len=options.max_model_len,
-        block_size=options.block_size,
-        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
-        memory_share=options.gpu_memory_utilization,
-        num_blocks=options.num_gpu_blocks_override,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        layer_group_size=options.layer_group_size,
-        served_model_name=options.served_model_name,
-        num_threads=options.num_threads,
-        tensor_parallel_size=options.tensor_parallel_size,
-        lora_modules=options.adapter_paths,
-        max_lora_rank=options.max_lora_rank,
-        make_graphs=CudaGraphs if can_capture and max_graph_seqs is not None else None,
-        max_graph_seqs=max_graph_seqs,
-        draft_head=draft_head,
-        frees_windows=frees_windows,
+        EngineConfig(
+            ModelChoice(
+                model=options.model,
+                revision=options.revision,
+                implementation=options.model_impl,
+                dtype=options.dtype,
+                max_model_len=options.max_model_len,
+                served_name=options.served_model_name,
+                attention_backend=options.attention_backend,
+                batch_invariant=options.batch_invariant,
+            ),
+            CacheConfig(
+                block_size=options.block_size,
+                dtype=options.kv_cache_dtype,
+                num_blocks=options.num_gpu_blocks_override,
+                memory_bytes=options.kv_cache_memory_bytes,
+                memory_share=options.gpu_memory_utilization,
+            ),
+            StepLimits(
+                max_num_seqs=options.max_num_seqs,
+                max_num_batched_tokens=options.max_num_batched_tokens,
+                frees_windows=frees_windows,
+            ),
+            DeviceConfig(device, options.num_threads, options.tensor_parallel_size),
+            LoraConfig(options.adapter_paths, options.max_lora_rank),
+            graphs,
+            draft_head,
+        )
     )
 
 

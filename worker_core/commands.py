@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.commands import SequenceCommand
 from baton.events import SequenceEvent
 from baton.types import KvSource, SequenceSpec
 from engine.interface import DeviceLost
@@ -46,36 +47,12 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    """A gateway gives a sequence, or one choice of it, up, in whatever stage it is."""
+class StreamCommand:
+    """A command and the sequence of a gateway's stream that it is for."""
 
     stream: int
     handle: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """A gateway wants a sequence to stand still, to hand it off."""
-
-    stream: int
-    handle: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandOff:
-    """A gateway wants a paused sequence's KV sent to the owner of `ticket`."""
-
-    stream: int
-    handle: int
-    ticket: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """A gateway lets a paused sequence go on here."""
-
-    stream: int
-    handle: int
+    command: SequenceCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +85,7 @@ class SetPolicy:
 
 Command = (
     Open
-    | Abort
-    | Pause
-    | HandOff
-    | Resume
+    | StreamCommand
     | StreamClosed
     | Drain
     | SetPolicy

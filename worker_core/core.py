@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.commands import Abort, Pause
 from baton.errors import Cancelled
 from baton.types import WorkerLoad
 from engine.grammar import Matchers, with_grammar_ready
@@ -34,16 +35,13 @@ from kv_transfer.ticket_table import TicketTable
 from worker_core.admission import Admission, CoreLimits
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import (
-    Abort,
     Command,
     Drain,
-    HandOff,
     KnownSequences,
     Open,
-    Pause,
-    Resume,
     SetPolicy,
     StreamClosed,
+    StreamCommand,
     StreamEvent,
 )
 from worker_core.costs import Costs
@@ -172,12 +170,11 @@ class WorkerCore:
         match command:
             case Open():
                 self._admission.open(command, self._policy)
-            case Abort(stream, handle):
+            case StreamCommand(stream, handle, Abort()):
                 self._give_up(stream, handle)
-            case Pause():
-                self._steps.collect()
-                self._handoffs.apply(command)
-            case HandOff() | Resume():
+            case StreamCommand():
+                if isinstance(command.command, Pause):
+                    self._steps.collect()
                 self._handoffs.apply(command)
             case StreamClosed(stream):
                 self._admission.cancel_queued_of(stream)

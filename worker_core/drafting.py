@@ -13,7 +13,7 @@ from dataclasses import replace
 from baton.errors import BatonError
 from baton.types import Sample
 from engine.interface import SliceOutcome
-from engine.kv.pool import BlockCopy
+from engine.kv.lease import BlockCopy
 from worker_core.commands import SequenceKey
 from worker_core.sequence import Branch, Draft, WorkerSequence
 from worker_core.speculation.interface import DraftRequest, Proposal, Speculation

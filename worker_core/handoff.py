@@ -19,6 +19,7 @@ from collections.abc import Hashable
 from itertools import groupby
 from operator import itemgetter
 
+from baton.commands import HandOff, Pause, Resume
 from baton.errors import (
     BatonError,
     EngineFault,
@@ -27,12 +28,13 @@ from baton.errors import (
     RetriableError,
 )
 from baton.events import HandedOff, NotHandedOff, Paused
-from baton.types import KvRange, Sample
-from engine.kv.pool import BlockLease
+from baton.types import Sample
+from engine.kv.lease import BlockLease
+from engine.kv.range import KvRange
 from kv_transfer.send_connection import Cancel, FetchPrefix, Finish, Send, SendDone
 from kv_transfer.sender import KvSender
 from kv_transfer.ticket import PrefixRequested
-from worker_core.commands import HandOff, Pause, Resume
+from worker_core.commands import StreamCommand
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SequenceGroup
 
@@ -44,7 +46,7 @@ class Handoffs:
         """sender: on the clock of `state`."""
         self._state = state
         self._sender = sender
-        self._layout = state.spec.layout
+        self._groups = state.spec.groups
         self._rejected: set[Hashable] = set()
         """Keys whose sequences never had blocks here, and whose SendDone is still to come."""
         self._early_ends: dict[Hashable, SendDone] = {}
@@ -100,20 +102,20 @@ class Handoffs:
         """The prompt is computed, and `first_tokens` follow it: it is handed off with them."""
         sequence.stage = Stage.HANDING_OFF
         num_tokens = sequence.spec.num_tokens
-        for send in self._states(sequence.key, sequence.lease, num_tokens):
+        for send in self._records(sequence.key, sequence.lease, num_tokens):
             self._sender.submit(send)
         self._sender.submit(Finish(sequence.key, num_tokens, first_tokens, self._state.clock()))
 
     # Of sequences that run
 
-    def apply(self, command: Pause | HandOff | Resume) -> None:
+    def apply(self, command: StreamCommand) -> None:
         group = self._state.groups.get((command.stream, command.handle))
         if group is None:
             return
-        match command:
+        match command.command:
             case Pause():
                 self._pause(group)
-            case HandOff(_, _, ticket) if isinstance(group, WorkerSequence):
+            case HandOff(ticket) if isinstance(group, WorkerSequence):
                 self._hand_off(group, ticket)
             case Resume() if group.stage is Stage.PAUSED:
                 group.stage = Stage.RUNNING
@@ -164,18 +166,16 @@ class Handoffs:
     def _send_whole(self, key: Hashable, ticket: bytes, lease: BlockLease, num_tokens: int) -> None:
         """Send all there is. The receiver knows the tokens: none comes with the commit. Raises
         InvalidRequest if the ticket is none."""
-        whole = KvRange(0, num_tokens, 0, self._layout.num_layers)
+        whole = KvRange(0, num_tokens, 0, self._groups.layout.num_layers)
         send = self._send(key, lease, whole, num_tokens)
-        states = self._states(key, lease, num_tokens)
+        records = self._records(key, lease, num_tokens)
         finish = Finish(key, num_tokens, (), self._state.clock())
-        self._sender.begin(key, ticket, send, *states, finish)
+        self._sender.begin(key, ticket, send, *records, finish)
 
-    def _states(self, key: Hashable, lease: BlockLease, num_tokens: int) -> tuple[Send, ...]:
-        """What sends the states after num_tokens tokens, which are all that is computed; nothing if
-        the model has none."""
-        if not self._layout.has_states:
-            return ()
-        return (Send(key, tuple(lease.block_ids), self._layout.state_after(num_tokens)),)
+    def _records(self, key: Hashable, lease: BlockLease, num_tokens: int) -> tuple[Send, ...]:
+        """What sends the records after num_tokens tokens, which are all that is computed."""
+        records = self._groups.records_after(num_tokens)
+        return tuple(Send(key, tuple(lease.block_ids), record) for record in records)
 
     def _send(
         self,
@@ -185,10 +185,10 @@ class Handoffs:
         num_tokens: int,
         mark: object = None,
     ) -> Send:
-        """A piece of the KV of num_tokens tokens that are handed off: of windowed layers what the
-        window needs, which the lease has. mark: see Send."""
-        window_start = max(lease.window_start, self._layout.window_start(num_tokens))
-        return Send(key, tuple(lease.block_ids), piece, mark, window_start)
+        """A piece of the KV of num_tokens tokens that are handed off, as far as the lease has it
+        and the receiver needs it. mark: see Send."""
+        whole_start = max(lease.whole_start, self._groups.whole_start(num_tokens))
+        return Send(key, tuple(lease.block_ids), piece, mark, whole_start)
 
     # Ends
 

@@ -47,7 +47,7 @@ class Preemption:
         swapped = [m for m in state.in_stage(Stage.SWAPPED) if isinstance(m, WorkerSequence)]
         num_growing = len(state.in_stage(Stage.RUNNING))
         for num_back, sequence in enumerate(swapped):
-            num_own = state.spec.layout.num_held_blocks(len(sequence.token_ids))
+            num_own = state.spec.groups.num_held_blocks(len(sequence.token_ids))
             num_needed = num_own + num_growing + num_back
             if num_needed > state.pool.num_available or not self._bring_back(sequence):
                 return num_back > 0
@@ -61,13 +61,13 @@ class Preemption:
 
     def _bring_back(self, sequence: WorkerSequence) -> bool:
         state, num_tokens = self._state, len(sequence.token_ids)
-        layout = state.spec.layout
-        # Nothing of windowed layers was kept from before it, see SwapSpace.
-        first_token = layout.window_start(sequence.num_computed_tokens)
+        groups = state.spec.groups
+        # Groups that keep fewer than all tokens were kept from there on, see SwapSpace.
+        first_token = groups.whole_start(sequence.num_computed_tokens)
         lease = state.pool.lease(
             sequence.spec.prefix_key,
             sequence.token_ids,
-            num_tokens if layout.has_full_layers or not first_token else 0,
+            num_tokens if groups.keeps_all_blocks or not first_token else 0,
             shares_prefixes=state.spec.shares_prefixes(sequence.num_prompt_tokens),
         )
         if lease is None:
@@ -76,7 +76,7 @@ class Preemption:
             lease.release()
             return False
         state.swap.take(sequence.key, lease.block_ids, lease.num_cached_tokens)
-        lease.received(max(first_token, sequence.lease.window_start))
+        lease.received(max(first_token, sequence.lease.whole_start))
         sequence.lease = lease
         sequence.stage = Stage.RUNNING
         return True

@@ -18,7 +18,7 @@ from engine.interface import (
     scored_rows,
     wants_prompt_logprobs,
 )
-from engine.kv.pool import BlockCopy, BlockLease
+from engine.kv.lease import BlockCopy, BlockLease
 from worker_core.commands import Destination, SequenceKey
 
 

@@ -11,10 +11,12 @@ from operator import attrgetter
 
 from baton.errors import BatonError
 from baton.events import Failed, SequenceEvent
-from baton.types import KvGroup, KvRange
-from engine.interface import EngineSpec, KvPool
+from engine.interface import EngineSpec
+from engine.kv.interface import KvPool
+from engine.kv.lease import BlockLease
 from engine.kv.ledger import BlockLedger, BlockOwner, take_ledger
-from engine.kv.pool import BlockLease, BlockPool
+from engine.kv.pool import BlockPool
+from engine.kv.range import ALL, KvRange
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import KnownSequences, StreamEvent
 from worker_core.sequence import Stage, WorkerSequence
@@ -22,7 +24,8 @@ from worker_core.sequence import Stage, WorkerSequence
 
 @dataclass(frozen=True, slots=True)
 class _Swapped:
-    """pieces: what was packed, a block's tokens at most each, or all states, and its bytes."""
+    """pieces: what was packed, a block's tokens at most each, or a group's records, and its
+    bytes."""
 
     pieces: tuple[tuple[KvRange, bytearray], ...]
 
@@ -48,27 +51,27 @@ class SwapSpace:
 
     def num_bytes_of(self, num_tokens: int) -> int:
         """Bytes that the KV of a sequence of `num_tokens` tokens takes here."""
-        layout = self._kv.layout
-        return sum(map(layout.num_bytes, self._pieces(num_tokens))) + layout.state_bytes
+        groups = self._kv.groups
+        return sum(map(groups.num_bytes, self._pieces(num_tokens))) + groups.record_bytes
 
     def has_room_for(self, num_tokens: int) -> bool:
         return self.num_bytes + self.num_bytes_of(num_tokens) <= self._max_num_bytes
 
     def put(self, key: Hashable, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Copy the KV of the first `num_tokens` tokens of a block table, of windowed layers that
-        from KvLayout.window_start on. There must be room; the key must be new."""
-        layout = self._kv.layout
+        """Copy the KV of the first `num_tokens` tokens of a block table, as far as the sequence
+        needs it to go on. There must be room; the key must be new."""
+        groups = self._kv.groups
         self._kv.follow(self._kv.mark())
         pieces = []
         for whole in self._pieces(num_tokens):
             for piece in self._by_block(whole):
-                data = bytearray(layout.num_bytes(piece))
+                data = bytearray(groups.num_bytes(piece))
                 self._kv.pack(*self._in_block(block_ids, piece), memoryview(data))
                 pieces.append((piece, data))
-        if layout.has_states:
-            states, data = layout.state_after(num_tokens), bytearray(layout.state_bytes)
-            self._kv.pack(block_ids, states, memoryview(data))
-            pieces.append((states, data))
+        for records in groups.records_after(num_tokens):
+            data = bytearray(groups.num_bytes(records))
+            self._kv.pack(block_ids, records, memoryview(data))
+            pieces.append((records, data))
         self._swapped[key] = swapped = _Swapped(tuple(pieces))
         self.num_bytes += swapped.num_bytes
         self.num_swaps += 1
@@ -88,10 +91,10 @@ class SwapSpace:
 
     def _pieces(self, num_tokens: int) -> Iterator[KvRange]:
         """What is kept of a sequence, each piece of one piece of memory."""
-        layout = self._kv.layout
-        whole = KvRange(0, num_tokens, 0, layout.num_layers)
-        by_group = self._kv.slots is not None
-        return layout.from_window(whole, layout.window_start(num_tokens), by_group=by_group)
+        groups = self._kv.groups
+        whole = KvRange(0, num_tokens, 0, self._kv.layout.num_layers)
+        by_group = self._kv.memory_of(ALL) is None
+        return groups.kept(whole, groups.whole_start(num_tokens), by_group=by_group)
 
     def _by_block(self, whole: KvRange) -> Iterator[KvRange]:
         """`whole`, which begins with a block, block by block."""
@@ -100,8 +103,9 @@ class SwapSpace:
             yield replace(whole, first_token=first, num_tokens=min(size, whole.end_token - first))
 
     def _in_block(self, block_ids: Sequence[int], piece: KvRange) -> tuple[Sequence[int], KvRange]:
-        """The block that a piece begins with, and the piece within it; of states the first one."""
-        if piece.group is KvGroup.STATE:
+        """The block that a piece begins with, and the piece within it; records lie with the
+        first."""
+        if not self._kv.groups.is_paged(piece):
             return block_ids, piece
         index = piece.first_token // self._kv.layout.block_size
         return block_ids[index : index + 1], replace(piece, first_token=0)

@@ -29,7 +29,6 @@ from baton.events import ChunkTime
 from engine.interface import (
     Batch,
     Engine,
-    KvPool,
     Launched,
     LayersDone,
     SequenceSlice,
@@ -37,7 +36,8 @@ from engine.interface import (
     try_collect,
     try_launch,
 )
-from engine.kv.pool import BlockCopy
+from engine.kv.interface import KvPool
+from engine.kv.lease import BlockCopy
 from worker_core.beam_group import BeamGroup
 from worker_core.costs import Costs
 from worker_core.drafting import Drafting

@@ -1,4 +1,4 @@
-"""The process of one worker, of either tier: everything it is made of, put together once."""
+"""One worker of either tier: its parts, put together once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from baton.config import WorkerOptions
@@ -14,24 +15,27 @@ from baton.kv_transports import listened_on, takes_port
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
+from baton.telemetry import Telemetry
 from baton.types import NumericsRule, Tier, WorkerLoad
-from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
+from engine.grammar import Matchers
 from engine.interface import Engine, EngineSpec
-from kv_transfer.device_memory import device_memory_of, warm_up_copies
-from kv_transfer.handshake import SenderConfig
+from kv_transfer.device_memory import DeviceMemory, device_memory_of, warm_up_copies
+from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
 from kv_transfer.sender import Sender
+from kv_transfer.ticket_table import TicketRules, TicketTable
+from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.connector import make_connector
-from kv_transfer.transport.listeners import open_receiver
+from kv_transfer.transport.listeners import RunningReceiver, open_receiver
 from worker_core.admission import CoreLimits
 from worker_core.build import build_matchers, build_pool
-from worker_core.commands import Command, Drain, SetPolicy, StreamEvent
+from worker_core.commands import Command, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
-from worker_core.host import WorkerHost, describe, new_identity
 from worker_core.loop import EngineLoop, Heartbeat, LoadBoard
 from worker_core.policy import Policy
 from worker_core.recorder import WorkerRecorder
-from worker_core.service import SequenceServicer
+from worker_core.sequence_service import SequenceServicer
+from worker_core.server import WorkerServer, describe, new_identity
 from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace
 from worker_core.telemetry import open_worker_telemetry
@@ -65,9 +69,8 @@ def max_num_launches(is_asked: bool | None, spec: EngineSpec, *, has_drafts: boo
     are asked for than the engine can have."""
     if is_asked and spec.max_num_launches == 1:
         why = (
-            f"{spec.model} has layers with a state, of which that before one step is kept; leave "
-            "it out"
-            if spec.layout.has_states
+            f"{spec.model} has {spec.groups.cannot_rewind}; leave it out"
+            if spec.groups.cannot_rewind
             else "processes that share a model get all tokens; leave it out, or give "
             "--tensor-parallel-size 1"
         )
@@ -91,117 +94,151 @@ async def serve_worker(
     if takes_port(options.kv_transport):
         check_bindable(options.kv_host, options.kv_port, "kv_host", "kv_port")
     tier = await asyncio.to_thread(load_tier)
-    engine, policy = tier.engine, tier.policy_of(options.tier)
-    await asyncio.to_thread(warm_up_copies, engine.kv)
+    await asyncio.to_thread(warm_up_copies, tier.engine.kv)
     clock.lap("load")
-    identity = new_identity(options)
-    rule = NumericsRule(engine.spec.numerics, options.numerics == "strict")
     collect_garbage_less_often(options.max_num_seqs)
     board = LoadBoard()
-    heartbeat = Heartbeat(options.worker_stall_timeout_s)
-    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec)
-    recorder = WorkerRecorder(telemetry, time.monotonic) if telemetry.is_on else None
-
-    def submit(command: Command) -> None:
-        if recorder:
-            recorder.on_command(command)
-        loop.submit(command)
-
-    def deliver(events: Sequence[StreamEvent], load: WorkerLoad) -> None:
-        servicer.deliver(events)
-        board.publish(load)
-        if recorder:
-            recorder.on_step(events)
-
-    device_memory = device_memory_of(engine.kv)
-    transports = listened_on(options.kv_transport, has_device=device_memory is not None)
-    channel = open_receiver(
-        identity,
-        engine.kv,
-        submit,
-        time.monotonic,
-        transports=transports,
-        lease_s=options.ticket_lease_s,
-        offer_s=options.ticket_offer_s,
-        tcp_host=options.kv_host,
-        tcp_port=options.kv_port,
-        tcp_advertise_address=options.kv_advertise_address or "",
-        kv_secret=kv_secret,
-        rule=rule,
-        on_device_lost=submit,
-        tls=options.tls,
-        peer_names=options.ssl_peer_names,
-        wire_dtype=tier.wire_dtype,
-    )
-    connect = make_connector(
-        options.kv_transport,
-        tls=options.tls,
-        peer_names=options.ssl_peer_names,
-        memory=device_memory,
-    )
-    sender_config = SenderConfig(
-        identity,
-        engine.kv,
-        connect,
-        time.monotonic,
-        secret=kv_secret,
-        rule=rule,
-        on_device_lost=submit,
-    )
-    sender = Sender(sender_config, submit, num_connections=options.kv_num_lanes)
-    matchers = build_matchers(options, engine)
+    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, tier.engine.spec)
     try:
+        worker = Worker(options, tier, kv_secret, board, telemetry)
+        try:
+            await worker.serve(stop, on_ready, clock)
+        finally:
+            await asyncio.to_thread(worker.close)
+    finally:
+        await asyncio.to_thread(telemetry.close)
+
+
+class Worker:
+    """The parts of one worker: the KV channel, the core in its engine loop, and the services.
+
+    Commands reach the core by `_submit`, from streams, tickets and sends alike; events of its steps
+    leave by `_deliver`.
+    """
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        tier: TierSetup,
+        kv_secret: KvSecret | None,
+        board: LoadBoard,
+        telemetry: Telemetry,
+    ) -> None:
+        """Opens the KV endpoints; `close` closes them."""
+        self._options = options
+        self._tier = tier
+        self._board = board
+        self._recorder = WorkerRecorder(telemetry, time.monotonic) if telemetry.is_on else None
+        self._heartbeat = Heartbeat(options.worker_stall_timeout_s)
+        self._identity = new_identity(options)
+        memory = device_memory_of(tier.engine.kv)
+        self._transports = listened_on(options.kv_transport, has_device=memory is not None)
+        with ExitStack() as undo:
+            receiver = self._open_receiver(kv_secret)
+            undo.callback(receiver.close)
+            sender = self._make_sender(kv_secret, memory)
+            undo.callback(sender.close)
+            matchers = build_matchers(options, tier.engine)
+            undo.callback(matchers.close)
+            core = self._make_core(receiver.tickets, sender, matchers)
+            self._loop: EngineLoop[Command, StreamEvent] = EngineLoop(
+                core, self._deliver, self._heartbeat, name="worker-engine"
+            )
+            self._sequences = SequenceServicer(self._submit, self._loop.has_room, sender.begin)
+            self._closing = undo.pop_all()
+
+    def close(self) -> None:
+        """Blocks until connections and their threads have ended."""
+        self._closing.close()
+
+    async def serve(
+        self, stop: asyncio.Event, on_ready: Callable[[ReadyReport], None], clock: PhaseClock
+    ) -> None:
+        """Serve until `stop`. Raises EngineFault if the engine loop ends by itself."""
+        policy_of, spec = self._tier.policy_of, self._tier.engine.spec
+        max_shared_tokens = policy_of(Tier.DECODE).local_prefill.max_shared_tokens
+        info = describe(self._options, self._identity, spec, max_shared_tokens)
+        server = WorkerServer(
+            self._options, self._loop, self._board, info, spec.dtype_reason, self._transports
+        )
+        worker = WorkerServicer(
+            info, self._board, self._heartbeat, self._loop.submit, self._tier.policy_of
+        )
+        await server.serve(services(worker, self._sequences), stop, on_ready, clock)
+
+    def _submit(self, command: Command) -> None:
+        if self._recorder:
+            self._recorder.on_command(command)
+        self._loop.submit(command)
+
+    def _deliver(self, events: Sequence[StreamEvent], load: WorkerLoad) -> None:
+        self._sequences.deliver(events)
+        self._board.publish(load)
+        if self._recorder:
+            self._recorder.on_step(events)
+
+    @property
+    def _rule(self) -> NumericsRule:
+        numerics = self._tier.engine.spec.numerics
+        return NumericsRule(numerics, self._options.numerics == "strict")
+
+    def _open_receiver(self, kv_secret: KvSecret | None) -> RunningReceiver:
+        options = self._options
+        return open_receiver(
+            ReceiverConfig(
+                self._identity,
+                self._tier.engine.kv,
+                wire_dtype=self._tier.wire_dtype,
+                secret=kv_secret,
+                rule=self._rule,
+                on_device_lost=self._submit,
+            ),
+            self._submit,
+            time.monotonic,
+            transports=self._transports,
+            listen=TransportConfig(
+                host=options.kv_host,
+                port=options.kv_port,
+                advertise_address=options.kv_advertise_address or "",
+                tls=options.tls,
+                peer_names=tuple(options.ssl_peer_names),
+            ),
+            rules=TicketRules(options.ticket_lease_s, options.ticket_offer_s),
+        )
+
+    def _make_sender(self, kv_secret: KvSecret | None, memory: DeviceMemory | None) -> Sender:
+        options = self._options
+        connect = make_connector(
+            options.kv_transport, tls=options.tls, peer_names=options.ssl_peer_names, memory=memory
+        )
+        config = SenderConfig(
+            self._identity,
+            self._tier.engine.kv,
+            connect,
+            time.monotonic,
+            secret=kv_secret,
+            rule=self._rule,
+            on_device_lost=self._submit,
+        )
+        return Sender(config, self._submit, num_connections=options.kv_num_lanes)
+
+    def _make_core(self, tickets: TicketTable, sender: Sender, matchers: Matchers) -> WorkerCore:
+        options, tier = self._options, self._tier
         deps = CoreDeps(
-            engine=engine,
-            pool=build_pool(options, engine),
-            tickets=channel.tickets,
+            engine=tier.engine,
+            pool=build_pool(options, tier.engine),
+            tickets=tickets,
             sender=sender,
-            swap=SwapSpace(engine.kv, tier.swap_bytes),
+            swap=SwapSpace(tier.engine.kv, tier.swap_bytes),
             matchers=matchers,
             clock=time.monotonic,
-            beat=heartbeat.beat,
+            beat=self._heartbeat.beat,
             speculation=tier.speculation,
         )
         limits = CoreLimits(
             options.max_num_seqs, options.max_num_batched_tokens, tier.max_num_launches
         )
-        loop: EngineLoop[Command, StreamEvent] = EngineLoop(
-            WorkerCore(deps, limits, policy), deliver, heartbeat, name="worker-engine"
-        )
-        servicer = SequenceServicer(submit, loop.has_room, sender.begin)
-        max_shared_tokens = tier.policy_of(Tier.DECODE).local_prefill.max_shared_tokens
-        info = describe(options, identity, engine.spec, max_shared_tokens)
-        host = WorkerHost(
-            options,
-            loop,
-            heartbeat,
-            board,
-            Drain(),
-            info,
-            engine.spec.dtype_reason,
-            transports,
-        )
-        worker = WorkerServicer(
-            info,
-            board,
-            heartbeat,
-            host.start_draining,
-            loop.submit,
-            lambda role: loop.submit(SetPolicy(tier.policy_of(role))),
-        )
-        register = services(
-            worker,
-            lambda server: sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server(
-                servicer, server
-            ),
-            sequence_service_pb2.DESCRIPTOR.services_by_name["SequenceService"],
-        )
-        await host.serve(register, stop, on_ready, clock)
-    finally:
-        await asyncio.to_thread(sender.close)
-        await asyncio.to_thread(channel.close)
-        matchers.close()
-        await asyncio.to_thread(telemetry.close)
+        return WorkerCore(deps, limits, tier.policy_of(options.tier))
 
 
 def _kv_secret_of(options: WorkerOptions) -> KvSecret | None:

@@ -8,31 +8,40 @@ from contextlib import suppress
 from typing import Any
 
 import grpc.aio
-from google.protobuf.descriptor import ServiceDescriptor
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.rpc.server import Register
 from baton.types import Tier, WorkerInfo, WorkerLoad
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import (
+    sequence_service_pb2,
+    sequence_service_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from baton.wire import info_to_proto, load_to_proto
 from engine.kv.ledger import BlockLedger, ListBlocks
+from worker_core.commands import Command, Drain, SetPolicy
 from worker_core.loop import Heartbeat, LoadBoard, is_empty
+from worker_core.policy import Policy
 
 #: Longest silence of WatchLoad, in seconds.
 REPORT_S = 0.25
+
+_SEQUENCE_SERVICE = sequence_service_pb2.DESCRIPTOR.services_by_name["SequenceService"].full_name
+_WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def services(
-    worker: WorkerServicer, add_tier: Callable[[grpc.aio.Server], None], tier: ServiceDescriptor
+    worker: WorkerServicer, sequences: sequence_service_pb2_grpc.SequenceServiceServicer
 ) -> Register:
-    """Registers the tier's own service, which `add_tier` adds, and WorkerService beside it."""
+    """Registers both services of a worker."""
 
     def register(server: grpc.aio.Server) -> Sequence[str]:
-        add_tier(server)
+        sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server(sequences, server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-        return tier.full_name, worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+        return _SEQUENCE_SERVICE, _WORKER_SERVICE
 
     return register
 
@@ -45,17 +54,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         info: WorkerInfo,
         board: LoadBoard,
         heartbeat: Heartbeat,
-        start_draining: Callable[[], None],
-        list_blocks: Callable[[ListBlocks], None],
-        set_role: Callable[[Tier], None],
+        submit: Callable[[Command], None],
+        policy_of: Callable[[Tier], Policy],
     ) -> None:
-        """list_blocks, set_role: give the command to the engine loop."""
+        """submit: gives a command to the engine loop. policy_of: see TierSetup."""
         self._info = info_to_proto(info)
         self._board = board
         self._heartbeat = heartbeat
-        self._start_draining = start_draining
-        self._list_blocks = list_blocks
-        self._set_role = set_role
+        self._submit = submit
+        self._policy_of = policy_of
 
     async def GetWorkerInfo(  # noqa: N802
         self,
@@ -78,7 +85,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.DrainRequest,  # noqa: ARG002
         context: _Context,
     ) -> worker_pb2.DrainResponse:
-        self._start_draining()
+        self._submit(Drain())
         with suppress(TimeoutError):
             async with asyncio.timeout(context.time_remaining()):
                 await self._board.wait_until(lambda load: load.is_draining and is_empty(load))
@@ -97,7 +104,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 )
             )
         role = Tier(request.role)
-        self._set_role(role)
+        self._submit(SetPolicy(self._policy_of(role)))
         async with asyncio.timeout(context.time_remaining()):
             await self._board.wait_until(lambda load: load.role is role)
         return worker_pb2.SetRoleResponse()
@@ -115,7 +122,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if not reply.done():
                 reply.set_result(ledger)
 
-        self._list_blocks(ListBlocks(lambda ledger: _call_in(loop, set_reply, ledger)))
+        self._submit(ListBlocks(lambda ledger: _call_in(loop, set_reply, ledger)))
         return _ledger_to_proto(await reply)
 
     def _report(self, load: WorkerLoad) -> worker_pb2.WatchLoadResponse:

@@ -20,7 +20,7 @@ from bench.gpu.engine_speed import BLOCK_SIZE, SMALL, Model
 from bench.gpu.graph_speed import Replayed, load_replayed
 from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting
-from engine.families.config import parse_config
+from engine.families.read import parse_config
 from engine.interface import (
     FOLLOWING,
     Batch,

@@ -16,7 +16,8 @@ import torch
 from baton.types import KvLayout, Sampling
 from bench.gpu.setting import Result, Setting, time_eager_ms, time_ms
 from bench.measure import percentile
-from engine.families.config import ModelConfig, parse_config
+from engine.families.config import ModelConfig
+from engine.families.read import parse_config
 from engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
 from engine.kv.tensors.paged import TorchKvPool
 from engine.ranks.followers import NoFollowers

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from baton.types import KvRange
 from baton_kernels import kv_convert as convert_twins
 from baton_kernels import kv_pack as pack_twins
 from baton_kernels.gpu import kv_convert, kv_pack
@@ -22,6 +21,7 @@ from baton_kernels.rope import rope_tables
 from baton_kernels.word_sum import key_of
 from bench.gpu.case import FP8, Case, Sizes, Trial, randn, relative_error, share_unequal
 from bench.gpu.paged_batch import in_one_memory
+from engine.kv.range import KvRange
 from kv_transfer.wire_format import WireFormat
 
 

@@ -17,6 +17,7 @@ import torch
 
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from engine.kv.tensors.paged import TorchKvPool
+from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.ticket import TicketCommitted, TicketEvent
 from kv_transfer.transport.listeners import open_receiver
 
@@ -35,7 +36,10 @@ def main() -> None:
     pool = TorchKvPool(layout, options.num_blocks, torch.device(options.device))
     events: queue.SimpleQueue[TicketEvent | None] = queue.SimpleQueue()
     running = open_receiver(
-        WorkerIdentity("d0", 1), pool, events.put, time.monotonic, transports=(options.transport,)
+        ReceiverConfig(WorkerIdentity("d0", 1), pool),
+        events.put,
+        time.monotonic,
+        transports=(options.transport,),
     )
     num_tokens = options.num_blocks * layout.block_size
 

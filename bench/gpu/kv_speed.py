@@ -44,7 +44,8 @@ def hand_over(setting: Setting) -> Result:
     """Ticket to confirmed commit, median, with both processes on one GPU: what is moved crosses
     its memory four times, two of them together. In a dry run through shared memory, as there is
     no GPU."""
-    from baton.types import KvRange, Sample, WorkerIdentity
+    from baton.types import Sample, WorkerIdentity
+    from engine.kv.range import KvRange
     from engine.kv.tensors.paged import TorchKvPool
     from kv_transfer.device_memory import device_memory_of
     from kv_transfer.handshake import SenderConfig

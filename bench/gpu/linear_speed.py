@@ -20,7 +20,7 @@ from baton_kernels.sparse_linear import SparseLinear, can_run_sparse
 from bench.gpu.case import FP8, relative_error
 from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_ms
-from engine.quantization.sparsity import prune
+from bench.quantized_checkpoints import prune
 
 NUM_IN, NUM_OUT = 4096, 2 * 14336
 _SCHEMES = ("half", "batch-invariant", "2:4", "fp8", "fp8 grouped", "int8", "int4")

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from bench.gpu.setting import Result, Setting
 from bench.machine import BUNDLED_MODEL
 from bench.measure import percentile
-from engine.families.config import parse_config
+from engine.families.read import parse_config
 from engine.torch.parameters import empty_parameters
 
 QWEN3_8B = {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from baton.types import Sampling
 from bench.peers.task import Answer, Task, prompts_of
+from engine.config import CacheConfig, EngineConfig, ModelChoice
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.load import load_engine
 from engine.torch.engine import TorchEngine
@@ -26,10 +27,10 @@ class BatonContender:
     def _fitting(self, num_blocks: int) -> TorchEngine:
         if self._engine is None or self._engine.spec.num_blocks < num_blocks:
             self._engine = load_engine(
-                self._model,
-                dtype=self._dtype,
-                num_blocks=num_blocks,
-                block_size=_BLOCK_TOKENS,
+                EngineConfig(
+                    ModelChoice(self._model, dtype=self._dtype),
+                    CacheConfig(num_blocks=num_blocks, block_size=_BLOCK_TOKENS),
+                ),
                 progress=lambda _: None,
             )
         return self._engine

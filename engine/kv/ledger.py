@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from engine.kv.pool import BlockLease, BlockPool
+from engine.kv.lease import BlockLease
+from engine.kv.pool import BlockPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | No
 def _refusal(name: str, value: object, known: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"quantization_config.{name}={value}: {known} is read; "
-        "use the unquantised checkpoint; `baton quantize` rounds those of Baton's own families"
+        "use the unquantised checkpoint, or one in a format of docs/quantization.md"
     )
 
 

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from baton.types import KvLayout
-from engine.interface import Batch, KvPool
+from engine.interface import Batch
+from engine.kv.interface import KvPool
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from engine.shard import Alone, Ranks
 

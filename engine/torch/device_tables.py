@@ -12,7 +12,7 @@ import torch
 
 from baton_kernels.host_copy import to_device
 from baton_kernels.paged_attention import PlacedTables
-from engine.kv.pool import BlockTable
+from engine.kv.block_table import BlockTable
 
 
 @dataclass(slots=True)

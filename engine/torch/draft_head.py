@@ -33,7 +33,8 @@ from baton_kernels.kv_write import head_rows
 from baton_kernels.layer import Attention, AttentionShape, Layer, Mlp, Norm
 from baton_kernels.linear import Linear, pack_linear
 from engine.checkpoint import find_shards
-from engine.families.config import ModelConfig, parse_config
+from engine.families.config import ModelConfig
+from engine.families.read import parse_config
 from engine.torch.decoder import Decoder, LayerKv, PackedBatch, normed
 from engine.torch.packed import PackedParameters
 
@@ -163,10 +164,7 @@ class DraftHead(Decoder):
         if parts.lm_head is None:
             return hidden, self._target.logits(last)
         found = parts.lm_head(last, None, torch.float32)
-        if parts.tokens is None:
-            return hidden, found
-        logits = found.new_full((len(found), self.head.model.vocab_size), IMPOSSIBLE)
-        return hidden, logits.index_copy_(1, parts.tokens, found)
+        return hidden, spread(found, parts.tokens, self.head.model.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +234,7 @@ def load_head(folder: Path, config: HeadConfig, target: Decoder, device: torch.d
         tokens = tensors.take_whole("d2t", num_tokens).to(torch.int64) + torch.arange(
             num_tokens, device=device
         )
-        if int(tokens.min()) < 0 or int(tokens.max()) >= model.vocab_size:
-            raise TensorMismatch(
-                f"{folder}: 'd2t' names tokens that are not in [0, {model.vocab_size})"
-            )
+        check_tokens(folder, "d2t", tokens, model.vocab_size)
     parts = HeadParts(
         fc,
         layer,
@@ -250,6 +245,21 @@ def load_head(folder: Path, config: HeadConfig, target: Decoder, device: torch.d
         tokens,
     )
     return DraftHead(config, parts, target)
+
+
+def check_tokens(folder: Path, name: str, tokens: torch.Tensor, vocab_size: int) -> None:
+    """Raises TensorMismatch if tokens of a head's vocabulary are none of the target's."""
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise TensorMismatch(f"{folder}: {name!r} names tokens that are not in [0, {vocab_size})")
+
+
+def spread(logits: torch.Tensor, tokens: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """Logits [..., tokens of a head's vocabulary] as [..., vocab_size]. tokens: None for the
+    target's vocabulary."""
+    if tokens is None:
+        return logits
+    whole = logits.new_full((*logits.shape[:-1], vocab_size), IMPOSSIBLE)
+    return whole.index_copy_(-1, tokens, logits)
 
 
 class HeadTensors:

@@ -17,19 +17,24 @@ Names may begin with "medusa_heads." or "medusa_head.".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from baton.errors import ModelError, TensorMismatch, UnsupportedModel
+from baton.errors import ModelError, UnsupportedModel
 from baton_kernels.linear import Linear, pack_linear
+from engine.checkpoint import HeadFiles
 from engine.families.config import ModelConfig
+from engine.interface import SampleRow
 from engine.torch.decoder import Decoder
-from engine.torch.draft_head import IMPOSSIBLE, HeadTensors, read_raw_config
+from engine.torch.draft_head import HeadTensors, check_tokens, read_raw_config, spread
+from engine.torch.engine import TorchEngine
+from engine.torch.hidden_states import HiddenStates, draw_several
 
 #: As config.json names them.
 MODEL_TYPE, ARCHITECTURE = "medusa", "MedusaModel"
@@ -110,13 +115,31 @@ class MedusaHeads:
 
     def __init__(self, config: MedusaConfig, parts: MedusaParts, target: Decoder) -> None:
         """target: gives the output layer where the heads have none."""
-        self.config = config
+        self._config, self.num_heads = config, config.num_heads
         self._parts, self._target = parts, target
+
+    def draft(
+        self,
+        states: Sequence[torch.Tensor],
+        rows: Sequence[Sequence[SampleRow]],
+        num_tokens: int,
+    ) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
+        """For each sequence's rows, of which all have equally many, num_tokens different tokens:
+        those that one of the first heads finds likeliest, the likeliest first. states [1, hidden]:
+        of each sequence, the target's. None if nothing can be drawn for one of them."""
+        num_heads = len(rows[0])
+        with torch.inference_mode():
+            logits = self.logits(torch.cat(list(states)), num_heads)
+            each = [row for own in rows for row in own]
+            found = draw_several(logits.flatten(0, 1), each, num_tokens)
+        if found is None:
+            return None
+        return tuple(found[first : first + num_heads] for first in range(0, len(found), num_heads))
 
     def logits(self, states: torch.Tensor, num_heads: int) -> torch.Tensor:
         """[rows, num_heads, vocab] float32 of the first heads, for the target's states [rows,
         hidden]."""
-        config, parts = self.config, self._parts
+        config, parts = self._config, self._parts
         rows, size = states.shape
         first = parts.first(states).view(rows, config.num_heads, size)[:, :num_heads]
         hidden = states[:, None] + F.silu(first)
@@ -136,10 +159,16 @@ class MedusaHeads:
         found = found.view(rows, num_heads, -1)
         if config.logit_scale != 1.0:
             found = found * config.logit_scale
-        if parts.tokens is None:
-            return found
-        logits = found.new_full((rows, num_heads, config.vocab_size), IMPOSSIBLE)
-        return logits.index_copy_(2, parts.tokens, found)
+        return spread(found, parts.tokens, config.vocab_size)
+
+
+def open_medusa(engine: TorchEngine, files: HeadFiles) -> tuple[MedusaHeads, HiddenStates]:
+    """The heads in `files` for the engine's model, and the states that the engine gives when it is
+    asked to. Raises ConfigError and ModelError."""
+    target = engine.watchable_steps().model
+    config = read_medusa_config(files.folder, target.config)
+    heads = load_medusa(files.folder, config, target.decoder, engine.device)
+    return heads, HiddenStates(partial(engine.watch, ()))
 
 
 def load_medusa(
@@ -170,10 +199,7 @@ def load_medusa(
     tokens = None
     if num_tokens < config.vocab_size:
         tokens = tensors.take_whole("token_map", num_tokens).to(torch.int64)
-        if int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab_size:
-            raise TensorMismatch(
-                f"{folder}: 'token_map' names tokens that are not in [0, {config.vocab_size})"
-            )
+        check_tokens(folder, "token_map", tokens, config.vocab_size)
     if not config.has_one_output:
         outputs = tuple(output(head) for head in range(config.num_heads))
     elif tensors.has("lm_heads.0.weight"):

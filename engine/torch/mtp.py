@@ -24,6 +24,7 @@ from baton_kernels.layer import Norm
 from engine.checkpoint import find_shards
 from engine.families.config import ModelConfig
 from engine.families.layers import LinearSpec, Source, VectorSpec, describe_layer
+from engine.families.registry import FAMILIES
 from engine.torch.decoder import Decoder
 from engine.torch.draft_head import DraftHead, HeadConfig, HeadParts, stored_sizes
 from engine.torch.load import keeps_as_stored
@@ -40,18 +41,16 @@ from engine.torch.parameters import (
 )
 from engine.torch.weights import load_weights
 
-#: Those whose checkpoints have such layers, as far as Baton knows them.
-FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe")
-
 
 def read_mtp_config(folder: Path, target: ModelConfig) -> HeadConfig:
     """Of the first of the checkpoint's layers for multi-token prediction. Raises
     UnsupportedModel."""
-    if target.family not in FAMILIES or not target.traits.num_unused_layers:
+    if not FAMILIES[target.family].has_mtp_layers or not target.traits.num_unused_layers:
+        known = (name for name, family in FAMILIES.items() if family.has_mtp_layers)
         raise UnsupportedModel(
             f"{folder}: a {target.family} model with "
             f"num_nextn_predict_layers={target.traits.num_unused_layers}: layers for multi-token "
-            f"prediction are read of {', '.join(FAMILIES)}; give another --speculative-method"
+            f"prediction are read of {', '.join(known)}; give another --speculative-method"
         )
     stored = target.quantization
     if stored is not None and stored.kind != "float":

@@ -17,7 +17,7 @@ from baton_kernels.kv_write import block_rows
 from baton_kernels.paged_attention import AttentionSlice, plan_attention
 from engine.families.config import ModelConfig
 from engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
-from engine.kv.pool import BlockTable
+from engine.kv.block_table import BlockTable
 from engine.kv.tensors.grouped import GroupedKvPool
 from engine.sampling.edits import names_unknown_token
 from engine.torch.adapters import Adapter
@@ -33,7 +33,7 @@ NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 
 class WindowedStep(NamedTuple):
     """Where windowed layers' KV of a step is, if apart from that of the others: each slice's block
-    table there, see GroupedKvPool.window_table, and the pool and its scales. No pool: it is not
+    table there, see GroupedKvPool.slot_table, and the pool and its scales. No pool: it is not
     apart."""
 
     tables: Sequence[Sequence[int]] = ()
@@ -137,7 +137,7 @@ def window_tables(batch: Batch, kv: GroupedKvPool[Any]) -> list[array[int]]:
     """The block tables of a batch's slices as windowed layers have them. Raises EngineFault of
     slices that would read or write where there is no slot."""
     tables = [
-        kv.window_table(part.block_table, part.start, part.start + len(part.token_ids))
+        kv.slot_table(part.block_table, part.start, part.start + len(part.token_ids))
         for part in batch.slices
     ]
     if wrong := [index for index, table in enumerate(tables) if min(table) < 0]:

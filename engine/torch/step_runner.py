@@ -157,5 +157,5 @@ def _windowed(batch: Batch, pool: TensorPool) -> WindowedStep:
     any rank has been given the step."""
     if not isinstance(pool, GroupedTensorPool):
         return NOT_APART
-    own = pool.windowed
+    own = pool.in_slots
     return WindowedStep(window_tables(batch, pool), own.tensor, own.scales)

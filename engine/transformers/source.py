@@ -21,7 +21,7 @@ from baton.errors import AdapterError, ConfigError, UnsupportedModel
 from baton.types import DTYPE_BYTES, KEY_VALUE
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 from engine.checkpoint import HeadFiles
-from engine.families.config import read_quantization
+from engine.families.read import read_quantization
 from engine.interface import Batch
 from engine.kv.tensors.stateful import ELEMENT_BYTES, StatefulKvPool
 from engine.memory_plan import HeadMemory

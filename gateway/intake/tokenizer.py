@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from baton.errors import BatonError, ConfigError, FieldViolation, InvalidRequest, Overloaded
-from gateway.intake.child_process import ChildDied, ChildProcess, ChildSpec
+from gateway.intake.child import ChildDied, ChildProcess, ChildSpec
 from gateway.intake.decoding import Decoding, decoding_of
 from gateway.intake.text_tokenizer import read_tokenizer
 from gateway.intake.token_bytes import TokenBytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from baton.commands import SequenceCommand
 from baton.errors import BatonError, HandoffFailed
 from baton.events import Deferred, Preempted, Tokens
 from baton.types import KvSource, SequenceSpec
@@ -139,36 +140,12 @@ class OpenSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """Pause a choice at its owner; as the next three, by its number in the assignment."""
+class SendCommand:
+    """Send a command to a choice's owner; the choice by its number in the assignment."""
 
     assignment: Assignment
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandOff:
-    """Have a paused choice's KV sent to the ticket's owner."""
-
-    assignment: Assignment
-    number: int
-    ticket: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Let a paused choice go on at its owner."""
-
-    assignment: Assignment
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End one choice at its owner; others go on there."""
-
-    assignment: Assignment
-    number: int
+    command: SequenceCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +222,7 @@ Action = (
     Place
     | Open
     | OpenSource
-    | Pause
-    | HandOff
-    | Resume
-    | Abort
+    | SendCommand
     | AbortSource
     | Close
     | SetTimer

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from baton.commands import Abort
 from baton.errors import BatonError, DeadlineExceeded
 from baton.events import SequenceEvent
 from baton.types import KvSource, Rank, SequenceSpec
@@ -23,7 +24,6 @@ from gateway.long_work import in_pieces
 from gateway.output.delivery import Delivery, Write
 from gateway.output.output import ChoiceOutput, Piece, best
 from gateway.request.assignment import (
-    Abort,
     AbortSource,
     Action,
     Assignment,
@@ -32,14 +32,12 @@ from gateway.request.assignment import (
     Deliver,
     EndMigration,
     Fail,
-    HandOff,
     NoteUndelivered,
     Open,
     OpenSource,
-    Pause,
     Place,
     Remember,
-    Resume,
+    SendCommand,
     SetTimer,
     Update,
 )
@@ -277,18 +275,9 @@ class RequestDriver:
             case OpenSource(assignment, link, ticket):
                 reduce, source = self.state.on_source_event, KvSource.LOCAL
                 self._sources[assignment] = self._open(assignment, link, source, reduce, ticket)
-            case Pause(assignment, number):
+            case SendCommand(assignment, number, command):
                 link, first = self._homes[assignment]
-                link.pause(first + number)
-            case HandOff(assignment, number, ticket):
-                link, first = self._homes[assignment]
-                link.hand_off(first + number, ticket)
-            case Resume(assignment, number):
-                link, first = self._homes[assignment]
-                link.resume(first + number)
-            case Abort(assignment, number):
-                link, first = self._homes[assignment]
-                link.abort(first + number)
+                link.send(first + number, command)
             case AbortSource(assignment):
                 self._abort_all(self._sources, assignment)
             case Close(assignment):
@@ -329,7 +318,7 @@ class RequestDriver:
         if assignment in opened:
             link, first = opened.pop(assignment)
             for handle in range(first, first + len(assignment.choices)):
-                link.abort(handle)
+                link.send(handle, Abort())
 
     def _set_timer(self, assignment: Assignment, delay_s: float | None) -> None:
         timer = self._timers.pop(assignment, None)

@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
+from baton.commands import Abort, HandOff, Pause, Resume
 from baton.errors import (
     BY_REASON,
     BatonError,
@@ -70,7 +71,6 @@ from baton.types import (
 )
 from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
-    Abort,
     AbortSource,
     Action,
     Assignment,
@@ -79,15 +79,13 @@ from gateway.request.assignment import (
     Deliver,
     EndMigration,
     Fail,
-    HandOff,
     NoteUndelivered,
     Open,
     OpenSource,
-    Pause,
     Place,
     Released,
     Remember,
-    Resume,
+    SendCommand,
     SetTimer,
     State,
     Update,
@@ -282,7 +280,7 @@ class RequestState:
         migration = Assignment((choice,), State.PAUSING, now_s, spec, origin, placement)
         self._assignments[migration] = None
         choice.migration = migration
-        self._actions.append(Pause(origin, origin.choices.index(choice)))
+        self._actions.append(SendCommand(origin, origin.choices.index(choice), Pause()))
         self._actions.append(SetTimer(migration, PAUSE_TIMEOUT_S))
         return self._taken_actions()
 
@@ -336,7 +334,7 @@ class RequestState:
         assignment.state, assignment.since_s = State.DELIVERING, now_s
         if origin is not None:
             self._actions.append(
-                HandOff(origin, origin.choices.index(assignment.choices[0]), ticket)
+                SendCommand(origin, origin.choices.index(assignment.choices[0]), HandOff(ticket))
             )
             self._actions.append(SetTimer(assignment, HANDOFF_TIMEOUT_S))
         elif placement.source_link is not None:
@@ -482,7 +480,7 @@ class RequestState:
                     migration.has_origin_left = True
             case NotHandedOff(_, message):
                 if migration is None:
-                    self._actions.append(Resume(origin, number))
+                    self._actions.append(SendCommand(origin, number, Resume()))
                     return
                 if migration.state is State.DELIVERING:
                     sender, placement = _placement_of(origin).owner, _placement_of(migration)
@@ -502,7 +500,7 @@ class RequestState:
         origin, (choice,) = migration.origin, migration.choices
         self._end_migration(migration)
         if origin is not None:
-            self._actions.append(Resume(origin, origin.choices.index(choice)))
+            self._actions.append(SendCommand(origin, origin.choices.index(choice), Resume()))
 
     def _lose_both(self, migration: Assignment, cause: Released, now_s: float) -> None:
         """It is in neither place, or nobody knows in which."""
@@ -623,7 +621,7 @@ class RequestState:
             self._end_one(assignment, number)
 
     def _end_one(self, assignment: Assignment, number: int) -> None:
-        self._actions.append(Abort(assignment, number))
+        self._actions.append(SendCommand(assignment, number, Abort()))
         self._actions.append(Update(_placement_of(assignment), Outcome.ONE_ENDED))
 
     def _close(self, assignment: Assignment) -> None:

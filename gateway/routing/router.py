@@ -23,6 +23,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from baton.types import KvLayout, NumericsClass, Rank, SequenceSpec
+from engine.kv.layout import groups_of
 
 #: How much more a token computed again weighs than one to wait for: it delays all who come later,
 #: too.
@@ -166,7 +167,7 @@ class DecodeView:
 
     def num_blocks_for(self, need: Need) -> int:
         """Those that they share, and one more for each but the first to write into."""
-        return self.layout.num_held_blocks(need.num_tokens + 1) + need.num_sequences - 1
+        return groups_of(self.layout).num_held_blocks(need.num_tokens + 1) + need.num_sequences - 1
 
     def fits(self, need: Need) -> bool:
         """Whether the sequence fits here when nothing else does."""
@@ -336,7 +337,7 @@ class Running:
 
     def num_blocks_at(self, worker: DecodeView) -> int:
         """Blocks that it takes there, with room for the next token."""
-        return worker.layout.num_held_blocks(self.num_tokens + 1)
+        return groups_of(worker.layout).num_held_blocks(self.num_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from baton_kernels.dispatch import on_its_device
 from baton_kernels.host_copy import to_device
 from baton_kernels.paged_attention import (
     MAX_GROUPED_TOKENS,
@@ -109,7 +110,7 @@ def batch_invariant() -> AttentionBackend:
     from baton_kernels.gpu.attention_plan import fixed_tile
     from baton_kernels.gpu.paged_attention import plan_attention as plan_for_gpu
 
-    plan = partial(plan_for_gpu, choose=fixed_tile)
+    plan = on_its_device(partial(plan_for_gpu, choose=fixed_tile))
     return AttentionBackend("triton", "batch_invariant", plan, paged_attention)
 
 

@@ -57,7 +57,7 @@ class Op(Generic[P, R]):
         kernel: Callable[P, R] | None = getattr(module, self.twin.__name__, None)
         if kernel is None:
             return self.twin
-        return _on_its_device(kernel) if device_type == "cuda" else kernel
+        return on_its_device(kernel) if device_type == "cuda" else kernel
 
 
 def _kernel_folder(device_type: str) -> str | None:
@@ -69,7 +69,7 @@ def _kernel_folder(device_type: str) -> str | None:
     return None
 
 
-def _on_its_device(kernel: Callable[P, R]) -> Callable[P, R]:
+def on_its_device(kernel: Callable[P, R]) -> Callable[P, R]:
     """Triton launches on the thread's current device, wherever the tensors are: make it theirs."""
 
     @functools.wraps(kernel)

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from baton.errors import EngineFault
-from baton.types import KvRange, Sampling
+from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.load import load_engine
+from engine.kv.range import KvRange
 from engine.torch.engine import TorchEngine
 from tests.support.adapters import ATTENTION, make_adapter, merged
+from tests.support.engines import load_engine
 from tests.support.tiny_models import Family, make_tiny_model
 
 NUM_TOKENS = 8

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import AdapterError, ConfigError
-from engine.load import load_engine
 from tests.support.adapters import make_adapter
 from tests.support.architectures import make_checkpoint
+from tests.support.engines import load_engine
 from tests.support.tiny_models import Family, make_tiny_model
 
 

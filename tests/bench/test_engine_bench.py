@@ -10,7 +10,8 @@ from bench.engine import floor_s, floors_of, prompt_floor_s
 from bench.peers.comparison import Result
 from bench.peers.figures import Figure
 from bench.roof import Roof
-from engine.families.config import ModelConfig, read_config
+from engine.families.config import ModelConfig
+from engine.families.read import read_config
 from engine.memory_plan import num_parameters
 from tests.support.tiny_models import make_tiny_model
 

@@ -12,8 +12,8 @@ import torch
 
 from baton.types import Sampling
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.load import load_engine
 from engine.torch.engine import TorchEngine
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 LENGTHS = (3, 40, 75)

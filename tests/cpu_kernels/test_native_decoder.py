@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton.types import KvLayout, KvRange, Sampling, windows_of
+from baton.types import KvLayout, Sampling
 from baton_kernels.cpu.layers import native_layer, row_bytes
 from baton_kernels.cpu.library import level
-from engine.families.config import ModelConfig, parse_config
+from engine.families.config import ModelConfig
+from engine.families.read import parse_config
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.kv.groups.window import WindowSlots
+from engine.kv.groups.group import SlotTable
+from engine.kv.groups.window import WINDOWED, WindowSlots, windows_of
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from engine.memory_plan import token_bytes
 from engine.quantization.config import parse_quantization
@@ -129,7 +132,7 @@ def run_in_two_pools(
         windowed_layers=windowed,
     )
     kv = GroupedTensorPool(layout, NUM_BLOCKS, NUM_BLOCKS, host_pool)
-    slots = WindowSlots(NUM_BLOCKS, kv.slots.of_block)
+    slots = WindowSlots(SlotTable(NUM_BLOCKS, kv.slot_tables[WINDOWED].of_block))
     for block_id in torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)):
         slots.take(int(block_id))
     everything = KvRange(0, NUM_BLOCKS * BLOCK_SIZE, 0, config.num_layers)
@@ -138,7 +141,7 @@ def run_in_two_pools(
     data = memory.numpy().data
     kv.unpack(range(NUM_BLOCKS), everything, data)
     rope = make_rope(config, 200, CPU)
-    own = kv.windowed
+    own = kv.in_slots
     apart = WindowedStep(window_tables(batch, kv), own.tensor, own.scales)
     packed = pack_batch(batch, config, rope, kv.tensor, decoder.dtype, apart=apart)
     assert packed.windowed is not None

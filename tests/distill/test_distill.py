@@ -18,10 +18,11 @@ from engine.checkpoint import HeadFiles
 from engine.distill.run import distill
 from engine.distill.text import read_documents
 from engine.distill.training import Progress, learning_rate_scale, sample_batch
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
-from engine.load import load_engine
 from engine.torch.head_runner import open_head
-from engine.torch.medusa_runner import open_medusa
+from engine.torch.medusa import open_medusa
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 from worker_core.speculation.draft_model import DraftModelProposer, check_specs, check_tokenizers
 from worker_core.speculation.interface import DraftRequest
@@ -76,7 +77,7 @@ def test_the_loss_falls_and_the_draft_serves(tmp_path: Path, data: Path) -> None
     check_tokenizers(target, tmp_path / "draft")
     full = load_engine(str(target), num_blocks=16, on_plan=lambda _: None)
     check_specs(full.spec, engine.spec)
-    pool = BlockPool(16, 16, secret=bytes(32), enable_prefix_caching=False)
+    pool = BlockPool(16, whole_blocks(16), secret=bytes(32), enable_prefix_caching=False)
     proposer = DraftModelProposer(engine, pool, 64, lambda: 0.0)
     (drafts,) = proposer.propose([DraftRequest(0, [1, 2, 3], 3, 4, Sampling())])
     assert len(drafts.token_ids) == 4

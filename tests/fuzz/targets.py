@@ -40,6 +40,7 @@ _LARGE_NUMBER = re.compile(r"[0-9_]{5,}|0[xXoObB]")
 def requests() -> Target:
     """Requests of clients, from their bytes to what the tiers get."""
     from baton.v1 import inference_pb2
+    from gateway.intake.rules import ModelFacts
     from gateway.intake.validator import (
         Ids,
         Tokenized,
@@ -48,7 +49,6 @@ def requests() -> Target:
         check_tokenize,
         resolve,
     )
-    from gateway.intake.violations import ModelFacts
 
     facts = ModelFacts(
         "m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=8, max_token_chars=8
@@ -110,7 +110,7 @@ def kv_frames() -> Target:
     )
     from kv_transfer.handshake import ReceiverConfig
     from kv_transfer.receiver import Receiver
-    from kv_transfer.ticket_table import TicketTable
+    from kv_transfer.ticket_table import TicketRules, TicketTable
 
     layout = KvLayout("oracle", 2, 1, 2, "int64", 4)
     owner = WorkerIdentity("d0", 1)
@@ -119,7 +119,12 @@ def kv_frames() -> Target:
         with suppress(FrameError):
             list(FrameBuffer().feed(data))
         tickets = TicketTable(
-            owner, layout, (), 30.0, lambda _: None, lambda: 0.0, bytes(32), lambda: 7
+            owner,
+            layout,
+            (),
+            TicketRules(secret=bytes(32), draw_id=lambda: 7),
+            lambda _: None,
+            lambda: 0.0,
         )
         tickets.offer(SequenceSpec("r", (1, 2, 3, 4), Sampling()), (0, 1), 0, 8)
         pool = ArrayKvPool(layout, 4)
@@ -143,17 +148,15 @@ def tickets() -> Target:
     """The bytes of a ticket, which a gateway passes on unread."""
     from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
     from kv_transfer.ticket import parse_ticket
-    from kv_transfer.ticket_table import TicketTable
+    from kv_transfer.ticket_table import TicketRules, TicketTable
 
     table = TicketTable(
         WorkerIdentity("d0", 1),
         KvLayout("oracle", 2, 1, 2, "int64", 4),
         (),
-        30.0,
+        TicketRules(secret=bytes(32), draw_id=lambda: 7),
         lambda _: None,
         lambda: 0.0,
-        bytes(32),
-        lambda: 7,
     )
     table.offer(SequenceSpec("r", (1, 2, 3, 4), Sampling()), (0, 1), 0, 8)
 
@@ -184,7 +187,7 @@ def grammars() -> Target:
 
 def templates() -> Target:
     """A model's chat template, rendered for a short conversation."""
-    from gateway.intake.chat_renderer import make_answer
+    from gateway.chat.template import make_answer
 
     question: Mapping[str, Any] = {
         "messages": [{"role": "user", "num_chars": 2}, {"role": "assistant", "num_chars": 3}],
@@ -206,7 +209,7 @@ def templates() -> Target:
 
 def configs() -> Target:
     """config.json and generation_config.json."""
-    from engine.families.config import parse_config
+    from engine.families.read import parse_config
     from gateway.intake.sampling_defaults import sampling_defaults
 
     def run(data: bytes) -> None:
@@ -273,8 +276,8 @@ def safetensors() -> Target:
 
 def http_bodies() -> Target:
     """Bodies of the HTTP port: a letter for the path, then JSON; up to the requests they mean."""
+    from gateway.chat.style import chat_style
     from gateway.http.chat import ChatBody, ChatFormat
-    from gateway.http.chat_style import chat_style
     from gateway.http.completions import CompletionBody, CompletionFormat
     from gateway.http.messages import MessagesBody, MessagesFormat
     from gateway.http.responses import ResponsesBody, ResponsesFormat

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from baton.commands import Abort, HandOff, Pause, Resume
 from baton.events import (
     Committed,
     Deferred,
@@ -37,7 +38,6 @@ from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
 from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
-    Abort,
     AbortSource,
     Action,
     Assignment,
@@ -46,12 +46,10 @@ from gateway.request.assignment import (
     Deliver,
     EndMigration,
     Fail,
-    HandOff,
     Open,
     OpenSource,
-    Pause,
     Place,
-    Resume,
+    SendCommand,
     SetTimer,
     State,
     Update,
@@ -149,17 +147,17 @@ class Rig:
             case OpenSource(assignment, _, ticket):
                 source = self.sources[assignment] = self.open(assignment, is_source=True)
                 source.ticket = self.tickets.pop(ticket)
-            case Pause(assignment, number):
+            case SendCommand(assignment, number, Pause()):
                 self.opened_alone(assignment, number).stage = "pausing"
-            case HandOff(assignment, number, ticket):
+            case SendCommand(assignment, number, HandOff(ticket)):
                 origin = self.opened_alone(assignment, number)
                 if origin.stage == "paused":
                     origin.ticket, origin.stage = self.tickets.pop(ticket), "sending"
-            case Resume(assignment, number):
+            case SendCommand(assignment, number, Resume()):
                 origin = self.opened_alone(assignment, number)
                 if origin.stage in ("paused", "pausing"):
                     origin.stage = "running"
-            case Abort(assignment, number):
+            case SendCommand(assignment, number, Abort()):
                 assert self.homes[assignment].forked, "not before they fork"
                 self.homes[assignment].ended.add(number)
             case AbortSource(assignment):

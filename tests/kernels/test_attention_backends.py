@@ -4,7 +4,8 @@ expect."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +25,10 @@ from baton_kernels.attention_backends import (
     load_backend,
     prompt_backend,
 )
+from baton_kernels.paged_attention import AttentionSlice
 from bench.gpu.paged_batch import Heads, make_paged_batch, reference_attention
-from engine.load import load_engine
 from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 HEADS = Heads(4, 2, 16)
@@ -189,3 +191,28 @@ def test_a_library_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     module.__spec__ = ModuleSpec(module.__name__, None)
     assert "lacks enable_gqa, scale, window_size" in attention_backends.why_not("varlen")
+
+
+def test_the_batch_invariant_plan_is_made_on_the_pools_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton launches on the thread's current device: here the last GPU of several."""
+    pytest.importorskip("triton")
+    from baton_kernels.gpu import paged_attention
+
+    pool = torch.zeros(1, 1, 2, 1, 16, 8)
+    calls: list[object] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        assert tensor is pool
+        calls.append("enter")
+        yield
+        calls.append("leave")
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(
+        paged_attention, "plan_attention", lambda *_, choose: calls.append(choose.__name__)
+    )
+    attention_backends.batch_invariant().plan([AttentionSlice(0, 1, 0, [0])], pool, 1, 1.0, None)
+    assert calls == ["enter", "fixed_tile", "leave"]

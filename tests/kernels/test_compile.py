@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from baton_kernels.gpu.paged_attention import plan_attention
+from baton_kernels.paged_attention import AttentionSlice, PlacedTables
 from bench.gpu.case import TINY, Case
 from bench.gpu.cases import all_cases
 from bench.gpu.compile import ARCHS, MAX_SHARED_BYTES, compile_case
@@ -67,3 +69,20 @@ def test_compiles(case: Case, arch: int) -> None:
     for kernel in compiled:
         assert kernel.shared_bytes <= MAX_SHARED_BYTES[arch]
         assert kernel.stack_bytes <= MAX_STACK_BYTES, kernel
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_mixed_steps_of_any_number_of_sequences_plan_by_one_variant(is_split: bool) -> None:
+    """Their first tokens, block tables and items begin anywhere in 16 bytes. The number's power of
+    two is a constant of the kernel."""
+    pool = torch.empty(1, 1, 2, 1, 16, 64, dtype=torch.bfloat16)
+    entries = torch.empty(64, dtype=torch.int32)
+    start = 20_000 if is_split else 3
+
+    def plan_all() -> None:
+        for num_seqs in range(9, 17):
+            slices = [AttentionSlice(row, 1, start, range(1)) for row in range(num_seqs)]
+            placed = PlacedTables(entries, list(range(num_seqs)))
+            plan_attention(slices, pool, 4, 1.0, None, placed=placed)
+
+    assert [kernel.kernel for kernel in compile_case(plan_all, REFERENCE_ARCH)] == ["_plan_items"]

@@ -17,21 +17,22 @@ from baton.rpc.tls import TlsFiles
 from baton.types import (
     ANY_NUMERICS,
     KvLayout,
-    KvRange,
     NumericsRule,
     Sample,
     Sampling,
     SequenceSpec,
     WorkerIdentity,
 )
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.grouped import GroupedKvPool
 from kv_transfer.device_memory import device_memory_of
-from kv_transfer.handshake import SenderConfig
+from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import OfferedTicket, TicketEvent
+from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.connection import Connector
 from kv_transfer.transport.connector import make_connector
 from kv_transfer.transport.listeners import RunningReceiver, open_receiver
@@ -132,24 +133,27 @@ def make_rig() -> Iterator[MakeRig]:
         target = (make_target or make_pool)(target_layout or layout_of(3), 16)
         rng = np.random.default_rng(0)
         most = 1 << (50 if source.layout.dtype == "int64" else 15)
-        for own in source.pools.values() if isinstance(source, GroupedKvPool) else (source,):
+        for own in (
+            (source.in_blocks, source.in_slots) if isinstance(source, GroupedKvPool) else (source,)
+        ):
             own.data[...] = rng.integers(1, most, own.data.shape)
         hub = LoopbackHub()
         events: queue.SimpleQueue[TicketEvent] = queue.SimpleQueue()
         dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()
         running = open_receiver(
-            WorkerIdentity("d0", 7),
-            target,
+            ReceiverConfig(
+                WorkerIdentity("d0", 7),
+                target,
+                num_credits,
+                receiver_chunk_bytes,
+                wire_dtype,
+                target_secret,
+                target_rule,
+            ),
             events.put,
             clock,
             transports=(transport,),
-            hub=hub,
-            num_credits=num_credits,
-            max_chunk_bytes=receiver_chunk_bytes,
-            wire_dtype=wire_dtype,
-            kv_secret=target_secret,
-            rule=target_rule,
-            tls=target_tls,
+            listen=TransportConfig(hub=hub, tls=target_tls),
         )
         config = SenderConfig(
             WorkerIdentity("p0", 3),

@@ -29,13 +29,14 @@ import pytest
 
 from baton.errors import HandoffFailed
 from baton.kv_transports import kv_transport
-from baton.types import KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer import receiver
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.frame import place_checksum
-from kv_transfer.handshake import SenderConfig
+from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.send_connection import Cancel, Finish, Send, SendDone
 from kv_transfer.sender import Sender
 from kv_transfer.ticket import (
@@ -48,6 +49,8 @@ from kv_transfer.ticket import (
     signed_ticket,
     ticket_message,
 )
+from kv_transfer.ticket_table import TicketRules
+from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.connection import Connector
 from kv_transfer.transport.connector import make_connector
 from kv_transfer.transport.listeners import open_receiver
@@ -386,7 +389,8 @@ _SENDER = """
 import signal, sys, threading, time
 import numpy as np
 from engine.kv.tensors.array import ArrayKvPool
-from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
+from baton.types import KvLayout, Sample, WorkerIdentity
+from engine.kv.range import KvRange
 from baton.v1 import kv_pb2
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.handshake import SenderConfig
@@ -529,14 +533,12 @@ class OtherDecode:
         self.pool = type(workers.rig.target)(workers.rig.target.layout, 16)
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.running = open_receiver(
-            identity,
-            self.pool,
+            ReceiverConfig(identity, self.pool, max_chunk_bytes=512),
             self.events.put,
             lambda: workers.now[0],
             transports=(transport,),
-            tcp_port=port,
-            draw_id=lambda: ticket_id,
-            max_chunk_bytes=512,
+            listen=TransportConfig(port=port),
+            rules=TicketRules(draw_id=lambda: ticket_id),
         )
 
     def offer(self) -> OfferedTicket:

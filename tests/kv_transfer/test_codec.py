@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.types import KEY_VALUE, LATENT, KvLayout, KvRange
+from baton.types import KEY_VALUE, LATENT, KvLayout
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.types import KvRange, Sample
+from baton.types import Sample
+from engine.kv.range import KvRange
 from kv_transfer.frame import Frame
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import Endpoint, TicketCommitted

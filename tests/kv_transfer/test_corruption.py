@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from baton.types import KvLayout, KvRange, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from baton_kernels.word_sum import host_checksum
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
@@ -34,7 +35,7 @@ from kv_transfer.frame import (
 from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.receiver import Receiver, ReceiverSession
 from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.wire_format import wire_format
 from tests.support.device_double import DeviceArrayPool
 
@@ -98,7 +99,12 @@ class Wire:
         self.codec = ChunkCodec(self.source, wire_format(self.wire_dtype, LAYOUT))
         owner = WorkerIdentity("d0", 7)
         self.table = TicketTable(
-            owner, LAYOUT, (), 10.0, self.events.append, lambda: 0.0, b"s" * 32, self._draw
+            owner,
+            LAYOUT,
+            (),
+            TicketRules(10.0, secret=b"s" * 32, draw_id=self._draw),
+            self.events.append,
+            lambda: 0.0,
         )
         self.receiver = Receiver(
             ReceiverConfig(owner, pool, 4, MAX_PAYLOAD_BYTES, self.wire_dtype), self.table

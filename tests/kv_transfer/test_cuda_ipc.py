@@ -14,13 +14,16 @@ import pytest
 
 from baton.errors import ConfigError, HandoffFailed
 from baton.kv_transports import DEVICE_MAX_CHUNK_BYTES, DEVICE_NUM_CREDITS, listened_on
-from baton.types import KvLayout, KvRange, WorkerIdentity
+from baton.types import KvLayout, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.device_copy import PagedDeviceCopy
+from engine.kv.tensors.packed import PackedPool
 from kv_transfer.device_memory import warm_up_copies
 from kv_transfer.frame import encode
+from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.send_connection import Send
 from kv_transfer.ticket import Endpoint, TicketAborted, TicketCommitted
@@ -59,7 +62,7 @@ def is_whole(rig: Any) -> bool:
 def test_kv_passes_no_host(make_rig, monkeypatch, target_block_size, secret):
     """Whatever the block sizes, and with a secret, too."""
     for name in ("pack", "unpack"):
-        monkeypatch.delattr(ArrayKvPool, name)
+        monkeypatch.delattr(PackedPool, name)
     target = KvLayout("m", 3, 2, 4, "int64", target_block_size)
     rig = make_rig(
         "cuda_ipc",
@@ -76,7 +79,7 @@ def test_kv_passes_no_host(make_rig, monkeypatch, target_block_size, secret):
 @pytest.mark.parametrize("wire_dtype", ["float16", "fp8", "int8"])
 def test_kv_is_converted_without_passing_the_host(make_rig, monkeypatch, wire_dtype):
     for name in ("pack", "unpack"):
-        monkeypatch.delattr(ArrayKvPool, name)
+        monkeypatch.delattr(PackedPool, name)
     layout = KvLayout("m", 3, 2, 4, "float32", 4)
     rig = make_rig("cuda_ipc", source_layout=layout, target_layout=layout, wire_dtype=wire_dtype)
     rig.source.data[...] = 448 if wire_dtype == "fp8" else 127
@@ -188,12 +191,10 @@ def test_where_the_memory_cannot_be_mapped_the_next_way_is_taken(make_rig, caplo
 
     rig = make_rig("cuda_ipc")
     both = open_receiver(
-        WorkerIdentity("d0", 7),
-        rig.target,
+        ReceiverConfig(WorkerIdentity("d0", 7), rig.target, max_chunk_bytes=512),
         rig.events.put,
         time.monotonic,
         transports=("cuda_ipc", "tcp"),
-        max_chunk_bytes=512,
     )
     connect = make_connector("auto", memory=Foreign(), clock=lambda: 0.0)
     first = connect(both.endpoints, PATIENCE_S)
@@ -279,7 +280,10 @@ def test_a_worker_without_a_device_is_refused_by_the_options_name(make_rig):
     pool = ArrayKvPool(INTS, 2)
     with pytest.raises(ConfigError, match=r"kv_transport.*CUDA device"):
         open_receiver(
-            WorkerIdentity("d0", 7), pool, print, time.monotonic, transports=("cuda_ipc",)
+            ReceiverConfig(WorkerIdentity("d0", 7), pool),
+            print,
+            time.monotonic,
+            transports=("cuda_ipc",),
         )
     rig = make_rig("cuda_ipc")
     connect = make_connector("cuda_ipc")
@@ -293,7 +297,10 @@ def test_staging_on_a_device_is_larger():
         (ArrayKvPool(INTS, 2), (DEFAULT_NUM_CREDITS, DEFAULT_MAX_CHUNK_BYTES)),
     ):
         running = open_receiver(
-            WorkerIdentity("d0", 7), pool, print, time.monotonic, transports=("tcp",)
+            ReceiverConfig(WorkerIdentity("d0", 7), pool),
+            print,
+            time.monotonic,
+            transports=("tcp",),
         )
         receiver = running.receiver
         assert (receiver.num_credits, receiver.max_chunk_bytes) == wanted

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.errors import HandoffFailed
-from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
+from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import Frame
 from kv_transfer.handshake import SenderConfig

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from baton.errors import Cancelled, HandoffFailed
-from baton.types import KvRange, Sample
+from baton.types import Sample
+from engine.kv.range import KvRange
 from kv_transfer.send_connection import Cancel, Finish, Send
 from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketState
 from tests.support.kv_transports import ALL

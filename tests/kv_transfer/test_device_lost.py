@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from baton.types import KvLayout, KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from engine.interface import DeviceLost
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
-from kv_transfer.handshake import SenderConfig
+from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.send_connection import Finish, Send, SendDone
 from kv_transfer.sender import Sender
 from kv_transfer.ticket import TicketAborted, TicketEvent
+from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.connector import make_connector
 from kv_transfer.transport.listeners import open_receiver
 from kv_transfer.transport.loopback import LoopbackHub
@@ -64,13 +66,11 @@ def hand_off(
     dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()
     hub = LoopbackHub()
     running = open_receiver(
-        WorkerIdentity("d0", 7),
-        target,
+        ReceiverConfig(WorkerIdentity("d0", 7), target, on_device_lost=on_device_lost),
         events.put,
         time.monotonic,
         transports=(transport,),
-        hub=hub,
-        on_device_lost=on_device_lost,
+        listen=TransportConfig(hub=hub),
     )
     config = SenderConfig(
         WorkerIdentity("p0", 3),

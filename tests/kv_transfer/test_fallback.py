@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import HandoffFailed
-from baton.types import KvRange, Sample
+from baton.types import Sample
+from engine.kv.range import KvRange
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import Endpoint, TicketCommitted, local_host_id
 from kv_transfer.transport.connector import SHUN_S, Shunned, make_connector

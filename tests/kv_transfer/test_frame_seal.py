@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import HandoffFailed
-from baton.types import KvRange, Sample
+from baton.types import Sample
 from baton.v1 import kv_pb2
+from engine.kv.range import KvRange
 from kv_transfer.frame import PREAMBLE_BYTES, Frame, FrameBuffer, FrameError, encode
 from kv_transfer.kv_secret import SEAL_BYTES, KvSecret, receiver_seals, sender_seals
 from kv_transfer.send_connection import Cancel, FetchPrefix, Finish, Send

@@ -13,9 +13,13 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.types import KvGroup, KvLayout, KvRange, Sample
+from baton.types import KvLayout, Sample
 from baton.v1 import kv_pb2
-from engine.kv.groups.window import WindowSlots
+from engine.kv.groups.full import FULL
+from engine.kv.groups.group import SlotTable
+from engine.kv.groups.window import WINDOWED, WindowSlots
+from engine.kv.layout import groups_of
+from engine.kv.range import ALL, KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.grouped import GroupedKvPool
 from engine.kv.tensors.packed import PackedPool
@@ -40,7 +44,7 @@ def layout_of(
 def grouped_pool(layout: KvLayout) -> GroupedTensorPool:
     """All blocks have slots, in another order."""
     pool = GroupedTensorPool(layout, NUM_BLOCKS, NUM_BLOCKS, host_pool)
-    slots = WindowSlots(NUM_BLOCKS, pool.slots.of_block)
+    slots = WindowSlots(SlotTable(NUM_BLOCKS, pool.slot_tables[WINDOWED].of_block))
     for block_id in reversed(range(NUM_BLOCKS)):
         slots.take(block_id)
     return pool
@@ -51,7 +55,7 @@ class GroupedArrayPool(GroupedKvPool[ArrayKvPool]):
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         super().__init__(layout, num_blocks, num_blocks, ArrayKvPool)
-        slots = WindowSlots(num_blocks, self.slots.of_block)
+        slots = WindowSlots(SlotTable(num_blocks, self.slot_tables[WINDOWED].of_block))
         for block_id in reversed(range(num_blocks)):
             slots.take(block_id)
 
@@ -95,8 +99,8 @@ def test_a_chunk_of_one_group_lands_where_its_layers_are(
         whole.num_bytes(source.layout.token_layer_bytes)
     )
     source.unpack(tables[0], whole, memoryview(random_bytes))
-    group = data.draw(st.sampled_from((KvGroup.ALL, KvGroup.FULL, KvGroup.WINDOWED)))
-    num_layers = source.layout.num_layers_of(group)
+    group = data.draw(st.sampled_from((ALL, FULL, WINDOWED)))
+    num_layers = groups_of(source.layout).num_layers(group)
     first, layer = data.draw(st.integers(0, 23)), data.draw(st.integers(0, num_layers - 1))
     count = data.draw(st.integers(1, 24 - first))
     piece = KvRange(first, count, layer, data.draw(st.integers(1, num_layers - layer)), group)
@@ -108,7 +112,7 @@ def test_a_chunk_of_one_group_lands_where_its_layers_are(
     assert payload == plain
     assert checksum == xxhash.xxh3_64_intdigest(payload, 3)
     assert codecs[1].unpack_checked(tables[1], piece, payload, 3, checksum)
-    layers = source.layout.layers_of(group)[piece.first_layer : piece.end_layer]
+    layers = groups_of(source.layout).layers(group)[piece.first_layer : piece.end_layer]
     for number in range(NUM_LAYERS):
         one = KvRange(first, count, number, 1)
         expected = (
@@ -125,7 +129,8 @@ def test_whole_blocks_of_a_group_are_lent_as_they_lie_in_its_pool(
     monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     pool = grouped_pool(layout_of((0, 2, 3)))
     codec, table = ChunkCodec(pool, wire_format("float32", pool.layout)), (5, 2)
-    for group, own in pool.pools.items():
+    for group in (FULL, WINDOWED):
+        own = pool.pools[group]
         own.tensor.normal_()
         piece = KvRange(0, 8, 0, own.layout.num_layers, group)
         lent = codec.views(table, piece)
@@ -140,7 +145,7 @@ def test_blocks_without_a_slot_are_neither_lent_nor_copied(monkeypatch: pytest.M
     monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     pool = GroupedTensorPool(layout_of((0, 2, 3)), NUM_BLOCKS, 4, host_pool)
     codec = ChunkCodec(pool, wire_format("float32", pool.layout))
-    piece = KvRange(0, 8, 0, 3, KvGroup.WINDOWED)
+    piece = KvRange(0, 8, 0, 3, WINDOWED)
     payload = memoryview(bytearray(codec.wire.num_bytes(piece)))
     checksum = xxhash.xxh3_64_intdigest(payload, 0)
     with pytest.raises(ValueError, match="no slot"):
@@ -178,18 +183,18 @@ def test_a_sequence_arrives_with_its_window_and_no_more(
     tables = [tuple(rng.sample(range(NUM_BLOCKS), 7)) for _ in range(2)]
     ticket = rig.offer(tables[1][: -(-num_tokens // sizes[1])], 0, num_tokens)
     rig.sender.begin("k", ticket.data)
-    start = source_layout.window_start(num_tokens)
+    start = groups_of(source_layout).whole_start(num_tokens)
     cut = rng.randint(0, num_tokens)
     for first, end in ((0, cut), (cut, num_tokens)):
         if first < end:
             piece = KvRange(first, end - first, 0, NUM_LAYERS)
-            rig.sender.submit(Send("k", tables[0], piece, window_start=start))
+            rig.sender.submit(Send("k", tables[0], piece, whole_start=start))
     rig.sender.submit(Finish("k", num_tokens, (Sample(7),), time.monotonic()))
     event, done = rig.event(), rig.done()
     assert isinstance(event, TicketCommitted), event
     assert done.error is None
-    first_sent = max(start, target_layout.window_start(num_tokens))
-    assert event.window_start == first_sent
+    first_sent = max(start, groups_of(target_layout).whole_start(num_tokens))
+    assert event.whole_start == first_sent
     cells = NUM_LAYERS * num_tokens - len(windowed) * first_sent
     assert event.num_bytes == done.num_bytes == cells * source_layout.token_layer_bytes
     for layer in range(NUM_LAYERS):
@@ -205,10 +210,10 @@ def test_a_sequence_arrives_with_its_window_and_no_more(
 
 @pytest.mark.parametrize(
     ("make_source", "groups"),
-    [(GroupedArrayPool, {KvGroup.FULL, KvGroup.WINDOWED}), (ArrayKvPool, {KvGroup.ALL})],
+    [(GroupedArrayPool, {FULL, WINDOWED}), (ArrayKvPool, {ALL})],
 )
 def test_a_chunk_lies_in_one_pool_of_its_sender(make_rig, monkeypatch, make_source, groups) -> None:
-    seen: set[KvGroup] = set()
+    seen: set[int] = set()
 
     def pack(pool: PackedPool, table: tuple[int, ...], piece: KvRange, out: memoryview) -> None:
         seen.add(piece.group)
@@ -227,20 +232,22 @@ def test_a_chunk_lies_in_one_pool_of_its_sender(make_rig, monkeypatch, make_sour
 def test_windowed_layers_are_not_written_before_the_window_of_the_ticket() -> None:
     """There the owner holds no slots."""
     layout = layout_of((0, 2), window=4)
-    assert layout.window_start(12) == 8
+    assert groups_of(layout).whole_start(12) == 8
 
     def is_taken(piece: KvRange) -> bool:
-        ticket = Ticket(7, (0, 1, 2), layout, 12, 0, 12, Coverage(layout), 30.0, 5.0)
+        ticket = Ticket(
+            7, (0, 1, 2), groups_of(layout), 12, 0, 12, Coverage(groups_of(layout)), 30.0, 5.0
+        )
         ticket.present(1, None, 2.0)
         return not ticket.pin(piece, 3.0)
 
-    assert is_taken(KvRange(0, 12, 0, 3, KvGroup.FULL))
-    assert is_taken(KvRange(8, 4, 0, 2, KvGroup.WINDOWED))
+    assert is_taken(KvRange(0, 12, 0, 3, FULL))
+    assert is_taken(KvRange(8, 4, 0, 2, WINDOWED))
     assert is_taken(KvRange(8, 4, 0, NUM_LAYERS))
     assert is_taken(KvRange(4, 4, 3, 2))
-    assert not is_taken(KvRange(7, 5, 0, 2, KvGroup.WINDOWED))
+    assert not is_taken(KvRange(7, 5, 0, 2, WINDOWED))
     assert not is_taken(KvRange(4, 8, 2, 1))
-    assert not is_taken(KvRange(0, 12, 0, 4, KvGroup.FULL)), "there are three"
+    assert not is_taken(KvRange(0, 12, 0, 4, FULL)), "there are three"
 
 
 def test_a_chunks_place_says_its_group() -> None:
@@ -248,7 +255,7 @@ def test_a_chunks_place_says_its_group() -> None:
     plain = place_checksum(chunk)
     chunk.group = kv_pb2.KV_GROUP_WINDOWED
     assert place_checksum(chunk) != plain
-    assert place_of(chunk) == KvRange(0, 4, 0, 2, KvGroup.WINDOWED)
+    assert place_of(chunk) == KvRange(0, 4, 0, 2, WINDOWED)
     chunk.group = 99  # type: ignore[assignment]
     with pytest.raises(FrameError, match="unknown group 99"):
         place_of(chunk)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 _SENDER = """
 import sys, time
-from baton.types import KvRange
+from engine.kv.range import KvRange
 from baton.types import KvLayout, WorkerIdentity
 from kv_transfer.send_connection import Cancel, Send
 from kv_transfer.handshake import SenderConfig

@@ -31,7 +31,7 @@ from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.kv_secret import KvSecret, new_nonce, read_kv_secret
 from kv_transfer.receiver import Receiver, ReceiverSession
 from kv_transfer.ticket import Endpoint, TicketAborted, TicketCommitted, TicketEvent
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.connection import Connection, Connector, Staged
 from tests.support.kv_transports import ALL
 
@@ -280,7 +280,12 @@ class Door:
         self.replies: list[Frame] = []
         self.pool = ArrayKvPool(LAYOUT, 8)
         self.table = TicketTable(
-            OWNER, LAYOUT, (), 10.0, self.events.append, lambda: 0.0, b"s" * 32, lambda: 1
+            OWNER,
+            LAYOUT,
+            (),
+            TicketRules(10.0, secret=b"s" * 32, draw_id=lambda: 1),
+            self.events.append,
+            lambda: 0.0,
         )
         self.receiver = Receiver(
             ReceiverConfig(OWNER, self.pool, 1, 1 << 12, secret=SECRET), self.table

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.types import KvRange, Sample
+from baton.types import Sample
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import TicketCommitted

@@ -18,9 +18,10 @@ import pytest
 
 from baton.errors import ConfigError, HandoffFailed
 from baton.kv_transports import kv_transport
-from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
+from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import PREAMBLE_BYTES, decode_header, decode_preamble, encode
 from kv_transfer.handshake import SenderConfig
@@ -44,11 +45,15 @@ _RECEIVER = """
 import sys, time
 from engine.kv.tensors.array import ArrayKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
+from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.transport.listeners import open_receiver
 
 layout = KvLayout("m", 3, 2, 4, "int64", 4)
 running = open_receiver(
-    WorkerIdentity("d9", 1), ArrayKvPool(layout, 8), print, time.monotonic, transports=("nixl",)
+    ReceiverConfig(WorkerIdentity("d9", 1), ArrayKvPool(layout, 8)),
+    print,
+    time.monotonic,
+    transports=("nixl",),
 )
 for blocks in ((0, 1), (2, 3)):
     spec = SequenceSpec("r", tuple(range(6)), Sampling())

@@ -17,6 +17,7 @@ import pytest
 
 from baton.types import KvLayout
 from engine.kv.tensors.array import ArrayKvPool
+from engine.kv.tensors.packed import PackedPool
 from kv_transfer.ticket import TicketCommitted
 from kv_transfer.transport.nixl import QUARANTINE_S, Quarantine
 from tests.support.device_double import DeviceArrayPool, DoubleMemory
@@ -122,7 +123,7 @@ def is_handed_over(rig: Any) -> bool:
 
 def test_memory_of_both_gpus_is_registered_and_kv_passes_no_host(make_rig, fabric, monkeypatch):
     for name in ("pack", "unpack"):
-        monkeypatch.delattr(ArrayKvPool, name)
+        monkeypatch.delattr(PackedPool, name)
     rig = make_rig(
         "nixl",
         source_layout=INTS,

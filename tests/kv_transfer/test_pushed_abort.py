@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import Cancelled, HandoffFailed
-from baton.types import KvRange
+from engine.kv.range import KvRange
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.send_connection import Send
 from kv_transfer.ticket import TicketAborted, TicketState

@@ -8,9 +8,10 @@ import itertools
 import pytest
 import torch
 
-from baton.types import CONVERTIBLE_DTYPES, SCALED_DTYPES, KvLayout, KvRange
+from baton.types import CONVERTIBLE_DTYPES, SCALED_DTYPES, KvLayout
 from baton_kernels.kv_write import kv_write, slot_rows
 from baton_kernels.quantize_rows import dequantize_rows
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import WIRE_DTYPES, wire_format

@@ -24,7 +24,7 @@ from kv_transfer.ticket import (
     TicketEvent,
     parse_ticket,
 )
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 
 LAYOUT = KvLayout("m", 2, 1, 2, "int64", 4)
 TOKEN_LAYER_BYTES = LAYOUT.token_layer_bytes
@@ -43,7 +43,12 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.table = TicketTable(
-            OWNER, LAYOUT, (), 10.0, self.events.append, lambda: 0.0, b"s" * 32, self.draw
+            OWNER,
+            LAYOUT,
+            (),
+            TicketRules(10.0, secret=b"s" * 32, draw_id=self.draw),
+            self.events.append,
+            lambda: 0.0,
         )
         self.receiver = Receiver(ReceiverConfig(OWNER, self.pool, 1, 1 << 12), self.table)
 

@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from baton.types import KvLayout, KvRange, Sample
+from baton.types import KvLayout, Sample
+from engine.kv.range import KvRange
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import TicketCommitted
 from tests.support.kv_transports import ALL

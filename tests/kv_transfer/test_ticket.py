@@ -6,7 +6,9 @@ from itertools import product
 
 import pytest
 
-from baton.types import KvLayout, KvRange, Sample
+from baton.types import KvLayout, Sample
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 from kv_transfer.ticket import Commit, Coverage, Ticket, TicketAborted, TicketCommitted, TicketState
 
 NUM_LAYERS, NUM_CACHED, MIN_TOKENS, NUM_TOKENS = 2, 1, 3, 4
@@ -16,7 +18,15 @@ LAYOUT = KvLayout("m", NUM_LAYERS, 1, 1, "float32", 2)
 
 def presented() -> Ticket:
     ticket = Ticket(
-        7, (0,), LAYOUT, MIN_TOKENS, NUM_CACHED, NUM_TOKENS, Coverage(LAYOUT), LEASE_S, 5.0
+        7,
+        (0,),
+        groups_of(LAYOUT),
+        MIN_TOKENS,
+        NUM_CACHED,
+        NUM_TOKENS,
+        Coverage(groups_of(LAYOUT)),
+        LEASE_S,
+        5.0,
     )
     assert ticket.present(1, None, 2.0) is None
     return ticket

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from baton.types import KvLayout, KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from engine.kv.range import KvRange
 from kv_transfer.ticket import (
     Commit,
     Rejection,
@@ -20,7 +21,7 @@ from kv_transfer.ticket import (
     TicketEvent,
     TicketState,
 )
-from kv_transfer.ticket_table import Pinned, TicketTable
+from kv_transfer.ticket_table import Pinned, TicketRules, TicketTable
 
 NUM_LAYERS = 2
 LEASE_S = 10.0
@@ -70,12 +71,9 @@ class Tickets(RuleBasedStateMachine):
             OWNER,
             LAYOUT,
             (),
-            LEASE_S,
+            TicketRules(LEASE_S, OFFER_S, b"s" * 32, ids.__next__),
             self.on_event,
             lambda: self.now,
-            b"s" * 32,
-            ids.__next__,
-            offer_s=OFFER_S,
         )
 
     def on_event(self, event: TicketEvent) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import xxhash
 
-from baton.types import KvLayout, KvRange
+from baton.types import KvLayout
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format

@@ -19,10 +19,10 @@ from baton.types import (
     LATENT,
     SCALED_DTYPES,
     KvLayout,
-    KvRange,
     Sample,
 )
 from baton.v1 import kv_pb2
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.send_connection import Finish

@@ -26,7 +26,6 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from baton.errors import PeerMismatch
 from baton.types import (
     KvLayout,
-    KvRange,
     Sample,
     Sampling,
     SequenceSpec,
@@ -34,9 +33,10 @@ from baton.types import (
     WorkerIdentity,
 )
 from baton.v1 import kv_pb2
+from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import PREAMBLE_BYTES, FrameError, decode_header, decode_preamble, encode
-from kv_transfer.handshake import SenderConfig, agreed_version
+from kv_transfer.handshake import ReceiverConfig, SenderConfig, agreed_version
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketCommitted, TicketEvent
@@ -187,7 +187,9 @@ def events() -> queue.SimpleQueue[TicketEvent]:
 def running(events) -> Iterator[tuple[RunningReceiver, ArrayKvPool]]:
     pool = ArrayKvPool(LAYOUT, 4)
     identity = WorkerIdentity("d0", 7)
-    running = open_receiver(identity, pool, events.put, time.monotonic, transports=("tcp",))
+    running = open_receiver(
+        ReceiverConfig(identity, pool), events.put, time.monotonic, transports=("tcp",)
+    )
     yield running, pool
     running.close()
 

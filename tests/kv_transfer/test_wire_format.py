@@ -9,7 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.types import KvLayout, KvRange
+from baton.types import KvLayout
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 from kv_transfer.ticket import Coverage
 from kv_transfer.wire_format import chunks, wire_format
 
@@ -68,18 +70,18 @@ def test_coverage_agrees_with_a_set_of_cells(pieces, start, length, windowed):
     layout = replace(
         LAYOUT, num_layers=5, window=100 * bool(windowed), windowed_layers=tuple(sorted(windowed))
     )
-    coverage, seen = Coverage(layout), set()
+    coverage, seen = Coverage(groups_of(layout)), set()
     for piece, by_group in pieces:
         is_new = not (cells(piece) & seen)
         if by_group and is_new:
-            assert all(coverage.add(part) for part in layout.by_group(piece))
+            assert all(coverage.add(part) for part in groups_of(layout).split(piece))
         else:
             assert coverage.add(piece) is is_new
         if is_new:
             seen |= cells(piece)
     end = start + length
     whole = set(itertools.product(range(start, end), range(5)))
-    assert coverage.window_start(start, end) == (start if seen == whole else None)
+    assert coverage.whole_start(start, end) == (start if seen == whole else None)
 
 
 @quick
@@ -88,7 +90,7 @@ def test_windowed_layers_may_lack_what_is_behind_the_window(order, data):
     first, end, window = data.draw(st.integers(0, 5)), 20, data.draw(st.integers(1, 25))
     windowed = tuple(sorted(data.draw(st.sets(st.integers(0, 3), min_size=1))))
     layout = replace(LAYOUT, num_layers=4, window=window, windowed_layers=windowed)
-    coverage, starts = Coverage(layout), []
+    coverage, starts = Coverage(groups_of(layout)), []
     for layer in order:
         start = data.draw(st.integers(first, end)) if data.draw(st.booleans()) else first
         starts.append((layer, start))
@@ -99,7 +101,7 @@ def test_windowed_layers_may_lack_what_is_behind_the_window(order, data):
         for layer, start in starts
     )
     latest = max(start for _, start in starts)
-    assert coverage.window_start(first, end) == (latest if is_enough else None)
+    assert coverage.whole_start(first, end) == (latest if is_enough else None)
 
 
 @quick
@@ -108,8 +110,8 @@ def test_of_windowed_layers_goes_what_is_in_the_window(piece, window_start, wind
     layout = replace(
         LAYOUT, num_layers=6, window=bool(windowed), windowed_layers=tuple(sorted(windowed))
     )
-    found = list(layout.from_window(piece, window_start))
-    by_group = list(layout.from_window(piece, window_start, by_group=True))
+    found = list(groups_of(layout).kept(piece, window_start))
+    by_group = list(groups_of(layout).kept(piece, window_start, by_group=True))
     wanted = {
         (token, layer)
         for token, layer in cells(piece)
@@ -119,7 +121,7 @@ def test_of_windowed_layers_goes_what_is_in_the_window(piece, window_start, wind
     assert set().union(*map(cells, found)) == wanted
     assert sum(len(cells(part)) for part in by_group) == len(wanted)
     assert {
-        (token, layout.layers_of(part.group)[layer])
+        (token, groups_of(layout).layers(part.group)[layer])
         for part in by_group
         for token, layer in cells(part)
     } == wanted
@@ -133,11 +135,11 @@ def test_of_windowed_layers_goes_what_is_in_the_window(piece, window_start, wind
 def test_a_range_that_came_in_any_order_is_whole(data):
     piece = KvRange(2, data.draw(st.integers(1, 20)), 0, 3)
     found = list(chunks(piece, 1, data.draw(st.integers(1, 30))))
-    coverage = Coverage(LAYOUT)
+    coverage = Coverage(groups_of(LAYOUT))
     for chunk in data.draw(st.permutations(found)):
-        assert coverage.window_start(piece.first_token, piece.end_token) is None
+        assert coverage.whole_start(piece.first_token, piece.end_token) is None
         assert coverage.add(chunk)
-    assert coverage.window_start(piece.first_token, piece.end_token) == piece.first_token
+    assert coverage.whole_start(piece.first_token, piece.end_token) == piece.first_token
 
 
 STATEFUL = replace(LAYOUT, num_state_layers=3, state_layer_bytes=40)
@@ -147,29 +149,29 @@ STATEFUL = replace(LAYOUT, num_state_layers=3, state_layer_bytes=40)
     "pieces",
     [
         (),
-        (STATEFUL.state_after(8),),
-        (replace(STATEFUL.state_after(9), num_layers=2),),
-        (STATEFUL.state_after(9), STATEFUL.state_after(8)),
+        groups_of(STATEFUL).records_after(8),
+        (replace(groups_of(STATEFUL).records_after(9)[0], num_layers=2),),
+        groups_of(STATEFUL).records_after(9) + groups_of(STATEFUL).records_after(8),
     ],
 )
 def test_a_commit_needs_all_states_after_its_last_token_and_no_others(pieces):
-    coverage = Coverage(STATEFUL)
+    coverage = Coverage(groups_of(STATEFUL))
     assert coverage.add(KvRange(0, 9, 0, STATEFUL.num_layers))
     for piece in pieces:
         assert coverage.add(piece)
-    assert coverage.window_start(0, 9) is None
+    assert coverage.whole_start(0, 9) is None
 
 
 @pytest.mark.parametrize("max_chunk_bytes", [40, 80, 10_000])
 def test_states_come_in_chunks_of_whole_layers(max_chunk_bytes):
-    coverage, whole = Coverage(STATEFUL), STATEFUL.state_after(9)
+    coverage, (whole,) = Coverage(groups_of(STATEFUL)), groups_of(STATEFUL).records_after(9)
     assert coverage.add(KvRange(0, 9, 0, STATEFUL.num_layers))
     # KV is, states are not.
     wire = wire_format("int8", STATEFUL)
     cut = list(chunks(whole, wire.piece_layer_bytes(whole), max_chunk_bytes))
-    assert sum(wire.num_bytes(piece) for piece in cut) == STATEFUL.state_bytes
+    assert sum(wire.num_bytes(piece) for piece in cut) == groups_of(STATEFUL).record_bytes
     for piece in cut:
         assert wire.num_bytes(piece) <= max_chunk_bytes
         assert coverage.add(piece)
         assert not coverage.add(piece)
-    assert coverage.window_start(0, 9) == 0
+    assert coverage.whole_start(0, 9) == 0

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from baton.types import KvRange, Sample
+from baton.types import Sample
 from baton.v1 import kv_pb2
+from engine.kv.range import KvRange
 from kv_transfer.frame import PREAMBLE_BYTES, FrameBuffer, decode_header, decode_preamble
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import TicketCommitted

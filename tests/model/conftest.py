@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load import load_engine
 from engine.torch.engine import TorchEngine
+from tests.support.engines import load_engine
 from tests.support.tiny_models import Family, make_tiny_model
 
 MakeModel = Callable[..., Path]

@@ -12,8 +12,8 @@ from baton_kernels.attention_backends import REFERENCE
 from baton_kernels.cpu.library import library
 from engine import attention_choice
 from engine.attention_choice import check_batch_invariant
-from engine.families.config import read_config
-from engine.load import load_engine
+from engine.families.read import read_config
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from baton.errors import ConfigError, UnsupportedModel
-from engine.families.config import ModelConfig, parse_config, read_config
+from engine.families.config import ModelConfig
+from engine.families.read import parse_config, read_config
 from engine.memory_plan import MemoryPlan, num_parameters
 from engine.torch.rope import make_rope
 from tests.support.memory_plan import plan_memory

@@ -14,7 +14,10 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from baton.errors import UnsupportedModel
-from engine.families.config import FAMILIES, ROPE_TYPES, ModelConfig, parse_config
+from engine.families.config import ModelConfig
+from engine.families.read import parse_config
+from engine.families.registry import FAMILIES
+from engine.families.rope import ROPE_TYPES
 from engine.torch.rope import make_rope
 
 CLASSES = {

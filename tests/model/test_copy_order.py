@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.types import KvLayout, KvRange
+from baton.types import KvLayout
+from engine.kv.range import KvRange
 from engine.kv.tensors.copy_order import CopyOrder, HostOrder, StreamOrder, copy_order
 from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.paged import TorchKvPool

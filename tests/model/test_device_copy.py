@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from baton.types import KvLayout, KvRange
+from baton.types import KvLayout
 from baton_kernels.word_sum import host_checksum
+from engine.kv.range import KvRange
 from engine.kv.tensors import paged as torch_kv_pool
 from engine.kv.tensors.copy_order import HostOrder
 from engine.kv.tensors.device_copy import PagedDeviceCopy

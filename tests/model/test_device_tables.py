@@ -15,7 +15,7 @@ from baton_kernels.gpu import attention_plan, paged_attention
 from bench.stub_device import StubDeviceEngine
 from bench.stub_engine import BLOCK_SIZE
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.kv.pool import BlockTable
+from engine.kv.block_table import BlockTable
 from engine.torch import device_tables
 from engine.torch import step as torch_step
 from engine.torch.device_tables import DeviceTables

@@ -11,7 +11,7 @@ import torch
 from baton.errors import ConfigError
 from engine import dtype as module
 from engine.dtype import choose_dtype
-from engine.load import load_engine
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

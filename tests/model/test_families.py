@@ -18,17 +18,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError, TensorMismatch, UnsupportedModel
-from baton.types import KvRange, Sampling
+from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from baton_kernels.linear import PlainLinear
+from bench.quantized_checkpoints import Scheme, encode, quantize_checkpoint
 from engine import choose_source, native_source
-from engine.families.config import FAMILIES, parse_config
+from engine.families.read import parse_config
+from engine.families.registry import FAMILIES
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.load import load_engine
-from engine.quantization.encode import encode
-from engine.quantization.scheme import Scheme
+from engine.kv.range import KvRange
 from engine.quantization.weight import StoredWeight
-from engine.quantize import quantize_checkpoint
 from engine.ranks.team import RankTeam
 from engine.torch import load
 from engine.torch import packed as packing
@@ -36,6 +35,7 @@ from engine.torch.decoder import Decoder
 from engine.torch.engine import TorchEngine
 from engine.torch.native_decoder import NativeDecoder, make_decoder
 from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
 from tests.support.quantized_models import FORMATS, quantize
 from tests.support.rank_threads import start_thread
 from tests.support.transformers_greedy import greedy_outputs

@@ -17,9 +17,10 @@ from baton_kernels.gpu.padded_plan import partial_bytes
 from engine.cuda.graph_device import CalledGraphs, Graph
 from engine.cuda.step_graphs import MAX_PARTIAL_BYTES, plan_graphs
 from engine.cuda.step_shapes import StepShape
-from engine.families.config import ModelConfig, parse_config
-from engine.load import load_engine
+from engine.families.config import ModelConfig
+from engine.families.read import parse_config
 from engine.memory_plan import MemoryPlan
+from tests.support.engines import load_engine
 from tests.support.memory_plan import plan_memory
 
 LLAMA_8B = parse_config(

@@ -11,8 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.types import KvLayout, KvRange
-from engine.kv.groups.window import WindowSlots
+from baton.types import KvLayout
+from engine.kv.groups.group import SlotTable
+from engine.kv.groups.window import WINDOWED, WindowSlots
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from engine.memory_plan import MemoryPlan, plan_blocks
 
@@ -53,7 +56,7 @@ def test_it_holds_what_one_pool_holds(
         TorchKvPool(layout, NUM_BLOCKS, CPU),
         GroupedTensorPool(layout, NUM_BLOCKS, 4, host_pool),
     )
-    slots, own = WindowSlots(4, grouped.slots.of_block), table[:3]
+    slots, own = WindowSlots(SlotTable(4, grouped.slot_tables[WINDOWED].of_block)), table[:3]
     for block_id in data.draw(st.permutations(own)):
         slots.take(block_id)
     first, layer = data.draw(st.integers(0, 11)), data.draw(st.integers(0, NUM_LAYERS - 1))
@@ -86,13 +89,13 @@ def test_it_holds_what_one_pool_holds(
 
 def test_a_window_table_names_the_slots_of_what_new_tokens_attend_to() -> None:
     kv = GroupedTensorPool(layout_of((0, 2), "float32"), NUM_BLOCKS, 4, host_pool)
-    slots = WindowSlots(4, kv.slots.of_block)
+    slots = WindowSlots(SlotTable(4, kv.slot_tables[WINDOWED].of_block))
     for block_id in (5, 1):
         slots.take(block_id)
     # Tokens 10 and 11 attend to tokens from 6 on: blocks at places 1 and 2.
     table = array("q", [3, 5, 1, 0])
-    assert list(kv.window_table(table, 10, 12))[1:] == [0, 1]
-    assert min(kv.window_table(table, 10, 13)) < 0, "the block of token 12 has no slot"
+    assert list(kv.slot_table(table, 10, 12))[1:] == [0, 1]
+    assert min(kv.slot_table(table, 10, 13)) < 0, "the block of token 12 has no slot"
 
 
 def plan(max_window_slots: int, kv_bytes: int | None = None, num_seqs: int = 64) -> MemoryPlan:
@@ -113,7 +116,7 @@ def plan(max_window_slots: int, kv_bytes: int | None = None, num_seqs: int = 64)
 
 
 def test_the_same_memory_holds_several_times_as_many_long_sequences() -> None:
-    slots, budget = GEMMA.max_window_slots(64, 2048), 32 * GIB
+    slots, budget = groups_of(GEMMA).max_slots(64, 2048), 32 * GIB
     assert slots == 64 * (64 + 2) + 256
     whole, apart = plan(0, budget), plan(slots, budget)
     assert (whole.num_window_slots, apart.num_window_slots) == (0, slots)
@@ -132,7 +135,7 @@ def test_the_same_memory_holds_several_times_as_many_long_sequences() -> None:
 
 
 def test_enough_for_all_sequences_is_all_that_is_taken() -> None:
-    slots = GEMMA.max_window_slots(64, 2048)
+    slots = groups_of(GEMMA).max_slots(64, 2048)
     whole, apart = plan(0), plan(slots)
     assert whole.num_blocks == apart.num_blocks == 64 * 2048
     assert apart.kv_bytes < whole.kv_bytes / 4
@@ -140,7 +143,7 @@ def test_enough_for_all_sequences_is_all_that_is_taken() -> None:
 
 @pytest.mark.parametrize("kv_bytes", [GIB // 64, GIB, 3 * GIB, 8 * GIB])
 def test_there_are_never_fewer_blocks_than_in_one_pool(kv_bytes: int) -> None:
-    slots = GEMMA.max_window_slots(64, 2048)
+    slots = groups_of(GEMMA).max_slots(64, 2048)
     whole, apart = plan(0, kv_bytes), plan(slots, kv_bytes)
     assert apart.num_blocks >= whole.num_blocks
     if apart.num_window_slots:

@@ -13,13 +13,14 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.errors import ConfigError, EngineFault
-from baton.types import KvRange, Sampling
+from baton.types import Sampling
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.load import load_engine
+from engine.kv.range import KvRange
 from engine.torch.engine import TorchEngine
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import agreed_dtype, wire_format
 from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
 from worker_core.state import SwapSpace
 
 MakeEngine = Callable[..., TorchEngine]

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.types import KEY_VALUE, LATENT, KvLayout, KvRange
+from baton.types import KEY_VALUE, LATENT, KvLayout
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 3, 2, 4

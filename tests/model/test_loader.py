@@ -22,10 +22,10 @@ from baton.errors import (
 )
 from baton_kernels.cpu.library import level
 from engine.checkpoint import find_shards
-from engine.load import load_engine
 from engine.memory_plan import MemoryPlan
 from engine.torch import weights
 from engine.torch.weights import ShardProgress, _read_shards, digest_checkpoint
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 MakeModel = Callable[..., Path]

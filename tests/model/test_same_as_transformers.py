@@ -13,9 +13,9 @@ import torch
 
 from baton.types import Sampling
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.load import load_engine
 from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
 from tests.support.transformers_greedy import greedy_output
 
 MakeModel = Callable[..., Path]

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel, UnsupportedSetting
 from baton.types import Sampling
 from baton_kernels.gated_activation import ALPHA, LIMIT
-from engine.families.config import CLAMPED_SILU_ALPHA, CLAMPED_SILU_LIMIT, parse_config
-from engine.load import load_engine
-from engine.quantize import quantize_checkpoint
+from bench.quantized_checkpoints import quantize_checkpoint
+from engine.families.gpt_oss import CLAMPED_SILU
+from engine.families.read import parse_config
 from engine.torch.stacked_experts import decode_mxfp4
 from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
 
 MakeModel = Callable[..., Path]
 
@@ -95,7 +96,7 @@ def test_halves_that_do_not_fit_are_refused(packed: tuple[Path, Path]) -> None:
 
 
 def test_configs_know_the_gate_that_kernels_have() -> None:
-    assert (CLAMPED_SILU_ALPHA, CLAMPED_SILU_LIMIT) == (ALPHA, LIMIT)
+    assert CLAMPED_SILU == {"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT}
 
 
 def test_other_gates_and_forms_are_refused_by_name(tiny_model: MakeModel, tmp_path: Path) -> None:

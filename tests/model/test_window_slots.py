@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
-from engine.load import load_engine
+from engine.kv.groups.window import WINDOWED
 from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.model.conftest import MakeModel
+from tests.support.engines import load_engine
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_client import Choice, SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
@@ -122,7 +123,7 @@ def alone(model: Path) -> dict[Choice, list[int]]:
     """What each request gets on one worker that holds all KV, one at a time."""
     own = SimShape(num_blocks=90, block_size=4, max_local_prefill_tokens=200)
     engine = engine_of(model, own, frees_windows=False)
-    assert engine.kv.slots is None
+    assert not engine.kv.slot_tables
     client, hub = SimClient(random.Random(0), [], []), LoopbackHub()
     client.decodes.append(SimDecode(hub, lambda: client.now, own, given_engine=engine))
     client.prefills.append(SimPrefill(hub, lambda: client.now))  # of which nothing is asked
@@ -161,8 +162,7 @@ def test_tokens_are_those_of_one_pool_and_of_transformers(
         )
         client.decodes.append(worker)
     for engine in engines:
-        slots, layout = engine.kv.slots, engine.spec.layout
-        assert slots is not None
+        slots, layout = engine.kv.slot_tables[WINDOWED], engine.spec.layout
         assert len(layout.windowed_layers) == num_windowed
         assert slots.num_slots < engine.spec.num_blocks
     assert serve(client, requests()) == expected

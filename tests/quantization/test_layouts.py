@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel
 from baton.types import Sampling
 from baton_kernels.linear import Linear, PlainLinear, pack_float8
-from engine.families.config import read_config
+from engine.families.read import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.load import load_engine
 from engine.quantization.config import parse_quantization
 from engine.quantization.weight import Float8Weight, QuantizedWeight, stack
 from engine.torch import load
 from engine.torch import packed as packed_parameters
+from tests.support.engines import load_engine
 from tests.support.quantized_models import (
     AWQ,
     GPTQ,

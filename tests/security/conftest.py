@@ -10,6 +10,8 @@ import pytest
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, WorkerIdentity
 from engine.kv.tensors.array import ArrayKvPool
+from kv_transfer.handshake import ReceiverConfig
+from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.listeners import RunningReceiver, open_receiver
 from tests.support.certificates import Authority
 
@@ -41,13 +43,11 @@ def make_listener() -> Iterator[Callable[[TlsFiles, tuple[str, ...]], str]]:
         layout = KvLayout("m", 2, 1, 2, "int64", 4)
         running.append(
             open_receiver(
-                WorkerIdentity("d0", 7),
-                ArrayKvPool(layout, 8),
+                ReceiverConfig(WorkerIdentity("d0", 7), ArrayKvPool(layout, 8)),
                 lambda _: None,
                 time.monotonic,
                 transports=("tcp",),
-                tls=tls,
-                peer_names=peer_names,
+                listen=TransportConfig(tls=tls, peer_names=peer_names),
             )
         )
         return running[-1].endpoints[0].address

@@ -11,7 +11,7 @@ import pytest
 
 from baton.registry import Registration
 from baton.registry.interface import Change
-from worker_core.host import keep_announcing
+from worker_core.server import keep_announcing
 
 NUM_FAULTS = 3
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine.kv.groups.state import STATE
 from engine.oracle import OracleLayers
 from kv_transfer.send_connection import SendConnection
 from kv_transfer.ticket import (
@@ -71,16 +72,16 @@ def no_coverage_check(patch: pytest.MonkeyPatch) -> None:
 
 def no_states_are_awaited(patch: pytest.MonkeyPatch) -> None:
     """Nor is the sum of checksums compared."""
-    window_start, commit = Coverage.window_start, Ticket.commit
+    whole_start, commit = Coverage.whole_start, Ticket.commit
 
     def without_states(self: Coverage, first_token: int, end_token: int) -> int | None:
-        self._states = []
-        return window_start(self, first_token, end_token)
+        self._runs[STATE] = []
+        return whole_start(self, first_token, end_token)
 
     def as_said(self: Ticket, said: Commit) -> TicketCommitted | str:
         return commit(self, replace(said, checksum=self.checksum))
 
-    patch.setattr(Coverage, "window_start", without_states)
+    patch.setattr(Coverage, "whole_start", without_states)
     patch.setattr(Ticket, "commit", as_said)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from baton.commands import Abort, Resume
 from baton.errors import Cancelled, EngineFault, HandoffFailed, PeerMismatch
 from baton.events import Failed, HandedOff, NotHandedOff, Prefilled, Tokens
-from baton.types import KvRange, KvSource, Sample, Sampling, SequenceSpec
+from baton.types import KvSource, Sample, Sampling, SequenceSpec
 from engine.interface import Batch, LayersDone
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
+from engine.kv.range import KvRange
 from engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import parse_ticket
@@ -18,7 +21,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.recording_sender import RecordingSender
 from tests.support.sim_tiers import EagerFetches, SimPrefill, sim_matchers
 from worker_core.admission import CoreLimits
-from worker_core.commands import Abort, Destination, Open, Resume
+from worker_core.commands import Destination, Open, StreamCommand
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
 from worker_core.policy import prefill_policy
@@ -56,7 +59,7 @@ def core_of(
     policy = prefill_policy()
     deps = CoreDeps(
         engine=engine,
-        pool=pool or BlockPool(64, 4, secret=bytes(32)),
+        pool=pool or BlockPool(64, whole_blocks(4), secret=bytes(32)),
         tickets=tickets or SimPrefill(LoopbackHub(), lambda: 0.0).tickets,
         sender=sender,
         swap=SwapSpace(engine.kv, 0),
@@ -106,7 +109,7 @@ def test_chunks_are_sent_as_they_are_computed() -> None:
 def test_blocks_that_a_fetch_may_still_write_stay_leased_after_the_sender_had_its_last_word() -> (
     None
 ):
-    sender, pool = RecordingSender(), BlockPool(64, 4, secret=bytes(32))
+    sender, pool = RecordingSender(), BlockPool(64, whole_blocks(4), secret=bytes(32))
     worker = SimPrefill(LoopbackHub(), lambda: 0.0)
     engine = OracleEngine(OracleOptions(num_blocks=64, block_size=4))
     core = core_of(
@@ -118,7 +121,7 @@ def test_blocks_that_a_fetch_may_still_write_stay_leased_after_the_sender_had_it
     piece = KvRange(0, 8, 0, NUM_LAYERS)
     assert isinstance(worker.tickets.pin(ticket.ticket_id, ticket.epoch, 1, piece), tuple)
 
-    core.step([Abort(0, 1)])
+    core.step([StreamCommand(0, 1, Abort())])
     core.step([SendDone((0, 1), Cancelled("given up"), 0)])
     assert pool.counts().leased == 3
     assert not worker.inbox
@@ -161,7 +164,10 @@ def test_a_sequence_whose_handoff_failed_may_decode_on() -> None:
     assert not core.step([]).events
     tokens = [
         sample.token_id
-        for events in (core.step([Resume(0, 1)]).events, *(core.step([]).events for _ in range(9)))
+        for events in (
+            core.step([StreamCommand(0, 1, Resume())]).events,
+            *(core.step([]).events for _ in range(9)),
+        )
         for event in events
         if isinstance(event.event, Tokens)
         for sample in event.event.samples

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from baton.types import KvGroup, KvLayout, KvRange
-from engine.kv.groups.window import WindowSlots
-from engine.kv.pool import BlockPool, PrefixIndex
+from engine.kv.blocks import Blocks
+from engine.kv.groups.window import WINDOWED, WindowSlots
+from engine.kv.layout import LayerGroups
+from engine.kv.prefix_index import PrefixIndex
+from engine.kv.range import KvRange
 from engine.kv.tensors.grouped import GroupedKvPool
 from engine.oracle import OracleLayers
 from tests.sim.test_mix import run_seed
@@ -28,46 +30,46 @@ SEEDS = range(12)
 
 def a_step_sees_a_window_that_is_a_block_short(patch: pytest.MonkeyPatch) -> None:
     """In the place of its first block is another one."""
-    window_table = GroupedKvPool.window_table
+    slot_table = GroupedKvPool.slot_table
 
     def table_of(self: AnyPool, block_table: Any, start: int, end: int) -> Any:
-        table = window_table(self, block_table, start, end)
+        table = slot_table(self, block_table, start, end)
         first = max(0, start - self.layout.window + 1) // self.layout.block_size
         if first < len(table) - 1:
             table[first] = table[first + 1]
         return table
 
-    patch.setattr(GroupedKvPool, "window_table", table_of)
+    patch.setattr(GroupedKvPool, "slot_table", table_of)
 
 
 def windowed_layers_are_not_copied(patch: pytest.MonkeyPatch) -> None:
     def copy(self: AnyPool, sources: Any, targets: Any) -> None:
-        self.full.copy_blocks(sources, targets)
+        self.in_blocks.copy_blocks(sources, targets)
 
-    patch.setattr(GroupedKvPool, "copy_blocks", copy)
+    patch.setattr(GroupedKvPool, "copy_rows", copy)
 
 
 def what_is_copied_lands_in_its_source(patch: pytest.MonkeyPatch) -> None:
     """Of windowed layers."""
-    copy_blocks = GroupedKvPool.copy_blocks
+    copy_blocks = GroupedKvPool.copy_rows
 
     def copy(self: AnyPool, sources: Any, targets: Any) -> None:
         copy_blocks(self, sources, targets)
-        slots = self.slots.of_block
+        slots = self.slot_tables[WINDOWED].of_block
         pairs = [(slots[s], slots[t]) for s, t in zip(sources, targets, strict=True)]
         for source, target in pairs:
             if source >= 0:
-                self.windowed.data[target] = 0
+                self.in_slots.data[target] = 0
 
-    patch.setattr(GroupedKvPool, "copy_blocks", copy)
+    patch.setattr(GroupedKvPool, "copy_rows", copy)
 
 
 def chunks_are_placed_by_block(patch: pytest.MonkeyPatch) -> None:
     """Those of windowed layers, on both sides."""
 
-    def ids_in(self: AnyPool, group: KvGroup, block_ids: Any) -> Any:
-        num_slots = self.slots.num_slots
-        return [i % num_slots for i in block_ids] if group is KvGroup.WINDOWED else block_ids
+    def ids_in(self: AnyPool, group: int, block_ids: Any) -> Any:
+        num_slots = self.slot_tables[WINDOWED].num_slots
+        return [i % num_slots for i in block_ids] if group == WINDOWED else block_ids
 
     patch.setattr(GroupedKvPool, "ids_in", ids_in)
 
@@ -77,10 +79,10 @@ def chunks_are_read_from_the_next_slot(patch: pytest.MonkeyPatch) -> None:
 
     def pack(self: AnyPool, block_ids: Any, piece: KvRange, parts: Any) -> None:
         pack_parts(self, block_ids, piece, parts)
-        if piece.group is KvGroup.WINDOWED:
-            num_slots = self.slots.num_slots
+        if piece.group == WINDOWED:
+            num_slots = self.slot_tables[WINDOWED].num_slots
             slots, own = self._within(block_ids, piece)
-            self.windowed.pack_parts([(slot + 1) % num_slots for slot in slots], own, parts)
+            self.in_slots.pack_parts([(slot + 1) % num_slots for slot in slots], own, parts)
 
     patch.setattr(GroupedKvPool, "pack_parts", pack)
 
@@ -89,7 +91,7 @@ def the_last_windowed_layer_is_not_written(patch: pytest.MonkeyPatch) -> None:
     unpack_parts = GroupedKvPool.unpack_parts
 
     def all_but_last(self: AnyPool, block_ids: Any, piece: KvRange, parts: Any) -> None:
-        if piece.group is KvGroup.WINDOWED and piece.end_layer == self.windowed.layout.num_layers:
+        if piece.group == WINDOWED and piece.end_layer == self.in_slots.layout.num_layers:
             piece = replace(piece, num_layers=piece.num_layers - 1)
             parts = [part[: piece.num_layers] for part in parts]
         unpack_parts(self, block_ids, piece, parts)
@@ -105,24 +107,24 @@ def a_slot_that_is_held_is_taken(patch: pytest.MonkeyPatch) -> None:
     """Where none is free, though others are cached."""
     take = WindowSlots.take
 
-    def take_held(self: WindowSlots, block_id: int) -> Any:
+    def take_held(self: WindowSlots, block_id: int) -> None:
         held = [i for i, count in enumerate(self._references) if count]
         if self._free or not held:
-            return take(self, block_id)
+            take(self, block_id)
+            return
         self.of_block[block_id], self.of_block[held[0]] = self.of_block[held[0]], -1
         self._references[block_id] = 1
-        return held[0]
 
     patch.setattr(WindowSlots, "take", take_held)
 
 
 def a_window_is_given_back_a_block_early(patch: pytest.MonkeyPatch) -> None:
-    first_needed = BlockPool._first_needed
-    patch.setattr(BlockPool, "_first_needed", lambda *args: first_needed(*args) + 1)
+    first_needed = Blocks.first_needed
+    patch.setattr(Blocks, "first_needed", lambda *args: first_needed(*args) + 1)
 
 
 def a_block_whose_slot_went_to_another_is_found_as_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixIndex, "lose_window", lambda *_: None)
+    patch.setattr(PrefixIndex, "set_partial", lambda *_: None)
 
 
 def a_prefix_is_found_without_its_window(patch: pytest.MonkeyPatch) -> None:
@@ -130,30 +132,30 @@ def a_prefix_is_found_without_its_window(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_shared_window_goes_along_with_the_first_to_write(patch: pytest.MonkeyPatch) -> None:
-    def own_slot(self: BlockPool, shared: int, own: int) -> None:
-        if self._slots:
-            self._slots.move(shared, own)
-            self._index.lose_window(shared)
+    def on_copy(self: WindowSlots, held: set[int], place: int, source: int, target: int) -> None:
+        if place in held:
+            self._move(source, target)
+            self._index.set_partial(source)
 
-    patch.setattr(BlockPool, "_own_slot", own_slot)
+    patch.setattr(WindowSlots, "on_copy", on_copy)
 
 
 def the_window_is_sent_a_block_short(patch: pytest.MonkeyPatch) -> None:
     """Both sides agree on that."""
-    window_start = KvLayout.window_start
+    whole_start = LayerGroups.whole_start
 
-    def later(self: KvLayout, num_tokens: int) -> int:
-        start = window_start(self, num_tokens)
-        return start + self.block_size if start + self.block_size < num_tokens else start
+    def later(self: LayerGroups, num_tokens: int) -> int:
+        start, size = whole_start(self, num_tokens), self.layout.block_size
+        return start + size if start + size < num_tokens else start
 
-    patch.setattr(KvLayout, "window_start", later)
+    patch.setattr(LayerGroups, "whole_start", later)
 
 
 def the_window_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
     pieces = SwapSpace._pieces
 
     def full_alone(self: SwapSpace, num_tokens: int) -> Any:
-        return [piece for piece in pieces(self, num_tokens) if piece.group is not KvGroup.WINDOWED]
+        return [piece for piece in pieces(self, num_tokens) if piece.group != WINDOWED]
 
     patch.setattr(SwapSpace, "_pieces", full_alone)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton.types import KvGroup, KvRange
-from engine.kv.groups.state import StateSlots
-from engine.kv.pool import BlockLease
+from engine.kv.groups.state import STATE, StateSlots
+from engine.kv.lease import BlockLease
+from engine.kv.range import KvRange
 from engine.kv.tensors.state_memory import StateMemory, StatePlace
 from engine.oracle import OracleLayers
 from kv_transfer.ticket import Coverage
@@ -36,25 +36,25 @@ def a_slot_is_not_reset(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_slot_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StateSlots, "give_back", lambda *_: None)
+    patch.setattr(StateSlots, "on_freed", lambda *_: None)
 
 
 def an_aborted_sequence_keeps_its_slot(patch: pytest.MonkeyPatch) -> None:
     """Of those that leave before they are over."""
-    leave, give_back = CoreState.leave, StateSlots.give_back
+    leave, give_back = CoreState.leave, StateSlots.on_freed
 
     def leave_with_slot(self: CoreState, group: Any) -> None:
         if group.num_missing_tokens > 1:
-            patch.setattr(StateSlots, "give_back", lambda *_: None)
+            patch.setattr(StateSlots, "on_freed", lambda *_: None)
         leave(self, group)
-        patch.setattr(StateSlots, "give_back", give_back)
+        patch.setattr(StateSlots, "on_freed", give_back)
 
     patch.setattr(CoreState, "leave", leave_with_slot)
 
 
 def states_are_sent_before_the_last_chunk(patch: pytest.MonkeyPatch) -> None:
     """Whatever they are after."""
-    send_computed, states = Handoffs.send_computed, Handoffs._states
+    send_computed, states = Handoffs.send_computed, Handoffs._records
 
     def send(self: Handoffs, sequence: Any, tokens: range, *rest: Any) -> None:
         is_first = tokens.start == 0 < tokens.stop and rest[0].start == 0
@@ -67,20 +67,20 @@ def states_are_sent_before_the_last_chunk(patch: pytest.MonkeyPatch) -> None:
         return () if self._state.groups[key].destination else states(self, key, lease, num_tokens)
 
     patch.setattr(Handoffs, "send_computed", send)
-    patch.setattr(Handoffs, "_states", later)
+    patch.setattr(Handoffs, "_records", later)
     patch.setattr(StateMemory, "_place_of", lambda _self, slot, _: slot % 2)
 
 
 def states_are_not_sent(patch: pytest.MonkeyPatch) -> None:
     """And nobody asks whether they have come."""
-    window_start = Coverage.window_start
+    whole_start = Coverage.whole_start
 
     def covered(self: Coverage, *tokens: int) -> Any:
-        self._states = []
-        return window_start(self, *tokens)
+        self._runs[STATE] = []
+        return whole_start(self, *tokens)
 
-    patch.setattr(Handoffs, "_states", lambda *_: ())
-    patch.setattr(Coverage, "window_start", covered)
+    patch.setattr(Handoffs, "_records", lambda *_: ())
+    patch.setattr(Coverage, "whole_start", covered)
 
 
 def a_half_of_the_states_is_written(patch: pytest.MonkeyPatch) -> None:
@@ -98,13 +98,13 @@ def a_fork_copies_no_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def choices_share_a_slot(patch: pytest.MonkeyPatch) -> None:
-    shared_indices = BlockLease._shared_indices
+    shared_indices = BlockLease.shared_indices
 
     def without_first(self: BlockLease, start: int, end: int) -> list[int]:
-        size = self._pool.block_size
+        size = self._blocks.size
         return [index for index in shared_indices(self, start, end) if index >= start // size]
 
-    patch.setattr(BlockLease, "_shared_indices", without_first)
+    patch.setattr(BlockLease, "shared_indices", without_first)
 
 
 def a_step_writes_the_states_it_has_read(patch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def states_of_another_are_sent(patch: pytest.MonkeyPatch) -> None:
     def pack_next(self: StateMemory, block_ids: Any, piece: KvRange, out: memoryview) -> None:
         pack(self, block_ids, piece, out)
         slot = (self._slot_of(block_ids) + 1) % self.slots.num_slots
-        if piece.group is KvGroup.STATE and self._num_tokens[slot].max() > 0:
+        if piece.group == STATE and self._num_tokens[slot].max() > 0:
             layers = slice(piece.first_layer, piece.end_layer)
             out[:] = self.data[slot, 0, layers].tobytes()
 

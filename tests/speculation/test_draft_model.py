@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.types import Sampling
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from worker_core.speculation.draft_model import DraftModelProposer
@@ -31,7 +32,7 @@ def proposer_of(
         max_model_len=max_model_len,
         poison_token_id=poison_token_id,
     )
-    pool = BlockPool(num_blocks, 4, secret=bytes(32), enable_prefix_caching=False)
+    pool = BlockPool(num_blocks, whole_blocks(4), secret=bytes(32), enable_prefix_caching=False)
     engine = OracleEngine(options)
     return DraftModelProposer(engine, pool, max_num_batched_tokens, lambda: 0.0), pool
 

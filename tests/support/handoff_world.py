@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from unittest.mock import patch
 
+from baton.commands import Abort
 from baton.errors import HandoffFailed, NoWorkers, RetriableError
 from baton.events import Failed, SequenceEvent, is_last
 from baton.types import FinishReason, KvLayout, KvSource, Sampling, SequenceSpec, Tier
@@ -35,7 +36,6 @@ from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
 from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
-    Abort,
     AbortSource,
     Action,
     Assignment,
@@ -46,6 +46,7 @@ from gateway.request.assignment import (
     Open,
     OpenSource,
     Place,
+    SendCommand,
     SetTimer,
     Update,
 )
@@ -317,7 +318,7 @@ class Request:
                 self._open(assignment, self.world.decode, source, b"")
             case OpenSource(assignment, ticket=ticket):
                 self._open(assignment, self.world.prefill, KvSource.LOCAL, ticket)
-            case Abort(assignment):
+            case SendCommand(assignment, _, Abort()):
                 self._abort(assignment, is_source=False)
             case AbortSource(assignment):
                 self._abort(assignment, is_source=True)
@@ -377,7 +378,7 @@ class Request:
         if opened is not None:
             node, handle = opened
             if node.sinks.pop(handle, None) is not None:
-                node.commands.append(core_commands.Abort(0, handle))
+                node.commands.append(core_commands.StreamCommand(0, handle, Abort()))
 
     def _deliver(self, choice: Choice) -> None:
         self.perform(self.state.on_delivery(choice))
@@ -751,8 +752,8 @@ class World:
 def prefilled(tokens: tuple[int, ...], layers: OracleLayers) -> ArrayKvPool:
     """What the only block, and slot, hold after these tokens, in an engine of the world's shape."""
     engine = OracleEngine(OracleOptions(1, block_size=PROMPT_TOKENS, layers=layers))
-    if engine.kv.state_slots:
-        engine.kv.state_slots.of_block[0] = 0
+    for table in engine.kv.slot_tables.values():
+        table.of_block[0] = 0
     row = SampleRow(len(tokens) - 1, Sampling(), list(tokens), len(tokens), 0, None)
     engine.forward(Batch((SequenceSlice(list(tokens), 0, [0], (row,)),)))
     assert isinstance(engine.kv, ArrayKvPool)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.commands import Abort, SequenceCommand
 from baton.events import SequenceEvent, is_last
 from baton.types import (
     KvLayout,
@@ -29,6 +30,7 @@ from baton.types import (
 from baton.v1 import inference_pb2
 from bench.measure import Record, Slo, Summary, summarise
 from engine.interface import Batch, EngineSpec, Launched, LayersDone
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.kv.tensors.array import ArrayKvPool
 from gateway.intake.decoding import Decoding
@@ -42,20 +44,12 @@ from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.ticket import TicketCommitted
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import sim_matchers
 from tests.support.virtual_loop import run_virtual
 from worker_core.admission import CoreLimits
-from worker_core.commands import (
-    Abort,
-    Command,
-    Destination,
-    HandOff,
-    Open,
-    Pause,
-    Resume,
-)
+from worker_core.commands import Command, Destination, Open, StreamCommand
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.loop import HEARTBEAT_S
 from worker_core.policy import Policy
@@ -175,11 +169,9 @@ class LoadNode:
             identity,
             _LAYOUT,
             (listener.endpoint,),
-            30.0,
+            TicketRules(secret=bytes(32), draw_id=lambda: ids.getrandbits(64)),
             self.submit,
             self.clock,
-            bytes(32),
-            lambda: ids.getrandbits(64),
         )
         listener.serve(Receiver(ReceiverConfig(identity, engine.kv, 4, 1 << 20), tickets))
         config = SenderConfig(
@@ -191,7 +183,7 @@ class LoadNode:
         self._sender = Sender(config, self.submit, is_inline=True)
         deps = CoreDeps(
             engine=engine,
-            pool=BlockPool(num_blocks, _BLOCK_SIZE, secret=bytes(32)),
+            pool=BlockPool(num_blocks, whole_blocks(_BLOCK_SIZE), secret=bytes(32)),
             tickets=tickets,
             sender=self._sender,
             swap=SwapSpace(engine.kv, 0),
@@ -273,18 +265,9 @@ class LoadNode:
         self._take(Open(0, first, spec, source, destination))
         return first
 
-    def abort(self, handle: int) -> None:
-        if self._sinks.pop(handle, None) is not None:
-            self._take(Abort(0, handle))
-
-    def pause(self, handle: int) -> None:
-        self._take(Pause(0, handle))
-
-    def hand_off(self, handle: int, ticket: bytes) -> None:
-        self._take(HandOff(0, handle, ticket))
-
-    def resume(self, handle: int) -> None:
-        self._take(Resume(0, handle))
+    def send(self, handle: int, command: SequenceCommand) -> None:
+        if not isinstance(command, Abort) or self._sinks.pop(handle, None) is not None:
+            self._take(StreamCommand(0, handle, command))
 
 
 @dataclass

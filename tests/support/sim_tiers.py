@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
@@ -18,8 +17,10 @@ from baton.errors import BatonError
 from baton.types import KvSource, SequenceSpec, WorkerIdentity
 from engine.grammar import Matchers
 from engine.interface import Engine
+from engine.kv.groups.group import GroupAllocator, SlotTable
 from engine.kv.groups.state import StateSlots
 from engine.kv.groups.window import WindowSlots
+from engine.kv.layout import groups_of
 from engine.kv.pool import BlockPool
 from engine.oracle import (
     FULL_LAYERS,
@@ -32,7 +33,7 @@ from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import KvSender, SendDone, Sender
 from kv_transfer.ticket import TicketEvent
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
 from tests.support.grammar_walks import small_vocabulary
 from worker_core.admission import CoreLimits
@@ -77,8 +78,8 @@ class SimShape:
     def num_window_slots(self) -> int:
         if not self.has_window_slots:
             return 0
-        layout = oracle_layout(self.layers, self.block_size)
-        most = layout.max_window_slots(self.max_num_seqs, self.max_num_batched_tokens)
+        groups = groups_of(oracle_layout(self.layers, self.block_size))
+        most = groups.max_slots(self.max_num_seqs, self.max_num_batched_tokens)
         return min(most, self.num_blocks)
 
 
@@ -105,18 +106,13 @@ def _engine(shape: SimShape) -> OracleEngine:
     )
 
 
-def _slots(engine: Engine) -> WindowSlots | None:
-    table = engine.kv.slots
-    return WindowSlots(table.num_slots, table.of_block) if table else None
-
-
 class EnoughSlots(StateSlots):
     """Fails where a slot is looked for and there is none: nobody who has a place in the batch lacks
     one."""
 
-    def __init__(self, num_slots: int, of_block: array[int]) -> None:
-        super().__init__(num_slots, of_block)
-        self.fewest = num_slots
+    def __init__(self, table: SlotTable) -> None:
+        super().__init__(table)
+        self.fewest = table.num_slots
         """That have been available."""
 
     @property
@@ -129,24 +125,23 @@ class EnoughSlots(StateSlots):
         self.fewest = min(self.fewest, super().num_available)
 
 
-def _state_slots(engine: Engine) -> EnoughSlots | None:
-    table = engine.kv.state_slots
-    return EnoughSlots(table.num_slots, table.of_block) if table else None
+def _allocators(engine: Engine) -> list[GroupAllocator]:
+    """Of groups that lie apart, whatever their kinds."""
+    found = []
+    for number, table in engine.kv.slot_tables.items():
+        own = engine.kv.groups[number].allocator(table)
+        found.append(EnoughSlots(table) if isinstance(own, StateSlots) else own)
+    return found
 
 
-def _pool(
-    shape: SimShape, engine: Engine, slots: WindowSlots | None, states: StateSlots | None
-) -> BlockPool:
-    layout = engine.spec.layout
+def _pool(shape: SimShape, engine: Engine, allocators: Sequence[GroupAllocator]) -> BlockPool:
+    groups = engine.kv.groups
     return BlockPool(
         shape.num_pool_blocks or shape.num_blocks,
-        shape.block_size,
+        groups,
         secret=bytes(32),
-        enable_prefix_caching=shape.enable_prefix_caching and not states,
-        window=layout.window,
-        has_full_layers=layout.has_full_layers,
-        window_slots=slots,
-        state_slots=states,
+        allocators=allocators,
+        enable_prefix_caching=shape.enable_prefix_caching and not groups.cannot_rewind,
     )
 
 
@@ -183,11 +178,9 @@ def _open_tickets(
         identity,
         layout,
         (listener.endpoint,),
-        lease_s,
+        TicketRules(lease_s, secret=bytes(32), draw_id=lambda: ids.getrandbits(64)),
         on_event,
         clock,
-        bytes(32),
-        lambda: ids.getrandbits(64),
     )
     listener.serve(Receiver(ReceiverConfig(identity, engine.kv, 4, 1 << 16), tickets))
     return listener, tickets
@@ -225,9 +218,12 @@ class SimWorker:
     def __post_init__(self) -> None:
         identity = WorkerIdentity(self.name, self.boot)
         self.engine = self.given_engine or _engine(self.shape)
-        self.slots = _slots(self.engine)
-        self.state_slots = _state_slots(self.engine)
-        self.pool = _pool(self.shape, self.engine, self.slots, self.state_slots)
+        allocators = _allocators(self.engine)
+        self.slots = next((each for each in allocators if isinstance(each, WindowSlots)), None)
+        self.state_slots = next(
+            (each for each in allocators if isinstance(each, EnoughSlots)), None
+        )
+        self.pool = _pool(self.shape, self.engine, allocators)
         self.listener, self.tickets = _open_tickets(
             self.hub, identity, self.engine, self.submit, self.clock, self.lease_s, self.seed
         )

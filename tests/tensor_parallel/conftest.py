@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load import load_engine
 from engine.ranks import start
 from engine.ranks.team import RankTeam
 from engine.torch.engine import TorchEngine
+from tests.support.engines import load_engine
 from tests.support.rank_threads import start_thread
 
 LoadRanks = Callable[..., TorchEngine]

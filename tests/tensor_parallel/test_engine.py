@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from baton.errors import EngineFault
-from baton.types import KvRange, Sampling
+from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.range import KvRange
 from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate, token_ids
 from tests.support.quantized_models import compressed, make_quantized, packed_pieces, round_weight

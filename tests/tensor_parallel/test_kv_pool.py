@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.types import KvLayout, KvRange
+from baton.types import KvLayout
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 from engine.kv.tensors.ranks import ShardedKvPool, pool_bytes, rank_pool
 from engine.shard import Shard

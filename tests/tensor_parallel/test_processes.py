@@ -17,15 +17,15 @@ import pytest
 
 from baton.errors import ModelError, StartupError
 from baton.types import KvLayout, Sampling
-from engine.families.config import read_config
+from engine.families.read import read_config
 from engine.interface import Batch, SequenceSlice
 from engine.kv.tensors.ranks import pool_sizes
-from engine.load import load_engine
 from engine.ranks import start
 from engine.ranks.rank_spec import RankSpec, staging_bytes
 from engine.ranks.team import RankTeam
 from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None
     config = read_config(model)
     layout = KvLayout("", config.num_layers, config.num_kv_heads, config.head_dim, "float32", 8)
     room = staging_bytes(config, 2, "float32")
-    pools = pool_sizes(layout, num_blocks=4, num_window_slots=0)
+    pools = pool_sizes(layout, num_blocks=4, num_slots=0)
     spec = RankSpec(0, 2, str(tmp_path), config, "float32", pools, 256, 1, room, -1, -1)
     without_model, with_another = RankTeam(spec), RankTeam(replace(spec, folder=str(model)))
     with pytest.raises(StartupError, match=r"rank 1 of 2 \(pid \d+\) ended before it had loaded"):
@@ -102,7 +102,7 @@ def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None
 
 def test_ranks_end_with_rank_0(model: Path) -> None:
     program = (
-        "from engine.load import load_engine\n"
+        "from tests.support.engines import load_engine\n"
         f"engine = load_engine({str(model)!r}, num_blocks=4, tensor_parallel_size=2)\n"
         "print('ready', flush=True)\n"
         "input()\n"

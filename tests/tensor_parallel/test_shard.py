@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from engine.families.config import ModelConfig, read_config
+from engine.families.config import ModelConfig
+from engine.families.read import read_config
 from engine.memory_plan import MemoryPlan
 from engine.shard import WHOLE, Shard, check_size
 from engine.torch.parameters import Target, empty_parameters

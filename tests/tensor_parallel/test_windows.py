@@ -15,10 +15,12 @@ import torch
 
 from baton.errors import EngineFault
 from baton.events import Committed
-from baton.types import KvRange, Sampling, SequenceSpec
+from baton.types import Sampling, SequenceSpec
 from baton_kernels.cpu.library import library
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.kv.groups.window import WindowSlots
+from engine.kv.groups.window import WINDOWED, WindowSlots
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import GroupedTensorPool
 from engine.kv.tensors.ranks import ShardedKvPool
 from engine.torch.engine import TorchEngine
@@ -113,7 +115,11 @@ def test_both_groups_are_in_the_memory_of_all_ranks(model: Path, load_ranks: Loa
     for engine in engines[1:]:
         kv = engine.kv
         assert isinstance(kv, GroupedTensorPool)
-        assert kv.slots.num_slots == one.slots.num_slots < SHAPE.num_blocks
+        assert (
+            kv.slot_tables[WINDOWED].num_slots
+            == one.slot_tables[WINDOWED].num_slots
+            < SHAPE.num_blocks
+        )
         for group, own in kv.pools.items():
             assert isinstance(own, ShardedKvPool)
             assert own.layout == one.pools[group].layout
@@ -127,7 +133,7 @@ def test_logits_and_kv_are_those_of_one_rank(model: Path, load_ranks: LoadRanks)
         engine = load(load_ranks, model, size)
         kv = engine.kv
         assert isinstance(kv, GroupedTensorPool)
-        slots, table = WindowSlots(kv.slots.num_slots, kv.slots.of_block), [9, 3, 30, 5, 12, 77]
+        slots, table = WindowSlots(kv.slot_tables[WINDOWED]), [9, 3, 30, 5, 12, 77]
         for block_id in reversed(table):
             slots.take(block_id)
         tokens = PROMPTS[1][:20]
@@ -157,12 +163,13 @@ def test_a_handoff_moves_the_window_between_any_numbers_of_ranks(
     assert 0 < num_windowed < layout.num_layers
     assert client.num_bytes == {
         len(prompt): (
-            layout.num_layers * len(prompt) - num_windowed * layout.window_start(len(prompt))
+            layout.num_layers * len(prompt)
+            - num_windowed * groups_of(layout).whole_start(len(prompt))
         )
         * layout.token_layer_bytes
         for prompt in PROMPTS
     }
-    assert layout.window_start(len(PROMPTS[0])) > WINDOW
+    assert groups_of(layout).whole_start(len(PROMPTS[0])) > WINDOW
     assert 0 < client.most["d0"] <= SHAPE.max_num_seqs * MOST_DECODING
     assert not losses
 
@@ -192,9 +199,8 @@ def test_a_slice_without_its_window_fails_alone_and_ranks_go_on(
 ) -> None:
     """No rank is given such a step: it would be apart from the others for good."""
     engine = load(load_ranks, make_tiny_model(tmp_path, "gemma2", sliding_window=WINDOW), 2)
-    slots = engine.kv.slots
-    assert slots
-    WindowSlots(slots.num_slots, slots.of_block).take(9)
+    slots = engine.kv.slot_tables[WINDOWED]
+    WindowSlots(slots).take(9)
     row = SampleRow(0, Sampling(), (5,), 1)
     good, wrong = (SequenceSlice((5,), 0, (block_id,), (row,)) for block_id in (9, 8))
     expected = engine.forward(Batch((good,)))

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load import load_engine
 from engine.torch.engine import TorchEngine
 from tests.support.architectures import VOCAB_SIZE, make_checkpoint
+from tests.support.engines import load_engine
 
 NUM_TOKENS = 8
 #: One token; some; more than a window of 8 and a block of 16.
@@ -42,7 +42,7 @@ def load(path: Path, **options: Any) -> TorchEngine:
     quiet = {"progress": lambda _: None, "on_plan": lambda _: None}
     defaults = {"model_impl": "transformers", "num_blocks": 32}
     engine = load_engine(str(path), **{**defaults, **quiet, **options})
-    if table := engine.kv.state_slots:
+    for table in engine.kv.slot_tables.values():
         table.of_block[:] = array("q", range(engine.spec.num_blocks))
     return engine
 

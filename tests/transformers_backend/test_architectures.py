@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.types import KvRange, Sampling
+from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 from engine.torch.engine import TorchEngine
 from tests.support.architectures import ARCHITECTURES, make_checkpoint
 from tests.support.drive_engine import generate, token_ids
@@ -72,7 +74,7 @@ def test_greedy_tokens_are_those_of_generate(
         outputs = generate(case.engine, prompts(), GREEDY, NUM_TOKENS)
     assert token_ids(outputs) == case.expected
     assert len({tuple(output) for output in case.expected}) == len(PROMPT_LENGTHS)
-    if case.engine.spec.layout.has_states:
+    if groups_of(case.engine.spec.layout).records:
         watch.torch.add("states")
     record_property("kernels", watch.summary)
     assert library() is None or "attention" not in watch.torch
@@ -219,10 +221,10 @@ def hand_over(
     """Move the KV of a sequence's first tokens, and the states after them."""
     layout = sender.spec.layout
     pieces = [KvRange(0, num_tokens, 0, layout.num_layers)]
-    if layout.has_states:
-        pieces.append(layout.state_after(num_tokens))
+    if groups_of(layout).records:
+        pieces += groups_of(layout).records_after(num_tokens)
     for piece in pieces:
-        packed = bytearray(layout.num_bytes(piece))
+        packed = bytearray(groups_of(layout).num_bytes(piece))
         sender.kv.pack(sources, piece, memoryview(packed))
         receiver.kv.unpack(targets, piece, memoryview(packed))
 

@@ -19,10 +19,10 @@ from baton.errors import (
     UnsupportedSetting,
 )
 from baton.types import Sampling
+from bench.quantized_checkpoints import quantize_checkpoint
 from engine.checkpoint import check_checkpoint
 from engine.choose_source import model_source
-from engine.families.config import choose_implementation
-from engine.quantize import quantize_checkpoint
+from engine.families.read import choose_implementation
 from tests.support.architectures import REFUSED, make_checkpoint, write_config
 from tests.support.drive_engine import generate, token_ids
 from tests.support.quantized_models import FORMATS, quantize

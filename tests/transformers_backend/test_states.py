@@ -14,10 +14,12 @@ import torch
 from baton.errors import AdapterError, ConfigError, EngineFault
 from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
 from engine.interface import Batch, SampleRow, SequenceSlice, forward_guarded
-from engine.load import load_engine
+from engine.kv.groups.state import STATE
+from engine.kv.layout import groups_of
 from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.architectures import VOCAB_SIZE
+from tests.support.engines import load_engine
 from tests.support.sim_client import Choice, SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 from tests.transformers_backend.conftest import Case, load, prompts
@@ -95,12 +97,16 @@ def test_states_that_are_not_there_are_a_fault(case_of: CaseOf) -> None:
     logits(engine, prompt[:11], 0)
     with pytest.raises(EngineFault, match="after 10 tokens"):
         logits(engine, prompt[10:12], 10)
-    data = memoryview(bytearray(layout.state_bytes))
+    data = memoryview(bytearray(groups_of(layout).record_bytes))
     with pytest.raises(ValueError, match="after 12 tokens"):
-        engine.kv.pack(TABLE, layout.state_after(12), data)
+        engine.kv.pack(TABLE, groups_of(layout).records_after(12)[0], data)
     with pytest.raises(ValueError, match="is no state"):
-        engine.kv.pack(TABLE, replace(layout.state_after(11), first_token=9, num_tokens=2), data)
-    engine.kv.pack(TABLE, layout.state_after(11), data)
+        engine.kv.pack(
+            TABLE,
+            replace(groups_of(layout).records_after(11)[0], first_token=9, num_tokens=2),
+            data,
+        )
+    engine.kv.pack(TABLE, groups_of(layout).records_after(11)[0], data)
     assert any(data)
 
 
@@ -209,8 +215,8 @@ def test_two_tiers_give_what_one_worker_gives(swap_bytes: int, name: str, case_o
     num_swaps = sum(worker.swap.num_swaps for worker in client.decodes)
     assert num_swaps if swap_bytes else "Preempted" in client.seen
     for worker in (*client.prefills, *client.decodes):
-        assert worker.engine.kv.state_slots is not None
-        assert set(worker.engine.kv.state_slots.of_block) == {-1}
+        assert STATE in worker.engine.kv.slot_tables
+        assert set(worker.engine.kv.slot_tables[STATE].of_block) == {-1}
 
 
 @pytest.mark.slow
@@ -220,8 +226,8 @@ def test_sequences_that_are_cancelled_leave_no_slot(case_of: CaseOf) -> None:
     client.run(num_cancels=8)
     client.quiet()
     for worker in (*client.prefills, *client.decodes):
-        assert worker.engine.kv.state_slots is not None
-        assert set(worker.engine.kv.state_slots.of_block) == {-1}
+        assert STATE in worker.engine.kv.slot_tables
+        assert set(worker.engine.kv.slot_tables[STATE].of_block) == {-1}
 
 
 @pytest.mark.slow

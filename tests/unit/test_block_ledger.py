@@ -7,12 +7,15 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.commands import Abort
 from baton.types import KvSource, Sampling, SequenceSpec
+from engine.kv.layout import whole_blocks
+from engine.kv.lease import BlockLease
 from engine.kv.ledger import BlockOwner, ListBlocks, num_orphan_blocks, take_ledger
-from engine.kv.pool import BlockLease, BlockPool
+from engine.kv.pool import BlockPool
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimPrefill
-from worker_core.commands import Abort, KnownSequences, Open
+from worker_core.commands import KnownSequences, Open, StreamCommand
 
 quick = settings(deadline=None, database=None, max_examples=80)
 NUM_BLOCKS, BLOCK_SIZE = 12, 2
@@ -25,7 +28,7 @@ def owner_of(lease: BlockLease) -> BlockOwner:
 @quick
 @given(st.data())
 def test_every_block_is_free_cached_owned_or_an_orphan(data):
-    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, secret=bytes(32))
+    pool = BlockPool(NUM_BLOCKS, whole_blocks(BLOCK_SIZE), secret=bytes(32))
     leases: list[BlockLease] = []
     for _ in range(data.draw(st.integers(0, 8))):
         # Common beginnings, so that some blocks have several owners.
@@ -122,6 +125,6 @@ def test_what_was_given_up_is_no_orphan():
     worker = SimDecode(LoopbackHub(), lambda: 0.0)
     worker.submit(Open(0, 1, spec_of("waits", 10), KvSource.PREFILL))
     worker.step()
-    worker.submit(Abort(0, 1))
+    worker.submit(StreamCommand(0, 1, Abort()))
     worker.submit(KnownSequences(0, frozenset()))
     assert worker.step().load.num_orphan_sequences == 0

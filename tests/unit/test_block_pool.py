@@ -3,7 +3,6 @@ were computed."""
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import pytest
@@ -11,16 +10,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.types import KvLayout
+from engine.kv.groups.group import SlotTable
 from engine.kv.groups.window import WindowSlots
-from engine.kv.pool import BlockLease, BlockPool, LeaseError
+from engine.kv.layout import groups_of
+from engine.kv.lease import BlockLease, LeaseError
+from engine.kv.pool import BlockPool
 
 SECRET = bytes(range(32))
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 TENANTS = st.sampled_from([b"", b"a"])
 
 
-def make_pool(num_blocks: int = 12, block_size: int = 4, **options: Any) -> BlockPool:
-    return BlockPool(num_blocks, block_size, secret=SECRET, **options)
+def make_pool(
+    num_blocks: int = 12,
+    block_size: int = 4,
+    window: int = 0,
+    has_full_layers: bool = True,
+    **options: Any,
+) -> BlockPool:
+    """window: of one layer, beside another one that keeps all tokens if has_full_layers."""
+    num_layers = 1 + (window > 0 and has_full_layers)
+    layout = KvLayout(
+        *("m", num_layers, 1, 1, "int8", block_size),
+        window=window,
+        windowed_layers=(num_layers - 1,) if window else (),
+    )
+    return BlockPool(num_blocks, groups_of(layout), secret=SECRET, **options)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -165,8 +181,8 @@ class WindowedPoolMachine(RuleBasedStateMachine):
     def is_readable(self, lease: BlockLease, num_tokens: int) -> None:
         """What the next token attends to in windowed layers is there, and all that is said to be
         there."""
-        assert lease.window_start <= max(0, num_tokens - self.WINDOW + 1)
-        for token in range(lease.window_start, num_tokens):
+        assert lease.whole_start <= max(0, num_tokens - self.WINDOW + 1)
+        for token in range(lease.whole_start, num_tokens):
             assert token in self.present[lease.block_ids[token // 4]]
 
     @precondition(lambda self: self.live)
@@ -386,11 +402,11 @@ def test_a_block_in_the_wrong_index_is_noticed() -> None:
             lease.index([1, 2, 3, 4], 4)
         pool.check_integrity()
         (cached,) = pool.cached_block_ids
-        entries = pool._index.by_block
+        entries = pool._blocks.index.by_block
         if "not" in fault:
             del entries[cached]
         else:
-            entries[pool._free[0]] = entries[cached]
+            entries[pool._blocks.free[0]] = entries[cached]
         with pytest.raises(AssertionError, match=fault):
             pool.check_integrity()
 
@@ -414,7 +430,7 @@ def test_of_those_that_share_a_block_with_nobody_else_the_last_to_write_keeps_it
 
 def test_a_forged_collision_of_keys_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool()
-    monkeypatch.setattr(pool._index, "link", lambda _parent, ids: (b"same", bytes(ids)))
+    monkeypatch.setattr(pool._blocks.index, "link", lambda _parent, ids: (b"same", bytes(ids)))
     with pool.lease(b"", [1, 2, 3, 4, 5], 5) or pytest.fail("no room") as lease:
         lease.index([1, 2, 3, 4, 5], 4)
     assert pool.num_cached_tokens(b"", [1, 2, 3, 4, 5]) == 4
@@ -425,7 +441,7 @@ def test_the_same_tokens_after_another_beginning_are_a_miss_whatever_their_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool = make_pool()
-    monkeypatch.setattr(pool._index, "link", lambda _parent, ids: (bytes(ids), bytes(ids)))
+    monkeypatch.setattr(pool._blocks.index, "link", lambda _parent, ids: (bytes(ids), bytes(ids)))
     tokens = [1, 1, 1, 1, 2, 2, 2, 2, 3]
     with pool.lease(b"", tokens, 9) or pytest.fail("no room") as lease:
         lease.index(tokens, 8)
@@ -458,8 +474,8 @@ class SlottedPoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = WindowSlots(9, array("q", [-1]) * 20)
-        self.pool = make_pool(num_blocks=20, window=self.WINDOW, window_slots=self.slots)
+        self.slots = WindowSlots(SlotTable.empty(20, 9))
+        self.pool = make_pool(num_blocks=20, window=self.WINDOW, allocators=[self.slots])
         self.in_block: dict[int, tuple[int, ...]] = {}
         self.in_slot: dict[int, tuple[int, ...]] = {}
         self.live: list[tuple[BlockLease, list[int]]] = []
@@ -502,7 +518,7 @@ class SlottedPoolMachine(RuleBasedStateMachine):
     def is_readable(self, lease: BlockLease, tokens: list[int], num_tokens: int) -> None:
         """What the next token attends to is there."""
         reach = max(0, num_tokens - self.WINDOW + 1)
-        assert lease.window_start <= reach
+        assert lease.whole_start <= reach
         for index in range(-(-num_tokens // 4)):
             expected, block_id = tuple(tokens[: index * 4 + 4])[:num_tokens], lease.block_ids[index]
             assert self.in_block[block_id][:num_tokens] == expected
@@ -558,8 +574,8 @@ TestSlottedPoolMachine = SlottedPoolMachine.TestCase
 
 
 def test_a_prefix_whose_windows_slots_went_to_others_is_computed_again() -> None:
-    slots = WindowSlots(4, array("q", [-1]) * 20)
-    pool = make_pool(num_blocks=20, window=6, window_slots=slots)
+    slots = WindowSlots(SlotTable.empty(20, 4))
+    pool = make_pool(num_blocks=20, window=6, allocators=[slots])
 
     def serve(turn: list[int]) -> None:
         lease = pool.lease(b"", turn, len(turn))

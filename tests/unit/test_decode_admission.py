@@ -7,6 +7,7 @@ import pytest
 from baton.events import LocalPrefill, Offered
 from baton.types import KvSource, Sample, Sampling, SequenceSpec
 from bench.stub_engine import BLOCK_SIZE, StubEngine
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from kv_transfer.ticket import OfferedTicket, TicketCommitted
 from tests.support.recording_sender import RecordingSender
@@ -60,7 +61,7 @@ def test_prompts_that_come_late_from_the_prefill_tier_are_computed_here_from_the
     """A sequence that only moves, without first tokens, says nothing of prefills."""
     now_s = 0.0
     engine = StubEngine(num_blocks=200)
-    pool = BlockPool(200, BLOCK_SIZE, secret=bytes(32), enable_prefix_caching=False)
+    pool = BlockPool(200, whole_blocks(BLOCK_SIZE), secret=bytes(32), enable_prefix_caching=False)
     state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0), lambda: now_s)
     costs = Costs(LocalPrefillPolicy(0, 2048, is_pinned=False, max_itl_factor=2.0), 128)
     for num_tokens in range(1, 10):

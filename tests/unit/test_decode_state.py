@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from baton.types import Sampling, SequenceSpec
 from bench.stub_engine import BLOCK_SIZE, StubEngine
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SwapSpace
@@ -24,7 +25,7 @@ RANKED = st.lists(
 @given(EVENTS)
 def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
     engine = StubEngine(num_blocks=64)
-    pool = BlockPool(64, BLOCK_SIZE, secret=bytes(32))
+    pool = BlockPool(64, whole_blocks(BLOCK_SIZE), secret=bytes(32))
     state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0), lambda: 0.0)
     for handle, num_choices in events:
         before = state.groups.get((0, handle))
@@ -41,7 +42,7 @@ def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
 @given(RANKED)
 def test_members_are_told_by_rank(events: list[tuple[int, int, int | None]]) -> None:
     engine = StubEngine(num_blocks=64)
-    pool = BlockPool(64, BLOCK_SIZE, secret=bytes(32))
+    pool = BlockPool(64, whole_blocks(BLOCK_SIZE), secret=bytes(32))
     state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0), lambda: 0.0)
     here: dict[tuple[int, int], WorkerSequence] = {}
     for stream, handle, arrival_ns in events:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.types import Sampling, SequenceSpec
 from engine.grammar import Matcher
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from worker_core.sequence import Draft, Stage, WorkerSequence
 
@@ -29,7 +30,7 @@ class SmallTokensAlone(Matcher):
 
 
 def sequence() -> WorkerSequence:
-    pool = BlockPool(8, 4, secret=bytes(32))
+    pool = BlockPool(8, whole_blocks(4), secret=bytes(32))
     spec = SequenceSpec("r", (1, 2, 3), Sampling(), output_token_ids=(7,))
     lease = pool.lease(b"", spec.token_ids, 16)
     assert lease is not None

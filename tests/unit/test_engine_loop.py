@@ -12,6 +12,7 @@ import pytest
 
 from baton.types import KvSource, Sample, Sampling, SequenceSpec, WorkerLoad
 from engine.interface import Batch, LayersDone
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleOptions
 from kv_transfer.transport.loopback import LoopbackHub
@@ -60,7 +61,7 @@ async def test_every_command_is_taken_once_and_in_order() -> None:
     await whole.wait()
     await loop.stop()
     assert seen == list(range(1000))
-    assert not loop.is_running
+    assert not loop._thread.is_alive()
     assert loop.ended.is_set()
 
 
@@ -107,7 +108,7 @@ async def test_a_core_that_fails_ends_the_loop_and_says_so() -> None:
     loop.submit(1)
     await loop.ended.wait()
     await loop.stop()
-    assert not loop.is_running
+    assert not loop._thread.is_alive()
 
 
 class CountingEngine(OracleEngine):
@@ -131,7 +132,7 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
     beats: list[int] = []
     engine = CountingEngine(beats)
     sim = SimDecode(LoopbackHub(), lambda: 0.0)
-    pool = BlockPool(16, 16, secret=bytes(32))
+    pool = BlockPool(16, whole_blocks(16), secret=bytes(32))
     swap = SwapSpace(engine.kv, 0)
     devices = CoreDeps(
         engine,

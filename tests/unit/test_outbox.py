@@ -15,7 +15,7 @@ from baton.errors import ClientStalled
 from baton.events import AddressedEvent, Committed, Paused, SequenceEvent, Tokens, joined
 from baton.types import FinishReason, Sample
 from baton.wire import step_from_proto, step_to_proto
-from worker_core.service import Outbox, in_messages
+from worker_core.sequence_service import Outbox, in_messages
 
 #: Of one sequence: how many tokens a step gave, 0 for a change of state; then how far the next step
 #: jumps, 0 as it should.
@@ -119,7 +119,7 @@ async def test_a_closed_outbox_gives_what_is_there_and_then_nothing() -> None:
 async def test_a_gateway_that_leaves_too_much_unread_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker_core.service.MAX_NUM_EVENTS", 3)
+    monkeypatch.setattr("worker_core.sequence_service.MAX_NUM_EVENTS", 3)
     outbox = Outbox()
     for _ in range(3):
         outbox.put((1, Paused()))

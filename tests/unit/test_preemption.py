@@ -10,6 +10,7 @@ from itertools import count
 import numpy as np
 
 from baton.types import Sampling, SequenceSpec
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.kv.tensors.array import ArrayKvPool
 from engine.oracle import OracleEngine, OracleOptions
@@ -39,7 +40,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.engine = OracleEngine(OracleOptions(num_blocks=self.num_blocks, block_size=BLOCK_SIZE))
-        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, secret=bytes(32))
+        self.pool = BlockPool(self.num_blocks, whole_blocks(BLOCK_SIZE), secret=bytes(32))
         self.swap = SwapSpace(self.engine.kv, 1 << 20)
         self.state = CoreState(self.engine.spec, self.pool, self.swap, self.clock())
         handoffs = Handoffs(self.state, RecordingSender())

@@ -3,26 +3,31 @@ behind."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.config import DecodeOptions
 from baton.config.load import build_options
-from engine.interface import SlotTable
+from baton.types import KvLayout
+from engine.kv.groups.group import SlotTable
 from engine.kv.groups.state import StateSlots
-from engine.kv.pool import BlockLease, BlockPool
+from engine.kv.layout import groups_of
+from engine.kv.lease import BlockLease
+from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleLayers, OracleOptions
 from worker_core.build import build_pool
 
 NUM_BLOCKS, NUM_SLOTS, SIZE = 14, 4, 4
+LAYOUT = KvLayout(*("m", 1, 1, 1, "int8", SIZE), num_state_layers=1, state_layer_bytes=4)
 
 
 def make_pool() -> tuple[BlockPool, SlotTable]:
-    table = SlotTable.of_blocks(NUM_BLOCKS, NUM_SLOTS)
-    slots = StateSlots(NUM_SLOTS, table.of_block)
-    options = {"enable_prefix_caching": False, "state_slots": slots}
-    return BlockPool(NUM_BLOCKS, SIZE, secret=bytes(32), **options), table
+    table = SlotTable.empty(NUM_BLOCKS, NUM_SLOTS)
+    options = {"enable_prefix_caching": False, "allocators": [StateSlots(table)]}
+    return BlockPool(NUM_BLOCKS, groups_of(LAYOUT), secret=bytes(32), **options), table
 
 
 class StateMachine(RuleBasedStateMachine):
@@ -108,14 +113,14 @@ def test_a_worker_that_shall_find_prefixes_says_that_it_does_not(
 
 
 def test_sequences_with_a_state_share_no_prefix() -> None:
-    slots = StateSlots(1, SlotTable.of_blocks(2, 1).of_block)
+    slots = [StateSlots(SlotTable.empty(2, 1))]
     with pytest.raises(ValueError, match="share no prefix"):
-        BlockPool(2, SIZE, secret=bytes(32), state_slots=slots)
+        BlockPool(2, groups_of(LAYOUT), secret=bytes(32), allocators=slots)
+    windowed = replace(LAYOUT, window=2, windowed_layers=(0,))
     with pytest.raises(ValueError, match="first blocks"):
         BlockPool(
-            *(2, SIZE),
+            *(2, groups_of(windowed)),
             secret=bytes(32),
             enable_prefix_caching=False,
-            has_full_layers=False,
-            state_slots=slots,
+            allocators=slots,
         )

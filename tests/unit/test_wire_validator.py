@@ -15,7 +15,7 @@ from baton.wire import sequence_from_proto, sequence_to_proto
 from engine.oracle import OracleEngine, OracleOptions
 from worker_core.commands import Open
 from worker_core.sequence_rules import refusal
-from worker_core.service import SequenceServicer
+from worker_core.sequence_service import SequenceServicer
 
 SPEC = SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=4))
 VOCAB_SIZE = 64

@@ -16,6 +16,7 @@ from baton.config import DecodeOptions
 from baton.errors import ConfigError
 from engine.checkpoint import HeadFiles, resolve_checkpoint
 from engine.interface import Engine, EngineSpec
+from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from worker_core.build import build_decode_engine, draft_head_files
 from worker_core.speculation.draft_lengths import (
@@ -54,8 +55,7 @@ def build_speculation(
     most, widths = options.num_speculative_tokens, options.tree_widths
     match speculative_method(options, engine.spec):
         case "ngram":
-            proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
-            return Speculator(proposer, most, clock)
+            return Speculator(NgramProposer(), most, clock)
         case "draft":
             return Speculator(_draft_model(options, engine, clock), most, clock)
         case "eagle" | "mtp":
@@ -68,16 +68,15 @@ def build_speculation(
 
 def speculative_method(options: DecodeOptions, spec: EngineSpec) -> str:
     """Which one "auto" stands for. Raises ConfigError if another is asked for than can be had."""
-    method, has_states = options.speculative_method, spec.layout.has_states
+    method, cannot_rewind = options.speculative_method, spec.groups.cannot_rewind
     if method == "auto":
         is_ahead = options.async_scheduling or spec.numerics.device == "cuda"
-        return "none" if is_ahead or has_states else "ngram"
-    if has_states and method != "none":
+        return "none" if is_ahead or cannot_rewind else "ngram"
+    if cannot_rewind and method != "none":
         raise ConfigError.of(
             "speculative_method",
             method,
-            f"{spec.model} has layers with a state, which cannot go back to where a draft was not "
-            "accepted; give none",
+            f"{spec.model} has {cannot_rewind} to where a draft was not accepted; give none",
         )
     return method
 
@@ -108,7 +107,7 @@ def _draft_model(
         )
     pool = BlockPool(
         engine.spec.num_blocks,
-        engine.spec.layout.block_size,
+        whole_blocks(engine.spec.layout.block_size),
         secret=secrets.token_bytes(32),
         enable_prefix_caching=False,
     )
@@ -123,7 +122,7 @@ def _head(options: DecodeOptions, target: Engine, clock: Callable[[], float]) ->
     head, states = open_head(engine, files, options.max_num_seqs)
     pool = BlockPool(
         head.num_blocks,
-        head.block_size,
+        whole_blocks(head.block_size),
         secret=secrets.token_bytes(32),
         enable_prefix_caching=False,
     )
@@ -131,7 +130,7 @@ def _head(options: DecodeOptions, target: Engine, clock: Callable[[], float]) ->
 
 
 def _medusa(options: DecodeOptions, target: Engine, clock: Callable[[], float]) -> MedusaProposer:
-    from engine.torch.medusa_runner import open_medusa
+    from engine.torch.medusa import open_medusa
 
     engine, files = _watchable(options, target)
     heads, states = open_medusa(engine, files)

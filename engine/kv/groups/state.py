@@ -1,59 +1,122 @@
-"""Slots for the states of sequences, of a model that has layers with a state.
+"""Layers with a state in place of KV (Mamba, gated delta rule, short convolutions).
 
-A sequence has one slot, with the states of all such layers: that of its first block, which its
-lease holds as long as it runs. So a slot has the owners that the block has, and goes where it goes:
-to a ticket's writer, to the sender of a handoff, into a fork, and back to the pool. Every step of a
-sequence writes its states: of two that share their first block after a fork, the first to go on
-takes a block, and a slot, of its own (copy-on-write).
+A sequence has one record for each such layer: the state after the last token computed. All of a
+sequence's states lie in one slot, that of its first block, which its lease holds as long as it
+runs. So a slot has the owners that the block has, and goes where it goes: to a ticket's writer, to
+the sender of a handoff, into a fork, and back to the pool. Every step of a sequence writes its
+states: of two that share their first block after a fork, the first to go on takes a block, and a
+slot, of its own (copy-on-write).
 
-Slots are changed by the thread of the block pool; `of_block` is read by those that copy states,
-too, of blocks that are theirs meanwhile.
+A state cannot be taken back by a token, and that after a prefix is not kept: no prefix is shared.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Final
+
+from baton.types import BlockCounts, KvLayout
+from engine.kv.groups.group import GroupAllocator, LayerGroup, SlotTable, raise_faults
+
+STATE: Final = 3
 
 
-class StateSlots:
-    """All slots of one worker."""
+class StateGroup(LayerGroup):
+    """States as bytes, never converted; layer_bytes of each layer."""
 
-    def __init__(self, num_slots: int, of_block: array[int]) -> None:
-        """of_block: by block id, the slot of the sequence that begins with the block, in
-        [0, num_slots); -1 of others, as of all at first. The engine reads it, and this alone
-        changes it."""
-        self.num_slots = num_slots
-        self.of_block = of_block
-        self._free = deque(range(num_slots))
+    number: ClassVar[int] = STATE
+    is_paged: ClassVar[bool] = False
+    cannot_rewind: ClassVar[str] = "layers with a state, which cannot go back"
+
+    @classmethod
+    def of(cls, layout: KvLayout, rest: Sequence[int]) -> StateGroup | None:
+        """See LayerGroup."""
+        del rest
+        layers = range(layout.num_state_layers)
+        return cls(layers, layout.state_layer_bytes) if layers else None
+
+    @classmethod
+    def is_sound(cls, layout: KvLayout) -> bool:
+        """See LayerGroup."""
+        return bool(layout.num_state_layers) == bool(layout.state_layer_bytes)
+
+    def kept_start(self, num_tokens: int) -> int:
+        """See LayerGroup."""
+        return max(0, num_tokens - 1)
+
+    def arrived_from(
+        self, starts: Sequence[int], ends: Sequence[int], first_token: int, end_token: int
+    ) -> int | None:
+        """See LayerGroup: the record after the last token, and no other."""
+        return first_token if (starts, ends) == ([end_token - 1], [end_token]) else None
+
+    def allocator(self, table: SlotTable) -> StateSlots:
+        """See LayerGroup."""
+        return StateSlots(table)
+
+
+class StateSlots(GroupAllocator):
+    """All slots of one worker. `of_block` is read by transfer threads, too, for blocks that they
+    own meanwhile."""
+
+    written_places: ClassVar[tuple[int, ...]] = (0,)
+    num_at_start: ClassVar[int] = 1
+
+    def __init__(self, table: SlotTable) -> None:
+        """table: of blocks without slots."""
+        super().__init__(table)
+        self._free = deque(range(self.num_slots))
+
+    def counts(self) -> BlockCounts:
+        """None: one for each sequence that may run is never short."""
+        return BlockCounts(0, 0, 0)
 
     @property
     def num_available(self) -> int:
+        """See GroupAllocator."""
         return len(self._free)
+
+    def begin(self, block_ids: Sequence[int], places: range) -> set[int]:
+        """See GroupAllocator."""
+        del places
+        self.take(block_ids[0])
+        return {0}
+
+    def num_to_write(self, held: set[int], places: range, copied: Sequence[int]) -> int:
+        """See GroupAllocator."""
+        del held, places
+        return int(0 in copied)
+
+    def on_copy(self, held: set[int], place: int, source: int, target: int) -> None:
+        """See GroupAllocator."""
+        del held, source
+        if place == 0:
+            self.take(target)
+
+    def on_freed(self, block_id: int) -> None:
+        """See GroupAllocator."""
+        if self.of_block[block_id] >= 0:
+            self._free.append(self.of_block[block_id])
+            self.of_block[block_id] = -1
 
     def take(self, block_id: int) -> None:
         """Give a block without a slot one that is available."""
         self.of_block[block_id] = self._free.popleft()
 
-    def give_back(self, block_id: int) -> None:
-        """A block that nobody holds any more: its slot, if it has one, is free."""
-        if self.of_block[block_id] >= 0:
-            self._free.append(self.of_block[block_id])
-            self.of_block[block_id] = -1
-
-    def check_integrity(self, first_blocks: Iterable[int]) -> None:
-        """Raises AssertionError unless each slot is free, or of one of first_blocks: those that
-        leases begin with."""
+    def check_integrity(
+        self, leases: Iterable[tuple[Sequence[int], set[int]]], whole: set[int]
+    ) -> None:
+        """See GroupAllocator."""
+        del whole
         used = [slot for slot in self.of_block if slot >= 0]
         with_slot = {block_id for block_id, slot in enumerate(self.of_block) if slot >= 0}
-        faults = {
-            "a state slot is in two states": len({*used, *self._free})
-            != len(used) + len(self._free),
-            "a state slot is lost": len(used) + len(self._free) != self.num_slots,
-            "a state slot is of no sequence, or a sequence has none": with_slot
-            != set(first_blocks),
-        }
-        found = [fault for fault, is_there in faults.items() if is_there]
-        if found:
-            raise AssertionError("; ".join(found))
+        first_blocks = {block_ids[0] for block_ids, _ in leases}
+        raise_faults(
+            {
+                "a state slot is in two states": len({*used, *self._free})
+                != len(used) + len(self._free),
+                "a state slot is lost": len(used) + len(self._free) != self.num_slots,
+                "a state slot is of no sequence, or a sequence has none": with_slot != first_blocks,
+            }
+        )

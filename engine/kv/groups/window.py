@@ -1,124 +1,223 @@
-"""Slots for the KV of windowed layers, of a model that has full layers, too.
+"""Layers that attend to the last `window` tokens alone.
 
-The KV of a block's full layers is in the block, which a sequence holds as long as it runs. That of
-its windowed layers is in a slot, which it holds while the block is in its window: so there are
-fewer slots than blocks. A block has one slot or none:
+KV that lies before the window is neither kept nor sent. If all layers are windowed, sequences give
+back the blocks themselves. If there are other layers, too, the blocks hold these, and the KV of
+windowed layers may lie apart, in slots: a sequence holds a block as long as it runs, and the
+block's slot while the block is in its window, so there are fewer slots than blocks.
 
-        take                    give_back, the block is not found as whole
+        take                    give_back, the block is not indexed as whole
 free ─────────▶ held ──────────────────────────────────────────────▶ free
                  ▲  │ give_back, it is
             hold │  ▼
                cached ─── taken, least recently given back first ─▶ held by another block
 
-A cached slot's block can be found as part of a prefix with the KV of all its layers; a block that
-has lost its slot is found without that of the windowed ones. Slots are changed by the thread of the
-block pool; `of_block` is read by those that copy KV, too, of blocks that are theirs meanwhile.
+A cached slot's block is found as part of a prefix with the KV of all its layers; a block that has
+lost its slot is found without that of the windowed ones. Slots are changed by the thread of the
+block pool; `of_block` is read by transfer threads, too, for blocks that they own meanwhile.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Final
 
-from baton.types import BlockCounts
+from baton.types import BlockCounts, KvLayout
+from engine.kv.groups.group import GroupAllocator, LayerGroup, SlotTable, raise_faults
+
+WINDOWED: Final = 2
 
 
-class WindowSlots:
+def windows_of(windows: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
+    """KvLayout's window and windowed_layers, from each layer's window in tokens, None for all."""
+    windowed = tuple(layer for layer, window in enumerate(windows) if window)
+    return max((window for window in windows if window), default=0), windowed
+
+
+class WindowGroup(LayerGroup):
+    """Keys and values of the last tokens. window: the longest of these layers, in tokens, the new
+    token among them."""
+
+    number: ClassVar[int] = WINDOWED
+
+    def __init__(self, layers: Sequence[int], layer_bytes: int, window: int) -> None:
+        super().__init__(layers, layer_bytes)
+        self.window = window
+
+    @classmethod
+    def of(cls, layout: KvLayout, rest: Sequence[int]) -> WindowGroup | None:
+        """See LayerGroup."""
+        layers = [layer for layer in rest if layer in layout.windowed_layers]
+        return cls(layers, layout.token_layer_bytes, layout.window) if layers else None
+
+    @classmethod
+    def is_sound(cls, layout: KvLayout) -> bool:
+        """See LayerGroup."""
+        layers = layout.windowed_layers
+        return bool(layout.window) == bool(layers) and all(n < layout.num_layers for n in layers)
+
+    def kept_start(self, num_tokens: int) -> int:
+        """See LayerGroup."""
+        return max(0, num_tokens - self.window + 1)
+
+    def max_slots(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> int:
+        """See LayerGroup: of each sequence the window from its last full block on and the block
+        that it goes on in, and what two steps in flight write.
+
+        What is held besides for a moment (windows of prefixes that are sent, or that a ticket's KV
+        follows) is met by cached slots, or waited for.
+        """
+        own = -(-(self.window - 1) // block_size) + 2
+        return max_num_seqs * own + -(-2 * max_num_batched_tokens // block_size)
+
+    def allocator(self, table: SlotTable) -> WindowSlots:
+        """See LayerGroup."""
+        return WindowSlots(table)
+
+
+class WindowSlots(GroupAllocator):
     """All slots of one worker."""
 
-    def __init__(self, num_slots: int, of_block: array[int]) -> None:
-        """of_block: by block id, the block's slot, in [0, num_slots); -1 if it has none, as all at
-        first. The engine reads it, and this alone changes it."""
-        self.num_slots = num_slots
-        self.of_block = of_block
-        self._free = deque(range(num_slots))
+    slides: ClassVar[bool] = True
+
+    def __init__(self, table: SlotTable) -> None:
+        """table: of blocks without slots."""
+        super().__init__(table)
+        self._free = deque(range(self.num_slots))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Blocks whose slots nobody holds, the one given back first first."""
-        self._references = [0] * len(of_block)
+        """Blocks with slots that nobody holds, least recently given back first."""
+        self._references = [0] * len(self.of_block)
         """Leases that hold a block's slot."""
 
     def counts(self) -> BlockCounts:
+        """See GroupAllocator."""
         free, cached = len(self._free), len(self._cached)
         return BlockCounts(free=free, cached=cached, leased=self.num_slots - free - cached)
 
     @property
     def num_available(self) -> int:
-        """Slots that can be had now: free ones, and cached ones that are given up."""
+        """Free slots, and cached ones, which are given up."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_held(self) -> int:
         return self.num_slots - self.num_available
 
-    def num_references(self, block_id: int) -> int:
-        """Leases that hold the block's slot."""
-        return self._references[block_id]
+    # Leases
 
-    def take(self, block_id: int) -> int | None:
-        """Give a block without a slot one that is available. Returns the block that loses its own,
-        if one does."""
-        loser = None
+    def begin(self, block_ids: Sequence[int], places: range) -> set[int]:
+        """See GroupAllocator."""
+        for place in places:
+            self.hold(block_ids[place])
+        return set(places)
+
+    def num_to_write(self, held: set[int], places: range, copied: Sequence[int]) -> int:
+        """See GroupAllocator."""
+        return sum(place not in held for place in places) + len(copied)
+
+    def on_copy(self, held: set[int], place: int, source: int, target: int) -> None:
+        """See GroupAllocator."""
+        if place not in held:
+            return
+        if self._references[source] == 1:
+            self._move(source, target)
+            self._index.set_partial(source)
+        else:
+            self.give_back(source)
+            self.take(target)
+
+    def on_write(self, held: set[int], block_ids: Sequence[int], places: range) -> None:
+        """See GroupAllocator."""
+        for place in places:
+            if place not in held:
+                self.take(block_ids[place])
+                held.add(place)
+
+    def fork(self, held: set[int], block_ids: Sequence[int]) -> set[int]:
+        """See GroupAllocator."""
+        places = {place for place in held if place < len(block_ids)}
+        for place in places:
+            self.hold(block_ids[place])
+        return places
+
+    def slide(self, held: set[int], block_ids: Sequence[int], first: int) -> None:
+        """See GroupAllocator."""
+        gone = [place for place in held if place < first]
+        for place in gone:
+            self.give_back(block_ids[place])
+        held.difference_update(gone)
+
+    def release(self, held: set[int], block_ids: Sequence[int]) -> None:
+        """See GroupAllocator. Tails first, as blocks are."""
+        for place in sorted(held, reverse=True):
+            self.give_back(block_ids[place])
+        held.clear()
+
+    # Slots
+
+    def take(self, block_id: int) -> None:
+        """Give a block without a slot one that is available."""
         if self._free:
             slot = self._free.popleft()
         else:
             loser, _ = self._cached.popitem(last=False)
             slot, self.of_block[loser] = self.of_block[loser], -1
+            self._index.set_partial(loser)
         self.of_block[block_id] = slot
         self._references[block_id] = 1
-        return loser
 
     def hold(self, block_id: int) -> None:
         """One lease more holds the block's slot, which it has."""
         self._cached.pop(block_id, None)
         self._references[block_id] += 1
 
-    def give_back(self, block_id: int, *, is_whole: bool) -> None:
-        """One lease less holds the block's slot. is_whole: others can find the block, with the KV
-        of all its layers."""
+    def give_back(self, block_id: int) -> None:
+        """One lease less holds the block's slot. It stays cached if the block is indexed as
+        whole."""
         self._references[block_id] -= 1
         if self._references[block_id]:
             return
-        if is_whole:
+        if self._index.is_whole(block_id):
             self._cached[block_id] = None
         else:
             self._free_slot(block_id)
 
-    def move(self, source: int, target: int) -> None:
+    def on_evicted(self, block_id: int) -> None:
+        """See GroupAllocator."""
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._free_slot(block_id)
+
+    def _move(self, source: int, target: int) -> None:
         """The slot of block `source`, with what it holds, becomes that of `target`, which has none.
         One lease holds it."""
         self.of_block[target], self.of_block[source] = self.of_block[source], -1
         self._references[target], self._references[source] = 1, 0
 
-    def drop(self, block_id: int) -> None:
-        """A block that nobody holds is to hold something else: its slot, if it has one, is free."""
-        if block_id in self._cached:
-            del self._cached[block_id]
-            self._free_slot(block_id)
-
-    def check_integrity(self, held: Iterable[int], indexed: set[int]) -> None:
-        """Raises AssertionError unless each slot is in exactly one state. held: blocks whose slots
-        leases hold, once for each lease; indexed: blocks that are found with the KV of all
-        layers."""
-        expected = [0] * len(self.of_block)
-        for block_id in held:
-            expected[block_id] += 1
-        used = [slot for slot in self.of_block if slot >= 0]
-        with_slot = {block_id for block_id, slot in enumerate(self.of_block) if slot >= 0}
-        with_owner = {block_id for block_id, count in enumerate(expected) if count}
-        faults = {
-            "references to slots differ from the leases": expected != self._references,
-            "a slot is in two states": len({*used, *self._free}) != len(used) + len(self._free),
-            "a slot is lost": len(used) + len(self._free) != self.num_slots,
-            "a slot is of no lease and not cached": with_slot != with_owner | self._cached.keys(),
-            "a cached slot is of a lease": not with_owner.isdisjoint(self._cached),
-            "a cached slot cannot be found": not self._cached.keys() <= indexed,
-            "a block without a slot is found as whole": not indexed <= with_slot,
-        }
-        found = [fault for fault, is_there in faults.items() if is_there]
-        if found:
-            raise AssertionError("; ".join(found))
-
     def _free_slot(self, block_id: int) -> None:
         self._free.append(self.of_block[block_id])
         self.of_block[block_id] = -1
+
+    def check_integrity(
+        self, leases: Iterable[tuple[Sequence[int], set[int]]], whole: set[int]
+    ) -> None:
+        """See GroupAllocator."""
+        expected = [0] * len(self.of_block)
+        for block_ids, held in leases:
+            for place in held:
+                expected[block_ids[place]] += 1
+        used = [slot for slot in self.of_block if slot >= 0]
+        with_slot = {block_id for block_id, slot in enumerate(self.of_block) if slot >= 0}
+        with_owner = {block_id for block_id, count in enumerate(expected) if count}
+        raise_faults(
+            {
+                "references to slots differ from the leases": expected != self._references,
+                "a slot is in two states": len({*used, *self._free}) != len(used) + len(self._free),
+                "a slot is lost": len(used) + len(self._free) != self.num_slots,
+                "a slot is of no lease and not cached": with_slot
+                != with_owner | self._cached.keys(),
+                "a cached slot is of a lease": not with_owner.isdisjoint(self._cached),
+                "a cached slot cannot be found": not self._cached.keys() <= whole,
+                "a block without a slot is found as whole": not whole <= with_slot,
+            }
+        )

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.types import KvGroup, KvLayout, KvRange
-from engine.interface import HostOrdered
+from baton.types import KvLayout
+from engine.kv.groups.state import STATE
+from engine.kv.interface import HostOrdered
+from engine.kv.range import KvRange
 from engine.kv.tensors.packed import PackedPart, PackedPool
 from engine.kv.tensors.state_memory import StateMemory
 
@@ -28,7 +30,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 
 
 class ArrayKvPool(HostOrdered, PackedPool):
-    """KV blocks of `layout`, all zero at first. Implements engine.interface.KvPool.
+    """KV blocks of `layout`, all zero at first. Implements engine.kv.interface.KvPool.
 
     `data` is the pool itself, [num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim].
     Its owner reads and writes it in place. Copies in and out hold no GIL while they move more than
@@ -42,11 +44,10 @@ class ArrayKvPool(HostOrdered, PackedPool):
             raise ValueError(f"a pool needs at least 1 block, not {num_blocks}")
         if layout.dtype not in _DTYPES:
             raise ValueError(f"dtype {layout.dtype!r} is not one of {', '.join(_DTYPES)}")
-        super().__init__(layout, num_blocks)
         self.states = (
-            StateMemory(layout, num_blocks, num_state_slots) if layout.has_states else None
+            StateMemory(layout, num_blocks, num_state_slots) if layout.num_state_layers else None
         )
-        self.state_slots = self.states.slots if self.states else None
+        super().__init__(layout, num_blocks, {STATE: self.states} if self.states else {})
         self.data: NDArray[Any] = np.zeros(
             (
                 num_blocks,
@@ -58,20 +59,6 @@ class ArrayKvPool(HostOrdered, PackedPool):
             ),
             dtype=_DTYPES[layout.dtype],
         )
-
-    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
-        """See KvPool."""
-        if self.states and piece.group is KvGroup.STATE:
-            self.states.pack(block_ids, piece, out)
-        else:
-            super().pack(block_ids, piece, out)
-
-    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
-        """See KvPool."""
-        if self.states and piece.group is KvGroup.STATE:
-            self.states.unpack(block_ids, piece, data)
-        else:
-            super().unpack(block_ids, piece, data)
 
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
@@ -91,19 +78,14 @@ class ArrayKvPool(HostOrdered, PackedPool):
         for block_id, inside, tokens in self._in_blocks(block_ids, piece):
             bits[block_id, layers, :, :, inside] = wire[:, :, :, tokens]
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See KvPool."""
-        if self.states:
-            self.states.copy(sources, targets)
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See PackedPool."""
         self.data[list(targets)] = self.data[list(sources)]
 
-    @property
-    def has_block_views(self) -> bool:
-        """See ViewablePool."""
-        return True
+    has_block_views = True
 
     def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
-        """See ViewablePool."""
+        """See BlockMemory."""
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block {block_id} of {self.num_blocks}")
         end = first_layer + num_layers

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 import torch
 
-from engine.interface import HostOrdered
+from engine.kv.interface import HostOrdered
 
 
 class CopyOrder(Protocol):

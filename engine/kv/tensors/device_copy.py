@@ -8,11 +8,13 @@ from typing import Protocol
 
 import torch
 
-from baton.types import SCALED_DTYPES, KvGroup, KvLayout, KvRange
+from baton.types import SCALED_DTYPES, KvLayout
 from baton_kernels.host_copy import HostCopy
 from baton_kernels.kv_convert import DTYPES, Conversion, kv_decode, kv_encode
 from baton_kernels.kv_pack import Runs, kv_pack_summed, kv_unpack_summed
 from baton_kernels.word_sum import WORD_BYTES, checksum_of, host_checksum, key_of, word_sum
+from engine.kv.layout import groups_of
+from engine.kv.range import ALL, KvRange
 from engine.kv.tensors.copy_order import CopyOrder
 from engine.kv.tensors.packed import check_range
 from engine.kv.tensors.pinned_staging import PinnedStagingBuffer
@@ -89,7 +91,7 @@ class PagedDeviceCopy:
 
     def fits(self, piece: KvRange, wire: PayloadFormat) -> bool:
         """Whether a payload of that range can be packed and unpacked here."""
-        if wire.num_bytes(piece) % WORD_BYTES or piece.group is not KvGroup.ALL:
+        if wire.num_bytes(piece) % WORD_BYTES or piece.group != ALL:
             return False
         if not wire.is_that_of(self._layout.dtype):
             return self._converts(wire)
@@ -211,7 +213,7 @@ class PagedDeviceCopy:
     def _check(
         self, block_ids: Sequence[int], piece: KvRange, wire: PayloadFormat, num_bytes: int
     ) -> None:
-        check_range(self._layout, self._num_blocks, block_ids, piece)
+        check_range(groups_of(self._layout), self._num_blocks, block_ids, piece)
         if not self.fits(piece, wire):
             raise ValueError(f"{piece} in runs of {wire.block_size} tokens is not of whole words")
         if num_bytes != wire.num_bytes(piece):

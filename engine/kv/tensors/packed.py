@@ -6,13 +6,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvGroup, KvLayout, KvRange
-from engine.interface import SlotTable
+from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
+from engine.kv.groups.group import SlotTable
+from engine.kv.interface import BlockMemory, CheckedCopy
+from engine.kv.layout import LayerGroups, groups_of
+from engine.kv.range import ALL, KvRange
 
 PackedPart = NDArray[np.signedinteger]
 
@@ -21,30 +24,61 @@ _BITS: Mapping[int, np.dtype[Any]] = MappingProxyType(
     {8: np.dtype(np.int64), 4: np.dtype(np.int32), 2: np.dtype(np.int16), 1: np.dtype(np.int8)}
 )
 
+NO_RECORDS: Mapping[int, Any] = MappingProxyType({})
+
+
+class RecordMemory(Protocol):
+    """The records of a group that is not paged, see engine.kv.groups."""
+
+    @property
+    def slots(self) -> SlotTable: ...
+
+    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None: ...
+
+    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None: ...
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+
 
 class PackedPool(ABC):
-    """The half of engine.interface.KvPool that checks a range and its bytes. The other half
-    copies them."""
+    """The half of engine.kv.interface.KvPool that checks a range and its bytes. The other half
+    copies them: rows by pack_parts and unpack_parts, records by a memory of their own."""
 
-    slots: SlotTable | None = None
-    state_slots: SlotTable | None = None
-    """See KvPool, both."""
-
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, records: Mapping[int, RecordMemory] = NO_RECORDS
+    ) -> None:
+        """records: by group number."""
         self.layout = layout
+        self.groups = groups_of(layout)
         self.num_blocks = num_blocks
+        self.records = records
+        self.slot_tables: Mapping[int, SlotTable] = {
+            number: memory.slots for number, memory in records.items()
+        }
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """See KvPool. Raises ValueError also if `out` is read-only."""
         if out.readonly:
             raise ValueError("cannot pack into a read-only buffer")
+        if memory := self.records.get(piece.group):
+            memory.pack(block_ids, piece, out)
+            return
         for part, bits in self._parts(block_ids, piece, out):
             self.pack_parts(block_ids, part, bits)
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         """See KvPool."""
+        if memory := self.records.get(piece.group):
+            memory.unpack(block_ids, piece, data)
+            return
         for part, bits in self._parts(block_ids, piece, data):
             self.unpack_parts(block_ids, part, bits)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See KvPool."""
+        self.copy_rows(sources, targets)
+        for memory in self.records.values():
+            memory.copy(sources, targets)
 
     @abstractmethod
     def pack_parts(
@@ -60,15 +94,37 @@ class PackedPool(ABC):
     ) -> None:
         """The inverse."""
 
+    @abstractmethod
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See KvPool.copy_blocks; of paged groups."""
+
     def check(self, block_ids: Sequence[int], piece: KvRange) -> None:
         """Raises ValueError if a range is not within these blocks."""
-        check_range(self.layout, self.num_blocks, block_ids, piece)
+        check_range(self.groups, self.num_blocks, block_ids, piece)
 
     def pieces_of(self, piece: KvRange) -> Iterable[KvRange]:
         """A range cut, in the order of its bytes, into those whose layers lie side by side here."""
-        if piece.group is KvGroup.ALL:
+        if piece.group == ALL:
             return (piece,)
-        return (run for run, _ in self.layout.runs_of_group(piece))
+        return (run for run, _ in self.groups.runs(piece))
+
+    # See KvPool: nothing faster, unless a pool says so.
+
+    has_block_views = False
+    checked_copy: CheckedCopy | None = None
+
+    def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
+        """See BlockMemory."""
+        raise ValueError(f"block {block_id} [{first_layer}, +{num_layers}) is not in host memory")
+
+    def memory_of(self, group: int) -> BlockMemory | None:
+        """See KvPool."""
+        return self if group == ALL else None
+
+    def ids_in(self, group: int, block_ids: Sequence[int]) -> Sequence[int]:
+        """See KvPool."""
+        del group
+        return block_ids
 
     def _parts(
         self, block_ids: Sequence[int], piece: KvRange, data: memoryview
@@ -86,14 +142,14 @@ class PackedPool(ABC):
 
 
 def check_range(
-    layout: KvLayout, num_blocks: int, block_ids: Sequence[int], piece: KvRange
+    groups: LayerGroups, num_blocks: int, block_ids: Sequence[int], piece: KvRange
 ) -> None:
-    """Raises ValueError if a range is not within these blocks of a pool of num_blocks."""
+    """Raises ValueError if a range of rows is not within these blocks of a pool of num_blocks."""
     if min(piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) < 0:
         raise ValueError(f"{piece} is negative")
-    if piece.end_layer > (num_layers := layout.num_layers_of(piece.group)):
+    if piece.end_layer > (num_layers := groups.num_layers(piece.group)):
         raise ValueError(f"layers end at {piece.end_layer} of {num_layers}")
-    if piece.end_token > len(block_ids) * layout.block_size:
+    if piece.end_token > len(block_ids) * groups.layout.block_size:
         raise ValueError(f"tokens end at {piece.end_token}, past {len(block_ids)} blocks")
     if any(not 0 <= block < num_blocks for block in block_ids):
         raise ValueError(f"a block id is not in [0, {num_blocks})")

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout, KvRange
-from baton_kernels.cpu.checked_copy import NativeCheckedCopy, checked_copy_of
+from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
+from baton_kernels.cpu.checked_copy import checked_copy_of
 from baton_kernels.cpu.memory import host_memory
 from baton_kernels.host_copy import to_device
 from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
+from engine.kv.range import KvRange
 from engine.kv.tensors.copy_order import copy_order
 from engine.kv.tensors.cuda_memory import cuda_memory
 from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.grouped import GroupedKvPool, LayersPool
-from engine.kv.tensors.packed import PackedPart, PackedPool
+from engine.kv.tensors.packed import NO_RECORDS, PackedPart, PackedPool, RecordMemory
 from engine.kv.tensors.prefault import prefault
 
 #: Integers as wide as an element: packing moves bits.
@@ -40,10 +41,12 @@ class TorchKvPool(PackedPool):
         num_blocks: int,
         device: torch.device,
         memory: torch.Tensor | None = None,
+        records: Mapping[int, RecordMemory] = NO_RECORDS,
     ) -> None:
         """memory: the blocks' bytes, uint8 on `device`, which somebody else touches; its own if not
-        given. Raises ValueError if scales would not lie at multiples of their size."""
-        super().__init__(layout, num_blocks)
+        given. records: see PackedPool. Raises ValueError if scales would not lie at multiples of
+        their size."""
+        super().__init__(layout, num_blocks, records)
         self._is_host = device.type == "cpu"
         self._order = copy_order(device)
         self.mark, self.follow = self._order.mark, self._order.follow
@@ -64,7 +67,9 @@ class TorchKvPool(PackedPool):
         self._slabs: list[Slab] = [v.numpy() if self._is_host else v for v in self._views]
         # All bytes of a pool in host memory.
         self._bytes = self._blocks.view(-1).numpy().data if self._is_host else None
-        self._checked_copy = (
+        self.has_block_views = self._is_host
+        """See BlockMemory, as checked_copy."""
+        self.checked_copy = (
             checked_copy_of(self._blocks, row_bytes, layout.block_size) if self._is_host else None
         )
         shared = None if self._is_host else cuda_memory(device)
@@ -100,20 +105,15 @@ class TorchKvPool(PackedPool):
             with self._order.copying():
                 kv_unpack(slab, block_ids, piece.first_token, piece.first_layer, source)
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See KvPool."""
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See PackedPool."""
         device = self.tensor.device
         at, to = (to_device(torch.tensor(ids), device) for ids in (sources, targets))
         for view in self._views:
             view.index_copy_(0, to, view[at])
 
-    @property
-    def has_block_views(self) -> bool:
-        """See ViewablePool."""
-        return self._bytes is not None
-
     def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
-        """See ViewablePool."""
+        """See BlockMemory."""
         if self._bytes is None:
             raise ValueError("the blocks are not in host memory")
         if not 0 <= block_id < self.num_blocks:
@@ -131,11 +131,6 @@ class TorchKvPool(PackedPool):
         or shares no memory."""
         return self._device_copy
 
-    @property
-    def checked_copy(self) -> NativeCheckedCopy | None:
-        """Copies rows and hashes them in one pass; None where there is no such kernel."""
-        return self._checked_copy
-
 
 class LayersTensor(LayersPool, Protocol):
     """tensor, scales: what this process's forward reads and writes, as TorchKvPool's."""
@@ -145,18 +140,18 @@ class LayersTensor(LayersPool, Protocol):
 
 
 class GroupedTensorPool(GroupedKvPool[LayersTensor]):
-    """Over tensors. tensor, scales: of full layers."""
+    """Over tensors. tensor, scales: of the layers in the blocks."""
 
     def __init__(
         self,
         layout: KvLayout,
         num_blocks: int,
-        num_window_slots: int,
+        num_slots: int,
         make_pool: Callable[[KvLayout, int], LayersTensor],
     ) -> None:
         """See GroupedKvPool."""
-        super().__init__(layout, num_blocks, num_window_slots, make_pool)
-        self.tensor, self.scales = self.full.tensor, self.full.scales
+        super().__init__(layout, num_blocks, num_slots, make_pool)
+        self.tensor, self.scales = self.in_blocks.tensor, self.in_blocks.scales
 
 
 def host_pool(layout: KvLayout, num_blocks: int) -> TorchKvPool:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from baton.types import KvGroup, KvLayout, KvRange
-from engine.interface import HostOrdered
+from baton.types import KvLayout
+from engine.kv.interface import HostOrdered
+from engine.kv.layout import groups_of
+from engine.kv.range import KvRange
 from engine.kv.tensors.packed import PackedPart, PackedPool
 from engine.kv.tensors.paged import TorchKvPool
 from engine.shard import Shard
@@ -24,13 +26,17 @@ class PoolSize:
     num_blocks: int
 
 
-def pool_sizes(layout: KvLayout, num_blocks: int, num_window_slots: int) -> tuple[PoolSize, ...]:
-    """The pools that each rank has: one, or that of full layers and that of windowed ones, see
-    GroupedKvPool. layout: of the whole model's KV."""
-    if not num_window_slots:
+def pool_sizes(layout: KvLayout, num_blocks: int, num_slots: int) -> tuple[PoolSize, ...]:
+    """The pools that each rank has: one, or that of blocks and that of slots, see GroupedKvPool.
+    layout: of the whole model's KV."""
+    if not num_slots:
         return (PoolSize(layout, num_blocks),)
-    full, windowed = layout.of_group(KvGroup.FULL), layout.of_group(KvGroup.WINDOWED)
-    return PoolSize(full, num_blocks), PoolSize(windowed, num_window_slots)
+    groups = groups_of(layout)
+    kept, apart = sorted(groups.paged, key=lambda group: not group.keeps_all_tokens)
+    return (
+        PoolSize(groups.layout_of(kept.number), num_blocks),
+        PoolSize(groups.layout_of(apart.number), num_slots),
+    )
 
 
 def shard_layout(layout: KvLayout, shard: Shard) -> KvLayout:
@@ -66,7 +72,7 @@ def rank_pool(memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Sh
 
 
 class ShardedKvPool(HostOrdered, PackedPool):
-    """See engine.interface.KvPool: the blocks of all ranks, as rank 0 sees them. What goes
+    """See engine.kv.interface.KvPool: the blocks of all ranks, as rank 0 sees them. What goes
     out and comes in has all heads.
 
     So neither the KV channel nor the other tier knows how many ranks there are. Ranks that hold the
@@ -103,7 +109,7 @@ class ShardedKvPool(HostOrdered, PackedPool):
         for heads, pool in self._pools:
             pool.unpack_parts(block_ids, piece, [part[:, :, heads] for part in parts])
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See KvPool."""
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See PackedPool."""
         for _, pool in self._pools:
             pool.copy_blocks(sources, targets)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from baton.types import KvLayout, KvRange
-from engine.interface import SlotTable
+from baton.types import KvLayout
+from engine.kv.groups.group import SlotTable
+from engine.kv.range import KvRange
 
 #: States that a slot holds: that after the last step, and that which the step before began with.
 STATES_PER_SLOT = 2
@@ -34,8 +35,9 @@ class StateMemory:
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, num_slots: int) -> None:
-        """layout: has_states. num_blocks: of the pool that the states lie beside."""
-        self.slots = SlotTable.of_blocks(num_blocks, num_slots)
+        """layout: with layers that have a state. num_blocks: of the pool that the states lie
+        beside."""
+        self.slots = SlotTable.empty(num_blocks, num_slots)
         self._layout = layout
         shape = (num_slots, STATES_PER_SLOT, layout.num_state_layers, layout.state_layer_bytes)
         self.data = np.zeros(shape, dtype=np.uint8)
@@ -63,7 +65,7 @@ class StateMemory:
         self._num_tokens[slot, at] = end
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
-        """See KvPool; of KvGroup.STATE alone, as unpack."""
+        """See KvPool."""
         slot, layers = self._slot_of(block_ids), self._layers(piece, out)
         at = self._place_of(slot, piece.end_token)
         np.frombuffer(out, dtype=np.uint8)[:] = self.data[slot, at, layers].reshape(-1)
@@ -104,6 +106,6 @@ class StateMemory:
             or piece.end_layer > layout.num_state_layers
         ):
             raise ValueError(f"{piece} is no state of {layout.num_state_layers} layers")
-        if data.nbytes != layout.num_bytes(piece):
+        if data.nbytes != piece.num_bytes(layout.state_layer_bytes):
             raise ValueError(f"{data.nbytes} bytes do not hold {piece}")
         return slice(piece.first_layer, piece.end_layer)

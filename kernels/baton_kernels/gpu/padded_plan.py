@@ -76,7 +76,14 @@ def empty_partials(num_parts: int, pool: torch.Tensor, tile: Tile, num_heads: in
     return Partials(part, torch.empty(shape, dtype=torch.float32, device=pool.device))
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_items", "window"])
+# Sequences are rows of one tensor, and merges follow items in another: how many there are decides
+# where in 16 bytes each begins.
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_items", "window"],
+    do_not_specialize_on_alignment=[
+        *("positions_ptr", "first_rows_ptr", "begins_ptr", "rows_ptr", "items_ptr", "merges_ptr")
+    ],
+)
 def _plan_items(
     positions_ptr, first_rows_ptr, begins_ptr, rows_ptr, items_ptr, merges_ptr, num_seqs,
     num_items, window,

@@ -19,6 +19,7 @@ from engine.cuda.graph_device import CalledGraphs
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.torch import packed
 from engine.torch.engine import TorchEngine
+from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 40
@@ -37,7 +38,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
     monkeypatch.setattr(packed, "pack_linear", lambda weight, bias, *_: FixedLinear(weight, bias))
     monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", SPLIT_TOKENS)
     with kernels_on_cpu():
-        return loading.load_engine(
+        return load_engine(
             str(path),
             batch_invariant=True,
             num_blocks=NUM_BLOCKS,

@@ -11,11 +11,10 @@ import torch
 from baton.types import Sampling
 from baton_kernels.dispatch import Op
 from baton_kernels.quantized_linear import IntLinear, pack_int_weight
-from engine.load import load_engine
-from engine.quantization.scheme import Scheme
-from engine.quantize import quantize_checkpoint
+from bench.quantized_checkpoints import Scheme, quantize_checkpoint
 from engine.torch import load, native_decoder, packed
 from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
 from tests.support.tiny_models import Family, make_tiny_model
 from tests.support.transformers_greedy import greedy_outputs
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from baton.types import SCALED_DTYPES, KvLayout, KvRange
+from baton.types import SCALED_DTYPES, KvLayout
 from baton_kernels import kv_convert as twins
 from baton_kernels.gpu import kv_convert as kernels
 from baton_kernels.kv_convert import DTYPES, Conversion
 from baton_kernels.kv_pack import Runs
+from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import WireFormat, wire_format

@@ -24,10 +24,10 @@ from baton_kernels.gpu import attention_plan
 from bench.gpu.interpreter import kernels_on_cpu
 from engine.cuda.graph_device import CalledGraphs, Graph
 from engine.interface import Batch, SampleRow, SequenceSlice
-from engine.load import load_engine
 from engine.torch import native_decoder
 from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate, generate_ahead, token_ids
+from tests.support.engines import load_engine
 from tests.support.tiny_models import Family, make_tiny_model
 
 #: Of keys that one program takes: a fourth of what a GPU's takes, for sequences of as many parts.

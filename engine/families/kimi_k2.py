@@ -1,0 +1,7 @@
+"""Kimi K2: a DeepSeek-V3 by another name."""
+
+from dataclasses import replace
+
+from engine.families import deepseek_v3
+
+FAMILY = replace(deepseek_v3.FAMILY, name="kimi_k2")
