@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # Every process that a test or a bench starts would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo serve test test-fast check protos docs bench bench-peers locks sbom audit test-images test-chart clean
+.PHONY: help venv demo serve test test-fast check protos docs pages bench bench-peers locks sbom audit test-images test-chart clean
 
 help:
 	@echo "make demo               serve the bundled model, stream a completion, print each tier's timing"
@@ -22,11 +22,12 @@ help:
 	@echo "make test-fast          run those of them that are not slow, with few examples of each property"
 	@echo "make check              lint, formatting, types, import directions, protos"
 	@echo "make protos             generate baton/v1 and gateway/openengine/v1 from protos/"
-	@echo "make docs               generate docs/cli.md and docs/protocol.md, wrap prose"
+	@echo "make docs               build the site of docs/ into site/"
+	@echo "make pages              generate docs/openai.md, wrap prose"
 	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
 	@echo "make bench-peers        build llama.cpp, for each CPU level, and the models that make bench compares"
 	@echo "make test-images        build the images, run and break compose.yaml (ARGS=--install, --cuda, --quick)"
-	@echo "make test-chart         render the chart and the manifests by helm and kubectl, and compare them"
+	@echo "make test-chart         render the chart by helm and check it against the schemas of Kubernetes"
 	@echo "make locks              write deploy/locks: versions and hashes of what the images install"
 	@echo "make sbom               write sbom/: what the images install, as CycloneDX"
 	@echo "make audit              ask for known vulnerabilities of what the images install"
@@ -68,6 +69,11 @@ protos: $(STAMP)
 	$(BIN)/python scripts/protos.py
 
 docs: $(STAMP)
+	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet $$($(BIN)/python -c \
+	    'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+pages: $(STAMP)
 	$(BIN)/python scripts/docs.py
 	$(BIN)/python scripts/wrap.py
 

@@ -72,7 +72,7 @@ class SamplingOption:
     """What is known of one option.
 
     help: what it does, for people. limits: what each value must keep to, whatever the model and the
-    other options; None if there is nothing, or a rule of its own in gateway/intake/sampling_rules.
+    other options; None if there is nothing, or a rule of its own in gateway/intake/rules.
     default: what the tiers get if it is not set; None for the default of Sampling, or where it
     depends on the request, and then `unset` says what comes instead.
     with_beams: whether a beam search leaves it a meaning. changes_draw: a number that the chosen

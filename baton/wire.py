@@ -1,6 +1,6 @@
 """Between the immutable values of baton.types and baton.events and the protobuf messages of
 baton.v1: how KV lies and how a worker rounds, what a worker is and what it is at, sequences and
-their tokens, what a step did to them."""
+their tokens, commands for them, what a step did to them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from math import isnan, nan
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from baton.commands import Abort, HandOff, Pause, Resume, SequenceCommand
 from baton.errors import InvalidRequest
 from baton.events import (
     AddressedEvent,
@@ -259,6 +260,35 @@ def sample_to_proto(sample: Sample) -> sampling_pb2.SampledToken:
 def sample_from_proto(message: sampling_pb2.SampledToken) -> Sample:
     logprobs = logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
     return Sample(message.token_id, logprobs)
+
+
+#: A command's name in ServeRequest, and its fields.
+_COMMANDS: Mapping[type[SequenceCommand], tuple[str, tuple[str, ...]]] = {
+    Abort: ("abort", ()),
+    Pause: ("pause", ()),
+    HandOff: ("hand_off", _plain(HandOff)),
+    Resume: ("resume", ()),
+}
+_COMMAND_KINDS = {name: (kind, names) for kind, (name, names) in _COMMANDS.items()}
+
+
+def command_to_proto(handle: int, command: SequenceCommand) -> sequence_service_pb2.ServeRequest:
+    name, names = _COMMANDS[type(command)]
+    message: dict[str, Any] = {name: {"handle": handle, **_values(command, names)}}
+    return sequence_service_pb2.ServeRequest(**message)
+
+
+def command_from_proto(
+    message: sequence_service_pb2.ServeRequest,
+) -> tuple[int, SequenceCommand] | None:
+    """The inverse of command_to_proto; None for what is no command for an opened sequence, or not
+    known to this version."""
+    name = message.WhichOneof("command")
+    if name not in _COMMAND_KINDS:
+        return None
+    kind, names = _COMMAND_KINDS[name]
+    command = getattr(message, name)
+    return command.handle, kind(**_values(command, names))
 
 
 def step_to_proto(events: Iterable[AddressedEvent]) -> sequence_service_pb2.ServeResponse:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from baton.commands import Abort
 from bench.host_rig import HostRig, draw_spec
 from bench.stub_engine import BLOCK_SIZE
 from engine.kv.layout import whole_blocks
 from engine.kv.lease import BlockLease
 from engine.kv.pool import BlockPool
-from worker_core.commands import Abort
+from worker_core.commands import StreamCommand
 from worker_core.scheduler import Budget, plan_step
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.worker import collect_garbage_less_often
@@ -46,7 +47,7 @@ def measure_tier(num_seqs: int, num_blocks: int, num_steps: int) -> TierCosts:
     open_s = _seconds(lambda: rig.step(rig.opening))
     rig.step()
     step_s = _typical(rig.step, num_steps)
-    aborts = [Abort(0, opening.handle) for opening in rig.opening]
+    aborts = [StreamCommand(0, opening.handle, Abort()) for opening in rig.opening]
     abort_s = _seconds(lambda: rig.step(aborts))
     take_s, find_s = _cache_seconds(rig.pool, num_seqs)
     return TierCosts(

@@ -26,7 +26,7 @@ from engine.kv.layout import groups_of
 from engine.kv.range import KvRange
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.receiver import DEFAULT_MAX_CHUNK_BYTES
+from kv_transfer.transport.listeners import DEFAULT_MAX_CHUNK_BYTES
 from kv_transfer.wire_format import chunks, wire_format
 
 _NUM_LAYERS = 34

@@ -44,7 +44,7 @@ from bench.suite.markdown import about, replaced, table
 from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.receiver import DEFAULT_MAX_CHUNK_BYTES
+from kv_transfer.transport.listeners import DEFAULT_MAX_CHUNK_BYTES
 from kv_transfer.wire_format import wire_format
 
 SIZES = "64KiB,512KiB,1MiB,4MiB,16MiB,64MiB,256MiB"

@@ -29,12 +29,12 @@ from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.kv_secret import KvSecret
-from kv_transfer.receiver import open_receiver
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
 from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.connector import make_connector
+from kv_transfer.transport.listeners import open_receiver
 
 #: Shape of Llama-3.2-1B: 512 KiB a block.
 LAYOUT = KvLayout("bench", 16, 8, 64, "bfloat16", 16)

@@ -1,11 +1,10 @@
 """What rounding weights costs and gains: `python -m bench.quantization [MODEL] [--tokens N]
 [--rounds N]`.
 
-Writes each scheme of `baton quantize` to a temporary folder and shows, for each and for the
-original: bytes of weights, perplexity on held-out text as served (bfloat16) and with the weights'
-rounding alone (float32), and the time of decode steps, in which the schemes take turns. The text is
-what models.corpus holds out: files of this interpreter's standard library. Schemes that gain from
-`--calibration` are shown with it, too, on the beginnings of other files.
+Writes each scheme of bench.quantized_checkpoints to a temporary folder and shows, for each and for
+the original: bytes of weights, perplexity on held-out text as served (bfloat16) and with rounded
+weights alone (float32), and the time of decode steps, in which the schemes take turns. The text is
+what models.corpus holds out: files of this interpreter's standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from tokenizers import Tokenizer
@@ -26,11 +24,10 @@ from tokenizers import Tokenizer
 from baton.types import Sampling
 from bench.peers.ours import BatonContender
 from bench.peers.task import Task
+from bench.quantized_checkpoints import SCHEMES, quantize_checkpoint
 from engine.config import CacheConfig, EngineConfig, ModelChoice
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.load import load_engine
-from engine.quantization.quantize import quantize_checkpoint
-from engine.quantization.scheme import CALIBRATED, SCHEMES, Scheme
 from engine.torch.engine import TorchEngine
 from models.corpus import read_corpus
 
@@ -38,8 +35,6 @@ _BOX_MODEL = Path(__file__).parents[1] / "models" / "baton-py-6m"
 _WINDOW_TOKENS = 512
 _BATCHES = (1, 8)
 _CONTEXT = 128
-#: Files of the training text, and characters of each, that calibrate.
-_CALIBRATION = (24, 5000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +75,9 @@ def perplexity(engine: TorchEngine, pieces: Sequence[Sequence[int]]) -> float:
 
 def quantized(model: Path, scratch: Path) -> dict[str, Path]:
     """Each scheme's checkpoint, in a folder of its name in `scratch`."""
-    text = scratch / "calibration.txt"
-    num_files, num_chars = _CALIBRATION
-    text.write_text("\n".join(file[:num_chars] for file in read_corpus().train[:num_files]))
-    calibrated = (f"{scheme} calibrated" for scheme in CALIBRATED)
-    folders = {name: scratch / name for name in (*SCHEMES, *calibrated)}
-    for name, folder in folders.items():
-        scheme, _, is_calibrated = name.partition(" ")
-        quantize_checkpoint(
-            model, folder, cast(Scheme, scheme), calibration=text if is_calibrated else None
-        )
-    return folders
+    for scheme in SCHEMES:
+        quantize_checkpoint(model, scratch / scheme, scheme)
+    return {scheme: scratch / scheme for scheme in SCHEMES}
 
 
 def measure(model: Path, num_tokens: int, num_rounds: int) -> Iterator[Row]:

@@ -1,9 +1,12 @@
-"""What one plain request crosses, from SDK to SDK: files, functions and threads of this project.
+"""What one plain request crosses, from its client to its answer: files, functions and threads of
+this project.
 
-python -m bench.request_path [--list]: gateway, prefill and decode worker run in this process, with
-a profile function in every thread. A first request warms them up; the next one is watched, and is
-handed over. What also runs without a request, such as heartbeats and load reports, is watched for a
-second beside it and counted apart.
+python -m bench.request_path [--list] [--drafts]: gateway, prefill and decode worker run in this
+process, with a profile function in every thread. A first request warms them up; the next one is
+watched, and is handed over: once by gRPC, from SDK to SDK, and once as a chat by HTTP, from socket
+to socket. Files between the socket and a worker's step are counted apart, too. What also runs
+without a request, such as heartbeats and load reports, is watched for a second beside it and
+counted apart.
 
 A function is what a reader meets as one: a `def` or a lambda. Generator expressions, and before
 Python 3.12 comprehensions, run in frames of their own, too: they count as part of the function that
@@ -14,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
+import json
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -40,6 +45,11 @@ FOLDERS = [
     "kernels",
 ]
 _OURS = tuple(f"{ROOT / folder}/" for folder in FOLDERS)
+#: Where a request is between its client's socket and a worker's step.
+_TO_A_STEP = (
+    *("gateway/", "baton/"),
+    *(f"worker_core/{name}.py" for name in ("sequence_service", "worker", "loop", "core")),
+)
 _IDLE_S = 1.0
 #: Code that runs in frames of its own and is no function to a reader.
 _NO_FUNCTIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"})
@@ -83,8 +93,8 @@ class Watch:
 async def serving(
     serve: Callable[[Any, asyncio.Event, Callable[[ReadyReport], None]], Awaitable[None]],
     options: object,
-) -> AsyncIterator[str]:
-    """Run a service in this process; yields its address."""
+) -> AsyncIterator[ReadyReport]:
+    """Run a service in this process; yields what it reports when it is ready."""
     stop = asyncio.Event()
     ready: asyncio.Future[ReadyReport] = asyncio.get_running_loop().create_future()
     task: asyncio.Future[None] = asyncio.ensure_future(serve(options, stop, ready.set_result))
@@ -92,15 +102,48 @@ async def serving(
         await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
-        yield ready.result().address
+        yield ready.result()
     finally:
         stop.set()
         await task
 
 
-async def watch_request(watch: Watch) -> tuple[set[Function], set[str], int]:
-    """Functions and threads of one request; and how many functions of those run without one,
-    too."""
+_PROMPT = "def fibonacci(n):\n    " * 4
+
+
+class Path(NamedTuple):
+    """What one request ran. num_idle: functions of those run without a request, too."""
+
+    functions: frozenset[Function]
+    num_threads: int
+    num_idle: int
+
+
+async def generate(client: AsyncClient, prompt: str) -> None:
+    """One request by gRPC."""
+    done = await client.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))
+    if not done.timing.transfer_bytes:
+        raise RuntimeError("the request was not handed over")
+
+
+async def chat(address: str, prompt: str) -> None:
+    """One streamed chat by HTTP/1.1, with a connection of its own."""
+    message = {"role": "user", "content": prompt}
+    asked = {"messages": [message], "max_tokens": 8, "temperature": 0, "stream": True}
+    body = json.dumps(asked)
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    if b" 200 " not in answer[:16] or b"[DONE]" not in answer:
+        raise RuntimeError(f"the chat failed: {answer[:400]!r}")
+
+
+async def watch_requests(watch: Watch, *, has_drafts: bool) -> Mapping[str, Path]:
+    """The way of each kind of request."""
     options: dict[str, Any] = {
         "model": BUNDLED_MODEL,
         "max_model_len": 256,
@@ -108,60 +151,73 @@ async def watch_request(watch: Watch) -> tuple[set[Function], set[str], int]:
         "num_threads": 1,
         "drain_timeout_s": 1.0,
     }
-    prompt = "def fibonacci(n):\n    " * 4
-    params = SamplingParams(temperature=0.0, max_tokens=8)
+    of_decode: dict[str, Any] = {"max_local_prefill_tokens": 0}
+    if not has_drafts:
+        of_decode["speculative_method"] = "none"
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         prefill = await enter(serving(serve_prefill, PrefillOptions(**options)))
-        decode = await enter(
-            serving(serve_decode, DecodeOptions(**options, max_local_prefill_tokens=0))
-        )
+        decode = await enter(serving(serve_decode, DecodeOptions(**options, **of_decode)))
         front = await enter(
             serving(
                 serve_gateway,
                 GatewayOptions(
                     model=BUNDLED_MODEL,
                     port=0,
-                    prefill_workers=(prefill,),
-                    decode_workers=(decode,),
+                    enable_http=True,
+                    http_port=0,
+                    prefill_workers=(prefill.address,),
+                    decode_workers=(decode.address,),
                     drain_timeout_s=1.0,
                 ),
             )
         )
-        client = await enter(AsyncClient(front, max_retries=0))
-        await client.generate(prompt, params)
-        watch.is_on = True
-        done = await client.generate(f"import os\n{prompt}", params)
-        watch.is_on = False
-        functions, threads = watch.take()
-        if not done.timing.transfer_bytes:
-            raise RuntimeError("the request was not handed over")
+        client = await enter(AsyncClient(front.address, max_retries=0))
+        kinds: Mapping[str, Callable[[str], Awaitable[None]]] = {
+            "gRPC": functools.partial(generate, client),
+            "HTTP chat": functools.partial(chat, front.http_address),
+        }
+        ran: dict[str, tuple[frozenset[Function], int]] = {}
+        for kind, ask in kinds.items():
+            await ask(_PROMPT)
+            watch.is_on = True
+            await ask(f"import os\n{_PROMPT}")
+            watch.is_on = False
+            functions, threads = watch.take()
+            ran[kind] = (frozenset(functions), len(threads))
         watch.is_on = True
         await asyncio.sleep(_IDLE_S)
         watch.is_on = False
         idle, _ = watch.take()
-        return functions - idle, threads, len(idle & functions)
+        return {
+            kind: Path(functions - idle, num_threads, len(idle & functions))
+            for kind, (functions, num_threads) in ran.items()
+        }
 
 
 def main() -> None:
     """Prints the counts; with --list the functions, too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="print every function, by file")
+    parser.add_argument("--drafts", action="store_true", help="with drafts by n-grams")
     arguments = parser.parse_args()
     watch = Watch()
     threading.setprofile(watch)
     sys.setprofile(watch)
-    functions, threads, num_idle = asyncio.run(watch_request(watch))
+    paths = asyncio.run(watch_requests(watch, has_drafts=arguments.drafts))
     sys.setprofile(None)
     threading.setprofile(None)
-    if arguments.list:
-        for function in sorted(functions):
-            print(*function)
-    num_files = len({function.file for function in functions})
-    print(
-        f"{num_files} files, {len(functions)} functions, {len(threads)} threads; "
-        f"{num_idle} further functions run without a request, too"
-    )
+    for kind, path in paths.items():
+        if arguments.list:
+            for function in sorted(path.functions):
+                print(kind, *function, sep="\t")
+        files = {function.file for function in path.functions}
+        num_to_a_step = sum(file.startswith(_TO_A_STEP) for file in files)
+        print(
+            f"{kind}: {len(files)} files, {num_to_a_step} of them between socket and step, "
+            f"{len(path.functions)} functions, {path.num_threads} threads; {path.num_idle} further "
+            "functions run without a request, too"
+        )
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ class AlwaysDrafting(Speculator):
         return [min(self.max_num_drafts, estimate.num_drafts) for estimate in estimates]
 
 
-class Lane:
+class MethodRun:
     """One method's engine and decode core, by the real clock, at work on the sequences 0, 1, 2, ...
     of a workload."""
 
@@ -192,25 +192,28 @@ class Lane:
 
 
 def measure(
-    lanes: dict[str, Lane], workload: Workload, texts: Sequence[tuple[int, ...]], seconds: float
+    method_runs: dict[str, MethodRun],
+    workload: Workload,
+    texts: Sequence[tuple[int, ...]],
+    seconds: float,
 ) -> dict[str, Tally]:
-    for lane in lanes.values():
-        lane.begin(workload, texts)
-    _turns(lanes, seconds / NUM_STRETCHES, is_counted=False)
+    for method_run in method_runs.values():
+        method_run.begin(workload, texts)
+    _turns(method_runs, seconds / NUM_STRETCHES, is_counted=False)
     for _ in range(NUM_STRETCHES):
-        for lane in lanes.values():
-            lane.tally.stretches.append((0, 0.0))
-        _turns(lanes, seconds / NUM_STRETCHES, is_counted=True)
-    for lane in lanes.values():
-        lane.drain()
-    return {method: lane.tally for method, lane in lanes.items()}
+        for method_run in method_runs.values():
+            method_run.tally.stretches.append((0, 0.0))
+        _turns(method_runs, seconds / NUM_STRETCHES, is_counted=True)
+    for method_run in method_runs.values():
+        method_run.drain()
+    return {method: method_run.tally for method, method_run in method_runs.items()}
 
 
-def _turns(lanes: dict[str, Lane], seconds: float, *, is_counted: bool) -> None:
+def _turns(method_runs: dict[str, MethodRun], seconds: float, *, is_counted: bool) -> None:
     end_s = time.perf_counter() + seconds
     while time.perf_counter() < end_s:
-        for lane in lanes.values():
-            lane.step(is_counted=is_counted)
+        for method_run in method_runs.values():
+            method_run.step(is_counted=is_counted)
 
 
 def figures(tally: Tally, plain: Tally) -> Figures:
@@ -233,7 +236,7 @@ def figures(tally: Tally, plain: Tally) -> Figures:
     )
 
 
-def lane_of(method: str, arguments: argparse.Namespace) -> Lane:
+def start_method(method: str, arguments: argparse.Namespace) -> MethodRun:
     heads = {"draft": arguments.draft, "eagle": arguments.eagle, "medusa": arguments.medusa}
     method, _, how = method.partition(" ")
     values = {
@@ -248,7 +251,7 @@ def lane_of(method: str, arguments: argparse.Namespace) -> Lane:
     }
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
     num_always = arguments.always if how == "always" else 0
-    return Lane(DecodeOptions.model_validate(values), clock, num_always)
+    return MethodRun(DecodeOptions.model_validate(values), clock, num_always)
 
 
 def main() -> int:
@@ -273,14 +276,14 @@ def main() -> int:
     trees = [f"{method} tree" for method in given if arguments.tree]
     always = [f"{method} always" for method in given if arguments.always]
     methods = (*METHODS, *given, *trees, *always)
-    lanes = {method: lane_of(method, arguments) for method in methods}
+    method_runs = {method: start_method(method, arguments) for method in methods}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for num_at_once, max_tokens in ((1, 256), (arguments.batch, 128)):
         for name, temperature in (("copy", 0.0), ("sampled", 1.0)):
             workload = Workload(
                 f"{name}, batch {num_at_once}", temperature, num_at_once, max_tokens
             )
-            tallies = measure(lanes, workload, texts, arguments.seconds)
+            tallies = measure(method_runs, workload, texts, arguments.seconds)
             results[workload.name] = {
                 method: asdict(figures(tally, tallies["none"])) for method, tally in tallies.items()
             }

@@ -56,7 +56,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class RetainedMemory:
     """bytes_each: by the fitted line. begin_mib, end_mib: resident memory after the warm-up, and at
     the end."""
 
@@ -128,7 +128,7 @@ async def over_http(address: str, is_broken: bool, prompt: Sequence[int]) -> Non
         writer.transport.abort()
 
 
-async def left_by(kind: Kind, num_streams: int) -> Left:
+async def retained_by(kind: Kind, num_streams: int) -> RetainedMemory:
     prompts = new_prompts(kind.num_prompt_tokens)
     num_each = num_streams // NUM_SAMPLES
     sizes = []
@@ -143,7 +143,7 @@ async def left_by(kind: Kind, num_streams: int) -> Left:
         sizes.append(resident_bytes(kind.pid))
     steady = sizes[NUM_WARM_UP:]
     line = statistics.linear_regression([num_each * i for i in range(len(steady))], steady)
-    return Left(kind.name, num_streams, line.slope, steady[0] / 2**20, steady[-1] / 2**20)
+    return RetainedMemory(kind.name, num_streams, line.slope, steady[0] / 2**20, steady[-1] / 2**20)
 
 
 def resident_bytes(pid: int) -> int:
@@ -200,7 +200,7 @@ async def measure(names: Sequence[str], num_streams: int) -> None:
         print("| Streams | Number | Bytes left by each | MiB | to MiB |\n|---|---|---|---|---|")
         for kind in kinds_of(cluster, gateway, bare):
             if not names or kind.name in names:
-                left = await left_by(kind, num_streams)
+                left = await retained_by(kind, num_streams)
                 print(left.row(), flush=True)
 
 

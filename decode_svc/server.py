@@ -51,5 +51,5 @@ def local_prefill_policy(options: DecodeOptions, engine: Engine) -> LocalPrefill
     if options.colocated:
         return pinned_local_prefill(engine.spec.max_model_len, None)
     if options.max_local_prefill_tokens is not None:
-        return pinned_local_prefill(options.max_local_prefill_tokens, options.max_itl_factor)
-    return learned_local_prefill(engine.spec, options.max_itl_factor)
+        return pinned_local_prefill(options.max_local_prefill_tokens)
+    return learned_local_prefill(engine.spec)

@@ -29,7 +29,7 @@ class Pacer:
     def __init__(self) -> None:
         self._size = 0
 
-    async def did(self, size: int) -> None:
+    async def advance(self, size: int) -> None:
         """So many more bytes, characters or tokens."""
         self._size += size
         if self._size >= LONG_PIECE:

@@ -31,15 +31,14 @@ from baton.telemetry import Telemetry, TelemetrySettings, running_telemetry
 from baton.telemetry.metrics import observe_build
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from gateway.chat.renderer import ChatRenderer
+from gateway.chat.style import ChatStyle, chat_style
 from gateway.http.app import HttpApp, HttpSettings, Probes
-from gateway.http.chat_style import ChatStyle, chat_style
 from gateway.http.server import HttpServer, start_http
 from gateway.intake.api_keys import read_api_keys
-from gateway.intake.chat import ChatRenderer
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.sampling_defaults import sampling_defaults
 from gateway.intake.tokenizer import Tokenizer, load_tokenizer
-from gateway.models import Models
 from gateway.request.driver import RequestDeps
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
@@ -48,7 +47,7 @@ from gateway.routing.gauges import DISCOVERY_PATH, observe_gateway, scrape_targe
 from gateway.routing.migrator import Migrator
 from gateway.routing.workers import Membership, Roster, keep_connected
 from gateway.service import InferenceService
-from gateway.serving import Serving, ServingOptions
+from gateway.serving import Models, Serving, ServingOptions
 from gateway.telemetry.recorder import GatewayRecorder
 
 if TYPE_CHECKING:

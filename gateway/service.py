@@ -12,8 +12,7 @@ from baton.rpc.status import REQUEST_ID_KEY
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from gateway.intake.request import ValidatedRequest
 from gateway.long_work import in_pieces
-from gateway.models import Models
-from gateway.serving import Call
+from gateway.serving import Call, Models
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -12,32 +12,43 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton import __version__
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    FieldViolation,
+    InvalidRequest,
+    ModelNotFound,
+    NoWorkers,
+)
 from baton.rpc.api_key import shown_digest
-from baton.rpc.status import given_request_id
+from baton.rpc.interceptor import given_request_id
 from baton.sampling_params import MAX_CHOICES
 from baton.telemetry import no_telemetry
 from baton.telemetry.spans import trace_of
 from baton.types import Tier, WorkerInfo
 from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import numerics_to_proto
-from gateway.intake.chat import ChatRenderer, more_of
+from gateway.chat.renderer import ChatRenderer, more_of
 from gateway.intake.grammars import GrammarCompiler
-from gateway.intake.long_fields import LongFields, ReadIds, read_ids, read_prompt, read_several
 from gateway.intake.request import ValidatedRequest
+from gateway.intake.rules import ModelFacts, given, shown
 from gateway.intake.token_bytes import ends_with
 from gateway.intake.tokenizer import Tokenizer, TooManyTokens
 from gateway.intake.validator import (
     MAX_OTHER_IDS,
     Ids,
+    LongFields,
+    ReadIds,
     Tokenized,
     check_detokenize,
     check_request,
     check_tokenize,
+    read_ids,
+    read_prompt,
+    read_several,
     resolve,
     too_long,
 )
-from gateway.intake.violations import ModelFacts, given
 from gateway.long_work import let_others_run
 from gateway.output.delivery import Write
 from gateway.request.driver import (
@@ -219,7 +230,7 @@ class Serving:
             prompt_token_ids = await self._tokenize(request.prompt, read, facts)
         await let_others_run(len(prompt_token_ids))
         words = params.bad_words
-        bad_words = await self.tokenizer.ways_to_write(words) if words else ()
+        bad_words = await self.tokenizer.encode_word_variants(words) if words else ()
         record.timeline.tokenize_ms = (self._clock() - started_s) * 1e3
         grammar = b""
         if params.HasField("structured_output"):
@@ -377,3 +388,59 @@ def _status_of(worker: Worker) -> inference_pb2.WorkerStatus:
         num_leased_window_slots=load.window_slots.leased,
         num_window_slots=load.window_slots.total,
     )
+
+
+_MAX_NAME_CHARS = 40
+
+
+class Models:
+    """Belongs to one event loop. In the order of the command line; no two have a name in common."""
+
+    def __init__(self, servings: Sequence[Serving], recorder: GatewayRecorder) -> None:
+        self._servings = tuple(servings)
+        self._recorder = recorder
+        self._by_name = {name: serving for serving in servings for name in serving.facts.names}
+        """Without adapters, which workers report."""
+
+    def __iter__(self) -> Iterator[Serving]:
+        return iter(self._servings)
+
+    def of(self, name: str) -> Serving:
+        """The model of that name, or with that adapter; of an empty name, the only one.
+
+        Raises ModelNotFound, naming those that are here; InvalidRequest if none is named among
+        several; and NoWorkers for an adapter's name, perhaps, before workers said what they have.
+        """
+        serving = self._by_name.get(name)
+        if serving is None and len(self._servings) == 1 and not name:
+            serving = self._servings[0]
+        if serving is None:
+            serving = next((s for s in self._servings if name in s.facts.adapters), None)
+        if serving is None:
+            error = self._refusal(name)
+            self._recorder.refuse(error.reason)
+            raise error
+        return serving
+
+    def _refusal(self, name: str) -> BatonError:
+        listed = ", ".join(repr(serving.facts.name) for serving in self._servings)
+        adapters = [repr(adapter) for s in self._servings for adapter in s.facts.adapters]
+        also = f", with adapters {', '.join(adapters)}" if adapters else ""
+        if not name:
+            return InvalidRequest.of(
+                FieldViolation("model", f'"": several are served; name one of {listed}{also}')
+            )
+        unreached = [repr(s.facts.name) for s in self._servings if not s.is_reached]
+        if unreached:
+            return NoWorkers(
+                f"model {shown(name)} is none of {listed}{also}; whether it is an adapter is not "
+                f"known before a decode worker of {', '.join(unreached)} was reached",
+                tier="decode",
+            )
+        is_one = len(self._servings) == 1
+        here = f"the model is {listed}, and an empty name means the same" if is_one else listed
+        return ModelNotFound(
+            f"model {shown(name)} is not served here; {here if is_one else f'there are {here}'}"
+            f"{also}",
+            model=name[:_MAX_NAME_CHARS],
+        )

@@ -7,9 +7,10 @@ understand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from engine.interface import DeviceLost
 from engine.kv.interface import KvPool
 from engine.kv.range import KvRange
 from kv_transfer.codec import ChunkCodec
@@ -112,6 +113,24 @@ def device_memory_of(pool: KvPool) -> DeviceMemory | None:
     """Where the pool's blocks can be sent and taken without passing the host; None: nowhere."""
     copy = device_copy_of(pool)
     return copy.memory if copy else None
+
+
+#: Called in a transfer's thread; has the worker end.
+OnDeviceLost = Callable[[DeviceLost], None]
+
+
+def raise_device_lost(lost: DeviceLost) -> None:
+    """Where no engine loop can end the worker: ends the connection's thread."""
+    raise lost
+
+
+def check_device(pool: KvPool, on_device_lost: OnDeviceLost) -> None:
+    """After a copy that failed: one handoff's fault if the device still works. If it does not,
+    every later one would fail as well, and `on_device_lost` is called."""
+    try:
+        pool.synchronize()
+    except RuntimeError as error:
+        on_device_lost(DeviceLost(str(error)))
 
 
 def warm_up_copies(pool: KvPool) -> None:

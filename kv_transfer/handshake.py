@@ -20,11 +20,11 @@ from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto, numerics_from_proto, numerics_to_proto
 from engine.kv.interface import KvPool
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.device_memory import DeviceCodec, device_copy_of
+from kv_transfer.device_memory import DeviceCodec, OnDeviceLost, device_copy_of, raise_device_lost
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
 from kv_transfer.ticket import Endpoint
-from kv_transfer.transport.base import Connector
+from kv_transfer.transport.connection import Connector
 from kv_transfer.wire_format import agreed_dtype, wire_format
 
 _log = logging.getLogger("baton.kv")
@@ -151,6 +151,7 @@ class SenderConfig:
     clock: monotonic. ack_timeout_s: bounds the wait for a credit, and for the answer to a commit.
     max_chunk_bytes: a bound only, for a receiver says how large its chunks may be. secret: KV goes
     only to workers that have it, too; None: to whoever a ticket names. rule: which receivers.
+    on_device_lost: see check_device.
     """
 
     identity: WorkerIdentity
@@ -163,6 +164,7 @@ class SenderConfig:
     max_chunk_bytes: int = 16 << 20
     secret: KvSecret | None = None
     rule: NumericsRule = ANY_NUMERICS
+    on_device_lost: OnDeviceLost = raise_device_lost
 
 
 class SenderSession:
@@ -251,7 +253,7 @@ class ReceiverConfig:
     either: open_receiver takes what suits memory of the host, or of the pool's device.
     wire_dtype: what senders are asked to send, one of WIRE_DTYPES. secret: KV is taken only from
     workers that have it, too; None: from whoever presents a ticket. rule: which senders it takes KV
-    of.
+    of. on_device_lost: see check_device.
     """
 
     identity: WorkerIdentity
@@ -261,6 +263,7 @@ class ReceiverConfig:
     wire_dtype: str = "auto"
     secret: KvSecret | None = None
     rule: NumericsRule = ANY_NUMERICS
+    on_device_lost: OnDeviceLost = raise_device_lost
 
 
 class ReceiverHandshake:

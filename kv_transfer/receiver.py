@@ -9,31 +9,19 @@ docs/adr/0010-kv-is-verified-in-place.md.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from baton.errors import BY_REASON, ConfigError, HandoffFailed
-from baton.kv_transports import (
-    AUTOMATIC,
-    DEVICE_MAX_CHUNK_BYTES,
-    DEVICE_NUM_CREDITS,
-    FALLBACK,
-    KvTransport,
-    Scope,
-    kv_transport,
-)
-from baton.rpc.bind import bind_fault
+from baton.errors import BY_REASON, HandoffFailed
 from baton.v1 import kv_pb2
 from baton.wire import sample_from_proto
-from engine.kv.groups import GROUP_NUMBERS
+from engine.kv.groups import is_known
 from engine.kv.range import KvRange
-from kv_transfer.device_memory import Payload, device_memory_of
+from kv_transfer.device_memory import Payload, check_device
 from kv_transfer.frame import (
     CHECKSUM_MASK,
     Frame,
@@ -44,9 +32,8 @@ from kv_transfer.frame import (
     place_checksum,
 )
 from kv_transfer.handshake import ReceiverConfig, ReceiverHandshake, Terms
-from kv_transfer.ticket import Commit, Endpoint, Rejection, TicketEvent
-from kv_transfer.ticket_table import TicketRules, TicketTable
-from kv_transfer.transport.base import Listener, TransportConfig, transport_named
+from kv_transfer.ticket import Commit, Rejection
+from kv_transfer.ticket_table import TicketTable
 from kv_transfer.wire_format import most_token_layer_bytes
 
 Reply = Callable[[Frame], None]
@@ -228,6 +215,8 @@ class ReceiverSession:
             fault = store(chunk, payload, pinned.block_ids, terms)
         except (ValueError, RuntimeError) as error:
             fault = f"the worker could not store a chunk: {error}"
+            if isinstance(error, RuntimeError):
+                check_device(self._receiver.config.pool, self._receiver.config.on_device_lost)
         finally:
             rejection = self._written(chunk, fault)
         return rejection
@@ -246,7 +235,7 @@ class ReceiverSession:
             ticket_id=frame.ticket_id,
             epoch=frame.epoch,
             num_tokens=frame.num_tokens,
-            firsts=tuple(map(sample_from_proto, frame.first_tokens)),
+            first_tokens=tuple(map(sample_from_proto, frame.first_tokens)),
             checksum=checksum,
             exposed_ms=frame.exposed_us / 1000,
         )
@@ -301,7 +290,7 @@ def _abort_of(ticket_id: int, epoch: int, rejection: Rejection) -> kv_pb2.KvAbor
 
 def place_of(chunk: kv_pb2.KvChunk) -> KvRange:
     """Where a chunk belongs. Raises FrameError if it is of no group that this version knows."""
-    if chunk.group not in GROUP_NUMBERS:
+    if not is_known(chunk.group):
         raise FrameError(f"a chunk of an unknown group {chunk.group}")
     place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
     return KvRange(*place, chunk.group)
@@ -346,91 +335,3 @@ def store(chunk: kv_pb2.KvChunk, payload: Payload, block_ids: tuple[int, ...], t
 
 def _wrong_checksum(chunk: kv_pb2.KvChunk) -> str:
     return f"a chunk with a wrong checksum: {place_of(chunk)}"
-
-
-#: One is filled while another is read, and the third bridges a wake-up; large enough that a chunk's
-#: fixed cost is little, all together small enough to stay in a CPU's last cache.
-DEFAULT_NUM_CREDITS = 3
-DEFAULT_MAX_CHUNK_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class RunningReceiver:
-    """A worker's tickets and its open endpoints.
-
-    `close` ends connections and threads, then aborts the tickets that are still open."""
-
-    tickets: TicketTable
-    receiver: Receiver
-    listeners: tuple[Listener, ...]
-
-    @property
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        return tuple(listener.endpoint for listener in self.listeners)
-
-    def close(self) -> None:
-        for listener in self.listeners:
-            listener.close()
-        self.tickets.abort_all(HandoffFailed.reason, "the worker is shutting down")
-
-
-def open_receiver(
-    config: ReceiverConfig,
-    on_event: Callable[[TicketEvent], None],
-    clock: Callable[[], float],
-    *,
-    transports: Sequence[str] = AUTOMATIC,
-    listen: TransportConfig = TransportConfig(),  # noqa: B008, it is frozen
-    rules: TicketRules | None = None,
-) -> RunningReceiver:
-    """Bind, then serve. transports: names of baton.kv_transports. listen: where; the worker's name
-    and its device's memory follow from `config`. on_event, clock: see TicketTable. rules: the
-    defaults with a secret of its own if not given.
-
-    Raises ConfigError for an unknown transport, or one that cannot be bound.
-    """
-    identity, pool = config.identity, config.pool
-    memory = device_memory_of(pool)
-    listen = replace(listen, worker_id=identity.worker_id, memory=memory)
-    listeners: list[Listener] = []
-    with contextlib.ExitStack() as undo:
-        for transport in transports:
-            listener = _listen(kv_transport(transport), listen)
-            undo.callback(listener.close)
-            listeners.append(listener)
-        endpoints = tuple(listener.endpoint for listener in listeners)
-        tickets = TicketTable(
-            identity, pool.layout, endpoints, rules or TicketRules(), on_event, clock, pool.mark
-        )
-        receiver = Receiver(_with_staging(config, on_device=memory is not None), tickets)
-        for listener in listeners:
-            listener.serve(receiver)
-        undo.pop_all()
-    return RunningReceiver(tickets, receiver, tuple(listeners))
-
-
-def _with_staging(config: ReceiverConfig, *, on_device: bool) -> ReceiverConfig:
-    """The defaults where it has none; a chunk holds one token of one layer at least."""
-    num_credits = DEVICE_NUM_CREDITS if on_device else DEFAULT_NUM_CREDITS
-    chunk_bytes = DEVICE_MAX_CHUNK_BYTES if on_device else DEFAULT_MAX_CHUNK_BYTES
-    least_bytes = most_token_layer_bytes(config.pool.layout)
-    return replace(
-        config,
-        num_credits=config.num_credits or num_credits,
-        max_chunk_bytes=max(config.max_chunk_bytes or chunk_bytes, least_bytes),
-    )
-
-
-def _listen(transport: KvTransport, config: TransportConfig) -> Listener:
-    listen = transport_named(transport.name).listen
-    try:
-        return listen(config)
-    except OSError as error:
-        if transport.scope is Scope.HOST:
-            folder = tempfile.gettempdir()
-            fix = f"no Unix socket there ({error}); set TMPDIR to a short path that can be written"
-            fix = f"{fix}, or give --kv-transport={FALLBACK}"
-            raise ConfigError.of("TMPDIR", folder, fix) from error
-        fault = bind_fault(config.host, config.port, "kv_host", "kv_port")
-        fallback = ConfigError.of("kv_host", config.host, f"cannot listen there ({error})")
-        raise fault or fallback from error

@@ -33,6 +33,7 @@ from baton.v1 import kv_pb2
 from baton.wire import sample_to_proto
 from engine.kv.layout import groups_of
 from engine.kv.range import ALL, KvRange
+from kv_transfer.device_memory import check_device
 from kv_transfer.frame import (
     CHECKSUM_MASK,
     chunk_checksum,
@@ -42,7 +43,7 @@ from kv_transfer.frame import (
 )
 from kv_transfer.handshake import SenderConfig, SenderSession, Terms
 from kv_transfer.ticket import KvTicket
-from kv_transfer.transport.base import Staged
+from kv_transfer.transport.connection import Staged
 from kv_transfer.wire_format import chunks
 
 
@@ -89,12 +90,12 @@ class FetchPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """All is computed: `firsts` follow `num_tokens` tokens, one for each choice; none if the
+    """All is computed: `first_tokens` follow `num_tokens` tokens, one for each choice; none if the
     receiver knows what follows. prefill_end: when, by the sender's clock."""
 
     key: Hashable
     num_tokens: int
-    firsts: tuple[Sample, ...]
+    first_tokens: tuple[Sample, ...]
     prefill_end: float
 
 
@@ -385,13 +386,13 @@ class SendConnection:
             case Send(_, _, piece):
                 text = f"{piece} is more than the ticket's {ticket.num_tokens} tokens"
                 self._abort(handoff, HandoffFailed(text))
-            case Finish(_, num_tokens, firsts, prefill_end):
+            case Finish(_, num_tokens, first_tokens, prefill_end):
                 commit = kv_pb2.KvCommit(
                     ticket_id=ticket.ticket_id,
                     epoch=ticket.epoch,
                     num_tokens=num_tokens,
                     exposed_us=max(0, round((now - prefill_end) * 1e6)),
-                    first_tokens=map(sample_to_proto, firsts),
+                    first_tokens=map(sample_to_proto, first_tokens),
                 )
                 commit.checksum = commit_checksum(commit, handoff.checksum, terms.key)
                 handoff.commit_deadline = now + self._config.ack_timeout_s
@@ -426,6 +427,8 @@ class SendConnection:
         except (ValueError, RuntimeError) as error:
             session.connection.unstage(staged)
             self._abort(handoff, EngineFault(f"the KV of {piece} could not be read: {error}"))
+            if isinstance(error, RuntimeError):
+                check_device(self._config.pool, self._config.on_device_lost)
             return True
         work.next = next(work.rest, None)
         is_committed_next = work.next is None and isinstance(self._next_of(handoff), Finish)

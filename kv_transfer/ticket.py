@@ -36,10 +36,10 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.kv_transports import KV_TRANSPORTS
-from baton.types import DTYPE_BYTES, KvLayout, Sample, WorkerIdentity
+from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto
-from engine.kv.layout import LayerGroups
+from engine.kv.layout import LayerGroups, is_sound
 from engine.kv.range import KvRange
 from kv_transfer.frame import CHECKSUM_MASK
 
@@ -130,11 +130,7 @@ def parse_ticket(data: bytes) -> KvTicket:
         and message.ticket_id
         and message.lease_ms
         and message.num_cached_tokens <= message.num_tokens
-        and layout.dtype in DTYPE_BYTES
-        and min(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size) > 0
-        and bool(layout.window) == bool(layout.windowed_layers)
-        and all(layer < layout.num_layers for layer in layout.windowed_layers)
-        and bool(layout.num_state_layers) == bool(layout.state_layer_bytes)
+        and is_sound(layout)
     ):
         raise InvalidRequest("the KV ticket lacks fields, or they contradict each other")
     return KvTicket(
@@ -218,14 +214,14 @@ class OfferedTicket:
 class TicketCommitted:
     """All KV of `num_tokens` tokens is in the blocks, which whoever gets this owns.
 
-    firsts: the token after them, of each choice; none if it is known there already. whole_start:
-    the first token that came in every group; before it, those that keep fewer than all tokens may
-    have none.
+    first_tokens: the token after them, of each choice; none if it is known there already.
+    whole_start: the first token that came in every group; groups that keep fewer than all tokens
+    may have none before it.
     """
 
     ticket_id: int
     num_tokens: int
-    firsts: tuple[Sample, ...]
+    first_tokens: tuple[Sample, ...]
     transfer_exposed_ms: float
     num_bytes: int
     reserved_s: float = 0.0
@@ -276,7 +272,7 @@ class Commit:
     ticket_id: int
     epoch: int
     num_tokens: int
-    firsts: tuple[Sample, ...]
+    first_tokens: tuple[Sample, ...]
     checksum: int
     exposed_ms: float
 
@@ -403,7 +399,7 @@ class Ticket:
         return TicketCommitted(
             self.ticket_id,
             commit.num_tokens,
-            commit.firsts,
+            commit.first_tokens,
             commit.exposed_ms,
             self.num_bytes,
             self.reserved_s,

@@ -1,1 +1,1 @@
-"""The bundled model, a small Python-writing target and its draft, and what made them."""
+"""The bundled model, a small Python-writing target and its draft, with their training code."""

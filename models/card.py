@@ -1,4 +1,4 @@
-"""What is recorded of a training, and the model cards made from it."""
+"""The record of a training, and the model cards made from it."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ speculative sampling keeps; `top1_agreement` is its greedy counterpart."""
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """The content of training.json; `validation` has the figures of `models.evaluation`."""
+    """The content of training.json; `validation` has the metrics of `models.evaluation`."""
 
     versions: dict[str, str]
     parameters: int

@@ -1,4 +1,4 @@
-"""The training text: the source of the Python standard library that runs this script.
+"""The training text: the source of the running interpreter's standard library.
 
 Files are read in a fixed order and split by a hash of their relative path, so the same interpreter
 always gives the same corpus and the same held-out files.
@@ -24,7 +24,7 @@ SKIPPED_STEMS = ("_sysconfigdata", "config-")
 VALIDATION_PERCENT = 2.0
 MAX_CHAT_ANSWER_CHARS = 1000
 SPLIT_SPACE_RATE = 0.02
-SPACE = "Ġ"  # how byte-level BPE writes one
+SPACE = "Ġ"  # a space in byte-level BPE
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def is_held_out(path: Path) -> bool:
 
 
 def read_corpus() -> Corpus:
-    """The library of this interpreter."""
+    """Read the standard library of this interpreter."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(p.relative_to(root) for p in root.rglob("*.py"))
     kept = [p for p in paths if is_source(p)]
@@ -60,7 +60,8 @@ def read_corpus() -> Corpus:
 
 
 def chat_examples(source: str) -> Iterator[str]:
-    """One exchange per documented function: its docstring's first line asks, its source answers."""
+    """Yield one exchange per documented function: the docstring's first line asks, the source
+    answers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         tree = ast.parse(source)
@@ -86,9 +87,9 @@ def encode_documents(tokenizer: Tokenizer, documents: list[str]) -> list[torch.T
 def split_leading_spaces(
     tokenizer: Tokenizer, ids: torch.Tensor, rate: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """Writes a share `rate` of the tokens " word" as " " + "word" (ids: [tokens]).
+    """Replace a share `rate` of the tokens " word" by " " + "word" (ids: [tokens]).
 
-    Text does not change. The model thus knows prompts that end with a space.
+    The text does not change. The model thus learns prompts that end with a space.
     """
     vocab = tokenizer.get_vocab()
     tail = torch.full([tokenizer.get_vocab_size()], -1)

@@ -1,4 +1,4 @@
-"""Figures on the held-out files."""
+"""Metrics on the held-out files."""
 
 from math import log
 
@@ -13,7 +13,8 @@ WINDOW_TOKENS = 1024
 
 
 def windows(tokenizer: Tokenizer, documents: list[str]) -> list[Tensor]:
-    """Pieces of up to WINDOW_TOKENS + 1 ids; each id but a document's first is predicted once."""
+    """Pieces of up to WINDOW_TOKENS + 1 ids; each id except a document's first is predicted
+    once."""
     return [
         ids[start : start + WINDOW_TOKENS + 1]
         for ids in encode_documents(tokenizer, documents)
@@ -31,7 +32,7 @@ def log_probs(model: LlamaForCausalLM, window: Tensor) -> Tensor:
 def language_figures(
     model: LlamaForCausalLM, tokenizer: Tokenizer, documents: list[str]
 ) -> dict[str, float]:
-    """How well `model` foretells `documents`."""
+    """How well `model` predicts `documents`."""
     nats = correct = tokens = 0.0
     for window in windows(tokenizer, documents):
         scores, expected = log_probs(model, window), window[1:]

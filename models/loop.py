@@ -1,7 +1,7 @@
-"""A training loop bounded by its threads' processor time, which neither a pause nor other work on
-the machine spends.
+"""A training loop bounded by its threads' processor time, so that pauses and other work on the
+machine cost no training.
 
-Progress, which sets the learning rate and the window length, is the share of the minutes spent.
+The share of the minutes spent sets the learning rate and the window length.
 """
 
 import time
@@ -28,7 +28,7 @@ LOG_EVERY_STEPS = 20
 
 @dataclass(frozen=True)
 class Plan:
-    """`contexts` has (share of the time from which it holds, window length), shares rising."""
+    """`contexts`: (share of the time from which it applies, window length), shares ascending."""
 
     minutes: float
     seed: int
@@ -37,14 +37,14 @@ class Plan:
 
 
 def context_at(progress: float, contexts: tuple[tuple[float, int], ...]) -> int:
-    """The window length that holds at `progress`."""
+    """The window length at `progress`."""
     return [length for share, length in contexts if share <= progress][-1]
 
 
 def save_checkpoint(
     path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], done: Progress
 ) -> None:
-    """Replaces `path` in one rename."""
+    """Replace `path` by one rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     states = [o.state_dict() for o in optimizers]
@@ -55,7 +55,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> Progress:
-    """Loads weights and optimizer state in place."""
+    """Load weights and optimizer state in place."""
     saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
@@ -64,19 +64,19 @@ def load_checkpoint(
 
 
 def report(done: Progress, progress: float, context: int, loss: float) -> None:
-    """One line to stdout; `loss` is of one batch."""
+    """Print one line; `loss` is of one batch."""
     rate = done.tokens / done.elapsed_s
     line = f"{progress:6.1%} step {done.step} context {context} loss {loss:.3f}"
     print(f"{line} {rate:.0f} tokens/s", flush=True)
 
 
 def processor_time_s() -> float:
-    """Of this process, in the mean of torch's threads: they all compute, or wait by spinning."""
+    """Processor time of this process, averaged over torch's threads, which all compute or spin."""
     return time.process_time() / torch.get_num_threads()
 
 
 def train(model: nn.Module, loss_fn: LossFn, stream: Tensor, plan: Plan, resume: bool) -> Progress:
-    """Trains `model` in place until its minutes are spent."""
+    """Train `model` in place until its minutes are spent."""
     optimizers = make_optimizers(model)
     done = load_checkpoint(plan.checkpoint, model, optimizers) if resume else Progress()
     started, saved_s = processor_time_s() - done.elapsed_s, done.elapsed_s

@@ -1,4 +1,4 @@
-"""The two architectures and how they are written to and read from Hugging Face folders."""
+"""The two architectures, and their Hugging Face folders."""
 
 import json
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def draft_config() -> LlamaConfig:
 
 
 def new_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """Fresh weights drawn from `seed`."""
+    """A model with random weights from `seed`."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(config)
 
@@ -68,7 +68,7 @@ def _generation_config(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def _model_config(model: LlamaForCausalLM) -> dict[str, object]:
-    """`rope_theta` is written in the old place too, for readers older than transformers 5."""
+    """Also writes `rope_theta` at its old place, for readers older than transformers 5."""
     config: dict[str, object] = model.config.to_dict()
     config |= {"dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_theta": ROPE_THETA}
     return {key: value for key, value in config.items() if not key.startswith("_")}
@@ -79,14 +79,14 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
 
 
 def _write_weights(model: LlamaForCausalLM, path: Path) -> None:
-    """bf16; the tied output matrix is not written."""
+    """Write bfloat16 weights without the tied output matrix."""
     state = {k: v.detach().bfloat16().contiguous() for k, v in model.state_dict().items()}
     del state["lm_head.weight"]
     save_file(state, path, metadata={"format": "pt"})
 
 
 def publish_files(folder: Path, write: Callable[[Path], None]) -> None:
-    """`write` fills a temporary folder; its files then replace those of `folder` by renames."""
+    """Call `write` with a temporary folder, then replace files of `folder` by renames."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         written = Path(name)
@@ -103,7 +103,7 @@ def publish_model(
     record: TrainingRecord,
     card: str,
 ) -> None:
-    """Writes the whole Hugging Face folder."""
+    """Write the whole Hugging Face folder."""
 
     def write(where: Path) -> None:
         save_tokenizer(tokenizer, where, MAX_TOKENS)

@@ -12,8 +12,8 @@ IM_END = "<|im_end|>"
 PAD = "<|pad|>"
 SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, PAD]
 
-# Indentation (two spaces or more) is a piece of its own, so that a prompt may end before or after
-# it; one space belongs to the word it precedes; line ends join the punctuation before them.
+# Pieces of text. Indentation (two spaces or more) is a piece, so that a prompt may end before or
+# after it; a single space belongs to the word after it; line ends join the punctuation before them.
 PIECES = r" {2,}| ?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+\n*|\n+|\s+"
 
 CHAT_TEMPLATE = (
@@ -45,7 +45,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
-    """The files that AutoTokenizer reads; `max_tokens` is the context of the model."""
+    """Write the files that AutoTokenizer reads; `max_tokens` is the model's context length."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,

@@ -1,8 +1,7 @@
 """Makes the bundled model: `python -m models.train target`, then `python -m models.train draft`.
 
-Each phase takes the minutes it is given, of its threads' processor time: a sensible model results
-at any machine's speed, and other work beside it costs none of them.
-`--resume` goes on from the last checkpoint of an interrupted phase.
+A phase lasts the given minutes of its threads' processor time, so that other work on the machine
+does not shorten it. `--resume` continues from the last checkpoint of an interrupted phase.
 """
 
 import platform
@@ -64,7 +63,7 @@ class Data:
 
 
 def load_data(seed: int, tokenizer_file: Path | None = None) -> Data:
-    """Without `tokenizer_file` the tokenizer is trained; the same corpus gives the same one."""
+    """Without `tokenizer_file`, trains the tokenizer; the same corpus gives the same one."""
     corpus = read_corpus()
     tokenizer = (
         Tokenizer.from_file(str(tokenizer_file))
@@ -86,7 +85,7 @@ def language_loss(model: LlamaForCausalLM) -> LossFn:
 def training_record(
     model: LlamaForCausalLM, data: Data, done: Progress, plan: Plan, figures: dict[str, float]
 ) -> TrainingRecord:
-    """What training.json keeps."""
+    """The content of training.json."""
     return TrainingRecord(
         versions={
             "python": platform.python_version(),
@@ -113,7 +112,7 @@ def target(
     seed: Seed = 0,
     resume: Resume = False,
 ) -> None:
-    """Trains the tokenizer and the target."""
+    """Train the tokenizer and the target."""
     torch.set_num_threads(threads)
     data = load_data(seed)
     model = new_model(target_config(), seed)
@@ -135,7 +134,7 @@ def draft(
     seed: Seed = 0,
     resume: Resume = False,
 ) -> None:
-    """Distils the draft from the published target."""
+    """Distil the draft from the published target."""
     torch.set_num_threads(threads)
     data = load_data(seed, out / TARGET / "tokenizer.json")
     teacher = LlamaForCausalLM.from_pretrained(out / TARGET, dtype=torch.float32)

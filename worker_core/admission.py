@@ -213,7 +213,7 @@ class Admission:
             lease.num_cached_tokens,
             destination=command.destination,
             is_sending=command.destination is not None,
-            order=self._matchers.order(sampling) if sampling.grammar else None,
+            matcher_future=self._matchers.submit(sampling) if sampling.grammar else None,
         )
         state.put(sequence)
         num_cached = lease.num_cached_tokens
@@ -357,7 +357,7 @@ class Admission:
             if sequence.prefill:
                 sequence.prefill.num_fetched_tokens = num_missing
             return None
-        if committed.firsts:  # of a whole prefill, not only of a transfer
+        if committed.first_tokens:  # of a whole prefill, not only of a transfer
             self._costs.handoff.observe(num_missing, waited_s)
         event = Committed(committed.transfer_exposed_ms, committed.num_bytes)
         self._state.emit(sequence, event)

@@ -46,7 +46,7 @@ class BeamGroup:
         self.width = self.num_growing_places = root.width
         self.rank = root.rank
         self.stage = Stage.RUNNING
-        self.order = root.order
+        self.matcher_future = root.matcher_future
         self._pool = pool
         self._search = BeamSearch(root.spec.sampling, root.spec.num_tokens, max_model_len)
         self._beams: tuple[_Beam, ...] = (_Beam(root.spec.token_ids, root.lease, root.matcher),)
@@ -100,12 +100,12 @@ class BeamGroup:
 
     def follow_grammar(self) -> None:
         """As WorkerSequence.follow_grammar, for all beams."""
-        if self.order is None:
+        if self.matcher_future is None:
             return
         num_prompt_tokens = len(self.spec.prompt_token_ids)
         followed = []
         for beam in self._beams:
-            matcher = beam.matcher or self.order.matcher()
+            matcher = beam.matcher or self.matcher_future.matcher()
             matcher.advance_many(beam.token_ids[num_prompt_tokens + matcher.num_tokens :])
             matcher.allowed()
             followed.append(replace(beam, matcher=matcher))

@@ -173,7 +173,6 @@ def _build_torch(
             StepLimits(
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
-                layer_group_size=options.layer_group_size,
                 frees_windows=frees_windows,
             ),
             DeviceConfig(device, options.num_threads, options.tensor_parallel_size),

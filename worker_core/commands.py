@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.commands import SequenceCommand
 from baton.events import SequenceEvent
 from baton.types import KvSource, SequenceSpec
+from engine.interface import DeviceLost
 from engine.kv.ledger import ListBlocks
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
@@ -45,40 +47,16 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    """A gateway gives a sequence, or one choice of it, up, in whatever stage it is."""
+class StreamCommand:
+    """A command and the sequence of a gateway's stream that it is for."""
 
     stream: int
     handle: int
+    command: SequenceCommand
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """A gateway wants a sequence to stand still, to hand it off."""
-
-    stream: int
-    handle: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandOff:
-    """A gateway wants a paused sequence's KV sent to the owner of `ticket`."""
-
-    stream: int
-    handle: int
-    ticket: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """A gateway lets a paused sequence go on here."""
-
-    stream: int
-    handle: int
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
+class KnownSequences:
     """The handles of all outputs of a stream that its gateway waits for. Streams keep their order:
     what it opened before this is here, and what it gave up before this is not."""
 
@@ -107,10 +85,7 @@ class SetPolicy:
 
 Command = (
     Open
-    | Abort
-    | Pause
-    | HandOff
-    | Resume
+    | StreamCommand
     | StreamClosed
     | Drain
     | SetPolicy
@@ -119,7 +94,8 @@ Command = (
     | PrefixRequested
     | SendDone
     | ListBlocks
-    | Known
+    | KnownSequences
+    | DeviceLost
 )
 
 

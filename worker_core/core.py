@@ -22,10 +22,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.commands import Abort, Pause
 from baton.errors import Cancelled
 from baton.types import WorkerLoad
 from engine.grammar import Matchers, with_grammar_ready
-from engine.interface import Engine
+from engine.interface import DeviceLost, Engine
 from engine.kv.ledger import ListBlocks, num_orphan_blocks
 from engine.kv.pool import BlockPool
 from kv_transfer.sender import KvSender, SendDone
@@ -34,16 +35,13 @@ from kv_transfer.ticket_table import TicketTable
 from worker_core.admission import Admission, CoreLimits
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import (
-    Abort,
     Command,
     Drain,
-    HandOff,
-    Known,
+    KnownSequences,
     Open,
-    Pause,
-    Resume,
     SetPolicy,
     StreamClosed,
+    StreamCommand,
     StreamEvent,
 )
 from worker_core.costs import Costs
@@ -172,12 +170,11 @@ class WorkerCore:
         match command:
             case Open():
                 self._admission.open(command, self._policy)
-            case Abort(stream, handle):
+            case StreamCommand(stream, handle, Abort()):
                 self._give_up(stream, handle)
-            case Pause():
-                self._steps.collect()
-                self._handoffs.apply(command)
-            case HandOff() | Resume():
+            case StreamCommand():
+                if isinstance(command.command, Pause):
+                    self._steps.collect()
                 self._handoffs.apply(command)
             case StreamClosed(stream):
                 self._admission.cancel_queued_of(stream)
@@ -185,8 +182,8 @@ class WorkerCore:
                     self._cancel(group)
             case TicketCommitted():
                 sequence = self._admission.on_committed(command)
-                if sequence and command.firsts:
-                    self._output.produce_firsts(sequence, command.firsts)
+                if sequence and command.first_tokens:
+                    self._output.produce_first_tokens(sequence, command.first_tokens)
             case TicketAborted():
                 self._admission.on_aborted(command)
             case PrefixRequested(ticket_id):
@@ -201,8 +198,11 @@ class WorkerCore:
                 self._costs.policy = policy.local_prefill
             case ListBlocks(reply):
                 reply(ledger_of(self._state))
-            case Known():
+            case KnownSequences():
                 self._end_orphans(command)
+            case DeviceLost():
+                # Met by a transfer's thread: ends the worker as one that a step meets.
+                raise command
 
     def _on_sent(self, done: SendDone) -> None:
         """A handoff has ended; perhaps before its prompt had its turn."""
@@ -214,7 +214,7 @@ class WorkerCore:
             self._tickets.abort(sequence.ticket_id, Cancelled.reason, "the handoff has ended")
         self._handoffs.on_done(done, sequence)
 
-    def _end_orphans(self, known: Known) -> None:
+    def _end_orphans(self, known: KnownSequences) -> None:
         """Compare what is here with what a gateway knows."""
         for group in orphans_of(self._state, known):
             _log.error("sequence %s is unknown to its gateway: ended", group.spec.request_id)

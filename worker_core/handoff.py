@@ -19,6 +19,7 @@ from collections.abc import Hashable
 from itertools import groupby
 from operator import itemgetter
 
+from baton.commands import HandOff, Pause, Resume
 from baton.errors import (
     BatonError,
     EngineFault,
@@ -33,7 +34,7 @@ from engine.kv.range import KvRange
 from kv_transfer.send_connection import Cancel, FetchPrefix, Finish, Send, SendDone
 from kv_transfer.sender import KvSender
 from kv_transfer.ticket import PrefixRequested
-from worker_core.commands import HandOff, Pause, Resume
+from worker_core.commands import StreamCommand
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SequenceGroup
 
@@ -97,24 +98,24 @@ class Handoffs:
                 self._sender.submit(send)
                 sent_ends.update(dict.fromkeys(alike, tokens.stop))
 
-    def commit(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
-        """The prompt is computed, and `firsts` follow it: it is handed off with them."""
+    def commit(self, sequence: WorkerSequence, first_tokens: tuple[Sample, ...]) -> None:
+        """The prompt is computed, and `first_tokens` follow it: it is handed off with them."""
         sequence.stage = Stage.HANDING_OFF
         num_tokens = sequence.spec.num_tokens
         for send in self._records(sequence.key, sequence.lease, num_tokens):
             self._sender.submit(send)
-        self._sender.submit(Finish(sequence.key, num_tokens, firsts, self._state.clock()))
+        self._sender.submit(Finish(sequence.key, num_tokens, first_tokens, self._state.clock()))
 
     # Of sequences that run
 
-    def apply(self, command: Pause | HandOff | Resume) -> None:
+    def apply(self, command: StreamCommand) -> None:
         group = self._state.groups.get((command.stream, command.handle))
         if group is None:
             return
-        match command:
+        match command.command:
             case Pause():
                 self._pause(group)
-            case HandOff(_, _, ticket) if isinstance(group, WorkerSequence):
+            case HandOff(ticket) if isinstance(group, WorkerSequence):
                 self._hand_off(group, ticket)
             case Resume() if group.stage is Stage.PAUSED:
                 group.stage = Stage.RUNNING

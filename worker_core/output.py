@@ -69,17 +69,17 @@ class OutputProcessor:
         if sequence.destination:
             self._hand_off(sequence, drawn)
         else:
-            self.produce_firsts(sequence, drawn)
+            self.produce_first_tokens(sequence, drawn)
 
-    def _hand_off(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
+    def _hand_off(self, sequence: WorkerSequence, first_tokens: tuple[Sample, ...]) -> None:
         """The prompt is computed: its choices' first tokens are emitted, and go with the KV, unless
         they end all choices."""
         spec = sequence.spec
         if spec.sampling.beam:
-            self._handoffs.commit(sequence, firsts)
+            self._handoffs.commit(sequence, first_tokens)
             return
         token_index = len(spec.output_token_ids)
-        for offset, sample in enumerate(firsts):
+        for offset, sample in enumerate(first_tokens):
             finish = finish_reason(
                 sample.token_id,
                 token_index + 1,
@@ -92,23 +92,25 @@ class OutputProcessor:
             event = Tokens(token_index, (sample,), finish)
             self._state.emit_at(sequence.stream, sequence.handle + offset, event)
         if sequence.reporting_choice is not None:
-            self._handoffs.commit(sequence, firsts)
+            self._handoffs.commit(sequence, first_tokens)
             if spec.num_choices == 1:
-                sequence.token_ids.append(firsts[0].token_id)
+                sequence.token_ids.append(first_tokens[0].token_id)
                 sequence.has_begun = True
         else:
             self._handoffs.cancel(sequence, Cancelled.reason, "the first token ended the output")
             self._state.leave(sequence)
 
-    def produce_firsts(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
+    def produce_first_tokens(
+        self, sequence: WorkerSequence, first_tokens: tuple[Sample, ...]
+    ) -> None:
         """What follows the sequence as it was opened, one sample for each choice. Its choices, or
         its beams, fork here."""
         if sequence.spec.sampling.beam:
-            self._start_beams(sequence, firsts[0])
+            self._start_beams(sequence, first_tokens[0])
         elif sequence.spec.num_choices == 1:
-            self._produce(sequence, firsts)
+            self._produce(sequence, first_tokens)
         else:
-            self._fork(sequence, firsts)
+            self._fork(sequence, first_tokens)
 
     def advance_beams(self, group: BeamGroup, outcomes: Sequence[SliceOutcome]) -> None:
         """A step drew the candidates of all beams of a group."""
@@ -121,7 +123,7 @@ class OutputProcessor:
         group.advance(samples)
         self._end_if_over(group)
 
-    def _fork(self, group: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
+    def _fork(self, group: WorkerSequence, first_tokens: tuple[Sample, ...]) -> None:
         """Each choice becomes a sequence of its own, with the group's blocks."""
         self._state.forget(group)
         num_computed = group.num_computed_tokens
@@ -134,10 +136,10 @@ class OutputProcessor:
                 group.lease.fork(num_computed),
                 Stage.RUNNING,
                 num_computed,
-                order=group.order,
+                matcher_future=group.matcher_future,
             )
             self._state.put(choice)
-            self._produce(choice, (firsts[offset],))
+            self._produce(choice, (first_tokens[offset],))
         group.lease.release()
 
     def _produce(

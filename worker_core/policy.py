@@ -12,8 +12,8 @@ from engine.interface import EngineSpec
 #: what a handoff takes, but not whether prefill workers idle.
 MAX_TAIL_TOKENS = 64
 
-#: Maximum slowdown of a decode step caused by prompt tokens beside it, unless an option says
-#: otherwise.
+#: Maximum slowdown of a decode step caused by prompt tokens beside it; ItlBudget learns how much
+#: less keeps the 99th percentile of inter-token latency.
 MAX_ITL_FACTOR = 10.0
 
 
@@ -55,9 +55,7 @@ class Policy:
     local_prefill: LocalPrefillPolicy
 
 
-def learned_local_prefill(
-    spec: EngineSpec, max_itl_factor: float = MAX_ITL_FACTOR
-) -> LocalPrefillPolicy:
+def learned_local_prefill(spec: EngineSpec) -> LocalPrefillPolicy:
     """Prompts are shared with the prefill tier by load, which the gateways know. Of its own accord
     the worker computes short missing tails only: until speeds are known, those up to a block."""
     block_size = spec.layout.block_size
@@ -65,12 +63,14 @@ def learned_local_prefill(
         block_size,
         max(block_size, MAX_TAIL_TOKENS),
         is_pinned=False,
-        max_itl_factor=max_itl_factor,
+        max_itl_factor=MAX_ITL_FACTOR,
         max_shared_tokens=spec.max_model_len,
     )
 
 
-def pinned_local_prefill(num_tokens: int, max_itl_factor: float | None) -> LocalPrefillPolicy:
+def pinned_local_prefill(
+    num_tokens: int, max_itl_factor: float | None = MAX_ITL_FACTOR
+) -> LocalPrefillPolicy:
     """What misses up to so many tokens is computed here, and nothing else."""
     return LocalPrefillPolicy(
         num_tokens,
@@ -84,7 +84,7 @@ def pinned_local_prefill(num_tokens: int, max_itl_factor: float | None) -> Local
 def prefill_policy() -> Policy:
     """Prompts first, in chunks that do not hold up what decodes here while the decode tier is
     full."""
-    local_prefill = pinned_local_prefill(0, MAX_ITL_FACTOR)
+    local_prefill = pinned_local_prefill(0)
     return Policy(Tier.PREFILL, True, True, local_prefill)
 
 

@@ -17,6 +17,7 @@ from typing import Final
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 
+from baton.commands import Abort
 from baton.errors import Cancelled
 from baton.events import (
     Committed,
@@ -37,7 +38,7 @@ from baton.telemetry.spans import SpanWriter, TimedEvent, WallClock, context_of
 from baton.types import FinishReason, SequenceSpec
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import TicketAborted, TicketCommitted
-from worker_core.commands import Abort, Command, Open, StreamClosed, StreamEvent
+from worker_core.commands import Command, Open, StreamClosed, StreamCommand, StreamEvent
 
 #: What a ticket that is committed has been through, and nobody but its worker saw.
 _TICKET_EVENTS: Final = (RequestEvent.RESERVED, RequestEvent.RECEIVING, RequestEvent.COMMITTED)
@@ -171,7 +172,7 @@ class WorkerRecorder:
                 for choice in range(spec.num_choices):
                     self._sequences[stream, handle + choice] = _Sequence(spec, parent, at_s, False)
                 self._num_choices[stream, handle] = spec.num_choices
-            case Abort(stream, handle):
+            case StreamCommand(stream, handle, Abort()):
                 self._choice_given_up((stream, handle), at_s)
             case StreamClosed(stream):
                 for key in [key for key in self._sequences if key[0] == stream]:

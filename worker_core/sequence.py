@@ -9,7 +9,7 @@ from typing import ClassVar, overload
 
 from baton.events import ChunkTime
 from baton.types import Rank, SequenceSpec, TokenLogprobs, across_accounts
-from engine.grammar import Matcher, MatcherOrder
+from engine.grammar import Matcher, MatcherFuture
 from engine.interface import (
     FOLLOWING,
     SampleRow,
@@ -129,7 +129,7 @@ class WorkerSequence:
     on. What becomes of the handoff is reported under its handle, for the others' may have ended."""
     ticket_id: int | None = None
     offered_s: float = 0.0
-    order: MatcherOrder | None = None
+    matcher_future: MatcherFuture | None = None
     """None without a grammar."""
     matcher: Matcher | None = None
     """Of the output up to the last step's token; None until the grammar has been followed, and
@@ -175,7 +175,7 @@ class WorkerSequence:
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_tokens
         self.is_scored = wants_prompt_logprobs(self.spec)
         self.decodes_ahead = not (
-            self.order
+            self.matcher_future
             or sampling.beam
             or sampling.has_penalties
             or sampling.bad_words
@@ -233,7 +233,7 @@ class WorkerSequence:
         is_last = self.is_leaving or self.next_position + 1 >= most
         self.is_drawing_last = drawing_row is not None and is_last
 
-    def landed(self, num_new: int) -> None:
+    def collected(self, num_new: int) -> None:
         """The oldest `num_new` tokens in flight are so no longer."""
         self.num_launched_tokens -= num_new
         if not self.num_launched_tokens:
@@ -251,9 +251,9 @@ class WorkerSequence:
     def follow_grammar(self) -> None:
         """Bring the matcher up to the last token, and find what may come next. Raises
         InvalidRequest if nothing may."""
-        if self.order is None:
+        if self.matcher_future is None:
             return
-        self.matcher = self.matcher or self.order.matcher()
+        self.matcher = self.matcher or self.matcher_future.matcher()
         num_followed = len(self.spec.prompt_token_ids) + self.matcher.num_tokens
         self.matcher.advance_many(self.token_ids[num_followed:])
         self.matcher.allowed()

@@ -18,18 +18,15 @@ from baton.events import AddressedEvent, Deferred, Tokens, joined
 from baton.rpc.interceptor import send_headers
 from baton.types import KvSource
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
-from baton.wire import known, sequence_from_proto, step_to_proto
+from baton.wire import command_from_proto, known, sequence_from_proto, step_to_proto
 from worker_core.commands import (
-    Abort,
     Command,
     Destination,
-    HandOff,
-    Known,
+    KnownSequences,
     Open,
-    Pause,
-    Resume,
     SequenceKey,
     StreamClosed,
+    StreamCommand,
     StreamEvent,
 )
 from worker_core.state import failed
@@ -161,17 +158,11 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
                         num_handles = max(1, request.open.sequence.num_choices)
                         last_handle = request.open.handle + num_handles - 1
                         self._open(stream, request.open, outbox)
-                    case "abort":
-                        self._submit(Abort(stream, request.abort.handle))
-                    case "pause":
-                        self._submit(Pause(stream, request.pause.handle))
-                    case "hand_off":
-                        hand_off = request.hand_off
-                        self._submit(HandOff(stream, hand_off.handle, hand_off.ticket))
-                    case "resume":
-                        self._submit(Resume(stream, request.resume.handle))
                     case "known":
-                        self._submit(Known(stream, frozenset(request.known.handles)))
+                        self._submit(KnownSequences(stream, frozenset(request.known.handles)))
+                    case _:
+                        if (addressed := command_from_proto(request)) is not None:
+                            self._submit(StreamCommand(stream, *addressed))
         finally:
             outbox.close()
 

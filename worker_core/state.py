@@ -18,7 +18,7 @@ from engine.kv.ledger import BlockLedger, BlockOwner, take_ledger
 from engine.kv.pool import BlockPool
 from engine.kv.range import ALL, KvRange
 from worker_core.beam_group import BeamGroup
-from worker_core.commands import Known, StreamEvent
+from worker_core.commands import KnownSequences, StreamEvent
 from worker_core.sequence import Stage, WorkerSequence
 
 
@@ -261,7 +261,7 @@ def ledger_of(state: CoreState) -> BlockLedger:
     return take_ledger(state.pool, (*owners, *served))
 
 
-def orphans_of(state: CoreState, known: Known) -> list[SequenceGroup]:
+def orphans_of(state: CoreState, known: KnownSequences) -> list[SequenceGroup]:
     """Sequences of a stream that its gateway does not know, and has not given up either."""
     return [
         group

@@ -51,7 +51,7 @@ Grants = Sequence[tuple[SequenceGroup, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _InFlightStep:
     """A launch that is not collected. begin_s: when it was launched."""
 
     launched: Launched
@@ -147,7 +147,7 @@ class Steps:
         self._beat = beat
         self._launches_ahead = max_num_launches > 1
         self._output = output
-        self._flight: _Flight | None = None
+        self._in_flight: _InFlightStep | None = None
         self._has_failed = False
         """Whether the last launch failed: the next step is run alone."""
         self._collected_s = 0.0
@@ -217,22 +217,22 @@ class Steps:
         beat = partial(self._beat, size.num_tokens)
         beat()
         begin_s = self._state.clock()
-        before, self._flight = self._flight, None
+        before, self._in_flight = self._in_flight, None
         kv_sends = _KvSends(self._handoffs, self._engine.kv, beat, grants)
         kv_sends.is_held = before is not None
         launched = try_launch(self._engine, batch, kv_sends.layers_done)
         if launched is None:
             self._has_failed = True
         else:
-            self._flight = _Flight(launched, kv_sends, grants, size, begin_s)
-            self._take_off(grants, parts)
+            self._in_flight = _InFlightStep(launched, kv_sends, grants, size, begin_s)
+            self._on_launched(grants, parts)
         if before:
-            self._land(before)
-        if self._flight:
-            self._flight.kv_sends.release()
+            self._process_outcomes(before)
+        if self._in_flight:
+            self._in_flight.kv_sends.release()
         return True
 
-    def _take_off(
+    def _on_launched(
         self, grants: Sequence[tuple[WorkerSequence, int]], parts: Sequence[SequenceSlice]
     ) -> None:
         """Mark sequences as in flight, with the rows of the launch, over all its slices, that draw
@@ -244,39 +244,39 @@ class Steps:
 
     def collect(self) -> bool:
         """Wait for what is in flight, and hand out its tokens. Whether anything was."""
-        flight, self._flight = self._flight, None
-        if flight:
-            self._land(flight)
-        return flight is not None
+        step, self._in_flight = self._in_flight, None
+        if step:
+            self._process_outcomes(step)
+        return step is not None
 
-    def _land(self, flight: _Flight) -> None:
+    def _process_outcomes(self, step: _InFlightStep) -> None:
         """Hand out what a launch drew; or throw it away, and what was launched after it, if it
         failed."""
-        self._beat(flight.size.num_tokens)
-        outcomes = try_collect(flight.launched)
-        begin_s = max(flight.begin_s, self._collected_s)
-        self._note(flight.size, flight.grants if outcomes is not None else (), begin_s)
-        for group, num_new in flight.grants:
-            group.landed(num_new)
+        self._beat(step.size.num_tokens)
+        outcomes = try_collect(step.launched)
+        begin_s = max(step.begin_s, self._collected_s)
+        self._note(step.size, step.grants if outcomes is not None else (), begin_s)
+        for group, num_new in step.grants:
+            group.collected(num_new)
         if outcomes is None:
-            self._throw_away(flight)
+            self._discard(step)
             return
-        for (group, num_new), samples in zip(flight.grants, outcomes, strict=True):
+        for (group, num_new), samples in zip(step.grants, outcomes, strict=True):
             if group.stage is Stage.CLOSING:
                 self._state.leave(group)
             else:
                 self._output.advance(group, num_new, samples)
 
-    def _throw_away(self, failed: _Flight) -> None:
-        """A launch failed, whose sequences have landed: no launch after it counts."""
+    def _discard(self, failed: _InFlightStep) -> None:
+        """A launch failed, whose sequences have been collected: no launch after it counts."""
         self._has_failed = True
         over = [group for group, _ in failed.grants]
-        after, self._flight = self._flight, None
+        after, self._in_flight = self._in_flight, None
         if after:
             after.kv_sends.drop()
             try_collect(after.launched)
             for group, num_new in after.grants:
-                group.landed(num_new)
+                group.collected(num_new)
             over += [group for group, _ in after.grants]
         for group in dict.fromkeys(over):
             if group.stage is Stage.CLOSING:
@@ -305,7 +305,7 @@ class Steps:
         for grant in granted:
             group, _ = grant
             try:
-                if group.order:
+                if group.matcher_future:
                     group.follow_grammar()
             except BatonError as error:
                 if isinstance(group, WorkerSequence):

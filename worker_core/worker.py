@@ -22,11 +22,11 @@ from engine.interface import Engine, EngineSpec
 from kv_transfer.device_memory import DeviceMemory, device_memory_of, warm_up_copies
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
-from kv_transfer.receiver import RunningReceiver, open_receiver
 from kv_transfer.sender import Sender
 from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.connector import make_connector
+from kv_transfer.transport.listeners import RunningReceiver, open_receiver
 from worker_core.admission import CoreLimits
 from worker_core.build import build_matchers, build_pool
 from worker_core.commands import Command, StreamEvent
@@ -191,6 +191,7 @@ class Worker:
                 wire_dtype=self._tier.wire_dtype,
                 secret=kv_secret,
                 rule=self._rule,
+                on_device_lost=self._submit,
             ),
             self._submit,
             time.monotonic,
@@ -217,6 +218,7 @@ class Worker:
             time.monotonic,
             secret=kv_secret,
             rule=self._rule,
+            on_device_lost=self._submit,
         )
         return Sender(config, self._submit, num_connections=options.kv_num_lanes)
 

@@ -42,11 +42,6 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "doctor",
             "Look at Python, torch, ports, shared memory, clock and a model's files.",
         ),
-        "quantize": (
-            "quantize",
-            "quantize",
-            "Round or prune the linear layers of MODEL and write a checkpoint.",
-        ),
         "distill": (
             "distill",
             "distill_command",

@@ -1,5 +1,5 @@
-"""The client for asyncio, and one answer as it comes. Same methods as Client; what both do is in
-requests, results and calls."""
+"""The client for asyncio, and one answer as it comes. The client for threads, in sync_client, runs
+the same code with another kind of channel and event."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from typing import Any, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import grpc
 import grpc.aio
@@ -22,6 +22,7 @@ from baton.client.calls import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     MAX_AT_ONCE,
+    Channel,
     Connection,
     Connections,
     GenerateCalls,
@@ -35,6 +36,18 @@ from baton.rpc.channel import CLIENT_KEEPALIVE_MS, aio_channel
 from baton.rpc.tls import TlsFiles
 from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.v1 import inference_pb2
+
+
+class ClosedEvent(Protocol):
+    """Set once a client is closed."""
+
+    def set(self) -> object: ...
+
+    def is_set(self) -> bool: ...
+
+    async def is_set_within(self, timeout_s: float) -> bool:
+        """Whether it is set, now or before the time is over."""
+        ...
 
 
 class AsyncClient:
@@ -55,14 +68,8 @@ class AsyncClient:
         api_key: str | None = None,
     ) -> None:
         self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key, tls)
-        self._closed = asyncio.Event()
-        self._connections = Connections(
-            lambda address: aio_channel(
-                address, self._settings.tls, keepalive_ms=CLIENT_KEEPALIVE_MS
-            ),
-            self._settings.addresses,
-        )
-        self._streams: weakref.WeakSet[AsyncCompletionStream] = weakref.WeakSet()
+        self._closed = self._closed_event()
+        self._connections = Connections(self._connect, self._settings.addresses)
 
     @property
     def address(self) -> str:
@@ -132,9 +139,7 @@ class AsyncClient:
             add_special_tokens=add_special_tokens,
         )
         calls = GenerateCalls(self._connections, self._settings, request, request_id, timeout_s)
-        stream = AsyncCompletionStream(calls, self._closed)
-        self._streams.add(stream)
-        return stream
+        return AsyncCompletionStream(calls, self._closed)
 
     async def tokenize(
         self,
@@ -188,8 +193,6 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancel all that runs, and disconnect. May be called again."""
         self._closed.set()
-        for stream in tuple(self._streams):
-            await stream.close()
         for channel in self._connections.close():
             await channel.close()
 
@@ -199,9 +202,15 @@ class AsyncClient:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
+    def _connect(self, address: str) -> Channel:
+        return aio_channel(address, self._settings.tls, keepalive_ms=CLIENT_KEEPALIVE_MS)
+
+    def _closed_event(self) -> ClosedEvent:
+        return _AsyncioClosedEvent()
+
     async def _unary(
         self,
-        method_of: Callable[[Connection[grpc.aio.Channel]], Any],
+        method_of: Callable[[Connection], Any],
         request: Message,
         timeout_s: float | None,
     ) -> Any:
@@ -220,7 +229,7 @@ class AsyncClient:
             except grpc.RpcError as rpc_error:
                 error = self._settings.error_of(rpc_error, request_id)
                 delay_s = attempts.delay_s(error, time.monotonic())
-                if delay_s is None or await _is_set_within(self._closed, delay_s):
+                if delay_s is None or await self._closed.is_set_within(delay_s):
                     raise error from None
                 self._connections.avoid(connection)
             finally:
@@ -235,7 +244,7 @@ class AsyncCompletionStream:
     when it is collected, and one whose reading task is cancelled at once.
     """
 
-    def __init__(self, calls: GenerateCalls[grpc.aio.Channel], closed: asyncio.Event) -> None:
+    def __init__(self, calls: GenerateCalls, closed: ClosedEvent) -> None:
         """closed: whether the client is."""
         self._calls = calls
         self._client_closed = closed
@@ -304,7 +313,7 @@ class AsyncCompletionStream:
         self._call = self._calls.open()
         self._cancel = weakref.finalize(self, self._call.cancel)
         # An event loop that is gone at exit has taken its calls with it.
-        self._cancel.atexit = False
+        self._cancel.atexit = not isinstance(self._call, grpc.aio.Call)
 
     def _end(self) -> None:
         self._is_over = True
@@ -317,7 +326,7 @@ class AsyncCompletionStream:
             self._calls.end()
             return
         delay_s = self._calls.retry_delay_s(error)
-        if delay_s is None or await _is_set_within(self._client_closed, delay_s):
+        if delay_s is None or await self._client_closed.is_set_within(delay_s):
             self._end()
             raise error
         if not self._is_over:
@@ -331,9 +340,10 @@ def _is_task_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether the event is set, now or before the time is over."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    return event.is_set()
+class _AsyncioClosedEvent(asyncio.Event):
+    async def is_set_within(self, timeout_s: float) -> bool:
+        """See ClosedEvent."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.wait()
+        return self.is_set()

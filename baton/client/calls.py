@@ -1,4 +1,4 @@
-"""The calls of both clients: what a client is given once, and the rules for metadata, deadlines and
+"""The calls of a client: what a client is given once, and the rules for metadata, deadlines and
 retries that follow from it; connections; and the calls of one stream, which go on where another
 gateway broke off."""
 
@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
@@ -25,8 +25,6 @@ from baton.rpc.channel import MAX_CONCURRENT_STREAMS
 from baton.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from baton.rpc.tls import TlsFiles
 from baton.v1 import inference_pb2, inference_pb2_grpc
-
-ChannelT = TypeVar("ChannelT")
 
 MetadataLike: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -168,24 +166,30 @@ class Attempts:
         return delay_s
 
 
-class Connection(Generic[ChannelT]):
+class Channel(Protocol):
+    """grpc.aio.Channel, or what has the same methods."""
+
+    async def close(self) -> None: ...
+
+
+class Connection:
     """One channel, and the services behind it."""
 
-    def __init__(self, channel: ChannelT, address: str) -> None:
+    def __init__(self, channel: Channel, address: str) -> None:
         self.channel = channel
         self.address = address
-        either: Any = channel  # the stubs of grpc.Channel and grpc.aio.Channel are one class
+        either: Any = channel  # the stubs are one class for all channels
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(either)
         self.health: Any = health_pb2_grpc.HealthStub(either)
         self.num_calls = 0
         """Under way."""
 
 
-class Connections(Generic[ChannelT]):
+class Connections:
     """Thread-safe. A server answers MAX_CONCURRENT_STREAMS calls of a connection at once; grpc
     would have further ones wait, and their deadlines run, without a word."""
 
-    def __init__(self, connect: Callable[[str], ChannelT], addresses: Sequence[str]) -> None:
+    def __init__(self, connect: Callable[[str], Channel], addresses: Sequence[str]) -> None:
         """connect: makes a channel to an address, which whoever made this closes. addresses: of
         gateways that can stand in for each other; the first one is used until it fails."""
         self._connect = connect
@@ -194,9 +198,9 @@ class Connections(Generic[ChannelT]):
         """Of the address in use."""
         self._lock = threading.Lock()
         self._is_closed = False
-        self._connections: list[Connection[ChannelT]] = []
+        self._connections: list[Connection] = []
 
-    def take(self) -> Connection[ChannelT]:
+    def take(self) -> Connection:
         """A connection for one call, which the caller gives back when the call has ended. Raises
         Cancelled once they are closed."""
         with self._lock:
@@ -212,32 +216,32 @@ class Connections(Generic[ChannelT]):
             connection.num_calls += 1
             return connection
 
-    def avoid(self, connection: Connection[ChannelT]) -> None:
+    def avoid(self, connection: Connection) -> None:
         """A call of the connection failed, and may succeed elsewhere: use the next address, if that
         has not been done."""
         with self._lock:
             if connection.address == self._addresses[self._place]:
                 self._place = (self._place + 1) % len(self._addresses)
 
-    def give_back(self, connection: Connection[ChannelT]) -> None:
+    def give_back(self, connection: Connection) -> None:
         """A call of the connection has ended."""
         with self._lock:
             connection.num_calls -= 1
 
-    def close(self) -> list[ChannelT]:
+    def close(self) -> list[Channel]:
         """Take no further calls. All channels that were made, for the caller to close."""
         with self._lock:
             self._is_closed = True
             return [connection.channel for connection in self._connections]
 
 
-class GenerateCalls(Generic[ChannelT]):
+class GenerateCalls:
     """The calls of one stream: the first, and those that go on behind what came of the ones before.
     Checks that pieces follow each other, and that each choice ends."""
 
     def __init__(
         self,
-        connections: Connections[ChannelT],
+        connections: Connections,
         settings: Settings,
         request: inference_pb2.GenerateRequest,
         request_id: str,
@@ -256,7 +260,7 @@ class GenerateCalls(Generic[ChannelT]):
         self._settings = settings
         self._request = request
         self._metadata = settings.call_metadata(self.request_id)
-        self._last: Connection[ChannelT] | None = None
+        self._last: Connection | None = None
         self._choices: dict[int, inference_pb2.ChoiceSoFar] = {}
         sampling = request.sampling
         # Of as many choices as are returned, none is held back.

@@ -1,42 +1,84 @@
-"""The client for threads, and one answer as it comes. Same methods as AsyncClient; what both do is
-in requests, results and calls."""
+"""The client for threads, and one answer as it comes.
+
+It runs AsyncClient's coroutines to their end in the calling thread, without an event loop: over
+channels whose calls block instead of suspending, a coroutine never waits for a loop.
+"""
 
 from __future__ import annotations
 
+import inspect
 import threading
-import time
-import uuid
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self, Unpack
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 import grpc
-from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
+import grpc.aio
 
-from baton.client import requests, results
+from baton.client import requests
+from baton.client.async_client import AsyncClient, AsyncCompletionStream, ClosedEvent
 from baton.client.calls import (
     DEFAULT_ADDRESS,
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     MAX_AT_ONCE,
-    Connection,
-    Connections,
-    GenerateCalls,
+    Channel,
     MetadataLike,
-    Settings,
 )
 from baton.client.requests import PromptLike, StreamOptions
-from baton.client.results import Chunk, Completion, Model, Tokenization
-from baton.errors import BatonError
+from baton.client.results import Chunk, Completion
 from baton.rpc.channel import CLIENT_KEEPALIVE_MS, sync_channel
 from baton.rpc.tls import TlsFiles
-from baton.sampling_params import SamplingOptions, SamplingParams
-from baton.v1 import inference_pb2
+from baton.sampling_params import SamplingParams
+
+P = ParamSpec("P")
+T = TypeVar("T")
+AsyncT = TypeVar("AsyncT")
 
 
-class Client:
+class _Blocking(Generic[AsyncT]):
+    """What has the methods of `_twin`, an object over blocking calls."""
+
+    _twin: AsyncT
+
+
+def _result(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine over blocking calls."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a coroutine over blocking calls waits for an event loop")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncT, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[_Blocking[AsyncT], P], T]:
+    """The method of a class that runs `method` of its twin."""
+
+    @wraps(method)
+    def run(self: _Blocking[AsyncT], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return _result(method(self._twin, *args, **kwargs))
+
+    return run
+
+
+def _opening(
+    method: Callable[Concatenate[AsyncClient, P], AsyncCompletionStream],
+) -> Callable[Concatenate[Client, P], CompletionStream]:
+    @wraps(method)
+    def run(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> CompletionStream:
+        return CompletionStream(method(self._twin, *args, **kwargs))
+
+    signature = inspect.signature(method).replace(return_annotation="CompletionStream")
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run
+
+
+class Client(_Blocking[AsyncClient]):
     """Connections to a Baton gateway, one for each hundred calls under way. Thread-safe; a context
     manager. Every method raises the errors of baton.errors.
 
@@ -64,30 +106,18 @@ class Client:
         tls: TlsFiles | None = None,
         api_key: str | None = None,
     ) -> None:
-        self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key, tls)
-        self._connections = Connections(
-            lambda address: sync_channel(
-                address, self._settings.tls, keepalive_ms=CLIENT_KEEPALIVE_MS
-            ),
-            self._settings.addresses,
+        self._twin = _BlockingClient(
+            address,
+            timeout_s=timeout_s,
+            metadata=metadata,
+            max_retries=max_retries,
+            tls=tls,
+            api_key=api_key,
         )
-        # The first one now: files that cannot be read are an error here.
-        self._connections.give_back(self._connections.take())
-        self._closed = threading.Event()
 
     @property
     def address(self) -> str:
-        return self._settings.address
-
-    def generate(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        **options: Unpack[StreamOptions],
-    ) -> Completion:
-        """The whole answer to a prompt. Arguments as in `stream`."""
-        with self.stream(prompt, params, **options) as stream:
-            return stream.collect()
+        return self._twin.address
 
     def generate_all(
         self,
@@ -109,94 +139,14 @@ class Client:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def stream(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        model: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        add_special_tokens: bool = True,
-        request_id: str = "",
-        timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> CompletionStream:
-        """The answer to a prompt, piece by piece. The request is sent at once.
-
-        prompt: text, token ids, or chat messages. params, sampling: how tokens are chosen; the
-        latter win.
-        model: empty for the only one served. priority: lower is sooner. cache_salt: who may share
-        cached prefixes.
-        add_special_tokens: False for a text that has the tokenizer's special tokens already, as one
-        that a chat template wrote; none are ever added to token ids or messages.
-        request_id: proposed to the server; drawn if empty. timeout_s: None for the client's.
-        """
-        request = requests.generate_request(
-            prompt,
-            (params or SamplingParams()).with_options(**sampling),
-            model=model,
-            priority=priority,
-            cache_salt=cache_salt,
-            add_special_tokens=add_special_tokens,
-        )
-        calls = GenerateCalls(self._connections, self._settings, request, request_id, timeout_s)
-        return CompletionStream(calls, self._closed)
-
-    def tokenize(
-        self,
-        prompt: PromptLike,
-        *,
-        model: str = "",
-        add_special_tokens: bool = True,
-        timeout_s: float | None = None,
-    ) -> Tokenization:
-        """The token ids of a prompt, chat messages rendered with the model's template.
-        add_special_tokens: as in `stream`."""
-        request = requests.tokenize_request(
-            prompt, model=model, add_special_tokens=add_special_tokens
-        )
-        response = self._unary(lambda c: c.inference.Tokenize, request, timeout_s)
-        return results.tokenization_of(response)
-
-    def detokenize(
-        self,
-        token_ids: Sequence[int],
-        *,
-        model: str = "",
-        skip_special_tokens: bool = False,
-        timeout_s: float | None = None,
-    ) -> str:
-        """The text of token ids."""
-        request = requests.detokenize_request(
-            token_ids, model=model, skip_special_tokens=skip_special_tokens
-        )
-        response = self._unary(lambda c: c.inference.Detokenize, request, timeout_s)
-        return str(response.text)
-
-    def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
-        """The models served, with their workers."""
-        request = inference_pb2.ListModelsRequest()
-        response = self._unary(lambda c: c.inference.ListModels, request, timeout_s)
-        return results.models_of(response)
-
-    def model(self, name: str = "", *, timeout_s: float | None = None) -> Model:
-        """One model; empty for the only one served."""
-        request = requests.get_model_request(model=name)
-        response = self._unary(lambda c: c.inference.GetModel, request, timeout_s)
-        return results.model_of(response.model)
-
-    def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
-        """Whether the server, or one service of it by its full name, serves now."""
-        request = health_pb2.HealthCheckRequest(service=service)
-        response = self._unary(lambda c: c.health.Check, request, timeout_s)
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-    def close(self) -> None:
-        """Cancel all that runs, and disconnect. May be called again."""
-        self._closed.set()
-        for channel in self._connections.close():
-            channel.close()
+    stream = _opening(AsyncClient.stream)
+    generate = _blocking(AsyncClient.generate)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
+    models = _blocking(AsyncClient.models)
+    model = _blocking(AsyncClient.model)
+    health = _blocking(AsyncClient.health)
+    close = _blocking(AsyncClient.close)
 
     def __enter__(self) -> Self:
         return self
@@ -204,87 +154,35 @@ class Client:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _unary(
-        self,
-        method_of: Callable[[Connection[grpc.Channel]], Any],
-        request: Message,
-        timeout_s: float | None,
-    ) -> Any:
-        request_id = uuid.uuid4().hex
-        metadata = self._settings.call_metadata(request_id)
-        attempts = self._settings.attempts(timeout_s)
-        while True:
-            connection = self._connections.take()
-            try:
-                remaining_s = attempts.remaining_s(time.monotonic())
-                return method_of(connection)(request, timeout=remaining_s, metadata=metadata)
-            except grpc.RpcError as rpc_error:
-                error = self._settings.error_of(rpc_error, request_id)
-                delay_s = attempts.delay_s(error, time.monotonic())
-                if delay_s is None or self._closed.wait(delay_s):
-                    raise error from None
-                self._connections.avoid(connection)
-            finally:
-                self._connections.give_back(connection)
 
-
-class CompletionStream:
+class CompletionStream(_Blocking[AsyncCompletionStream]):
     """The pieces of one answer, as they come. An iterator, and a context manager whose end cancels
-    the request.
+    the request. May be closed by any thread.
 
     Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled
     when it is collected.
     """
 
-    def __init__(self, calls: GenerateCalls[grpc.Channel], closed: threading.Event) -> None:
-        """closed: whether the client is."""
-        self._calls = calls
-        self._client_closed = closed
-        self._is_over = False
-        self._is_closed = False
-        self._open()
+    def __init__(self, twin: AsyncCompletionStream) -> None:
+        self._twin = twin
 
     @property
     def request_id(self) -> str:
         """As the server knows it, once the first piece has come; until then as this client proposed
         it."""
-        return self._calls.request_id
+        return self._twin.request_id
 
-    def collect(self) -> Completion:
-        """Read to the end, and put together what this call read. Raises Cancelled if the stream is
-        closed before."""
-        return self._calls.completion(list(self))
-
-    def close(self) -> None:
-        """Cancel the request unless it has ended: whoever reads on, or waits for a piece, gets
-        Cancelled. May be called again, and by any thread."""
-        self._is_closed = True
-        self._end()
+    collect = _blocking(AsyncCompletionStream.collect)
+    close = _blocking(AsyncCompletionStream.close)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
-        while not self._is_over:
-            try:
-                response = next(self._call)
-            except StopIteration:
-                self._end()
-                self._calls.end()
-            except grpc.RpcError as error:
-                if not self._is_over:
-                    self._retry(self._calls.error_of(error))
-            else:
-                try:
-                    chunk = self._calls.accept(response)
-                except BatonError:
-                    self._end()
-                    raise
-                if chunk is not None:
-                    return chunk
-        if self._is_closed or self._client_closed.is_set():
-            self._calls.check_whole("client" if self._client_closed.is_set() else "stream")
-        raise StopIteration
+        try:
+            return _result(self._twin.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
 
     def __enter__(self) -> Self:
         return self
@@ -292,24 +190,58 @@ class CompletionStream:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _open(self) -> None:
-        self._call = self._calls.open()
-        self._cancel = weakref.finalize(self, self._call.cancel)
 
-    def _end(self) -> None:
-        self._is_over = True
-        self._cancel()
+class _BlockingClient(AsyncClient):
+    """Its coroutines never suspend."""
 
-    def _retry(self, error: BatonError) -> None:
-        """Open the stream anew, behind what came, or raise the error."""
-        if self._calls.is_whole:
-            self._end()
-            self._calls.end()
-            return
-        delay_s = self._calls.retry_delay_s(error)
-        if delay_s is None or self._client_closed.wait(delay_s):
-            self._end()
-            raise error
-        if not self._is_over:
-            self._cancel.detach()
-            self._open()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The first one now: files that cannot be read are an error here.
+        self._connections.give_back(self._connections.take())
+
+    def _connect(self, address: str) -> Channel:
+        tls = self._settings.tls
+        return _BlockingChannel(sync_channel(address, tls, keepalive_ms=CLIENT_KEEPALIVE_MS))
+
+    def _closed_event(self) -> ClosedEvent:
+        return _ThreadingClosedEvent()
+
+
+class _ThreadingClosedEvent(threading.Event):
+    async def is_set_within(self, timeout_s: float) -> bool:
+        """See ClosedEvent."""
+        return self.wait(timeout_s)
+
+
+class _BlockingChannel:
+    """A channel for any thread with the methods of grpc.aio.Channel."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._channel = channel
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Callable[..., Coroutine[Any, Any, Any]]:
+        method: Any = self._channel.unary_unary(*args, **kwargs)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        return call
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Callable[..., _BlockingCall]:
+        method: Any = self._channel.unary_stream(*args, **kwargs)
+        return lambda *args, **kwargs: _BlockingCall(method(*args, **kwargs))
+
+    async def close(self) -> None:
+        self._channel.close()
+
+
+class _BlockingCall:
+    """A call that answers with a stream, with the methods of grpc.aio.UnaryStreamCall."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.cancel: Callable[[], object] = call.cancel
+        self.add_done_callback: Callable[[Callable[[object], None]], None] = call.add_done_callback
+
+    async def read(self) -> Any:
+        return next(self._call, grpc.aio.EOF)

@@ -34,14 +34,18 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 ADVANCED = frozenset(
     {
         *("client_stall_timeout_s", "worker_stall_timeout_s", "ticket_lease_s", "ticket_offer_s"),
-        *("kv_num_lanes", "layer_group_size", "max_cudagraph_capture_size", "reuse_port"),
+        *("kv_num_lanes", "kv_transfer_dtype", "advertise_host"),
+        *("max_cudagraph_capture_size", "enforce_eager", "async_scheduling", "reuse_port"),
         *("oracle_step_ms", "oracle_token_us", "oracle_window", "oracle_has_states"),
-        *("prompt_lookup_min", "prompt_lookup_max"),
-        *("max_itl_factor", "max_local_prefill_tokens", "num_gpu_blocks_override"),
+        *("max_local_prefill_tokens", "num_gpu_blocks_override", "max_lora_rank"),
         *("prefill_block_size", "decode_block_size", "prefill_gpu_memory_utilization"),
+        *("prefill_tensor_parallel_size", "decode_tensor_parallel_size"),
+        *("speculative_tree", "enable_openengine", "allowed_origins"),
+        *("ssl_server_name", "ssl_peer_names", "ssl_cert_reqs", "metrics_compat"),
+        *("max_remembered_prefixes", "max_json_whitespace"),
     }
 )
-#: What --help-all and docs/cli.md show them under.
+#: What --help-all shows them under.
 ADVANCED_PANEL = "Advanced"
 
 _CONFIG_HELP = (

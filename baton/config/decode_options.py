@@ -30,10 +30,6 @@ class SpeculationOptions(Options):
     """Tokens that a head proposes for each place, as 3,2: three for the first draft, two for the
     second, one for each after. All are verified in one step, and one of them may be right where the
     likeliest is not; each takes as many rows of the step as it has tokens before it, and one."""
-    prompt_lookup_min: Count = 2
-    """Tokens in a row that must have occurred before, at least, for ngram to draft."""
-    prompt_lookup_max: Count = 5
-    """Tokens in a row from which ngram compares no further."""
 
     @property
     def tree_widths(self) -> tuple[int, ...]:
@@ -59,11 +55,6 @@ class SpeculationOptions(Options):
 
     @model_validator(mode="after")
     def _check_speculation(self) -> Self:
-        if self.prompt_lookup_max < self.prompt_lookup_min:
-            raise ValueError(
-                f"--prompt-lookup-max={self.prompt_lookup_max}: is less than "
-                f"--prompt-lookup-min={self.prompt_lookup_min}; give at least as much"
-            )
         has_model = self.speculative_method in ("draft", "eagle", "medusa")
         if has_model != (self.speculative_model is not None):
             raise ValueError(
@@ -79,9 +70,6 @@ class DecodeTierOptions(SpeculationOptions, SchedulingOptions):
     max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
     """Missing prompt tokens up to which a decode worker computes by itself; if not given, what is
     measured to be faster."""
-    max_itl_factor: Annotated[float, Field(gt=1)] = 10.0
-    """Maximum slowdown of a decode step caused by co-scheduled prefill; it is less where that keeps
-    the 99th percentile of inter-token latency."""
     colocated: bool = False
     """Decode workers compute all prompts themselves, and nothing is handed over."""
     swap_space: Annotated[float, Field(ge=0)] = 1.0

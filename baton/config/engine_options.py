@@ -77,8 +77,6 @@ class EngineOptions(ModelOptions):
     """Most sequences in one batch."""
     max_num_batched_tokens: Count = 2048
     """Most new tokens in one batch: longer prompts are computed in chunks."""
-    layer_group_size: Count = 4
-    """Layers that are sent together while the last chunk of a prompt is computed."""
 
     lora_modules: LoraModules = ()
     """LoRA adapters, NAME=PATH, that requests may name in place of the model: PATH is a folder as

@@ -1,12 +1,12 @@
 """Where workers announce themselves, and gateways learn which there are: hints, never the only
 truth."""
 
+from baton.registry.choose import make_registry
 from baton.registry.interface import (
     Registry,
     StaticRegistry,
     WorkerAdded,
     WorkerRemoved,
-    make_registry,
 )
 from baton.registry.pipe import PipeRegistry
 from baton.registry.registration import Registration

@@ -1,5 +1,4 @@
-"""What a registry does for a gateway and for a worker, whatever keeps it; the one that is embedded,
-and which one an option names."""
+"""What a registry does for a gateway and for a worker, and the one that is embedded."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from baton.errors import ConfigError
 from baton.registry.registration import Registration
 from baton.types import Tier
 
@@ -68,19 +66,3 @@ class StaticRegistry:
         """See Registry."""
         await asyncio.get_running_loop().create_future()
         raise RuntimeError("nobody sets that future")
-
-
-def make_registry(url: str | None, model: str = "") -> Registry:
-    """The registry at `url`; without one, the embedded one, with nobody on its list.
-
-    model: for gateways, the name of the model whose workers they look for. Raises ConfigError.
-    """
-    if url is None:
-        return StaticRegistry()
-    try:
-        # Only a process that uses Redis needs its client.
-        from baton.registry.redis import RedisRegistry
-    except ImportError as error:
-        fix = "install the redis package (pip install redis), or leave the option out"
-        raise ConfigError.of("--registry", "redis", fix) from error
-    return RedisRegistry(url, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, NoReturn
 
 import grpc
@@ -13,6 +13,7 @@ import grpc.aio
 
 from baton.errors import Unauthenticated
 from baton.rpc import health
+from baton.rpc.interceptor import Continuation, Handler
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -51,11 +52,9 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
-        ],
+        continuation: Continuation,
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> Handler | None:
         """The handler, or one that raises Unauthenticated."""
         is_open = handler_call_details.method.startswith(_OPEN)
         if is_open or self._api_keys.admit(handler_call_details.invocation_metadata):
@@ -83,4 +82,4 @@ async def _refuse(requests: AsyncIterator[Any], context: Any) -> NoReturn:  # no
 
 
 #: Of this kind whatever the call's: it begins before a message has been read.
-_REFUSING: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
+_REFUSING: Handler = grpc.stream_stream_rpc_method_handler(_refuse)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
@@ -25,13 +26,19 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import BY_REASON, BatonError, Cancelled, EngineFault, InvalidRequest
 from baton.rpc.message_fields import has_more_fields
-from baton.rpc.status import abort, given_request_id
+from baton.rpc.status import REQUEST_ID_KEY, abort
 
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _log = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 # Any: the stubs know the behaviours of grpc's synchronous servers only.
 _Behavior = Any
+
+# Quoted: only the stubs have type arguments.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
+"""What an interceptor asks for the handler of a call; None if there is no such method."""
 
 #: Bytes of a message from which on its fields are counted before they are read.
 _LONG_BYTES = 65_536
@@ -53,7 +60,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._num_running = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._wrapped: dict[grpc.RpcMethodHandler[Any, Any], grpc.RpcMethodHandler[Any, Any]] = {}
+        self._wrapped: dict[Handler, Handler] = {}
         """By the handlers, of which a server has a few that stay the same."""
 
     async def wait_idle(self) -> None:
@@ -62,11 +69,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
-        ],
+        continuation: Continuation,
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> Handler | None:
         """The handler, wrapped; None for a method that does not exist, which grpc answers
         itself."""
         handler = await continuation(handler_call_details)
@@ -76,9 +81,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             self._wrapped[handler] = self._wrap(handler, handler_call_details.method)
         return self._wrapped[handler]
 
-    def _wrap(
-        self, handler: grpc.RpcMethodHandler[Any, Any], method: str
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    def _wrap(self, handler: Handler, method: str) -> Handler:
         parse = self._within_limits(handler.request_deserializer or bytes)
         takes_stream, answers_stream = handler.request_streaming, handler.response_streaming
 
@@ -127,20 +130,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def with_behavior(
-    handler: grpc.RpcMethodHandler[Any, Any],
+    handler: Handler,
     wrap: Callable[[_Behavior], _Behavior],
     *,
     is_parsed: bool = True,
-) -> grpc.RpcMethodHandler[Any, Any]:
+) -> Handler:
     """The same handler with its behaviour wrapped. is_parsed: whether it takes messages, or else
     their bytes."""
     streams = (handler.request_streaming, handler.response_streaming)
     kind = "_".join("stream" if is_stream else "unary" for is_stream in streams)
     make = getattr(grpc, f"{kind}_rpc_method_handler")
     deserializer = handler.request_deserializer if is_parsed else None
-    remade: grpc.RpcMethodHandler[Any, Any] = make(
-        wrap(getattr(handler, kind)), deserializer, handler.response_serializer
-    )
+    remade: Handler = make(wrap(getattr(handler, kind)), deserializer, handler.response_serializer)
     return remade
 
 
@@ -215,3 +216,10 @@ def _frames(error: BaseException) -> list[str]:
     cause = error.__cause__ or error.__context__
     above = [*_frames(cause), f"then {type(error).__name__}:\n"] if cause else []
     return [*above, *traceback.format_tb(error.__traceback__)]
+
+
+def given_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The caller's x-request-id, the first if there are several; empty if there is none, or it is
+    not 1 to 128 of [A-Za-z0-9_.:-]."""
+    given = next((value for key, value in metadata or () if key == REQUEST_ID_KEY), "")
+    return given if isinstance(given, str) and _REQUEST_ID.fullmatch(given) else ""

@@ -3,14 +3,14 @@ carries one of some names."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from baton.errors import PermissionDenied
-from baton.rpc.interceptor import with_behavior
+from baton.rpc.interceptor import Continuation, Handler, with_behavior
 
 _ALT_NAMES_KEY = "x509_subject_alternative_name"
 
@@ -38,16 +38,14 @@ class PeerNamesInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
-        self._wrapped: dict[grpc.RpcMethodHandler[Any, Any], grpc.RpcMethodHandler[Any, Any]] = {}
+        self._wrapped: dict[Handler, Handler] = {}
         """By the handlers, of which a server has a few that stay the same."""
 
     async def intercept_service(
         self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
-        ],
+        continuation: Continuation,
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> Handler | None:
         """The handler behind the check: who calls is known when it is called, and not before."""
         handler = await continuation(handler_call_details)
         if handler is not None and handler not in self._wrapped:

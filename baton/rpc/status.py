@@ -8,7 +8,6 @@ are mapped by their code.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -38,7 +37,6 @@ _M = TypeVar("_M", bound=Message)
 
 DETAILS_KEY = "grpc-status-details-bin"
 REQUEST_ID_KEY = "x-request-id"
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 # gRPC may refuse trailing metadata beyond 8 KiB. The message counts up to three times there when
 # percent-encoded and once more inside the details; the details grow by a third in base64: 3 * 1024
@@ -80,13 +78,6 @@ class _Status(NamedTuple):
 
 class _GrpcStatus(_Status, grpc.Status):
     """A _Status that is a grpc.Status by type, too."""
-
-
-def given_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The caller's x-request-id, the first if there are several; empty if there is none, or it is
-    not 1 to 128 of [A-Za-z0-9_.:-]."""
-    given = next((value for key, value in metadata or () if key == REQUEST_ID_KEY), "")
-    return given if isinstance(given, str) and _REQUEST_ID.fullmatch(given) else ""
 
 
 def clip(text: str, max_bytes: int) -> str:

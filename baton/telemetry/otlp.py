@@ -14,7 +14,7 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from baton.errors import ConfigError
-from baton.telemetry.histograms import HistogramReader, ObservableHistograms
+from baton.telemetry.metrics import HistogramReader, ObservableHistograms
 
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 

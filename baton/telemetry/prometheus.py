@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 
 from baton.errors import ConfigError
 from baton.telemetry import names
-from baton.telemetry.histograms import HistogramReader, ObservableHistograms
+from baton.telemetry.metrics import HistogramReader, ObservableHistograms
 from baton.telemetry.vllm_names import VllmNames
 
 #: By path, what is served as JSON beside /metrics; called by the server's threads, once for each

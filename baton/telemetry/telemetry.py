@@ -28,7 +28,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NoOpTracer, Tracer
 
 from baton.telemetry import names
-from baton.telemetry.histograms import ObservableHistograms, SdkHistograms, SecondsHistograms
+from baton.telemetry.metrics import ObservableHistograms, SdkHistograms, SecondsHistograms
 from baton.telemetry.otlp import (
     OtlpProtocol,
     metric_reader,

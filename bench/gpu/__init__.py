@@ -1,1 +1,1 @@
-"""What the kernels do on a GPU: see __main__."""
+"""Correctness and speed of the kernels on a GPU: see __main__."""

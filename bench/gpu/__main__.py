@@ -1,17 +1,17 @@
-"""Everything that there is to know of Baton on this machine's GPU, in one command.
+"""The whole GPU benchmark of Baton in one command.
 
     python -m bench.gpu [--stage NAME ...] [--only TEXT] [--out FOLDER] [--dry-run]
 
-First a rehearsal: every item once, in many processes, so that kernels are compiled, and in Triton's
-cache, before anything is timed. Then whether every kernel is right, on fresh random inputs, against
-float64; the roofs; steps and prompts of the engine as a share of them; peers; KV; the service; each
-kernel; tiles last. An item that fails or hangs is reported as such, and the rest goes on.
+Order: a rehearsal, which runs every item once in many processes, so that Triton's cache has all
+kernels before anything is timed; correctness of every kernel against float64, on fresh random
+inputs; the roofs; steps and prompts of the engine as shares of the roofs; peers; KV; the service;
+single kernels; tiles. An item that fails or hangs is reported, and the others continue.
 
-gpu-DATE.jsonl has a line for each outcome as it comes; gpu-DATE.md and .json have all at the end.
+Each outcome is appended to gpu-DATE.jsonl; gpu-DATE.md and .json are written at the end.
 
-It needs torch, Triton and transformers, and of Baton's other dependencies what bench.gpu.pack
-packs; PYTHONPATH=.:kernels will do for an install. A dry run does all of it in miniature in
-Triton's interpreter, on a CPU: its times mean nothing.
+Needs torch, Triton, transformers, and the packages that bench.gpu.pack packs; PYTHONPATH=.:kernels
+replaces an install. A dry run runs everything on tiny sizes in Triton's interpreter on a CPU; its
+times mean nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 1 if anything was wrong or failed."""
+    """Run the benchmark; exit status 1 if anything was wrong or failed."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
         description=__doc__,
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         report(about)
         if options.rehearsal_processes:
-            # In a dry run nothing is compiled: some items show that it works.
+            # A dry run compiles nothing: a few items suffice.
             most = 2 if options.dry_run else None
             groups = [
                 [name for name in group if options.only in name][:most]
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(path: Path, about: dict[str, object], outcomes: Sequence[Outcome]) -> None:
-    """path: without its suffix."""
+    """path: without suffix."""
     everything = {
         **about,
         "items": [asdict(outcome) for outcome in outcomes],

@@ -1,5 +1,5 @@
-"""Decode steps that are launched before the tokens of the step before are there: right, without a
-wait, and how much faster?"""
+"""Decode steps launched before the tokens of the step before are known: correctness, absence of
+waits, and speed-up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from engine.interface import (
 )
 
 _GREEDY = Sampling()
-#: One of each way to draw that can be launched ahead.
+#: One of each kind of sampling that can be launched ahead.
 _MIXED = (
     _GREEDY,
     Sampling(temperature=1.0, seed=1),
@@ -43,13 +43,13 @@ _Launch = Callable[[Batch], Launched]
 
 
 class _Waited(Exception):
-    """A launch waited for the device. Its text: where."""
+    """A launch waited for the device. Text: the location."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequences:
-    """So many as there are samplings, each with `cached` tokens in blocks of its own, which have
-    room for num_steps more."""
+    """One sequence per sampling, each with `cached` tokens and blocks with room for num_steps
+    more."""
 
     samplings: Sequence[Sampling]
     cached: int
@@ -57,12 +57,12 @@ class _Sequences:
     vocab_size: int
 
     def first_tokens(self) -> list[list[int]]:
-        """What the first step is given, for each sequence."""
+        """Tokens of the first step, per sequence."""
         return [[7 * i % self.vocab_size] for i in range(len(self.samplings))]
 
     def batch(self, step: int, tokens: Sequence[Sequence[int]]) -> Batch:
-        """tokens: of each sequence the first and what was drawn; if that is not yet all, the step
-        follows the one before."""
+        """tokens: per sequence, the first token and those drawn so far; if the last one is missing,
+        the step follows the one before."""
         return Batch(tuple(self._part(i, step, own) for i, own in enumerate(tokens)))
 
     def _part(self, index: int, step: int, tokens: Sequence[int]) -> SequenceSlice:
@@ -79,7 +79,7 @@ class _Sequences:
 
 
 def _decode(launch: _Launch, sequences: _Sequences, depth: int) -> list[list[int]]:
-    """The tokens of all steps, `depth` launches being under way at most."""
+    """Tokens of all steps, with at most `depth` launches in progress."""
     tokens = sequences.first_tokens()
     flight: deque[Launched] = deque()
     for step in range(sequences.num_steps):
@@ -98,7 +98,7 @@ def _collect(launched: Launched, tokens: list[list[int]]) -> None:
 
 @contextmanager
 def _no_waits(setting: Setting) -> Iterator[None]:
-    """Within, what waits for the device raises RuntimeError. On a CPU nothing does."""
+    """Make waits for the device raise RuntimeError within the context. No effect on a CPU."""
     if setting.is_dry:
         yield
         return
@@ -110,7 +110,7 @@ def _no_waits(setting: Setting) -> Iterator[None]:
 
 
 def _launch_without_wait(engine: Engine, setting: Setting, batch: Batch) -> Launched:
-    """Raises _Waited."""
+    """Launch; raise _Waited if the launch waits for the device."""
     try:
         with _no_waits(setting):
             return engine.launch(batch)
@@ -123,8 +123,8 @@ def _launch_without_wait(engine: Engine, setting: Setting, batch: Batch) -> Laun
 
 
 def _check(setting: Setting) -> Result:
-    """A small engine, eager and by graphs: what it draws one launch ahead, beside what it draws
-    when each waits for the one before."""
+    """Compare the draws of a small engine with one launch ahead with those without, eager and with
+    graphs."""
     found: dict[str, str] = {}
     with on_kernels(setting):
         config = parse_config(dict(SMALL))
@@ -142,12 +142,12 @@ def _check(setting: Setting) -> Result:
 def _verdict(
     engines: Sequence[Engine], model: Model, sequences: _Sequences, setting: Setting
 ) -> str:
-    """engines: with one launch under way at most, and with two."""
+    """engines: limited to one launch in progress, and to two."""
     waiting, ahead = engines
     checked = partial(_launch_without_wait, ahead, setting)
     drawn = []
     for launch, depth in ((waiting.launch, 1), (ahead.launch, 2), (checked, 2)):
-        # The KV that another run has written would hide that this one writes none.
+        # Overwrite KV of the previous run, which would hide a missing write.
         model.kv.tensor.normal_(generator=setting.generator())
         try:
             drawn.append(_decode(launch, sequences, depth))
@@ -157,8 +157,8 @@ def _verdict(
 
 
 def _speed(num_seqs: int, setting: Setting) -> Result:
-    """Greedy steps by graphs, as a loop launches them. ms: from step to step, one launched ahead;
-    waiting_ms: each when the one before is collected; launch_ms: Engine.launch, on the host."""
+    """Greedy steps with graphs. ms: interval of steps with one launched ahead; waiting_ms: interval
+    if each is collected before the next; launch_ms: host time of Engine.launch."""
     num_seqs, cached, num_steps = (
         setting.pick(num_seqs, 2),
         setting.pick(1000, 20),

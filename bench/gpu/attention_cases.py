@@ -1,4 +1,4 @@
-"""Paged attention over pools of each dtype, with each rule that a model may have."""
+"""Paged attention over pools of each dtype, with each option that a model may have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.torch.device_tables import DeviceTables
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """What an attention case is about. dtype: of the pool, None for the 16-bit one."""
+    """Parameters of an attention case. dtype: of the pool, None for the 16-bit one."""
 
     head_dim: int = 128
     block_size: int = 16
@@ -37,7 +37,7 @@ class _Attention:
     has_slopes: bool = False
     has_sinks: bool = False
     latent_heads: int | None = None
-    """Of latent attention, whose values are all but the last 64 elements of a row."""
+    """Heads of latent attention; values are all but the last 64 elements of a row."""
 
 
 def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> Trial:
@@ -80,7 +80,7 @@ def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> T
 
 
 def _decode_plan(window: int | None, generator: torch.Generator, sizes: Sizes) -> Trial:
-    """Items of sequences with one new token each, as the device finds them, beside the host's."""
+    """Compare items of sequences with one new token made by the device with the host's."""
     heads = Heads(*sizes.heads, 128)
     group = heads.num_heads // heads.num_kv_heads
     lengths = [(cached, 1) for cached, _ in sizes.lengths]
@@ -105,7 +105,7 @@ def _decode_plan(window: int | None, generator: torch.Generator, sizes: Sizes) -
 
 
 def _placed_plan(window: int | None, generator: torch.Generator, sizes: Sizes) -> Trial:
-    """A step of a prompt's chunk and sequences that decode, whose block tables the device has."""
+    """A step of a prompt's chunk and decoding sequences, with block tables on the device."""
     heads = Heads(*sizes.heads, 128)
     batch = make_paged_batch(sizes.lengths, heads, 16, sizes.half, generator)
     parts, device, scale = batch.slices, batch.pool.device, 128**-0.5

@@ -1,4 +1,4 @@
-"""Paged attention: how far from its roof, and beside torch's own."""
+"""Paged attention compared with its roof and with torch's own attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from bench.gpu.setting import Result, Setting, time_ms
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many sequences, each with cached and new tokens. kv: half, int8 or fp8."""
+    """Equal sequences, each with cached and new tokens. kv: half, int8 or fp8."""
 
     num_seqs: int
     cached: int
@@ -56,7 +56,7 @@ def _shrunk(load: Load, setting: Setting) -> Load:
 
 
 def _pool(load: Load, setting: Setting) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
-    """Pool of one layer, scales and all block ids in the order of their use."""
+    """Pool of one layer, its scales, and all block ids in order of use."""
     num_blocks = load.num_seqs * -(-(load.cached + load.new) // load.block_size)
     shape = (num_blocks, 1, 2, load.num_kv_heads, load.block_size, load.head_dim)
     order = (
@@ -95,8 +95,8 @@ def _always(tile: Tile, _num_rows: int, _pool: torch.Tensor, _dtype: torch.dtype
 
 
 def _costs(load: Load, pool: torch.Tensor, scales: torch.Tensor | None) -> dict[str, float]:
-    """Bytes: keys and values once, queries and results once. Operations: two products per visible
-    pair."""
+    """Minimum bytes: keys and values once, queries and outputs once. Operations: two products per
+    visible pair."""
     length = load.cached + load.new
     per_token = (
         2
@@ -116,7 +116,7 @@ def paged(
     setting: Setting,
     choose: Callable[[int, torch.Tensor, torch.dtype], Tile] = choose_tile,
 ) -> Result:
-    """One layer's attention. choose: the tile for a number of rows."""
+    """One layer's attention. choose: returns the tile for a number of rows."""
     load = _shrunk(load, setting)
     pool, scales, order = _pool(load, setting)
     plan = _plan(load, pool, order, setting.half, choose)
@@ -126,8 +126,7 @@ def paged(
 
 
 def tiles(load: Load, candidates: tuple[Tile, ...], setting: Setting) -> Result:
-    """The same with other tiles, to choose by: attention_plan.choose_tile holds the choice. Fastest
-    first."""
+    """The same with other tiles, fastest first: the basis of attention_plan.choose_tile."""
     load = _shrunk(load, setting)
     pool, scales, order = _pool(load, setting)
     query = setting.randn(load.num_seqs * load.new, load.num_heads, load.head_dim)
@@ -135,21 +134,21 @@ def tiles(load: Load, candidates: tuple[Tile, ...], setting: Setting) -> Result:
     for tile in candidates[: setting.pick(len(candidates), 1)]:
         plan = _plan(load, pool, order, setting.half, partial(_always, tile))
         name = f"m{tile.block_m} n{tile.block_n} warps{tile.num_warps} stages{tile.num_stages}"
-        # What does not fit is no candidate.
+        # Skip tiles that do not fit.
         with suppress(OutOfResources):
             times[name] = time_ms(partial(attend, query, pool, scales, 0, plan), setting)
     return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
 def by_library(name: str, load: Load, setting: Setting) -> Result:
-    """One layer's attention of a prompt by --attention-backend `name`, gathering of earlier keys
-    included. error: beside Baton's kernel."""
+    """One layer's attention of a prompt by --attention-backend `name`, including the gathering of
+    earlier keys. error: relative to Baton's kernel."""
     library = LIBRARIES[name]
     if reason := why_not(name):
         return {"skipped": reason}
     if setting.is_dry and library.needs_gpu:
         return {"skipped": f"{name} computes on GPUs"}
-    # More new tokens than a verification has: prompts are what libraries are for.
+    # More new tokens than a verification has: libraries run prompts only.
     load = replace(_shrunk(load, setting), new=setting.pick(load.new, 20))
     pool, _, order = _pool(load, setting)
     query = setting.randn(load.new, load.num_heads, load.head_dim)
@@ -170,8 +169,8 @@ def by_library(name: str, load: Load, setting: Setting) -> Result:
 
 
 def sdpa(load: Load, setting: Setting, backend: SDPBackend | None = None) -> Result:
-    """torch's own causal attention of one new sequence, KV contiguous: the peer of a prefill.
-    backend: torch's choice if not given."""
+    """torch's own causal attention of one new sequence with contiguous KV: the peer of a prefill.
+    backend: torch's choice by default."""
     if backend == SDPBackend.CUDNN_ATTENTION and setting.is_dry:
         return {"skipped": "cuDNN computes on GPUs"}
     load = _shrunk(load, setting)
@@ -193,7 +192,7 @@ def sdpa(load: Load, setting: Setting, backend: SDPBackend | None = None) -> Res
 
 
 def flashinfer_decode(load: Load, setting: Setting) -> Result:
-    """flashinfer's paged decode, where its wheel is at hand."""
+    """flashinfer's paged decode, if its wheel is installed."""
     if importlib.util.find_spec("flashinfer") is None:
         return {"skipped": "flashinfer is not installed"}
     flashinfer: Any = importlib.import_module("flashinfer")
@@ -217,8 +216,8 @@ def flashinfer_decode(load: Load, setting: Setting) -> Result:
 
 
 def invariance(setting: Setting) -> Result:
-    """Whether a sequence's rows are bit for bit the same alone and in a batch, decoded and
-    verified: differences, 0 is right."""
+    """Number of elements that differ between a sequence's rows alone and in a batch, decoded and
+    verified: 0 is right."""
     load = replace(_shrunk(Load(8, 3000), setting), new=5)
     pool, _, order = _pool(load, setting)
     width = len(order) // load.num_seqs
@@ -270,7 +269,7 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "attention prefill 8K block 64": partial(paged, Load(1, 0, 8192, block_size=64)),
 }
 
-#: Of torch and of libraries.
+#: Attention of torch and of libraries.
 PEERS: Mapping[str, Callable[[Setting], Result]] = {
     "SDPA prefill 8K": partial(sdpa, _PREFILL),
     **{
@@ -293,7 +292,7 @@ PEERS: Mapping[str, Callable[[Setting], Result]] = {
     "flashinfer decode 64 x 4K": partial(flashinfer_decode, _DECODE),
 }
 
-#: To choose tiles by.
+#: Items for choosing tiles.
 TILES: Mapping[str, Callable[[Setting], Result]] = {
     "tiles decode 64 x 4K": partial(
         tiles,

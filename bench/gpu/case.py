@@ -1,5 +1,4 @@
-"""What a case is: one kernel with random inputs, and a measure of how wrong its result is. The
-cases: see cases.py."""
+"""A case: one kernel with random inputs, and a measure of its error. Cases: see cases.py."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """half: the 16-bit dtype: float16 in the interpreter, whose bfloat16 products are wrong.
-    lengths: (cached, new) tokens."""
+    """Input sizes. half: the 16-bit dtype, float16 in the interpreter (its bfloat16 products are
+    wrong). lengths: (cached, new) tokens."""
 
     half: torch.dtype
     num_tokens: int
@@ -36,7 +35,7 @@ LARGE = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run on fixed inputs. error: of what `run` returned; more than `tolerance`, or NaN, is
+    """One run on fixed inputs. error: of the result of `run`; above `tolerance`, or NaN, is
     wrong."""
 
     run: Callable[[], Any]
@@ -46,8 +45,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """min_arch: below it the kernel does not compile. is_interpretable: whether the interpreter
-    gets it right."""
+    """min_arch: minimum arch for which the kernel compiles. is_interpretable: whether the
+    interpreter computes it correctly."""
 
     name: str
     build: Callable[[torch.Generator, Sizes], Trial]
@@ -56,13 +55,13 @@ class Case:
 
 
 def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """|got - wanted| / |wanted|, of the whole tensor, in float64."""
+    """|got - wanted| / |wanted| over the whole tensor, in float64."""
     wanted = wanted.double()
     return float((got.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
 def share_unequal(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The share of elements that differ."""
+    """Share of elements that differ."""
     return float((got != wanted).double().mean())
 
 

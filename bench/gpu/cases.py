@@ -1,5 +1,5 @@
-"""Every kernel with random inputs and a measure of how wrong its result is: for a GPU, the
-interpreter and the compiler alike."""
+"""Every kernel with random inputs and a measure of its error, for a GPU, the interpreter and the
+compiler."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _clamped_swiglu(generator: torch.Generator, sizes: Sizes) -> Trial:
 
 
 def _grouped_linear(scheme: str, generator: torch.Generator, sizes: Sizes) -> Trial:
-    """Four experts with biases, of which each token goes to two. scheme: half, int8, int4 or fp8,
-    the latter three in groups of 128 inputs."""
+    """Four experts with biases, two per token. scheme: half, int8, int4 or fp8, the latter three in
+    groups of 128 inputs."""
     shape = (4, sizes.hidden, sizes.hidden)
     weights = (randn(generator, *shape) / sizes.hidden**0.5).to(sizes.half)
     biases = randn(generator, *shape[:2]).to(sizes.half)
@@ -110,7 +110,7 @@ def _grouped_linear(scheme: str, generator: torch.Generator, sizes: Sizes) -> Tr
 
 
 def _integers(scheme: str, generator: torch.Generator, sizes: Sizes) -> IntWeight:
-    """Random levels, about as large as other weights."""
+    """Random levels; weights of usual size."""
     bits = 4 if scheme == "int4" else 8
     device, shape = generator.device, (sizes.hidden, sizes.hidden)
     levels = torch.randint(0, 1 << bits, shape, generator=generator, device=device).byte()

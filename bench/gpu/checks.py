@@ -1,4 +1,4 @@
-"""Is every kernel right on this device? See cases.py."""
+"""Correctness of every kernel on this device: see cases.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _check(case: Case, setting: Setting) -> Result:
             return {"skipped": f"needs sm_{case.min_arch}"}
     trial = case.build(setting.generator(), sizes)
     error = trial.error(trial.run())
-    # A NaN is no smaller than anything.
+    # This comparison is false for NaN.
     verdict = "right" if error <= trial.tolerance else "WRONG"
     return {"error": error, "tolerance": trial.tolerance, "verdict": verdict}
 

@@ -1,8 +1,8 @@
 """Runs items of the benchmark in this process: see runner.py, which starts it.
 
-Items are named on standard input, one a line. On standard output there are JSON objects, one a
-line: {"started": name}, and {"name": name, "result": {...}} when it is done. An item that fails
-ends the process, as a failed kernel ends its CUDA context.
+Standard input: names of items, one per line. Standard output: JSON objects, one per line:
+{"started": name}, then {"name": name, "result": {...}}. A failing item ends the process, because a
+failed kernel breaks its CUDA context.
 """
 
 from __future__ import annotations

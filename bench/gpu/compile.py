@@ -1,10 +1,10 @@
-"""Compile kernels ahead of time, for a GPU that is not there.
+"""Compiles kernels ahead of time for a GPU that this machine lacks.
 
-    python -m bench.gpu.compile [--arch 90]
+python -m bench.gpu.compile [--arch 90]
 
-Runs each case of `cases.py` on CPU tensors with Triton set to compile what is launched instead of
-launching it. So what is compiled is what a GPU would run: the same tiles, options and
-specialisations. Needs Triton, with its interpreter off.
+Runs each case of `cases.py` on CPU tensors, with Triton set to compile launches instead of running
+them, so that tiles, options and specialisations are those of a GPU. Needs Triton, with its
+interpreter off.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from triton.runtime.jit import JITFunction
 from bench.gpu.case import TINY
 from bench.gpu.cases import all_cases
 
-#: Ampere (A100), Hopper (H100, H200), Blackwell (B200): compute capability times ten.
+#: Compute capability times ten: Ampere (A100), Hopper (H100, H200), Blackwell (B200).
 ARCHS = (80, 90, 100)
-#: Shared memory that a program may have, in bytes, by arch.
+#: Maximum shared memory of a program, in bytes, by arch.
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A kernel as an arch would run it. Registers are per thread; stack_bytes, per thread, is what
-    they spill to."""
+    """A kernel compiled for an arch. Registers are per thread; stack_bytes, per thread, is spilled
+    memory."""
 
     kernel: str
     num_warps: int
@@ -48,13 +48,13 @@ class Compiled:
 
 
 class _AbsentGpu:
-    """What Triton asks of a driver before it compiles."""
+    """The driver interface that Triton queries before it compiles."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, 32)
 
     def get_current_device(self) -> int:
-        # Triton caches kernels by device: each arch is one.
+        # Triton caches kernels by device: use each arch as a device.
         return int(self._target.arch)
 
     def get_current_stream(self, _device: int) -> int:
@@ -66,7 +66,7 @@ class _AbsentGpu:
 
 @contextmanager
 def _compiling(arch: int) -> Iterator[list[Any]]:
-    """In this context launches compile; what was compiled is in the list."""
+    """Within the context launches compile; the list collects the compiled kernels."""
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -84,8 +84,8 @@ def _compiling(arch: int) -> Iterator[list[Any]]:
 
 
 def compile_case(call: Callable[[], object], arch: int) -> list[Compiled]:
-    """Every distinct kernel that `call` launches. Raises what Triton raises for a kernel that the
-    arch cannot run."""
+    """Compile every distinct kernel that `call` launches. Raises Triton's error for a kernel that
+    the arch cannot run."""
     with _compiling(arch) as kernels:
         call()
     return [_describe(kernel) for kernel in dict.fromkeys(kernels)]
@@ -116,7 +116,7 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table of what every case compiles to."""
+    """Print a table of the compiled kernels of all cases."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.compile", description=__doc__)
     parser.add_argument("--arch", type=int, choices=ARCHS, action="append", help="default: all")
     options = parser.parse_args(arguments)

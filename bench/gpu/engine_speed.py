@@ -1,8 +1,8 @@
-"""The engine with an 8B Llama of random weights: prompts and verification beside their floor, and a
-mixed load.
+"""Engine with an 8B Llama of random weights: prompts and verification compared with their floors,
+and a mixed load.
 
-Floors are those of docs/kernels.md: bytes that a step must read over the copy roof, operations over
-the matmul roof.
+Floors (docs/kernels.md): minimum bytes of a step over the copy roof, operations over the matmul
+roof.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ LLAMA_8B = {
 }
 _SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 60}
 _SMALL_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float16"}
-#: Of a Llama so small that what its steps do matters, and not how long they take.
+#: Config of a tiny Llama, for items that test what steps compute, not how fast.
 SMALL: Mapping[str, object] = {**LLAMA_8B, **_SMALL, **_SMALL_HEADS}
 
 
 def model_config(setting: Setting) -> dict[str, object]:
-    """config.json of the model that is measured."""
+    """config.json of the measured model."""
     if setting.is_rehearsal and not setting.is_dry:
-        # One layer compiles what all do.
+        # One layer compiles the same kernels as all.
         return {**LLAMA_8B, "num_hidden_layers": 1}
     return dict(SMALL if setting.is_dry else LLAMA_8B)
 
@@ -77,7 +77,7 @@ class Model:
             "bench", config.num_layers, config.num_kv_heads, config.head_dim, dtype, BLOCK_SIZE
         )
         self.kv = TorchKvPool(layout, num_blocks, device)
-        # Blocks that no step of ours wrote hold numbers, as if a prompt had.
+        # Blocks that no step wrote hold numbers, as if a prompt had.
         self.kv.tensor.normal_(generator=setting.generator())
         spec = EngineSpec(
             "bench", layout, num_blocks, config.vocab_size, config.max_position_embeddings
@@ -88,7 +88,7 @@ class Model:
 
     @property
     def num_weights(self) -> int:
-        """Weights that each step reads: all but the embeddings."""
+        """Weights read by each step: all but the embeddings."""
         c = self.config
         attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
         return (
@@ -97,7 +97,7 @@ class Model:
         )
 
     def batch(self, num_seqs: int, cached: int, new: int) -> Batch:
-        """Sequences with blocks of their own, each asking for one greedy token."""
+        """Sequences with blocks of their own, each drawing one greedy token."""
         width = -(-(cached + new) // BLOCK_SIZE)
         return Batch(tuple(self.part(i * width, cached, new) for i in range(num_seqs)))
 
@@ -113,7 +113,7 @@ class Model:
     def step_floor(
         self, num_seqs: int, cached: int, new: int, weight_bytes: int = 2
     ) -> dict[str, float]:
-        """Bytes and operations of a step, at least. weight_bytes: of one weight."""
+        """Minimum bytes and operations of a step. weight_bytes: bytes per weight."""
         c = self.config
         per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2
         num_tokens = num_seqs * new
@@ -129,16 +129,15 @@ class Model:
 
 @cache
 def load_model(setting: Setting, num_tokens: int = 264_000) -> Model:
-    """The model of this process, once: 16 GB, and a pool, by default of 35 GB, which holds 256
-    sequences of 1K."""
+    """The model of this process, loaded once: 16 GB, and a pool, by default of 35 GB, for 256
+    sequences of 1K tokens."""
     config = parse_config(model_config(setting))
     return Model(setting, config, setting.pick(num_tokens, 400) // BLOCK_SIZE)
 
 
 def _step(num_seqs: int, cached: int, new: int, setting: Setting) -> Result:
-    """ms: the forward alone, in a CUDA graph. eager_ms: as Python launches it. engine_ms:
-    Engine.forward, sampling and host work included. plan_ms: the host's part of that before the
-    device starts."""
+    """ms: the forward in a CUDA graph. eager_ms: the forward launched by Python. engine_ms:
+    Engine.forward, with sampling and host work. plan_ms: its host time before the device starts."""
     model = load_model(setting)
     num_seqs, cached, new = (
         (min(num_seqs, 2), min(cached, 20), min(new, 9))
@@ -183,7 +182,7 @@ def inter_token(times: list[float], prefill_tokens_per_s: float) -> Result:
 
 
 def _colocated(chunk: int, setting: Setting) -> Result:
-    """Steps of 32 decoding sequences and one chunk of a prompt of 8K."""
+    """Steps of 32 decoding sequences and one chunk of a prompt of 8K tokens."""
     model = load_model(setting)
     num_seqs, cached, chunk = setting.pick(32, 1), setting.pick(1023, 9), setting.pick(chunk, 8)
     decoding = model.batch(num_seqs, cached, 1)
@@ -204,8 +203,8 @@ def _colocated(chunk: int, setting: Setting) -> Result:
 
 
 def check_engine(setting: Setting) -> Result:
-    """A small model in float32 with its kernels here, beside its twins on the CPU: a mixed batch
-    over KV of its own making."""
+    """Compare a small float32 model on this device's kernels with its CPU twins: a mixed batch over
+    KV that it computed itself."""
     config = parse_config(dict(SMALL))
     length = 40
     results = []

@@ -1,5 +1,4 @@
-"""Decode steps of the engine of bench.gpu.engine_speed, replayed and eager: are they the same, and
-how long do they take?"""
+"""Decode steps of the engine of bench.gpu.engine_speed, replayed and eager: equality and speed."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ from engine.torch.packed import Packing, pack_parameters
 from engine.torch.parameters import empty_parameters
 from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
 
-#: Logits of a padded batch differ from those of the batch by rounding: cuBLAS chooses its kernels
-#: by the number of rows.
+#: Relative difference of logits between padded and unpadded batches: cuBLAS chooses kernels by the
+#: number of rows, which changes rounding.
 _TOLERANCE = 0.03
 
 
 class _LastGraphs:
-    """A device's graphs, and which of them was replayed last."""
+    """A device's graphs, and the one that was replayed last."""
 
     def __init__(self, device: GraphDevice) -> None:
         self._device = device
@@ -62,13 +61,13 @@ class _Noted:
 
 
 class Replayed:
-    """A model with an engine that replays decode steps, beside its own, which does not."""
+    """A model with an engine that replays decode steps, besides its eager one."""
 
     def __init__(
         self, setting: Setting, model: Model, decoder: Decoder, largest: int, max_len: int
     ) -> None:
-        """decoder: of the model's config. largest, max_len: sequences of a step, and tokens of
-        each, that there are graphs for."""
+        """decoder: of the model's config. largest, max_len: maximum sequences of a step and tokens
+        per sequence that graphs support."""
         self.model = model
         make = CalledGraphs if setting.is_dry else CudaGraphs
         self.graphs = _LastGraphs(make(setting.device))
@@ -85,20 +84,20 @@ class Replayed:
         self.eager_engine = self.engine_of(self.eager, 1)
 
     def engine_of(self, steps: StepRunner, max_num_launches: int) -> TorchEngine:
-        """steps: one of ours."""
+        """steps: one of this object's runners."""
         spec = replace(self.model.engine.spec, max_num_launches=max_num_launches)
         return TorchEngine(spec, self.model.kv, steps, 4, NoFollowers(), torch.cuda.synchronize)
 
 
 @cache
 def load_replayed(setting: Setting) -> Replayed:
-    """The model of this process with its graphs, once."""
+    """The model of this process with its graphs, loaded once."""
     model = load_model(setting)
     return Replayed(setting, model, model.decoder, setting.pick(256, 2), setting.pick(2048, 64))
 
 
 def _float8_decoder(model: Model, setting: Setting) -> Decoder:
-    """Random weights of the model's config, those of linear layers in float8."""
+    """Random weights by the model's config, with float8 linear layers."""
     meta = torch.device("meta")
     parameters = empty_parameters(model.config, setting.half, setting.device, of_linears=meta)
     packing = Packing(setting.device)
@@ -120,8 +119,8 @@ def _decode(num_seqs: int, setting: Setting) -> Result:
 
 
 def _float8_decode(num_seqs: int, setting: Setting) -> Result:
-    """See _step_times. Float8 products count as two on the 16-bit roof, but bytes are the floor of
-    these steps."""
+    """See _step_times. Two float8 products count as one on the 16-bit roof, but bytes are the floor
+    of these steps."""
     if not (setting.is_dry or has_float8(setting.device, setting.half)):
         return {"skipped": f"{torch.cuda.get_device_name()} has no float8 products"}
     with on_kernels(setting):
@@ -132,9 +131,9 @@ def _float8_decode(num_seqs: int, setting: Setting) -> Result:
 
 
 def _step_times(found: Replayed, num_seqs: int, weight_bytes: int, setting: Setting) -> Result:
-    """ms: a replay, all operations of a step padded to its shape. eager_ms: the same as Python
-    launches it. engine_ms: Engine.forward, that is, planning, copying, replaying and sampling;
-    eager_engine_ms: without graphs. Sequences have 1K tokens."""
+    """Sequences of 1K tokens. ms: replay of a padded step. eager_ms: the same launched by Python.
+    engine_ms: Engine.forward: planning, copying, replaying and sampling; eager_engine_ms: without
+    graphs."""
     cached = setting.pick(1023, 20)
     batch = found.model.batch(setting.pick(num_seqs, 2), cached, 1)
     found.steps.run(batch, None)
@@ -156,8 +155,7 @@ def _step_times(found: Replayed, num_seqs: int, weight_bytes: int, setting: Sett
 
 
 def _check(setting: Setting) -> Result:
-    """Logits of steps of several shapes, one after the other, beside those of the same steps run
-    eagerly."""
+    """Compare the logits of replayed steps of several shapes with those of eager steps."""
     with on_kernels(setting):
         found = load_replayed(setting)
         largest = setting.pick(256, 2)

@@ -1,5 +1,5 @@
-"""Triton's interpreter: kernels on CPU tensors, slowly. On if TRITON_INTERPRET=1 when Triton is
-imported."""
+"""Triton's interpreter: runs kernels on CPU tensors, slowly. Enabled if TRITON_INTERPRET=1 when
+Triton is imported."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from bench.gpu.setting import Setting
 
 @contextmanager
 def kernels_on_cpu() -> Iterator[None]:
-    """Within, ops take the kernels for CUDA wherever their tensors are."""
+    """Make ops use the CUDA kernels for tensors on any device within the context."""
     with patch.object(Op, "kernel", lambda op, _device_type: op._find("cuda")):
         yield
 
 
 def on_kernels(setting: Setting) -> AbstractContextManager[None]:
-    """Within, ops take the kernels for CUDA: in a dry run, too."""
+    """Make ops use the CUDA kernels within the context, in a dry run, too."""
     return kernels_on_cpu() if setting.is_dry else nullcontext()
 
 
 def mend_interpreter() -> None:
-    """Let loops run over loaded bounds: Triton 3.6 reads a scalar as int(array of one), which numpy
-    2.4 refuses. And let a row of a product have the same bits wherever it is in its tile, as on a
-    GPU: numpy's matmul rounds rows by their place, on CPUs without AVX-512."""
+    """Patch Triton 3.6's interpreter. Loops over loaded bounds: it reads a scalar as int(array of
+    one), which numpy 2.4 refuses. Products: a row gets the same bits at any place in its tile, as
+    on a GPU; numpy's matmul rounds rows by their place on CPUs without AVX-512."""
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
@@ -44,17 +44,17 @@ def mend_interpreter() -> None:
 
 
 def _create_dot(_builder: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
-    """In place of InterpreterBuilder.create_dot: a @ b + d, of the type of d."""
+    """Replaces InterpreterBuilder.create_dot: a @ b + d, with d's dtype."""
     from triton.runtime import interpreter
 
     left, right = (_values(operand).astype(d.data.dtype) for operand in (a, b))
-    # Each of its sums is taken on its own, in the order of k.
+    # einsum takes each sum separately, in the order of k.
     product = np.einsum("...mk,...kn->...mn", left, right, optimize=False)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
 def _values(operand: Any) -> NDArray[Any]:
-    """Of a handle, whose float8 is kept as its bits."""
+    """Values of a handle; float8 is stored as bits."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,7 +1,7 @@
-"""All items of the benchmark, in the order in which they run: what is wrong should be known before
-what is slow, and what matters most before what may be left out.
+"""All items of the benchmark in their order: correctness before speed, and the most important
+first.
 
-A stage has a process of its own, so that each finds the GPU's memory free.
+Each stage runs in a process of its own, so that the GPU's memory is free.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ STAGES: Mapping[str, Items] = {
 
 ITEMS: Items = {name: item for items in STAGES.values() for name, item in items.items()}
 
-#: Seconds that an item may take, where it is more than others may.
+#: Time limits in seconds of items that may exceed the default.
 LIMITS_S: Mapping[str, float] = MappingProxyType(
     {**dict.fromkeys(service_speed.ITEMS, service_speed.LIMIT_S)}
 )
 
 
 def rehearsal_groups(stages: Sequence[str], num_processes: int) -> list[list[str]]:
-    """Items of these stages that compile kernels, for so many processes: those that need a whole
-    model are one process's, for the memory's sake."""
+    """Split the items of these stages that compile kernels over processes; those with a whole model
+    share one process, to fit in memory."""
     engine = [name for name in STAGES["engine"] if name in _wanted(stages)]
     engine += [name for name in _CHECKS if "graphs" in name and name in _wanted(stages)]
     others = [

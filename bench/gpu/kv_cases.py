@@ -71,7 +71,7 @@ def _rope(
 
 
 def _latent(dtype: torch.dtype | None, generator: torch.Generator, sizes: Sizes) -> Trial:
-    """DeepSeek's widths. dtype: of the pool, None for the 16-bit one."""
+    """DeepSeek's sizes. dtype: of the pool, None for the 16-bit one."""
     rank, dim, num_heads, device = 512, 64, 16, generator.device
     absorbed = randn(generator, sizes.num_tokens, num_heads, rank).to(sizes.half)
     turned = randn(generator, sizes.num_tokens, num_heads, dim).to(sizes.half)
@@ -110,8 +110,8 @@ def _latent(dtype: torch.dtype | None, generator: torch.Generator, sizes: Sizes)
             relative_error(written[slots // 16, 1, 0, 0, slots % 16], row),
         )
 
-    # A row of normed and weighted elements has its peak at several times their root mean square, so
-    # that a step of int8 is wider than for keys.
+    # The peak of a row of normalised, weighted elements is several times their root mean square, so
+    # an int8 step is wider than for keys.
     return Trial(run, error, {None: 1e-2, torch.int8: 2e-2}.get(dtype, 5e-2))
 
 
@@ -160,7 +160,7 @@ def _pack_summed(generator: torch.Generator, sizes: Sizes) -> Trial:
 
 
 def _convert(pool_dtype: str, wire_dtype: str, generator: torch.Generator, sizes: Sizes) -> Trial:
-    """Into the payload's type, and back."""
+    """Convert to the payload's type, and back."""
     num_blocks, device = sizes.num_tokens // 16 + 3, generator.device
     values = randn(generator, num_blocks, 4, 2, sizes.heads[1], 16, 128).to(DTYPES[pool_dtype])
     blocks = values.view(torch.uint8).flatten(-2)

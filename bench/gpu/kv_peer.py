@@ -1,7 +1,7 @@
-"""A receiver of KV in a process of its own: see kv_speed.py, which starts it.
+"""A KV receiver in a separate process: see kv_speed.py, which starts it.
 
-On standard output there are tickets for all of its blocks, one a line, in hexadecimal: the next
-when what was sent for the one before has been committed. It ends when standard input does.
+Standard output: tickets for all of its blocks in hexadecimal, one per line; the next ticket follows
+the commit of the one before. Ends when standard input closes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.handshake import ReceiverConfig
-from kv_transfer.receiver import open_receiver
 from kv_transfer.ticket import TicketCommitted, TicketEvent
+from kv_transfer.transport.listeners import open_receiver
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""KV that stays on the GPU: packed with its checksum, and handed to another process there. Sizes of
-an 8B Llama."""
+"""KV that stays on the GPU: packing with a checksum, and handover to another process on the same
+GPU. Sizes of an 8B Llama."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def _pack(is_unpack: bool, setting: Setting) -> Result:
 
 
 def hand_over(setting: Setting) -> Result:
-    """Ticket to confirmed commit, median, with both processes on one GPU: what is moved crosses
-    its memory four times, two of them together. In a dry run through shared memory, as there is
-    no GPU."""
+    """Median time from ticket to confirmed commit with both processes on one GPU: the data crosses
+    its memory four times, two of them at once. A dry run uses shared memory."""
     from baton.types import Sample, WorkerIdentity
     from engine.kv.range import KvRange
     from engine.kv.tensors.paged import TorchKvPool
@@ -87,8 +86,8 @@ def hand_over(setting: Setting) -> Result:
 def _median_ms(
     run: Callable[[bytes], None], layout: KvLayout, transport: str, setting: Setting
 ) -> float:
-    """Of handing over all blocks of a receiver in another process, which prints its tickets. The
-    first time does not count."""
+    """Median time in ms to hand over all blocks to a receiver in another process, which prints its
+    tickets. Excludes the first handover."""
     num_blocks = setting.pick(8192, 32) // BLOCK_SIZE
     command = [sys.executable, "-m", "bench.gpu.kv_peer", "--device", str(setting.device)]
     command += ["--transport", transport, "--num-blocks", str(num_blocks)]

@@ -1,4 +1,4 @@
-"""Linear layers in each form that a GPU runs, beside the 16-bit one: gate_up of an 8B Llama."""
+"""Linear layers in each form that a GPU runs, compared with 16 bits: gate_up of an 8B Llama."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from baton_kernels.sparse_linear import SparseLinear, can_run_sparse
 from bench.gpu.case import FP8, relative_error
 from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_ms
-from engine.quantization.sparsity import prune
+from bench.quantized_checkpoints import prune
 
 NUM_IN, NUM_OUT = 4096, 2 * 14336
 _SCHEMES = ("half", "batch-invariant", "2:4", "fp8", "fp8 grouped", "int8", "int4")
 _NUM_ROWS = (1, 16, 64, 256, 8192)
-#: Products that matrix units make in the time of one of 16 bits.
+#: Speed of matrix units relative to 16-bit products.
 _PRODUCTS = {"2:4": 2.0, "fp8": 2.0, "fp8 grouped": 2.0}
 _TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """run: x [rows, in] -> [rows, out]. num_bytes: of the weight as it is kept."""
+    """run: x [rows, in] -> [rows, out]. num_bytes: of the stored weight."""
 
     run: Linear
     num_bytes: float
@@ -43,12 +43,12 @@ def _shape(setting: Setting) -> tuple[int, int]:
 
 
 def _cannot(scheme: str, setting: Setting) -> str:
-    """Why there is no such layer here; empty if there is."""
+    """Why the layer cannot run here; empty if it can."""
     where = "the CPU" if setting.is_dry else torch.cuda.get_device_name()
     shape = torch.Size(_shape(setting))
     if scheme == "2:4" and not can_run_sparse(setting.device, setting.half, shape):
         return f"{where} has no 2:4 products"
-    # The interpreter runs the float8 kernel, though it rounds wrongly.
+    # The interpreter runs the float8 kernel, but rounds incorrectly.
     if "fp8" in scheme and not (setting.is_dry or has_float8(setting.device, setting.half)):
         return f"{where} has no float8 products"
     return ""
@@ -62,7 +62,7 @@ def _make(scheme: str, setting: Setting) -> _Layer:
     if scheme == "batch-invariant":
         return _Layer(FixedLinear(setting.randn(num_out, num_in), None), 2.0 * size)
     if scheme == "2:4":
-        # Half of the weights, and two bits for the place of each.
+        # Half of the weights, and two bits for the position of each.
         return _Layer(SparseLinear(prune(setting.randn(num_out, num_in)), None), size * (1 + 1 / 8))
     if "fp8" in scheme:
         codes = setting.randn(num_out, num_in).to(FP8)
@@ -77,8 +77,8 @@ def _make(scheme: str, setting: Setting) -> _Layer:
 
 @cache
 def _time(scheme: str, num_rows: int, setting: Setting) -> tuple[float, float]:
-    """Milliseconds of a layer, and bytes of its weight. Several layers take turns: together they
-    are larger than the cache."""
+    """Milliseconds per layer, and bytes of its weight. Cycles through several layers that together
+    exceed the cache."""
     layers = [_make(scheme, setting) for _ in range(setting.pick(4, 1))]
     x = setting.randn(num_rows, layers[0].run.num_in)
 
@@ -91,8 +91,8 @@ def _time(scheme: str, num_rows: int, setting: Setting) -> tuple[float, float]:
 
 
 def _linear(scheme: str, num_rows: int, setting: Setting) -> Result:
-    """of_half: the time over that of 16-bit weights. flops: as the measured roof counts, two float8
-    or 2:4 products as one."""
+    """of_half: time relative to 16-bit weights. flops: in units of the measured roof, so that two
+    float8 or 2:4 products count as one."""
     if reason := _cannot(scheme, setting):
         return {"skipped": reason}
     num_out, num_in = _shape(setting)
@@ -109,7 +109,7 @@ def _linear(scheme: str, num_rows: int, setting: Setting) -> Result:
 
 
 def _check_sparse(setting: Setting) -> Result:
-    """Compressed and multiplied by torch: beside the dense product in float64."""
+    """torch's compressed product compared with the dense product in float64."""
     if reason := _cannot("2:4", setting):
         return {"skipped": reason}
     weight = prune(setting.randn(512, 1024).cpu()).to(setting.device)
@@ -128,7 +128,7 @@ def _check_sparse(setting: Setting) -> Result:
 
 
 def _check_fixed(setting: Setting) -> Result:
-    """Rows alone and in company: elements that differ, 0 is right."""
+    """Number of elements that differ between rows alone and in a batch: 0 is right."""
     num_rows, num_in = setting.pick(300, 70), setting.pick(4096, 96)
     layer = FixedLinear(setting.randn(setting.pick(4096, 40), num_in), None)
     x = setting.randn(num_rows, num_in)

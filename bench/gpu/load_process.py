@@ -1,8 +1,7 @@
-"""An engine that is busy on this device for as long as its process lives: the company in which
-others are measured. See `beside`.
+"""Background load: an engine that keeps this device busy while its process lives. See `beside`.
 
-On standard output there are JSON objects, one a line, {"tokens": count, "ms": time}: of each prompt
-of 8K, or of each round of decode steps. The first says that it is at work.
+Standard output: JSON objects, one per line, {"tokens": count, "ms": time}, for each prompt of 8K
+tokens or each round of decode steps. The first one signals that the load is running.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _STEPS_OF_ROUND = 20
 
 @contextmanager
 def beside(kind: str, setting: Setting) -> Iterator[Callable[[], float]]:
-    """Within, another process of this device computes prompts of 8K in chunks of 2K one after the
-    other (`prefill`) or decode steps of 64 sequences of 1K by graphs (`decode`). What is given
-    ends it, and says how many tokens a second it made since it was at work."""
+    """Run a background load in another process on this device: prompts of 8K tokens in chunks of 2K
+    (`prefill`), or decode steps of 64 sequences of 1K tokens with graphs (`decode`). The yielded
+    function ends it and returns its tokens per second since it started working."""
     command = [sys.executable, "-m", "bench.gpu.load_process", kind]
     command += [str(setting.seed), str(setting.device)]
     with (

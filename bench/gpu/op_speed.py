@@ -1,4 +1,4 @@
-"""The other kernels: how far from their roofs. Sizes of an 8B Llama."""
+"""All other kernels compared with their roofs. Sizes of an 8B Llama."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _pack(is_unpack: bool, setting: Setting) -> Result:
 
 
 def _pack_to_host(setting: Setting) -> Result:
-    """Packed, then copied to pinned memory: what leaves by shared memory or a socket. Its roof is
-    the bus, not the copy."""
+    """Pack, then copy to pinned memory: the path of shared memory and sockets. Its roof is the bus,
+    not the copy."""
     num_tokens, num_layers = setting.pick(8192, 20), setting.pick(32, 2)
     pool = setting.randn(-(-num_tokens // 16), num_layers, 2, KV_HEADS, 16, DIM)
     shape = (num_layers, 2, KV_HEADS, num_tokens, DIM)
@@ -83,7 +83,7 @@ def _draw(num_rows: int, setting: Setting) -> Result:
 
 
 def _filter(is_top_p: bool, num_rows: int, setting: Setting) -> Result:
-    """Each call filters what the last one left: the work is the same."""
+    """Each call filters the result of the one before: the work is the same."""
     logits = _logits(setting, num_rows)
     if is_top_p:
         top_p = torch.full((len(logits),), 0.9, device=setting.device)

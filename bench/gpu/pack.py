@@ -1,12 +1,11 @@
-"""What a GPU machine without a network lacks, as wheels in one folder that travels beside the
-checkout.
+"""Collects wheels for a GPU machine without a network, in one folder to copy with the checkout.
 
     python -m bench.gpu.pack [--service] [--out build/gpu-wheels] [--package NAME ...]
 
-Wheels of the versions that are installed here, without their dependencies: by default what
-`bench.gpu` and the workers' KV channel import beyond torch, Triton and transformers. On the machine
-`python3 -m pip install --no-index --no-deps FOLDER/*.whl` installs them. The folder is ignored by
-git; with the checkout it must not be larger than --limit-mib.
+Wheels have the versions installed here and come without dependencies; by default they are the
+packages that `bench.gpu` and the workers' KV channel import besides torch, Triton and transformers.
+Install them there with `python3 -m pip install --no-index --no-deps FOLDER/*.whl`. The folder is
+ignored by git; checkout and folder together must not exceed --limit-mib.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 NEEDED = ("protobuf", "blake3", "xxhash")
-#: What `baton serve` and the SDK import besides, of which such machines have little.
+#: Further imports of `baton serve` and the SDK that such machines usually lack.
 OF_SERVICE = (
     *("annotated-types", "pydantic", "pydantic-core", "pydantic-settings", "python-dotenv"),
     *("typing-extensions", "typing-inspection", "typer", "rich", "httptools", "llguidance"),
@@ -30,7 +29,7 @@ OF_SERVICE = (
     *(f"opentelemetry-exporter-otlp-proto-{part}" for part in ("grpc", "http")),
     *("opentelemetry-exporter-http-transport", "prometheus-client", "redis", "uvloop"),
 )
-#: What wheels are for that glibc 2.39 runs.
+#: Platform tags of wheels that run on glibc 2.39.
 PLATFORMS = tuple(
     f"manylinux{tag}_x86_64" for tag in (*(f"_2_{minor}" for minor in range(39, 16, -1)), 2014, 1)
 )
@@ -41,7 +40,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def download_command(
     packages: Sequence[str], folder: Path, python_version: str, platforms: Sequence[str]
 ) -> list[str]:
-    """Of pip. Raises PackageNotFoundError for one that is not installed here."""
+    """The pip command. Raises PackageNotFoundError for a package that is not installed here."""
     return [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
         *("--only-binary=:all:", f"--python-version={python_version}"),
@@ -52,7 +51,7 @@ def download_command(
 
 
 def tree_bytes(root: Path) -> int:
-    """Bytes of the files of a checkout that git does not ignore."""
+    """Bytes of a checkout's files that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout
     paths = (root / name.decode() for name in listed.split(b"\0") if name)
@@ -62,8 +61,8 @@ def tree_bytes(root: Path) -> int:
 def pack(
     command: Sequence[str], folder: Path, root: Path, limit_bytes: int, run: Callable[..., object]
 ) -> list[Path]:
-    """Run `command`, which puts wheels into `folder`, emptied of others; the wheels. Raises
-    ValueError if they and the checkout at `root` are more than limit_bytes together."""
+    """Empty `folder`, run `command`, which puts wheels there, and return them. Raises ValueError if
+    they and the checkout at `root` together exceed limit_bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
@@ -79,7 +78,7 @@ def pack(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Pack, and print what to carry."""
+    """Pack, and print the files to carry."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu.pack",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Random batches over a paged KV pool, and attention over them by its formula in float64."""
+"""Random batches over a paged KV pool, and reference attention over them in float64."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Sequences whose KV is in `pool` at `layer`; what no token wrote there is NaN.
+    """Sequences with KV in `pool` at `layer`; slots that no token wrote are NaN.
 
     query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim or value_dim] of the new
-    tokens; history: each sequence's keys and values [length, kv_heads, ...], new tokens included.
-    All of the pool's dtype.
+    tokens; history: each sequence's keys and values [length, kv_heads, ...], including new tokens.
+    All have the pool's dtype.
     """
 
     slices: tuple[AttentionSlice, ...]
@@ -40,7 +40,8 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     value_dim: int | None = None
-    """Of values that are the beginning of keys, in a pool of one part; None: they are apart."""
+    """Size of values that are the beginning of keys, in a pool of one part; None if values are
+    separate."""
 
 
 def make_paged_batch(
@@ -53,8 +54,7 @@ def make_paged_batch(
     num_layers: int = 2,
     is_shuffled: bool = True,
 ) -> PagedBatch:
-    """lengths: (cached tokens, new tokens) of each sequence. Tensors are on the generator's
-    device."""
+    """lengths: (cached tokens, new tokens) per sequence. Tensors are on the generator's device."""
     device = generator.device
 
     def randn(*shape: int) -> torch.Tensor:
@@ -100,8 +100,8 @@ def _fill(
 
 
 def in_one_memory(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a pool as the engine keeps them: views of one memory, scales between the
-    codes."""
+    """Codes and scales of a pool in the engine's layout: views of one memory, with scales between
+    the codes."""
     num_blocks, num_layers, num_parts, num_kv_heads, block_size, head_dim = codes.shape
     layout = KvLayout(
         *("bench", num_layers, num_kv_heads, head_dim, _NAMES[codes.dtype], block_size),
@@ -121,7 +121,8 @@ def reference_attention(
     window: int | None = None,
     terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
-    """[tokens, heads, head_dim] float64. Quadratic in memory: for short sequences."""
+    """Attention outputs [tokens, heads, head_dim] float64. Quadratic in memory: for short
+    sequences."""
     parts = []
     for part, (keys, values) in zip(batch.slices, batch.history, strict=True):
         query = batch.query[part.first_row : part.first_row + part.num_tokens].double()

@@ -1,4 +1,4 @@
-"""What a user would otherwise run: transformers' continuous batching, beside Baton's engine on the
+"""transformers' continuous batching, the alternative for users, compared with Baton's engine on the
 same work."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.interface import Batch, SampleRow, SequenceSlice
 
 
 def _work(setting: Setting) -> tuple[int, int, int]:
-    """Sequences, prompt tokens and output tokens of each."""
+    """Number of sequences, prompt tokens and output tokens per sequence."""
     return setting.pick(64, 2), setting.pick(512, 12), setting.pick(64, 3)
 
 
@@ -33,7 +33,8 @@ def _result(num_seqs: int, num_out: int, seconds: float) -> Result:
 
 
 def baton(setting: Setting) -> Result:
-    """Greedy: prompts in steps of at most 8K tokens, then all decode together, by graphs."""
+    """Greedy: prompts in steps of at most 8K tokens, then all sequences decode together with
+    graphs."""
     found = load_replayed(setting)
     model, engine = found.model, found.engine
     num_seqs, num_prompt, num_out = _work(setting)
@@ -64,7 +65,7 @@ def baton(setting: Setting) -> Result:
 
 
 def transformers_batching(setting: Setting) -> Result:
-    """generate_batch of transformers, of the same shape and work."""
+    """transformers' generate_batch with the same shapes and work."""
     if setting.is_dry:
         return {"skipped": "on a CPU it takes most of the memory for its cache"}
     import transformers
@@ -86,7 +87,7 @@ def transformers_batching(setting: Setting) -> Result:
 
 
 def _seconds(run: Callable[[], None], setting: Setting) -> float:
-    """Best of two, after one that compiles what is compiled."""
+    """Best of two runs, after a first one that compiles."""
     times = []
     for _ in range(setting.pick(3, 1)):
         start = time.perf_counter()
@@ -95,9 +96,9 @@ def _seconds(run: Callable[[], None], setting: Setting) -> float:
     return min(times[-2:])
 
 
-#: Of the engine, in the process that has it.
+#: Runs in the process with the engine.
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {"64 prompts of 512, 64 tokens each": baton}
-#: Of others, which want the GPU's memory for themselves.
+#: Run in a process of their own, which needs the GPU's memory.
 OTHERS: Mapping[str, Callable[[Setting], Result]] = {
     "the same with transformers' continuous batching": transformers_batching,
 }

@@ -1,4 +1,4 @@
-"""Kernels that round rows, and linear layers of quantised weights."""
+"""Kernels that quantise rows, and linear layers with quantised weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _quantize(dtype: torch.dtype, generator: torch.Generator, sizes: Sizes) -> T
 
 def _linear(scheme: str, num_rows: int, generator: torch.Generator, sizes: Sizes) -> Trial:
     """scheme: int8, int4, fp8, or fp8 in groups of 128 inputs."""
-    # Inputs enough to be split where rows are few.
+    # Enough inputs to be split for few rows.
     num_in, num_out = max(sizes.hidden, 1024), sizes.hidden + 32
     device = generator.device
     x = randn(generator, num_rows, num_in).to(sizes.half)

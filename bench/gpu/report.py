@@ -1,4 +1,4 @@
-"""Outcomes as a table: times, and shares of the roofs of the same run."""
+"""Tables of outcomes: times, and shares of the roofs of the same run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.gpu.runner import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on a share of a roof, or on one item's time (or rate, if `what` is one) over
+    """A bound on a share of a roof, or on one item's time (or the rate of `what`) relative to
     another's."""
 
     text: str
@@ -22,7 +22,7 @@ class Goal:
     what: str = "ms"
 
 
-#: Of issue 5.
+#: Goals of issue 5.
 GOALS = (
     Goal("paged decode attention, of the copy roof", "attention decode 64 x 4K", 0.85),
     Goal(
@@ -55,8 +55,8 @@ _SHOWN_APART = ("ms", "bytes", "flops")
 
 
 def shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """By item, its floor over its time: the larger of bytes over the copy roof and operations over
-    the matmul roof."""
+    """Floor over time per item; the floor is the larger of bytes over the copy roof and operations
+    over the matmul roof."""
     by_name = {outcome.name: outcome.result for outcome in outcomes}
     copy = _rate(by_name.get("roof copy", {}), "bytes")
     matmul = _rate(by_name.get("roof matmul", {}), "flops")
@@ -71,7 +71,7 @@ def shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def _rate(result: Mapping[str, Any], what: str) -> float | None:
-    """Of `what` per millisecond."""
+    """`what` per millisecond."""
     return float(result[what]) / float(result["ms"]) if what in result and "ms" in result else None
 
 
@@ -109,7 +109,7 @@ def _more(outcome: Outcome) -> str:
 
 
 def goals(outcomes: Sequence[Outcome]) -> list[tuple[Goal, float | None]]:
-    """Each goal and what was reached; None where its items have no result."""
+    """Each goal with the value reached; None if an item has no result."""
     return [(goal, _reached(goal, outcomes)) for goal in GOALS]
 
 

@@ -1,4 +1,4 @@
-"""What the machine can do at most, as measured: the roofs that all else is a share of."""
+"""Measured maximum speeds (roofs) of the machine; other items are reported as shares of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def copy_roof(setting: Setting) -> Result:
 
 
 def matmul_roof(setting: Setting) -> Result:
-    """A product of two square matrices of random numbers, as zeros would run faster; and the clocks
-    while it runs."""
+    """A product of two square random matrices (zeros would run faster), and the clocks during
+    it."""
     size = setting.pick(8192, 32)
     left, right = setting.randn(size, size), setting.randn(size, size)
     ms = time_ms(lambda: left @ right, setting)
@@ -30,7 +30,7 @@ def matmul_roof(setting: Setting) -> Result:
 
 
 def _clocks_during(left: torch.Tensor, right: torch.Tensor, setting: Setting) -> str:
-    """What nvidia-smi reports during about a second of products."""
+    """nvidia-smi's report during about a second of products."""
     program = shutil.which("nvidia-smi")
     if setting.is_dry or program is None:
         return "unknown"

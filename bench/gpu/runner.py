@@ -1,5 +1,5 @@
-"""Runs items one after the other in a child process, and goes on with the next when one fails,
-hangs or takes it down."""
+"""Runs items in sequence in a child process; continues with the next one if an item fails, hangs or
+crashes the child."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import IO, Any
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one item. failure: empty if it ran; else the end of what its process wrote, or why it was
-    not run."""
+    """Outcome of an item. failure: empty if it ran; else the end of its process's output, or why it
+    was not run."""
 
     name: str
     result: dict[str, Any]
@@ -28,8 +28,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """In seconds: of one item, its process's start included, of items that are given more, and of
-    all."""
+    """Time limits in seconds: of one item, including the start of its process; of items with their
+    own limit; of all items together."""
 
     item_s: float
     total_s: float
@@ -46,8 +46,8 @@ def run_items(
     limits: Limits,
     on_outcome: Callable[[Outcome], None],
 ) -> list[Outcome]:
-    """Each item's outcome, in order. command: the child, which speaks as child.py does. on_outcome:
-    sees each as it comes."""
+    """Run items and return their outcomes, in order. command: a child with the protocol of
+    child.py. on_outcome: called with each outcome as it comes."""
     deadline = time.monotonic() + limits.total_s
     outcomes: list[Outcome] = []
     while len(outcomes) < len(names):
@@ -75,8 +75,8 @@ def rehearse(
     environment: dict[str, str],
     limits: Limits,
 ) -> Outcome:
-    """Run each group of items in a process of its own, all at once, so that what they compile is in
-    the cache. One outcome for all: how many items ran, and which did not."""
+    """Run the groups of items in parallel, one process per group, to fill the kernel cache. Returns
+    one outcome: how many items ran, and which failed."""
     started = time.monotonic()
 
     def run(names: Sequence[str]) -> list[Outcome]:
@@ -101,8 +101,8 @@ def _run_child(
     deadline: float,
     report: Callable[[Outcome], None],
 ) -> None:
-    """Report the outcomes of one child as they come: of all items, or up to and with the first that
-    failed."""
+    """Run one child and report outcomes as they come: of all items, or up to the first that
+    fails."""
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             list(command),
@@ -146,7 +146,7 @@ def _listen(
 
 
 def _result(lines: _Lines, until: float) -> dict[str, Any] | None:
-    """The next result; None if the child ends or `until` passes before."""
+    """The next result; None if the child ends, or at time `until`."""
     while (line := lines.next(until)) is not None:
         message = json.loads(line)
         if "result" in message:
@@ -155,7 +155,7 @@ def _result(lines: _Lines, until: float) -> dict[str, Any] | None:
 
 
 def _end_of(errors: IO[bytes], child: subprocess.Popen[bytes] | None = None) -> str:
-    """The last lines that the child wrote to its standard error."""
+    """Last lines of the child's standard error."""
     if child is not None:
         child.wait()
     errors.seek(0)
@@ -173,7 +173,7 @@ class _Lines:
         self._selector.register(pipe, selectors.EVENT_READ)
 
     def next(self, until: float) -> bytes | None:
-        """The next line that is JSON's; None at the end or when `until` passes."""
+        """The next JSON line; None at the end of the pipe, or at time `until`."""
         while True:
             line, found, rest = self._pending.partition(b"\n")
             if found:
@@ -192,7 +192,7 @@ class _Lines:
 def child_command(
     seed: int, *, is_dry: bool, is_rehearsal: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """The child's command and what its environment has besides."""
+    """Command and additional environment variables of the child."""
     command = [sys.executable, "-m", "bench.gpu.child", "--seed", str(seed)]
     command += ["--rehearse"] * is_rehearsal
     if is_dry:

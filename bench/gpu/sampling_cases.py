@@ -20,7 +20,7 @@ def _draw(generator: torch.Generator, sizes: Sizes) -> Trial:
     return Trial(
         lambda: sampling.gumbel_argmax(logits, keys),
         lambda got: share_unequal(got, sampling_twins.gumbel_argmax.twin(logits, keys)),
-        # Only where two tokens are closer than a few units in the last place.
+        # Tolerance: differs only where two tokens are closer than a few units in the last place.
         1 / 64,
     )
 
@@ -43,7 +43,7 @@ def _keep(
         twin(wanted, argument)
         return share_unequal(got, wanted) * sizes.vocab_size
 
-    # Tokens per row that may differ: top_p adds in another order.
+    # Tolerated differing tokens per row: top_p sums in another order.
     return Trial(lambda: kernel(got, argument), error, 0.0 if value >= 1 else 1.0)
 
 

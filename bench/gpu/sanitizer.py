@@ -1,4 +1,4 @@
-"""Every kernel once, under NVIDIA's compute-sanitizer: does one read or write where it must not?"""
+"""Runs every kernel once under NVIDIA's compute-sanitizer, to find invalid reads and writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOOL = "compute-sanitizer"
 
 
 def _sanitized(setting: Setting) -> Result:
-    """errors: that the tool counted. In a dry run a few kernels run without it."""
+    """errors: counted by the tool. A dry run runs a few kernels without it."""
     most = setting.pick(len(all_cases()), 3)
     command = [sys.executable, "-m", "bench.gpu.sanitizer", str(setting.device), str(most)]
     if not setting.is_dry:
@@ -39,7 +39,7 @@ def _sanitized(setting: Setting) -> Result:
 
 
 def main() -> None:
-    """The first so many cases on small inputs; a line for each."""
+    """Run the first cases on small inputs; print a line for each."""
     device = torch.device(sys.argv[1])
     if device.type == "cpu":
         from bench.gpu.interpreter import mend_interpreter

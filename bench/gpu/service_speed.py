@@ -1,5 +1,5 @@
-"""The service itself, as a user starts it, on a model of Qwen3-8B's shapes and random weights: both
-tiers on one GPU, requests over gRPC."""
+"""The service as a user starts it, with random weights in Qwen3-8B's shapes: both tiers on one GPU,
+requests over gRPC."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ _SMALL = {
     "vocab_size": 4096,
     "max_position_embeddings": 1024,
 }
-#: Of the whole item: weights are made, written, read by two workers, kernels compiled.
+#: Time limit in seconds of the whole item: making, writing and loading weights (two workers),
+#: compiling kernels.
 LIMIT_S = 420.0
 _SHARD_BYTES = 4 << 30
 
 
 def _write_model(folder: Path, setting: Setting) -> None:
-    """config.json, random weights in shards, and the bundled model's tokenizer."""
+    """Write config.json, sharded random weights, and the bundled model's tokenizer."""
     raw = QWEN3_8B | (_SMALL if setting.is_dry else {})
     (folder / "config.json").write_text(json.dumps(raw))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -86,7 +87,8 @@ def _write_model(folder: Path, setting: Setting) -> None:
 
 @contextmanager
 def _serving(folder: Path, setting: Setting) -> Iterator[str]:
-    """The gateway's address. Raises RuntimeError with the end of the log if it is not reached."""
+    """Yield the gateway's address. Raises RuntimeError with the end of the log if it does not get
+    ready."""
     command = [sys.executable, "-m", "baton", "serve", str(folder), "--port=0", "--http-port=0"]
     command += ["--num-prefill-workers=1", "--num-decode-workers=1"]
     if setting.is_dry:
@@ -113,8 +115,8 @@ def _serving(folder: Path, setting: Setting) -> Iterator[str]:
 
 
 async def _load(address: str, setting: Setting) -> dict[str, float]:
-    """Requests that all come at once, of random token ids."""
-    # What it imports is carried for this item alone: see bench.gpu.pack.
+    """Send all requests at once, with random token ids."""
+    # Imported here: its dependencies are packed for this item only, see bench.gpu.pack.
     from baton.client import AsyncClient
 
     num_requests = setting.pick(64, 2)
@@ -151,7 +153,8 @@ async def _load(address: str, setting: Setting) -> dict[str, float]:
 
 
 def _service(setting: Setting) -> Result:
-    """ready_s: from `baton serve` to its ready line, kernels compiled. Then requests: see _load."""
+    """ready_s: from `baton serve` to its ready line, with kernels compiled. Then requests: see
+    _load."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Where an item of the benchmark runs, how big, and how it is timed."""
+"""Where an item of the benchmark runs, its sizes, and its timing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-#: What an item reports: times in ms, bytes moved and floating-point operations at least needed,
-#: errors.
+#: Results of an item: times in ms, minimum bytes moved and floating-point operations, errors.
 Result = Mapping[str, float | str]
 
 _NUM_REPLAYS = 9
@@ -20,11 +19,11 @@ _TARGET_MS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """device: cuda, or cpu in a dry run, which takes the smallest sizes and times nothing worth
-    knowing.
+    """device: cuda, or cpu in a dry run, which uses the smallest sizes and gives no meaningful
+    times.
 
     half: the 16-bit dtype, float16 in a dry run: the interpreter's bfloat16 products are wrong.
-    is_rehearsal: everything runs once, so that its kernels are compiled; times mean nothing.
+    is_rehearsal: run everything once, to compile kernels; times mean nothing.
     """
 
     device: torch.device
@@ -37,7 +36,7 @@ class Setting:
         return self.device.type == "cpu"
 
     def generator(self) -> torch.Generator:
-        """A fresh one: inputs are random anew in every run."""
+        """A new generator: inputs differ in every run."""
         return torch.Generator(self.device).manual_seed(self.seed)
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -45,13 +44,13 @@ class Setting:
         return torch.randn(shape, generator=self.generator(), device=self.device).to(self.half)
 
     def pick(self, real: int, dry: int) -> int:
-        """A size."""
+        """`dry` in a dry run, else `real`."""
         return dry if self.is_dry else real
 
 
 def time_ms(run: Callable[[], object], setting: Setting) -> float:
-    """Median time of one call. On a GPU calls are captured in a CUDA graph, so that launching them
-    costs nothing."""
+    """Median time of one call. On a GPU calls are captured in a CUDA graph, which excludes launch
+    overhead."""
     if setting.is_dry or setting.is_rehearsal:
         start = time.perf_counter()
         run()
@@ -68,7 +67,7 @@ def time_ms(run: Callable[[], object], setting: Setting) -> float:
 
 
 def time_eager_ms(run: Callable[[], object], setting: Setting) -> float:
-    """Median time of one call as Python launches it, its waits on the host included."""
+    """Median time of one call launched by Python, including waits on the host."""
     if setting.is_dry or setting.is_rehearsal:
         return time_ms(run, setting)
     for _ in range(3):

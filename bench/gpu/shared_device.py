@@ -1,5 +1,5 @@
-"""Two processes on one GPU: decoding here while prompts are computed there, and KV handed over
-while there is decoding."""
+"""Two processes on one GPU: decode steps here beside prompts in the other, and KV handover beside
+decode steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.gpu.setting import Result, Setting
 
 
 def _split(setting: Setting) -> Result:
-    """Decode steps of 32 sequences beside another process's prompts. No KV is handed over."""
+    """Decode steps of 32 sequences beside another process's prompts, without KV handover."""
     model = load_model(setting, 48_000)
     batch = model.batch(setting.pick(32, 1), setting.pick(1023, 9), 1)
     step_times(model, batch, setting.pick(20, 1))
@@ -23,7 +23,7 @@ def _split(setting: Setting) -> Result:
 
 
 def _hand_over_beside_decoding(setting: Setting) -> Result:
-    """See kv_speed.hand_over; decode_tokens_per_s: of the process beside it, meanwhile."""
+    """See kv_speed.hand_over; decode_tokens_per_s: rate of the decoding process beside it."""
     with beside("decode", setting) as end:
         found = hand_over(setting)
         return {**found, "decode_tokens_per_s": end()}

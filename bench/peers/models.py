@@ -18,7 +18,7 @@ import torch
 
 from baton_kernels.cpu.library import levels_of_machine
 from bench.machine import forced_level
-from engine.quantization.quantize import quantize_checkpoint
+from bench.quantized_checkpoints import quantize_checkpoint
 
 _ROOT = Path(__file__).resolve().parents[2]
 MADE = Path(__file__).with_name(".models")
@@ -58,8 +58,7 @@ class PeerMissing(Exception):
 
 
 def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
-    """Folder with the weights in bfloat16 or, of dtype int8, as `baton quantize` rounds them.
-    Raises KeyError."""
+    """Folder with the weights in bfloat16, or rounded to int8. Raises KeyError."""
     source = BOX if name == "box" else _random_model(SHAPES[name], made / name)
     if dtype != "int8":
         return source

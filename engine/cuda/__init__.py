@@ -1,1 +1,1 @@
-"""What a CUDA device needs besides: streams, graphs, tables in its memory."""
+"""CUDA graphs of decode steps, their static buffers, and kernel warm-up."""

@@ -1,7 +1,6 @@
-"""Recording what a device is to do, once, and having it done again and again: CUDA graphs, and
-calls in their place.
+"""Recording and replay of device work: CUDA graphs, or plain calls on other devices.
 
-What is recorded reads and writes tensors at fixed addresses and never waits for the device.
+Recorded work reads and writes tensors at fixed addresses and never waits for the device.
 """
 
 from __future__ import annotations
@@ -14,34 +13,32 @@ import torch
 
 
 class Graph(Protocol):
-    """Something recorded."""
+    """Recorded device work."""
 
     def replay(self) -> None:
-        """Have it done, after what the current stream was given so far. Does not wait for it."""
+        """Queue the work behind the current stream's. Does not wait for it."""
         ...
 
 
 class GraphDevice(Protocol):
-    """Where graphs are recorded and run. One thread calls it."""
+    """A device that records and replays graphs. Called by one thread."""
 
     def host_buffer(self, num_words: int) -> torch.Tensor:
-        """int32 in host memory, which copies to the device read without a wait."""
+        """Pinned int32 host memory, for asynchronous copies to the device."""
         ...
 
     def fence(self) -> Callable[[], None]:
-        """Waits, when called, until all is done that the current stream was given before the fence
-        was made."""
+        """Return a function that waits for all work queued on the current stream before this
+        call."""
         ...
 
     def record(self, run: Callable[[], None]) -> Graph:
-        """Record what `run` has the device do. It is called, and what it does is done, at least
-        once."""
+        """Record the device work of `run`, which is called at least once, with effect."""
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs, which share one pool of memory: only one of them may run at a time, as on one
-    stream."""
+    """CUDA graphs that share one memory pool: only one may run at a time, on one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,8 +59,8 @@ class CudaGraphs:
         return wait
 
     def record(self, run: Callable[[], None]) -> Graph:
-        """See GraphDevice. The first call, which compiles kernels and lets libraries set themselves
-        up, is not captured."""
+        """See GraphDevice. The first call is not captured: it compiles kernels and initialises
+        libraries."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -71,7 +68,7 @@ class CudaGraphs:
                 run()
             current.wait_stream(self._stream)
             graph: Any = torch.cuda.CUDAGraph()
-            # Transfer threads may allocate and wait meanwhile: that is no part of the capture.
+            # Transfer threads may allocate and synchronise during capture; these are not captured.
             with torch.cuda.graph(
                 graph,
                 pool=self._pool,
@@ -96,10 +93,10 @@ class CudaGraph:
 
 
 class CalledGraphs:
-    """For devices without graphs: replaying is calling again."""
+    """Graphs for devices without CUDA: replay calls the function again."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: as CudaGraphs has it; any will do."""
+        """device: any device."""
 
     def host_buffer(self, num_words: int) -> torch.Tensor:
         """See GraphDevice."""

@@ -1,5 +1,4 @@
-"""The metadata of decode steps at addresses that never change, for graphs to read: filled anew for
-each step by one copy."""
+"""Metadata of decode steps at fixed addresses, for graphs to read; one copy per step fills it."""
 
 from __future__ import annotations
 
@@ -27,18 +26,17 @@ from engine.torch.decoder import PackedBatch
 from engine.torch.device_tables import DeviceTables
 from engine.torch.step_runner import StepModel
 
-#: int64 numbers of each sequence: its new token, its position, its row of the pool
-#: (PackedBatch.first_rows), the length that its frequencies are for, and where its block table
-#: begins.
+#: int64 fields per sequence: new token, position, row in the pool (PackedBatch.first_rows), length
+#: that selects its RoPE frequencies, start of its block table.
 _NUM_ROWS = 5
 
 
 class StaticStep:
-    """One buffer on the device, which all shapes share, each with a layout of its own, and two on
-    the host to fill it from: one may still be read by a copy that waits for its turn on the stream.
+    """One buffer on the device, shared by all shapes, each with its own layout; and two host
+    buffers to fill it from, because a queued copy may still read one of them.
 
-    Layout: _NUM_ROWS rows of num_seqs int64. What attention has to do is found from them by the
-    device, and block tables stay there: the host's work does not grow with contexts.
+    Layout: _NUM_ROWS rows of num_seqs int64. Block tables stay on the device, and the device
+    computes attention items from these fields, so that host time does not grow with context length.
     """
 
     def __init__(
@@ -49,8 +47,8 @@ class StaticStep:
         tables: DeviceTables,
         device: GraphDevice,
     ) -> None:
-        """tile: of a sequence with one new token. largest: as many sequences, items and merges as
-        any shape has. tables: with a row for each of as many sequences."""
+        """tile: for a sequence with one new token. largest: maximum sequences, items and merges of
+        all shapes. tables: has a row per sequence."""
         self._model = model
         self._tile = tile
         self.windows = sorted(set(model.config.windows), key=lambda window: window or 0)
@@ -65,13 +63,12 @@ class StaticStep:
         self._hosts = [_HostBuffer(device.host_buffer(2 * num_numbers)) for _ in range(2)]
 
     def num_items(self, batch: Batch) -> int:
-        """Of attention, in the window that has most, in a batch of one new token each."""
+        """Attention items of a decode batch, in the window with the most."""
         tile, parts = self._tile, batch.slices
         return max(sum(num_items(part.start, w, tile) for part in parts) for w in self.windows)
 
     def fill(self, shape: StepShape, batch: Batch) -> None:
-        """Queue the copy of a step's metadata, padded to `shape`, which holds it, behind what the
-        device was given so far."""
+        """Queue the copy of a step's metadata, padded to `shape`. `shape` must hold the batch."""
         begins = self._tables.place([part.block_table for part in batch.slices])
         pool = self._model.kv.tensor
         num_rows = block_rows(pool)
@@ -79,7 +76,7 @@ class StaticStep:
             _column(part, begin, pool.shape[4], num_rows)
             for part, begin in zip(batch.slices, begins, strict=True)
         ]
-        # Those that only fill the batch up have a row before all blocks, which is written nowhere.
+        # Padding sequences have a row before all blocks, which is not written.
         columns += [(0, 0, -num_rows, 1, 0)] * (shape.num_seqs - len(columns))
         numbers = array("q", chain.from_iterable(zip(*columns, strict=True)))
         self._hosts.reverse()
@@ -91,17 +88,17 @@ class StaticStep:
         host.wait = self._device.fence()
 
     def token_ids(self, shape: StepShape) -> torch.Tensor:
-        """Where the step's new tokens are, [num_seqs] int64, in the buffer."""
+        """The step's new tokens, [num_seqs] int64, a view of the buffer."""
         return self._buffer[: shape.num_seqs]
 
     def packed(self, shape: StepShape) -> PackedBatch:
-        """The batch that is in the buffer, in tensors that the device computes from it whenever it
-        does what this call had it do."""
+        """The batch in the buffer, as tensors. Recorded in a graph, they are recomputed from the
+        buffer at each replay."""
         model = self._model
         rows = self._buffer[: _NUM_ROWS * shape.num_seqs].view(_NUM_ROWS, shape.num_seqs)
         token_ids, positions, first_rows, lengths, begins = rows
         rotations = model.rope.compute(positions, lengths, model.decoder.dtype)
-        # A row counts heads of all blocks, which may be more than 32 bits hold: its sign is enough.
+        # Row numbers may exceed 32 bits; their sign is enough here.
         narrow = (positions, first_rows.sign(), begins)
         sequences = Sequences(*(row.to(torch.int32) for row in narrow))
         room = _room(shape)
@@ -118,7 +115,7 @@ class StaticStep:
                 window,
             )
             plan_items(sequences, plan)
-        # The ops take whatever plan their kernels make: on this device, Triton's.
+        # Each device's ops take the plans of its own kernels; these are Triton's.
         by_window = cast(Mapping[int | None, TwinPlan], plans)
         return PackedBatch(token_ids, rotations, first_rows, by_window, None)
 
@@ -133,7 +130,7 @@ def _column(
 
 
 class _HostBuffer:
-    """wait: until the last copy from `words` is done."""
+    """A host buffer. wait: waits until the last copy from `words` is done."""
 
     def __init__(self, words: torch.Tensor) -> None:
         self.words = words
@@ -141,7 +138,7 @@ class _HostBuffer:
 
 
 def static_bytes(largest: StepShape, num_windows: int) -> int:
-    """What a StaticStep keeps on the device, but for partial results."""
+    """Device bytes of a StaticStep, without partial results."""
     fields = num_windows * _room(largest).num_fields
     return 4 * (2 * _NUM_ROWS * largest.num_seqs + fields)
 

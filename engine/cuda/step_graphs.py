@@ -1,8 +1,8 @@
-"""Decode steps as graphs: recorded once for each of some shapes, and replayed, so that the host has
-one launch to make, not hundreds.
+"""Decode steps as CUDA graphs: captured once per shape and replayed, so that a step is one launch
+instead of hundreds.
 
-See docs/adr/0012-decode-steps-are-replayed.md. A step that no shape holds, or that is no plain
-decode step, runs eagerly.
+See docs/adr/0012-decode-steps-are-replayed.md. Steps that fit no shape, and steps other than plain
+decode, run eagerly.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ from engine.torch.step_runner import LayerDone, StepModel, StepOutput, StepRunne
 
 _log = logging.getLogger(__name__)
 
-#: Partial results of attention may take so much; steps with more of them run eagerly.
+#: Maximum bytes of attention's partial results; larger steps run eagerly.
 MAX_PARTIAL_BYTES = 256 << 20
-#: Device memory of one layer in one graph, beside the tensors that all graphs share. A guess: not
-#: measured.
+#: Device memory per layer and graph, without shared tensors. A guess, not measured.
 GRAPH_LAYER_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """What is captured. shapes: ascending; largest: as many sequences and items as any of them has;
-    tile: of a sequence with one new token; num_bytes: about what it takes on the device."""
+    """Shapes to capture. shapes: ascending; largest: maximum sequences and items of all shapes;
+    tile: for a sequence with one new token; num_bytes: estimated device memory."""
 
     shapes: tuple[StepShape, ...]
     largest: StepShape
@@ -61,8 +60,8 @@ def plan_graphs(
     *,
     batch_invariant: bool = False,
 ) -> GraphPlan:
-    """For decode steps of up to largest_batch sequences of up to max_model_len tokens. pool: of the
-    shape and dtype of the KV pool, on any device, `meta` too; dtype: of the weights;
+    """Plan graphs for decode steps of up to largest_batch sequences of up to max_model_len tokens.
+    pool: any tensor with the pool's shape and dtype, also on `meta`; dtype: of the weights;
     batch_invariant: see EnginePlan."""
     windows = set(config.windows)
     choose = fixed_tile if batch_invariant else choose_tile
@@ -82,7 +81,7 @@ def plan_graphs(
 
 
 class ReplayedSteps:
-    """Decode steps by graphs, all others by another runner. See StepRunner."""
+    """Runs plain decode steps by graphs and all others by `eager`. See StepRunner."""
 
     def __init__(
         self,
@@ -92,8 +91,8 @@ class ReplayedSteps:
         device: GraphDevice,
         eager: StepRunner,
     ) -> None:
-        """Captures all graphs, the largest first, so that the others find room in its memory.
-        Writes no block. tables: with a row for each sequence of a step."""
+        """Capture all graphs, largest first, so that the others reuse its memory. Writes no block.
+        tables: has a row per sequence of a step."""
         self._eager = eager
         self._reported: set[str] = set()
         self._shapes = plan.shapes
@@ -111,7 +110,7 @@ class ReplayedSteps:
                 self._graphs[shape] = device.record(self._step(model, shape))
 
     def _step(self, model: StepModel, shape: StepShape) -> Callable[[], None]:
-        """From the buffer to `_logits`."""
+        """The function to capture: from the static buffer to `_logits`."""
 
         def run() -> None:
             batch = self._static.packed(shape)
@@ -121,7 +120,7 @@ class ReplayedSteps:
         return run
 
     def _report(self, reason: str) -> None:
-        """Log the first step without a prompt's chunk that is not replayed, for each reason."""
+        """Log the first eager step without a prompt's chunk, once per reason."""
         if reason not in self._reported:
             self._reported.add(reason)
             _log.warning("a decode step runs without a graph, kernel by kernel: %s", reason)
@@ -129,7 +128,7 @@ class ReplayedSteps:
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
     ) -> StepOutput:
-        """See StepRunner. A replayed step reports its layers when all of them are queued."""
+        """See StepRunner. A replayed step reports its layers once all of them are queued."""
         if not _is_decode(batch):
             if reason := _why_eager(batch):
                 self._report(reason)
@@ -169,12 +168,13 @@ class ReplayedStep:
         return self.all_logits if len(rows) == self.num_rows else self.all_logits[rows]
 
 
-#: Of a sequence that verifies drafts, its own among them: more are a prompt's chunk.
+#: Maximum tokens of a sequence that verifies drafts, including its own; more tokens are a prompt's
+#: chunk.
 _MAX_VERIFIED_TOKENS = 16
 
 
 def _why_eager(batch: Batch) -> str:
-    """Why a step without a prompt's chunk is none that graphs are for; empty if it has one."""
+    """Why a step without a prompt's chunk cannot be replayed; empty for steps with one."""
     parts = batch.slices
     if not parts or not all(part.rows and part.start for part in parts):
         return ""
@@ -188,7 +188,7 @@ def _why_eager(batch: Batch) -> str:
 
 
 def _is_decode(batch: Batch) -> bool:
-    """Whether each sequence has one new token, and draws one after it, by the model alone."""
+    """Whether each sequence has one new token and draws one from the model's own logits."""
     return bool(batch.slices) and all(
         len(part.token_ids) == 1
         and len(part.rows) == 1

@@ -1,8 +1,8 @@
-"""Steps that no request asked for, by which a GPU's kernels are compiled, or read from Triton's
-cache, before the first request waits for them.
+"""Warm-up steps: compile a GPU's kernels, or load them from Triton's cache, before the first
+request.
 
-A kernel is compiled anew for each tile, which follows from a sequence's number of new tokens, and
-for numbers that are 1 or multiples of 16 (Triton's specialisation of integers).
+Triton compiles a kernel again for each tile, which depends on a sequence's number of new tokens,
+and specialises integers that are 1 or multiples of 16.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from baton.types import Sampling
 from engine.interface import Batch, Engine, EngineSpec, SampleRow, SequenceSlice
 
-#: Tokens before the new ones where there are some: more than one range of keys, whose results are
-#: merged (kernels/baton_kernels/gpu/attention_plan.py). Of more new tokens than these at once keys
-#: are not split, or their tiles are merged as those of fewer.
+#: Cached tokens before the new ones: more than one range of keys, so that results are merged
+#: (kernels/baton_kernels/gpu/attention_plan.py). With more new tokens keys are not split, or are
+#: merged in the same tiles.
 _LONG_PREFIX = 2064
 _MAX_AFTER_PREFIX = 128
 
-#: Between them they run every kernel that chooses tokens.
+#: Together they run every sampling kernel.
 _SAMPLINGS = (
     Sampling(),
     Sampling(temperature=1.0),
@@ -33,23 +33,22 @@ _SAMPLINGS = (
 
 
 def token_counts(most: int) -> list[int]:
-    """Numbers of new tokens of a sequence, at most `most`: with each power of two and the number
-    after it, whatever rounds up to one is met on both sides, and so are multiples of 16."""
+    """Numbers of new tokens, at most `most`: each power of two and its successor, so that every
+    rounding up to a power of two, and multiples of 16, occur."""
     return sorted(
         {n for power in powers_of_two(most) for n in (power, power + 1) if n <= most} | {most}
     )
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Up to `most`."""
+    """Powers of two up to `most`."""
     return [1 << bit for bit in range(max(0, most).bit_length())]
 
 
 def warm_up_batches(
     spec: EngineSpec, max_num_batched_tokens: int, max_num_seqs: int
 ) -> Iterator[Batch]:
-    """Batches that an engine can compute one after the other before anything else: they write any
-    blocks, from the first on."""
+    """Batches to run in order on a new engine; they write arbitrary blocks, from the first on."""
     block_size = spec.layout.block_size
     longest = min(spec.max_model_len, spec.num_blocks * block_size)
     for count in token_counts(min(max_num_batched_tokens, longest)):
@@ -61,8 +60,8 @@ def warm_up_batches(
     for num_seqs in token_counts(min(most, 2 * len(_SAMPLINGS))):
         chosen = [_SAMPLINGS[i % len(_SAMPLINGS)] for i in range(num_seqs)]
         yield Batch(tuple(_slice(1, 0, i, block_size, s) for i, s in enumerate(chosen)))
-    # A prompt's chunk beside sequences that decode, of which one may be long: attention of these is
-    # planned for each power of two of them.
+    # A prompt's chunk beside decoding sequences, one of them possibly long: their attention is
+    # planned for each power of two of sequences.
     num_long = -(-(prefix + 1) // block_size)
     room = min(max_num_batched_tokens - 2, max_num_seqs - 1, spec.num_blocks - num_long - 1)
     for num_seqs in powers_of_two(room):
@@ -71,7 +70,7 @@ def warm_up_batches(
         )
         for start in (prefix, 0):
             yield Batch((chunk, _slice(1, start, 0, block_size, Sampling()), *short))
-    for sampling in _SAMPLINGS:  # of one row, and of rows that all ask for the same
+    for sampling in _SAMPLINGS:  # one row, and a batch in which all rows sample alike
         yield Batch((_slice(1, 0, 0, block_size, sampling),))
 
 
@@ -90,8 +89,8 @@ def warm_up(
     max_num_seqs: int,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Compute all of warm_up_batches. on_progress: batches done, and in all; before each. Raises
-    what Engine.forward does."""
+    """Run all warm_up_batches. on_progress: called before each batch with (batches done, total).
+    Raises as Engine.forward does."""
     batches = list(warm_up_batches(engine.spec, max_num_batched_tokens, max_num_seqs))
     for number, batch in enumerate(batches):
         on_progress(number, len(batches))

@@ -1,2 +1,1 @@
-"""`baton distill`: trains a small model to say what a target says, for it to draft for the target
-(docs/speculation.md)."""
+"""`baton distill`: trains a small draft model on a target's outputs (docs/speculation.md)."""

@@ -1,5 +1,5 @@
-"""`python -m engine.distill`: what `baton distill` becomes, so that the command line stays without
-torch."""
+"""`python -m engine.distill`: run by `baton distill` in a process of its own, so that the command
+line does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG_INTERVAL = 20
 
 
 def run(options: DistillOptions) -> None:
-    """Train, and report how it goes and what came of it."""
+    """Train; report progress and results."""
     from engine.distill.run import distill
     from engine.distill.training import Progress
 

@@ -1,10 +1,10 @@
-"""An EAGLE-3 head that learns: one layer over the target's hidden states (EAGLE-3, arXiv
-2503.01840), and its checkpoint as vLLM and SGLang read it.
+"""Training of an EAGLE-3 head: one layer over the target's hidden states (EAGLE-3, arXiv
+2503.01840), with a checkpoint in the format of vLLM and SGLang.
 
-At position t the head gets token t + 1 and the target's states at t, and says token t + 2. From
-then on it goes on from its own results, which training lets it do, too ("training-time test" in the
-paper): at its step s the query at position t sees the keys made of the target's states up to t - s,
-and those that earlier steps made for the positions between.
+At position t the head gets token t + 1 and the target's states at t, and predicts token t + 2.
+Later drafts continue from its own outputs, and training does the same ("training-time test" in the
+paper): at unrolled step s, the query at position t sees keys from the target's states up to t - s,
+and keys from earlier steps for the positions between.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from transformers import PreTrainedModel
 
 from engine.distill.training import LossFn
 
-#: Steps that the head learns to go on by itself, and what a step counts by the one before it.
+#: Unrolled steps in training, and the weight of each relative to the one before.
 NUM_UNROLLED = 3
 _DECAY = 0.9
 
-#: Tokens back that the head sees, of which each batch has one: a worker's head sees the output
-#: alone, which may have just begun.
+#: Context lengths in tokens, one per batch. In a worker the head sees the output alone, which may
+#: be short.
 CONTEXTS = (2, 8, 32, 128, 4096)
 
-#: Share of the text's tokens that the head's vocabulary has, which is a multiple of so many tokens.
+#: Share of the text's tokens that the head's vocabulary covers, and the multiple that its size is
+#: rounded up to.
 _COVERAGE, _VOCAB_STEP = 0.92, 256
 
 _UNREACHABLE = -1e9
@@ -39,7 +40,7 @@ _UNREACHABLE = -1e9
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Of the head's one layer. hidden_size, vocab_size: the target's, too."""
+    """Shape of the head's single layer. hidden_size and vocab_size equal the target's."""
 
     vocab_size: int
     hidden_size: int
@@ -52,7 +53,7 @@ class HeadShape:
     rope_theta: float = 10000.0
 
     def config(self) -> dict[str, Any]:
-        """As config.json has it."""
+        """Contents of config.json."""
         return {
             "model_type": "llama",
             "vocab_size": self.vocab_size,
@@ -71,7 +72,7 @@ class HeadShape:
 
 
 def shape_for(target: PreTrainedModel) -> HeadShape:
-    """A head whose MLP is as wide as its states."""
+    """Shape of a head with an MLP as wide as its hidden states."""
     given = target.config
     return HeadShape(
         given.vocab_size,
@@ -86,14 +87,13 @@ def shape_for(target: PreTrainedModel) -> HeadShape:
 
 
 def aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Layers whose inputs the head gets: an early one, a late one, and what comes after the
-    last."""
+    """Indices of the layer inputs that the head gets: an early one, a late one, and the output of
+    the last layer."""
     return tuple(sorted({min(2, num_layers), max(1, num_layers - 2), num_layers}))
 
 
 def draft_vocabulary(stream: Tensor, vocab_size: int) -> Tensor:
-    """The most frequent tokens of a text [tokens], in order of their ids: int64 [draft
-    vocabulary]."""
+    """The most frequent tokens of a text [tokens], ascending: int64 [draft vocabulary]."""
     counts = torch.bincount(stream, minlength=vocab_size)
     frequent = counts.argsort(descending=True, stable=True)
     covered = counts[frequent].cumsum(0) >= _COVERAGE * len(stream)
@@ -103,7 +103,7 @@ def draft_vocabulary(stream: Tensor, vocab_size: int) -> Tensor:
 
 
 class TargetStates:
-    """What the head learns from: a target's states and what it says next."""
+    """Training inputs: a target's hidden states and logits."""
 
     def __init__(self, target: PreTrainedModel) -> None:
         self._target = target
@@ -125,7 +125,7 @@ class TargetStates:
 
 
 class _Norm(nn.RMSNorm):
-    """In float32, whatever the type under autocast."""
+    """RMSNorm in float32, also under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden] float32."""
@@ -168,11 +168,10 @@ class _Layer(nn.Module):
 
 
 class EagleStudent(nn.Module):
-    """The head. Its names of parameters are those of the checkpoint."""
+    """The head. Parameter names are those of the checkpoint."""
 
     def __init__(self, shape: HeadShape, num_states: int, tokens: Tensor, seed: int) -> None:
-        """num_states: of the target's for a position; tokens: the
-        head's vocabulary."""
+        """num_states: number of target states per position; tokens: the head's vocabulary."""
         super().__init__()
         torch.manual_seed(seed)
         self._shape = shape
@@ -184,7 +183,8 @@ class EagleStudent(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, target: PreTrainedModel) -> None:
-        """Begin with the target's last state, and with its output layer."""
+        """Initialise the head to pass on the target's last state, with the target's output
+        layer."""
         size = self._shape.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, -size:] = torch.eye(size)
@@ -196,11 +196,11 @@ class EagleStudent(nn.Module):
     def unroll(
         self, embedded: Tensor, states: Tensor, context: int, num_steps: int
     ) -> list[Tensor]:
-        """Logits [windows, places, draft vocabulary] of each step, of which each has one place less
+        """Logits [windows, places, draft vocabulary] of each step; each step has one place less
         than the one before.
 
-        embedded [windows, places, hidden]: of token t + 1 at place t. states [windows, places,
-        states * hidden]: of the target. context: places back that the head sees.
+        embedded [windows, places, hidden]: token t + 1 at place t. states [windows, places, states
+        * hidden]: of the target. context: places back that the head sees.
         """
         shape, layer, attention = self._shape, self.midlayer, self.midlayer.self_attn
         places = embedded.shape[1]
@@ -216,8 +216,8 @@ class EagleStudent(nn.Module):
         logits: list[Tensor] = []
         made: list[tuple[Tensor, Tensor]] = []
         for step in range(num_steps):
-            # Step s of the sequence that has the target's states up to place t - s is at row t of
-            # everything here.
+            # In all tensors here, row t belongs to the sequence with target states up to place t -
+            # s.
             x = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(hidden)), -1)
             query = _heads(attention.q_proj(x), heads, cos, sin)
             key = _heads(attention.k_proj(x), kv_heads, cos, sin)
@@ -247,7 +247,8 @@ class EagleStudent(nn.Module):
 
 
 def _back(x: Tensor, num: int) -> Tensor:
-    """Row t of it is row t - num of x [..., places, width]; the first ones are of no use."""
+    """Shift x [..., places, width] by num rows: row t becomes row t - num; the first rows are
+    invalid."""
     return x.roll(num, -2) if num else x
 
 
@@ -268,8 +269,8 @@ def _heads(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
 def eagle_loss(
     target: PreTrainedModel, states: TargetStates, student: EagleStudent, seed: int
 ) -> LossFn:
-    """Cross entropy with the target's distribution, cut to the head's vocabulary, over the unrolled
-    steps; ignores the next ids."""
+    """Cross entropy with the target's distribution, restricted to the head's vocabulary, over the
+    unrolled steps; ignores the next ids."""
     generator = torch.Generator().manual_seed(seed)
 
     def loss(inputs: Tensor, _: Tensor) -> Tensor:
@@ -278,8 +279,7 @@ def eagle_loss(
         with torch.no_grad():
             wanted = logits.float().softmax(-1)[..., student.tokens]
             embedded = target.get_input_embeddings()(inputs)
-        # Place t has token t + 1 and the states at t; the target's logits at t + 1 are what it
-        # should say.
+        # Place t has token t + 1 and the states at t; its label is the target's logits at t + 1.
         found = student.unroll(embedded[:, 1:], read[:, :-1], context, NUM_UNROLLED)
         total = torch.zeros(())
         for step, each in enumerate(found):
@@ -295,11 +295,10 @@ def eagle_loss(
 def eagle_figures(
     target: PreTrainedModel, states: TargetStates, student: EagleStudent, windows: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Over windows [tokens] of text that was not trained on: top1_agreement_1, _2, ...: the share
-    of places where the head's first draft, its second after a first, ..., is the target's likeliest
-    token; the text being what the target is given, a later draft is compared wherever it is.
-    acceptance: of the first at temperature 1, mean of sum(min(p, q)). _8: where the head sees 8
-    places back."""
+    """Metrics over held-out windows [tokens]. top1_agreement_1, _2, ...: share of places where the
+    head's first, second, ... draft is the target's likeliest token; the target reads the text, so
+    later drafts are compared at all places. acceptance: mean of sum(min(p, q)) for the first draft
+    at temperature 1. Suffix _8: the head sees 8 places back."""
     right: dict[str, float] = {}
     accepted = num_places = 0.0
     for window in windows:
@@ -323,7 +322,7 @@ def eagle_figures(
 def write_eagle(
     student: EagleStudent, shape: HeadShape, layers: Sequence[int], folder: Path
 ) -> None:
-    """The checkpoint: config.json and model.safetensors of `folder`, in bfloat16."""
+    """Write config.json and model.safetensors to `folder`, in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().bfloat16().contiguous() for name, p in student.named_parameters()}
     is_drafted = torch.zeros(shape.vocab_size, dtype=torch.bool)

@@ -1,9 +1,9 @@
-"""Medusa heads that learn (Medusa-1, arXiv 2401.10774: the target stays as it is), and their
-checkpoint as vLLM reads it.
+"""Training of Medusa heads (Medusa-1, arXiv 2401.10774: the target is frozen), with a checkpoint in
+vLLM's format.
 
 Head k gets the target's last state at position t and learns the target's distribution at t + 1 + k,
-of the token after the next 1 + k, whatever those are. The paper's heads learn the text's own token
-there; what counts here is what the target says. Later heads count less, as in the paper.
+without the tokens in between. The paper trains on the text's own tokens; here the labels are the
+target's predictions. Later heads have smaller weights, as in the paper.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from engine.distill.training import LossFn
 from engine.torch.medusa import ARCHITECTURE, MODEL_TYPE
 
-#: Heads, of one layer each; and what one counts by the one before it.
+#: Number of heads, with one layer each; and the weight of each head's loss relative to the one
+#: before.
 NUM_HEADS = 4
 _DECAY = 0.8
 
@@ -38,10 +39,10 @@ class _Block(nn.Module):
 
 
 class MedusaStudent(nn.Module):
-    """The heads. Their names of parameters are those of the checkpoint."""
+    """The heads. Parameter names are those of the checkpoint."""
 
     def __init__(self, target: PreTrainedModel, tokens: Tensor, seed: int) -> None:
-        """tokens int64 [draft vocabulary]: the heads'. They begin as the target's output layer."""
+        """tokens int64 [draft vocabulary]. Heads are initialised to the target's output layer."""
         super().__init__()
         torch.manual_seed(seed)
         size = target.config.hidden_size
@@ -71,8 +72,8 @@ def _read(target: PreTrainedModel, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def medusa_loss(target: PreTrainedModel, student: MedusaStudent) -> LossFn:
-    """Cross entropy with the target's distribution, cut to the heads' vocabulary; ignores the next
-    ids."""
+    """Cross entropy with the target's distribution, restricted to the heads' vocabulary; ignores
+    the next ids."""
 
     def loss(inputs: Tensor, _: Tensor) -> Tensor:
         states, logits = _read(target, inputs)
@@ -91,9 +92,10 @@ def medusa_loss(target: PreTrainedModel, student: MedusaStudent) -> LossFn:
 def medusa_figures(
     target: PreTrainedModel, student: MedusaStudent, windows: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Over windows [tokens] of text that was not trained on: top1_agreement_K, the share of places
-    where head K's likeliest token, from 1, is the target's; top3_agreement_K, where that is among
-    its three likeliest; acceptance: of the first at temperature 1, mean of sum(min(p, q))."""
+    """Metrics over held-out windows [tokens]. top1_agreement_K: share of places where the likeliest
+    token of head K (counted from 1) is the target's; top3_agreement_K: where the target's is among
+    the head's three likeliest; acceptance: mean of sum(min(p, q)) for the first head at temperature
+    1."""
     right: dict[str, float] = {}
     accepted = num_places = 0.0
     for window in windows:
@@ -114,7 +116,7 @@ def medusa_figures(
 
 
 def write_medusa(student: MedusaStudent, vocab_size: int, folder: Path) -> None:
-    """The checkpoint: config.json and model.safetensors of `folder`, in bfloat16."""
+    """Write config.json and model.safetensors to `folder`, in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().bfloat16().contiguous() for name, p in student.named_parameters()}
     if len(student.tokens) < vocab_size:

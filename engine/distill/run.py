@@ -1,4 +1,4 @@
-"""One distillation, from options to a folder that `--speculative-model` takes."""
+"""One distillation run, from options to a folder for `--speculative-model`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ from engine.distill.student import (
 from engine.distill.text import read_documents, token_stream
 from engine.distill.training import LossFn, Progress, Schedule, train
 
-#: Share of the text, at its end, that is not trained on but measured with, and most windows of it.
+#: Share of the text, at its end, held out for evaluation, and the maximum number of held-out
+#: windows.
 _HELD_OUT = 0.02
 _MAX_HELD_OUT_WINDOWS = 32
 
-#: What a tokenizer may consist of.
+#: Possible files of a tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -56,7 +57,7 @@ def distill(
     clock: Callable[[], float],
     on_step: Callable[[Progress, float], None],
 ) -> dict[str, float]:
-    """Train and write the draft model; its figures on text held out. Raises ConfigError and
+    """Train and write the draft model; return its metrics on held-out text. Raises ConfigError and
     ModelError."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
@@ -88,8 +89,8 @@ def distill(
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """What learns, and by what. figures: of windows [tokens] that were not trained on. write: the
-    checkpoint, into a folder."""
+    """A draft model and its training. figures: metrics on held-out windows [tokens]. write: writes
+    the checkpoint to a folder."""
 
     student: nn.Module
     loss: LossFn
@@ -159,7 +160,7 @@ def _schedule(options: DistillOptions, clock: Callable[[], float]) -> Schedule:
 
 
 def _split(stream: Tensor, options: DistillOptions) -> tuple[Tensor, list[Tensor]]:
-    """What is trained on, and windows of what is not."""
+    """Training stream and held-out windows."""
     num_held_out = max(options.context, int(_HELD_OUT * len(stream)))
     trained, rest = stream[:-num_held_out], stream[-num_held_out:]
     if len(trained) <= options.context:
@@ -179,12 +180,12 @@ def _end_ids(given: int | list[int] | None) -> list[int]:
 
 
 def _half(hidden_size: int) -> int:
-    """Half of a width, in whole heads."""
+    """Half of a width, rounded to whole heads."""
     return max(64, hidden_size // 64 * 32)
 
 
 def _write_beside(options: DistillOptions, target: Path, record: dict[str, float]) -> None:
-    """The tokenizer, and how the weights came about."""
+    """Write the tokenizer and a record of the training to the output folder."""
     output = options.output
     for name in _TOKENIZER_FILES:
         if (target / name).is_file():

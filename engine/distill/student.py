@@ -1,4 +1,4 @@
-"""The model that learns: its shape, its loss, and how good a draft it would be."""
+"""The draft model: its shape, its loss, and metrics of its drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.distill.training import LossFn
 
-#: Dimensions of a head, and the width of the feed-forward part by that of the model.
+#: Dimensions per head, and the ratio of feed-forward width to model width.
 _HEAD_DIM = 32
 _FEED_FORWARD = 1.75
 
@@ -19,7 +19,7 @@ _FEED_FORWARD = 1.75
 def student_config(
     vocab_size: int, max_tokens: int, hidden_size: int, num_layers: int, end_ids: Sequence[int]
 ) -> LlamaConfig:
-    """A small Llama with tied embeddings, which are most of it."""
+    """A small Llama with tied embeddings, which hold most of its parameters."""
     num_heads = hidden_size // _HEAD_DIM
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -39,7 +39,7 @@ def student_config(
 
 
 def new_student(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """Fresh weights drawn from `seed`."""
+    """A model with random weights from `seed`."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(config)
 
@@ -51,8 +51,8 @@ def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def distillation_loss(target: nn.Module, student: nn.Module) -> LossFn:
-    """KL(target || student) plus the target's entropy, which is a constant, in nats per token;
-    ignores the next ids."""
+    """KL(target || student) plus the target's entropy (a constant), in nats per token; ignores the
+    next ids."""
 
     def loss(inputs: Tensor, _: Tensor) -> Tensor:
         with torch.no_grad():
@@ -64,7 +64,7 @@ def distillation_loss(target: nn.Module, student: nn.Module) -> LossFn:
 
 @torch.no_grad()
 def round_weights(model: nn.Module) -> None:
-    """Gives `model`, in place, the values that it has when it is written in bfloat16."""
+    """Round the weights in place to bfloat16, as they are written."""
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
 
@@ -73,9 +73,8 @@ def round_weights(model: nn.Module) -> None:
 def draft_figures(
     target: nn.Module, student: nn.Module, windows: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Over windows [tokens] of text that was not trained on: acceptance, the mean of sum(min(p, q))
-    at temperature 1, and top1_agreement, the share of places where both find the same token
-    likeliest."""
+    """Metrics over held-out windows [tokens]: acceptance, the mean of sum(min(p, q)) at temperature
+    1, and top1_agreement, the share of places where both models have the same likeliest token."""
     accepted = agreed = num_tokens = 0.0
     for window in windows:
         p = logits_of(target, window[None]).softmax(-1)

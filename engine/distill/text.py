@@ -14,7 +14,8 @@ from baton.errors import ConfigError
 
 
 def read_documents(path: Path) -> list[str]:
-    """The file as one document, or one of each JSON line. Raises ConfigError."""
+    """Read the file as one document, or one document per line if it is JSON lines. Raises
+    ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -35,7 +36,7 @@ def _text_of(path: Path, number: int, line: str) -> str:
 
 
 def token_stream(tokenizer: Tokenizer, documents: Sequence[str], end_id: int | None) -> Tensor:
-    """All documents one after the other, each followed by `end_id` if there is one: int64
+    """Tokenise and concatenate the documents, each followed by `end_id` if given: int64
     [tokens]."""
     ends = [] if end_id is None else [end_id]
     encoded = tokenizer.encode_batch(list(documents), add_special_tokens=False)

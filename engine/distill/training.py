@@ -1,5 +1,4 @@
-"""A training loop bounded by wall time: progress, which sets the learning rate, is the share of the
-time that is spent."""
+"""A training loop bounded by wall time: the elapsed share of it sets the learning rate."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ ADAM_LR = 3e-3
 WARMUP = 0.02
 DECAY_FROM = 0.4
 
-#: Names of what is of a layer: of a model's, of Medusa heads', or of an EAGLE head's.
+#: Names of layer parameters: of models, Medusa heads, and EAGLE heads.
 _OF_LAYER = re.compile(r"\.layers\.|^midlayer\.|^fc\.")
 
-#: (inputs, next ids), both int64 [windows, context] -> scalar loss. Called in mixed_precision,
-#: which a compiled one must not enter itself: its graph would break there.
+#: (inputs, next ids), both int64 [windows, context] -> scalar loss. Called within mixed_precision;
+#: compiled functions must not enter it themselves, which would break their graph.
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
 class Progress:
-    """How far a training is; `elapsed_s` is training time over all resumed runs."""
+    """Progress of a training; `elapsed_s` is training time over all resumed runs."""
 
     step: int = 0
     tokens: int = 0
@@ -35,9 +34,8 @@ class Progress:
 
 
 def mixed_precision() -> torch.autocast:
-    """Products in bfloat16 where the CPU has them. Elsewhere in float32: torch takes dozens of
-    times as long for them (1.9 s beside 0.024 s for [1024, 256] x [256, 2048], Zen 3, torch
-    2.13)."""
+    """bfloat16 products on CPUs that have them, else float32: torch's bfloat16 is dozens of times
+    slower there (1.9 s against 0.024 s for [1024, 256] x [256, 2048], Zen 3, torch 2.13)."""
     return torch.autocast("cpu", torch.bfloat16, enabled=onednn_has_bfloat16())
 
 
@@ -50,7 +48,8 @@ def learning_rate_scale(progress: float) -> float:
 def sample_batch(
     stream: Tensor, context: int, num_windows: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Windows at random places of `stream` [tokens]; the same (seed, step) gives the same batch."""
+    """Windows at random offsets of `stream` [tokens]; the same (seed, step) gives the same
+    batch."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(stream) - context, (num_windows, 1), generator=generator)
     windows = stream[starts + torch.arange(context + 1)]
@@ -72,7 +71,7 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], scale: float) -> None:
-    """One step of all optimizers at `scale` of their peak rates; leaves no gradients behind."""
+    """One step of all optimizers at `scale` times their peak rates; clears gradients."""
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -83,7 +82,8 @@ def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], scale: flo
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """seconds: of the training. context, num_windows: of each batch. clock: in seconds."""
+    """seconds: duration of the training. context, num_windows: shape of each batch. clock: returns
+    seconds."""
 
     seconds: float
     context: int
@@ -99,8 +99,7 @@ def train(
     schedule: Schedule,
     on_step: Callable[[Progress, float], None],
 ) -> Progress:
-    """Trains `model` in place until the time is over; on_step sees the loss of each step's
-    batch."""
+    """Train `model` in place until the time is over; on_step gets the loss of each step."""
     optimizers, done = make_optimizers(model), Progress()
     begin_s = schedule.clock()
     while done.elapsed_s < schedule.seconds:

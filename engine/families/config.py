@@ -29,20 +29,27 @@ class RopeConfig:
 
     @property
     def original_length(self) -> int:
-        """Of types that have one."""
+        """Only for types that have one."""
         return int(dict(self.parameters)[ORIGINAL_LENGTH])
+
+
+@dataclass(frozen=True, slots=True)
+class MlpNames:
+    """Names in a checkpoint of an MLP's linear layers, below the MLP's own."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Names in a checkpoint, below a layer's: of the router, of the folder with a folder for each
-    expert, and of an expert's linear layers."""
+    expert, and of an expert's parts."""
 
     router: str = "mlp.gate"
     folder: str = "mlp.experts"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
+    parts: MlpNames = MlpNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ class Traits:
     """Differences of a family's layers from a Llama's, which the defaults are."""
 
     activation: str = "silu"
-    """Of gates: see baton_kernels.layer.Mlp."""
+    """The gates': see baton_kernels.layer.Mlp."""
     norms: str = "before"
     """Where a layer's parts have their norms: before, after, or around them."""
     norm_offset: float = 0.0
@@ -102,16 +109,16 @@ class Traits:
     has_whole_qk_norm: bool = False
     """Whether queries, and keys, of all heads have one norm."""
     attention_scale: float = 1.0
-    """Of scores."""
+    """What attention scores are multiplied by."""
     attention_softcap: float | None = None
-    """Of scores: see baton_kernels.paged_attention.ScoreTerms."""
+    """The scores': see baton_kernels.paged_attention.ScoreTerms."""
     logit_softcap: float | None = None
     """c, where logits x become c * tanh(x / c)."""
     embedding_scale: float = 1.0
     rotary_dim: int | None = None
-    """Of each head, the first so many dimensions are rotated; all if not given."""
+    """Number of dimensions of each head, from its first, that are rotated; None for all."""
     window_rope: RopeConfig | None = None
-    """Of layers with a window, where they have another."""
+    """The rotary embedding of layers with a window, if not that of the others."""
     is_fused: bool = False
     """Whether the checkpoint has queries, keys and values in one tensor, and gate and up."""
     experts: ExpertsConfig | None = None
@@ -120,7 +127,7 @@ class Traits:
     has_sinks: bool = False
     """Whether each head of attention has a sink: see baton_kernels.paged_attention.ScoreTerms."""
     latent: LatentConfig | None = None
-    """Of multi-head latent attention; None for that over keys and values."""
+    """Multi-head latent attention's widths; None for attention over keys and values."""
 
 
 _PLAIN = Traits()

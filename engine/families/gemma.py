@@ -7,7 +7,7 @@ from engine.families.config import Traits
 from engine.families.family import Family, read_activation
 from engine.families.fields import COMMON, Settings, bools, ints, texts
 
-#: Of all Gemmas.
+#: Common to all Gemmas.
 FIELDS = {
     **COMMON,
     **ints(vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26),
@@ -19,7 +19,7 @@ FIELDS = {
 
 
 def read_traits(settings: Settings, traits: Traits) -> Traits:
-    """Of all Gemmas."""
+    """Common to all Gemmas."""
     if settings.raw.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention=true: only a causal model is known")
     scale = settings["hidden_size"] ** 0.5

@@ -9,7 +9,7 @@ from engine.families.config import Traits
 from engine.families.family import Family, read_activation
 from engine.families.fields import Settings, ints_or_null, numbers, numbers_or_null, texts
 
-#: Of a Gemma 3, too.
+#: Shared with Gemma 3.
 FIELDS = {
     **gemma.FIELDS,
     **windows.FIELDS,
@@ -20,7 +20,7 @@ FIELDS = {
 
 
 def read_traits(settings: Settings, traits: Traits) -> Traits:
-    """Of a Gemma 3, too."""
+    """Shared with Gemma 3."""
     scale = settings["query_pre_attn_scalar"] ** -0.5
     return replace(gemma.read_traits(settings, traits), norms="around", attention_scale=scale)
 

@@ -14,7 +14,7 @@ from engine.families.windows import read_windows
 
 
 def _rope(settings: Settings) -> RopeConfig:
-    """Of full layers, the only ones that rope_scaling is for."""
+    """The full layers', the only ones that rope_scaling is for."""
     scaling = settings.raw.get("rope_scaling") or {}
     parameters = {**_parameters(settings, "full_attention", rope_theta(settings)), **scaling}
     return make_rope_config(settings, parameters)

@@ -21,7 +21,7 @@ from baton_kernels.layer import (
     Norm,
     Routing,
 )
-from engine.families.config import ExpertsConfig, LatentConfig, ModelConfig
+from engine.families.config import ExpertsConfig, LatentConfig, MlpNames, ModelConfig
 from engine.shard import WHOLE, Shard
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class LinearSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layers in the checkpoint, each once."""
+        """The layers in the checkpoint, each once."""
         return tuple(dict.fromkeys(source.name for source in self.sources))
 
 
@@ -125,7 +125,7 @@ def describe_output(config: ModelConfig, shard: Shard = WHOLE) -> LinearSpec:
 
 
 def describe_norm(config: ModelConfig) -> Norm[VectorSpec]:
-    """Of the last layer's results."""
+    """The norm of the last layer's results."""
     return _norm(config, "model.norm.weight", config.hidden_size)
 
 
@@ -175,7 +175,9 @@ class _Composing:
             self._attention() if latent is None else self._latent_attention(latent),
             after_attention,
             before_mlp,
-            self._experts(experts) if experts and has_experts else self._own_mlp(),
+            self._experts(experts)
+            if experts and has_experts
+            else self._mlp("mlp", MlpNames(), config.intermediate_size, config.traits.is_fused),
             after_mlp,
         )
 
@@ -280,28 +282,22 @@ class _Composing:
             ),
         )
 
-    def _own_mlp(self) -> Mlp[LinearSpec]:
-        config, inner = self._config, self._config.intermediate_size
-        return self._mlp(
-            ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), inner, config.traits.is_fused
-        )
-
     def _mlp(
-        self, parts: tuple[str, str, str], inner: int, is_fused: bool = False
+        self, folder: str, names: MlpNames, inner: int, is_fused: bool = False
     ) -> Mlp[LinearSpec]:
         config = self._config
-        gate, up, down = parts
-        sources: tuple[Source, ...] = (self._source(gate, inner), self._source(up, inner))
+        sources = tuple(self._source(f"{folder}.{part}", inner) for part in (names.gate, names.up))
         if is_fused:
-            sources = _fuse(self._name("mlp.gate_up_proj"), sources)
+            sources = _fuse(self._name(f"{folder}.gate_up_proj"), sources)
+        down = self._source(f"{folder}.{names.down}", config.hidden_size)
         return Mlp(
             config.traits.activation,
             LinearSpec(sources, config.hidden_size, config.has_mlp_bias),
-            LinearSpec((self._source(down, config.hidden_size),), inner, config.has_mlp_bias),
+            LinearSpec((down,), inner, config.has_mlp_bias),
         )
 
     def _stacked_mlp(self, name: str, inner: int) -> Mlp[LinearSpec]:
-        """Of gpt-oss: one of a layer's tensors, in which rows of gate and up take turns."""
+        """An expert of tensors in which rows of gate and up take turns."""
         config, rows = self._config, self._shard.part(inner)
         gate_up = self._name(f"{name}.gate_up_proj")
         gate = range(2 * rows.start, 2 * rows.stop, 2)
@@ -318,13 +314,11 @@ class _Composing:
     def _experts(self, experts: ExpertsConfig) -> Experts[LinearSpec, VectorSpec]:
         config, names, num = self._config, experts.names, experts.num_experts
 
-        def mlp(name: str, inner: int) -> Mlp[LinearSpec]:
-            parts = (f"{name}.{names.gate}", f"{name}.{names.up}", f"{name}.{names.down}")
-            return self._mlp(parts, inner)
-
         def expert(index: int) -> Mlp[LinearSpec]:
             name, inner = f"{names.folder}.{index}", experts.intermediate_size
-            return self._stacked_mlp(name, inner) if experts.is_stacked else mlp(name, inner)
+            if experts.is_stacked:
+                return self._stacked_mlp(name, inner)
+            return self._mlp(name, names.parts, inner)
 
         router = Source(self._name(names.router), range(num), num)
         bias = VectorSpec(self._name(f"{names.router}.e_score_correction_bias"), num, is_wide=True)
@@ -348,7 +342,9 @@ class _Composing:
             ),
             bias if experts.is_sigmoid else None,
             tuple(map(expert, range(num))),
-            mlp("mlp.shared_experts", experts.shared_size) if experts.shared_size else None,
+            self._mlp("mlp.shared_experts", MlpNames(), experts.shared_size)
+            if experts.shared_size
+            else None,
         )
 
 
@@ -364,8 +360,8 @@ def _head_order(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _rope_order(latent: LatentConfig, first: int) -> tuple[int, ...]:
-    """Of `first` rows that are not rotated and those that are, where neighbours of the checkpoint's
-    are rotated together: kernels have these half of the rotated ones apart."""
+    """The order of `first` rows that are not rotated and of those that are, where the checkpoint
+    has pairs side by side: kernels have each pair half of the rotated rows apart."""
     if not latent.is_interleaved:
         return ()
     end = first + latent.rope_dim

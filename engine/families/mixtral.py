@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from engine.families import windows
-from engine.families.config import ExpertNames, ExpertsConfig
+from engine.families.config import ExpertNames, ExpertsConfig, MlpNames
 from engine.families.experts import in_all_layers
 from engine.families.family import Family
 from engine.families.fields import COMMON, Settings, floats, ints, ints_or_null, numbers
 
 _NAMES = ExpertNames(
-    "block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+    "block_sparse_moe.gate", "block_sparse_moe.experts", MlpNames("w1", "w3", "w2")
 )
 
 

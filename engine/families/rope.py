@@ -22,7 +22,7 @@ _FACTORS = ROPE_TYPES["longrope"]
 
 
 def read_rope(settings: Settings) -> RopeConfig:
-    """Of a model with one rotary embedding. Raises UnsupportedModel, UnsupportedSetting."""
+    """For a model with one rotary embedding. Raises UnsupportedModel, UnsupportedSetting."""
     return make_rope_config(settings, rope_parameters(settings))
 
 

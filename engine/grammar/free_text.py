@@ -1,5 +1,5 @@
-"""What may come before the constrained text of an output, or instead of it: thoughts, calls of
-tools."""
+"""Free text around constrained output: reasoning and tool calls, before the answer or instead of
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from engine.grammar.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class FreeText:
-    """By the marks of a model; see FreeText in sampling.proto. Empty marks are none."""
+    """Free text delimited by a model's marker strings; see FreeText in sampling.proto. Empty
+    strings mean no marker."""
 
     begin: str = ""
     end: str = ""
@@ -23,8 +24,8 @@ class FreeText:
     instead: tuple[str, ...] = ()
 
     def around(self, answer: Grammar, tokenizer: LLTokenizer) -> Grammar:
-        """The grammar of an output in which `answer` is that of the constrained text. It holds for
-        this tokenizer alone: marks are its tokens."""
+        """The grammar of a whole output, with `answer` for its constrained part. Valid for this
+        tokenizer only, because markers are token ids."""
         then = ["@answer", *(f"{_mark(text, tokenizer)} rest" for text in self.instead)]
         rules = ["rest: (/(?s:.+)/ | <[*]>)*", f"then: {' | '.join(then)}"]
         starts = ["then"]
@@ -47,7 +48,8 @@ class FreeText:
 
 
 def _ids(text: str, tokenizer: LLTokenizer) -> Sequence[int] | None:
-    """A mark's tokens, if the first one is special, so that no text is written with it."""
+    """Tokens of a marker; None unless the first is a special token, which ordinary text cannot
+    contain."""
     ids: list[int] = tokenizer.tokenize_str(text, parse_special=True)
     return ids if ids and tokenizer.is_special_token(ids[0]) else None
 
@@ -62,8 +64,8 @@ def _mark(text: str, tokenizer: LLTokenizer) -> str:
 
 
 def _all_but(end: Sequence[int]) -> str:
-    """Tokens in which the mark does not begin: its first one alone may be in them, where another
-    than its second one follows."""
+    """Lark expression for tokens without the marker: its first token may occur only if its second
+    one does not follow."""
     first = end[0]
     if len(end) == 1:
         return f"<[^{first}]>*"

@@ -1,5 +1,4 @@
-"""A grammar as it travels: what an output must look like, in one canonical form for all ways to say
-it."""
+"""Grammars in one canonical, serialisable form."""
 
 from __future__ import annotations
 
@@ -14,20 +13,19 @@ from baton.types import DEFAULT_MAX_WHITESPACE, MAX_WHITESPACE
 
 GrammarKind = Literal["json_schema", "regex", "lark", "llguidance"]
 
-#: White space between the parts of a JSON document: bounded, so that no model writes white space
-#: for ever, and small ones do not spend their tokens on it.
+#: Bounded white space between the parts of a JSON document: unbounded, small models generate white
+#: space until max_tokens.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]"
 
-#: What a regular expression takes literally: letters and digits of any script, and what is beyond
-#: ASCII.
+#: Characters that are literal in a regular expression: ASCII letters and digits, and all non-ASCII.
 _PLAIN = re.compile(r"[A-Za-z0-9]|[^\x00-\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`text` is a JSON Schema, a regular expression (Rust's syntax), a grammar in Lark's syntax, or
-    several grammars as llguidance takes them. max_whitespace: most white-space characters between
-    two parts of a JSON document."""
+    """A grammar. text: a JSON Schema, a regular expression (Rust syntax), a Lark grammar, or
+    llguidance's list of grammars. max_whitespace: maximum white-space characters between two parts
+    of a JSON document."""
 
     kind: GrammarKind
     text: str
@@ -37,8 +35,8 @@ class Grammar:
     def json_schema(
         cls, schema: dict[str, Any], max_whitespace: int = DEFAULT_MAX_WHITESPACE
     ) -> Grammar:
-        """Any document that the schema describes. The order of its properties is that of the
-        output."""
+        """Any document that satisfies the schema; properties are generated in the schema's
+        order."""
         text = json.dumps(schema, separators=(",", ":"))
         return cls("json_schema", text, max_whitespace)
 
@@ -49,7 +47,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Any text that `pattern` matches as a whole."""
+        """Any text that matches `pattern` as a whole."""
         return cls("regex", pattern)
 
     @classmethod
@@ -63,8 +61,8 @@ class Grammar:
         return cls("lark", text)
 
     def within(self, rules: str) -> Grammar:
-        """Any text of `rules`, in Lark's syntax, in which @answer is a text of this grammar. Raises
-        ValueError as to_llguidance does."""
+        """Embed this grammar in Lark `rules`, which refer to it as @answer. Raises ValueError as
+        to_llguidance does."""
         read = self.to_llguidance()
         answer = {"lark_grammar": read} if self.kind == "lark" else json.loads(read)["grammars"][0]
         grammars = [{"lark_grammar": rules}, {**answer, "name": "answer"}]
@@ -72,15 +70,15 @@ class Grammar:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Grammar:
-        """The inverse of to_bytes. Raises EngineFault if it is of a kind of a later make, and
-        InvalidRequest if it is none."""
+        """Inverse of to_bytes. Raises EngineFault for a kind of a later version, InvalidRequest for
+        invalid data."""
         try:
             parsed = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise _no_grammar(f"is not JSON: {error}") from None
         match parsed:
             case {"kind": str(kind), "text": str(text)}:
-                # Gateways of 0.1.0 do not say.
+                # Gateways of 0.1.0 omit it.
                 most = parsed.get("max_whitespace", DEFAULT_MAX_WHITESPACE)
                 if not isinstance(most, int):
                     raise _no_grammar("its max_whitespace is no integer")
@@ -91,12 +89,12 @@ class Grammar:
         raise _no_grammar("has no kind or no text")
 
     def to_bytes(self) -> bytes:
-        """As TokenSampling.grammar holds it."""
+        """Serialise for TokenSampling.grammar."""
         return json.dumps(asdict(self)).encode()
 
     def to_llguidance(self) -> str:
-        """As llguidance reads it. Raises ValueError if a schema is no JSON object."""
-        # Imported late: a process that meets no grammar need not load it.
+        """Convert to llguidance's format. Raises ValueError if a schema is not a JSON object."""
+        # Imported late: processes without grammars need not load it.
         from llguidance import LLMatcher
 
         match self.kind:
@@ -122,5 +120,5 @@ def _is_kind(kind: object) -> TypeGuard[GrammarKind]:
 
 
 def _literal(text: str) -> str:
-    """A regular expression that matches `text` alone."""
+    """A regular expression that matches `text` only."""
     return "".join(c if _PLAIN.fullmatch(c) else f"\\x{ord(c):02X}" for c in text)

@@ -1,4 +1,4 @@
-"""Follows one output through its grammar, and says which tokens may come next."""
+"""Matches one output against its grammar and computes the allowed next tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MAX_ERROR_CHARS = 300
 _TOO_COSTLY = "its grammar costs more to follow than is allowed; make it simpler"
 _NO_TOKEN = "no token of the model continues it"
 
-#: What errors say of a grammar that goes beyond `limits`.
+#: Substrings of llguidance's errors for a grammar that exceeds `limits`.
 _COSTLY = ("TooComplex", "too many states", "too many expressions", "Current row has")
 
-#: Where an error's text begins to quote the grammar, line by line.
+#: Start of the grammar quoted line by line in an error text.
 _SOURCE_LINES = re.compile(r"\n\s*\d+ \| ")
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost. Lexer states take some 2 KB each; a step may use about 20 ms; errors
-    quote no output."""
+    """Resource limits of a grammar. A lexer state takes about 2 KB; a step may take about 20 ms;
+    errors do not quote the output."""
     return LLParserLimits(
         max_lexer_states=30_000,
         initial_lexer_fuel=1_000_000,
@@ -39,37 +39,36 @@ def limits() -> LLParserLimits:
 class Matcher:
     """The state of one output. Belongs to one thread at a time.
 
-    An output may end, by one of `end_token_ids`, only where it is complete; where it can only end,
-    nothing else is allowed. Hence those tokens are not allowed elsewhere, though a grammar might
-    take their text, unless nothing else is. Every method raises InvalidRequest once the grammar has
-    cost more than its limits; that output cannot go on. What gateways try of a grammar shows most
-    of those that do, and cannot show all.
+    `end_token_ids` are allowed only where the output is complete; if it can only end, nothing else
+    is allowed. Elsewhere they are forbidden even if the grammar accepts their text, unless no other
+    token is allowed. Every method raises InvalidRequest once the grammar exceeds its limits; the
+    output cannot continue then. Gateways reject most such grammars in advance, but cannot detect
+    all.
     """
 
     def __init__(
         self, inner: LLMatcher, vocabulary: GrammarVocabulary, end_token_ids: Collection[int]
     ) -> None:
-        """Leaves `inner` as it is: what compile_grammar made, for one or for many outputs."""
+        """inner: from compile_grammar, not modified; may be shared by many outputs."""
         self._inner = inner.deep_copy()
         self._vocabulary = vocabulary
         self._ends = frozenset(end_token_ids)
         self._end_bits = vocabulary.bits(self._ends)
         self._mask: int | None = None
         self.num_tokens = 0
-        """Tokens taken since it was made, and not taken back."""
+        """Tokens consumed so far, less those rolled back."""
         self.is_over = False
-        """Whether the output has ended: nothing may follow."""
+        """Whether the output has ended."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output, as it is, is what the grammar asks for."""
+        """Whether the output so far satisfies the grammar."""
         return bool(self._inner.is_accepting())
 
     def allowed(self) -> bytes:
-        """Bit t % 8 of byte t // 8 says whether token t may come next: at least one may.
+        """Mask of allowed next tokens, at least one: bit t % 8 of byte t // 8 is token t.
 
-        Raises InvalidRequest, too, if none may: no token of the model continues what the grammar
-        wants.
+        Raises InvalidRequest, too, if no token of the model continues the grammar.
         """
         return self._vocabulary.to_bytes(self._allowed_bits())
 
@@ -78,7 +77,7 @@ class Matcher:
         return bool(self._allowed_bits() >> token_id & 1)
 
     def advance(self, token_id: int) -> None:
-        """Take the next token. Raises EngineFault if it is not allowed."""
+        """Consume the next token. Raises EngineFault if it is not allowed."""
         if self.is_over:
             raise EngineFault("structured output: it goes on after its end")
         self._mask = None
@@ -89,12 +88,12 @@ class Matcher:
         self.num_tokens += 1
 
     def advance_many(self, token_ids: Sequence[int]) -> None:
-        """As advance, for each in turn."""
+        """Consume tokens in order, as advance does."""
         for token_id in token_ids:
             self.advance(token_id)
 
     def rollback(self, num_tokens: int) -> None:
-        """Undo the last `num_tokens` that were taken."""
+        """Undo the last `num_tokens` tokens."""
         if num_tokens == 0:
             return
         num_inner = num_tokens - self.is_over
@@ -105,23 +104,22 @@ class Matcher:
             raise self._fault(f"{num_tokens} tokens cannot be taken back")
 
     def fork(self) -> Matcher:
-        """A copy that goes its own way."""
+        """An independent copy."""
         twin = Matcher(self._inner, self._vocabulary, self._ends)
         twin._mask, twin.num_tokens, twin.is_over = self._mask, self.num_tokens, self.is_over
         return twin
 
     def allowed_along(self, drafts: Sequence[int]) -> tuple[bytes, ...]:
-        """Masks before the first draft, after it, after the second, ...; leaves the matcher as it
-        is.
+        """Masks before the first draft, after it, after the second, ...; the matcher itself does
+        not change.
 
-        One mask more than drafts that may be tried: they are cut at the first one that is not
-        allowed, or that ends the output, since nothing follows it; or that leads to where the
-        grammar costs too much.
+        Returns one mask more than there are usable drafts. Drafts are cut at the first one that is
+        not allowed, that ends the output, or after which the grammar exceeds its limits.
         """
         masks = [self.allowed()]
         if not drafts:
             return tuple(masks)
-        scout = self.fork()  # what costs too much spoils a matcher for good
+        scout = self.fork()  # exceeding the limits breaks a matcher permanently
         for token_id in drafts:
             if token_id in self._ends or not scout.allows(token_id):
                 break
@@ -155,21 +153,20 @@ class Matcher:
         return bits
 
     def _fault(self, default: str) -> BatonError:
-        """The grammar's own, where it costs too much or nothing may follow; else one of ours, such
-        as a token that it does not allow."""
+        """The grammar's error if it exceeds its limits or allows no token; else a fault of ours
+        with text `default`, such as for a token that is not allowed."""
         text = explain(self._inner, default)
         is_its = default == _NO_TOKEN or text == _TOO_COSTLY
         return refusal(text) if is_its else EngineFault(f"structured output: {text}")
 
 
 def refusal(text: str) -> InvalidRequest:
-    """Of a grammar, whatever it was given as."""
+    """Error for an invalid grammar of any kind."""
     return InvalidRequest.of(FieldViolation("sampling.structured_output", text))
 
 
 def explain(inner: LLMatcher, default: str) -> str:
-    """What went wrong in a matcher, in one line; `default` where the library only says that it
-    stopped."""
+    """One-line reason of a matcher's failure; `default` if the library gives none."""
     text = _SOURCE_LINES.split(inner.get_error().replace("<non-verbose/>", ""))[0]
     text = " ".join(text.rsplit("\nerror: ", 1)[-1].split())
     if any(mark in text for mark in _COSTLY):
@@ -180,11 +177,11 @@ def explain(inner: LLMatcher, default: str) -> str:
 
 
 def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> LLMatcher:
-    """Before the first token, and ready for it. Blocks, without the GIL. Raises ValueError, in one
-    line, if there is none."""
+    """Compile a grammar and prepare its first token. Blocks without the GIL. Raises ValueError with
+    one line for an invalid grammar."""
     inner = LLMatcher(vocabulary.tokenizer, grammar.to_llguidance(), limits=limits(), log_level=0)
     if not inner.is_error():
-        # Fills what its copies share, so that the first token costs no more than the others.
+        # Fills caches that copies share, so that each output's first token is fast.
         inner.compute_bitmask()
     if inner.is_error():
         raise ValueError(explain(inner, "no text matches it"))

@@ -1,5 +1,5 @@
-"""A worker's matchers: each grammar is compiled once, in a thread of its own, while its first
-prompt is computed."""
+"""A worker's matchers: each grammar is compiled once, in a separate thread, while the first prompt
+with it is prefilled."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ from engine.grammar.grammar import Grammar
 from engine.grammar.matcher import Matcher, compile_grammar, refusal
 from engine.grammar.vocabulary import GrammarVocabulary
 
-#: Compiled grammars kept for the next sequences that use them.
+#: Compiled grammars kept for later sequences.
 NUM_KEPT = 64
 
-#: How long a step waits for a grammar when there is nothing else to do, in seconds.
+#: Seconds that a step without other work waits for a grammar.
 MAX_WAIT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """What matchers are copied from."""
+    """A compiled grammar, from which matchers are copied."""
 
     inner: LLMatcher
     vocabulary: GrammarVocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class MatcherOrder:
-    """The matcher that a sequence will need, and its choices: its grammar is known, or is being
-    compiled."""
+class MatcherFuture:
+    """The matchers of one sequence and its choices, available once the grammar is compiled."""
 
     compiled: Future[CompiledGrammar]
     end_token_ids: frozenset[int]
 
     @property
     def is_ready(self) -> bool:
-        """Whether `matcher` would not wait."""
+        """Whether `matcher` returns without waiting."""
         return self.compiled.done()
 
     def matcher(self) -> Matcher:
-        """A new matcher, before the first token of output. Raises InvalidRequest if the grammar
-        cannot be compiled, EngineFault if none can."""
+        """A new matcher, before the first output token. Raises InvalidRequest for an invalid
+        grammar, EngineFault if this worker cannot compile grammars."""
         try:
             compiled = self.compiled.result()
-        # A new error each time: several sequences may have it.
+        # Raise a new exception each time: several sequences may share this one.
         except InvalidRequest as error:
             raise InvalidRequest.of(*error.violations) from error
         except (EngineFault, CancelledError) as error:
@@ -60,7 +59,7 @@ class MatcherOrder:
 
 
 class Matchers:
-    """May be used from any thread. Loads the vocabulary when the first grammar comes."""
+    """Cache of compiled grammars. Thread-safe. Loads the vocabulary with the first grammar."""
 
     def __init__(
         self,
@@ -68,9 +67,9 @@ class Matchers:
         executor: Executor,
         num_kept: int = NUM_KEPT,
     ) -> None:
-        """executor: of one thread, where grammars are compiled; owned from now on.
+        """executor: single thread that compiles grammars; owned by this object.
 
-        load_vocabulary: called once, in that thread, unless it raises EngineFault.
+        load_vocabulary: called once in that thread; again only if it raised EngineFault.
         """
         self._load = load_vocabulary
         self._vocabulary: GrammarVocabulary | None = None
@@ -79,13 +78,13 @@ class Matchers:
         self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         self._executor = executor
 
-    def order(self, sampling: Sampling) -> MatcherOrder:
-        """Begin to compile the grammar of a sequence that has one, unless it is known. Does not
+    def submit(self, sampling: Sampling) -> MatcherFuture:
+        """Start to compile the grammar of a sequence, if it has one that is not cached. Does not
         wait."""
-        return MatcherOrder(self._future(sampling.grammar), sampling.stop_token_ids)
+        return MatcherFuture(self._future(sampling.grammar), sampling.stop_token_ids)
 
     def close(self) -> None:
-        """Compile no more."""
+        """Stop compiling."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _future(self, data: bytes) -> Future[CompiledGrammar]:
@@ -99,7 +98,7 @@ class Matchers:
             return future
 
     def _compile(self, data: bytes) -> CompiledGrammar:
-        """In the compiling thread."""
+        """Runs in the compiling thread."""
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
@@ -107,8 +106,7 @@ class Matchers:
         except InvalidRequest:
             raise
         except Exception as error:
-            # Whatever it is, it is charged to the sequences that have this grammar, not to the
-            # engine's thread.
+            # Fail only the sequences with this grammar, not the engine's thread.
             raise EngineFault(f"structured output: {error}") from error
         try:
             inner = compile_grammar(grammar, self._vocabulary)
@@ -117,29 +115,34 @@ class Matchers:
         return CompiledGrammar(inner, self._vocabulary)
 
 
-class HasOrder(Protocol):
-    """Something that a step may compute."""
+class HasMatcherFuture(Protocol):
+    """A sequence or batch member that may need a grammar."""
 
     @property
-    def order(self) -> MatcherOrder | None: ...
+    def matcher_future(self) -> MatcherFuture | None: ...
 
 
-HasOrderT = TypeVar("HasOrderT", bound=HasOrder)
+HasMatcherFutureT = TypeVar("HasMatcherFutureT", bound=HasMatcherFuture)
 
 
-def with_grammar_ready(members: Sequence[HasOrderT]) -> list[HasOrderT]:
-    """Those whose grammars, if they have any, are compiled. If there is nobody else, waits a little
+def with_grammar_ready(members: Sequence[HasMatcherFutureT]) -> list[HasMatcherFutureT]:
+    """Members without a grammar or with a compiled one. If there are none, waits up to MAX_WAIT_S
     for one.
 
-    What takes longer is asked for again in the next step, so that the engine's thread shows signs
-    of life meanwhile.
+    Members left out are retried in the next step, so that the engine's thread stays responsive.
     """
-    ready = [member for member in members if member.order is None or member.order.is_ready]
+    ready = [
+        member
+        for member in members
+        if member.matcher_future is None or member.matcher_future.is_ready
+    ]
     if ready or not members:
         return ready
     wait(
-        [member.order.compiled for member in members if member.order],
+        [member.matcher_future.compiled for member in members if member.matcher_future],
         timeout=MAX_WAIT_S,
         return_when=FIRST_COMPLETED,
     )
-    return [member for member in members if member.order and member.order.is_ready]
+    return [
+        member for member in members if member.matcher_future and member.matcher_future.is_ready
+    ]

@@ -1,4 +1,4 @@
-"""The texts of a model's tokens, as grammars see them: built once per process."""
+"""Token texts of a model in llguidance's form, built once per process."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from baton.errors import EngineFault
 
-#: A token of ours, beyond the model's own, by which a grammar says that the output may end.
+#: Text of an extra token beyond the model's, which marks the end of output in grammars.
 _END_TEXT = "<|baton: end of output|>"
 
-#: Texts of a synthetic vocabulary beside all single bytes: common pairs, so that tokens of several
-#: bytes occur.
+#: Letters of a synthetic vocabulary: besides all single bytes it has their pairs, so that tokens of
+#: several bytes occur.
 _LETTERS = 'etaoinshrdlu 0123456789,:{}[]"'
 
 
 class GrammarVocabulary:
-    """What matchers need to know of a tokenizer. Immutable; its methods may be called from any
-    thread."""
+    """A tokenizer's vocabulary for matchers. Immutable and thread-safe."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, num_known: int) -> None:
-        """tokenizer: with an end token of its own. vocab_size: ids of the model; those from
+        """tokenizer: includes the extra end token. vocab_size: number of the model's ids; ids from
         num_known on have no text."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -31,12 +30,12 @@ class GrammarVocabulary:
         self._allowable = (1 << min(num_known, vocab_size)) - 1 & ~(1 << tokenizer.eos_token)
 
     def limited(self, mask: bytes) -> int:
-        """A mask of llguidance without its end token and the ids that the model or the tokenizer
-        lacks; bit t is token t."""
+        """An llguidance mask without the end token and without ids that model or tokenizer lack;
+        bit t is token t."""
         return int.from_bytes(mask, "little") & self._allowable
 
     def bits(self, token_ids: Iterable[int]) -> int:
-        """The mask of these tokens, those outside of the model's vocabulary left out."""
+        """Mask of these tokens; ids outside the vocabulary are ignored."""
         bits = 0
         for token_id in token_ids:
             if 0 <= token_id < self.vocab_size:
@@ -44,15 +43,15 @@ class GrammarVocabulary:
         return bits
 
     def to_bytes(self, bits: int) -> bytes:
-        """A mask as SampleRow.allowed holds it."""
+        """Encode a mask for SampleRow.allowed."""
         return bits.to_bytes(self.num_mask_bytes, "little")
 
 
 def load_vocabulary(folder: Path, vocab_size: int | None = None) -> GrammarVocabulary:
-    """From the tokenizer.json in a model's folder. Blocks, for about a second per 100,000 tokens.
+    """Load tokenizer.json from a model's folder. Blocks about one second per 100,000 tokens.
 
-    vocab_size: of the model, whose ids may be more or fewer than the tokenizer's; the tokenizer's
-    own if None. Raises EngineFault if there is none, or none that can be read.
+    vocab_size: number of the model's ids, which may differ from the tokenizer's (the default).
+    Raises EngineFault if the file is missing or unreadable.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -60,7 +59,7 @@ def load_vocabulary(folder: Path, vocab_size: int | None = None) -> GrammarVocab
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
-        # The library raises nothing more precise.
+        # The library raises plain Exception.
         raise EngineFault(f"{path.name} cannot be read: {error}") from error
     num_known = _num_ids(tokenizer)
     tokenizer.no_truncation()
@@ -80,8 +79,8 @@ def load_vocabulary(folder: Path, vocab_size: int | None = None) -> GrammarVocab
 
 
 def synthetic_vocabulary(vocab_size: int) -> GrammarVocabulary:
-    """For engines without a tokenizer: ids 0..255 are the single bytes, those after them short
-    texts."""
+    """Vocabulary for engines without a tokenizer: ids 0..255 are the single bytes, followed by
+    short texts."""
     return GrammarVocabulary(_wrapped(synthetic_tokens(vocab_size), ()), vocab_size, vocab_size)
 
 
@@ -94,7 +93,8 @@ def synthetic_tokens(vocab_size: int) -> tuple[bytes, ...]:
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer that it does not know. The last token is the end's."""
+    """Tokenizer interface that llguidance calls for a synthetic vocabulary. The last token is the
+    end token."""
 
     def __init__(self, tokens: Sequence[bytes], special_token_ids: Sequence[int]) -> None:
         self.tokens = [*tokens, _END_TEXT.encode()]
@@ -106,7 +106,7 @@ class _Tokens:
         self._max_num_bytes = max(map(len, tokens), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of `text`, each as long as can be; bytes without a token are left out."""
+        """Tokenise `text` greedily, longest token first; bytes without a token are dropped."""
         ids: list[int] = []
         while text:
             pieces = (text[:n] for n in range(min(len(text), self._max_num_bytes), 0, -1))
@@ -122,13 +122,12 @@ def _wrapped(tokens: Sequence[bytes], special_token_ids: Sequence[int]) -> LLTok
 
 
 def _first_tokens(tokenizer: LLTokenizer, num_tokens: int) -> LLTokenizer:
-    """A tokenizer's first tokens alone: it would want outputs to be written with the others,
-    too."""
+    """A tokenizer restricted to its first num_tokens: otherwise llguidance may force the others."""
     ids = range(num_tokens)
     texts = [tokenizer.decode_bytes([i]) for i in ids]
     return _wrapped(texts, [i for i in ids if tokenizer.is_special_token(i)])
 
 
 def _num_ids(tokenizer: tokenizers.Tokenizer) -> int:
-    """One more than the highest id; some tokenizers leave gaps."""
+    """Highest id + 1; some tokenizers have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -118,6 +118,11 @@ class KvPool(Protocol):
         nothing."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until the calling thread's copies are over. Raises RuntimeError if the device has
+        failed for good, whatever failed before this call."""
+        ...
+
     # Faster ways, where the memory allows them
 
     def memory_of(self, group: int) -> BlockMemory | None:
@@ -139,4 +144,7 @@ class HostOrdered:
         return None
 
     def follow(self, mark: object) -> None:
+        """See KvPool."""
+
+    def synchronize(self) -> None:
         """See KvPool."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
-from baton.types import KvLayout
+from baton.types import DTYPE_BYTES, KvLayout
 from engine.kv import groups as kinds
 from engine.kv.groups.group import GroupAllocator, LayerGroup, SlotTable, record_of
 from engine.kv.range import ALL, KvRange
@@ -19,7 +19,7 @@ _LONG = 1 << 62
 
 
 class LayerGroups:
-    """All groups of one layout, in the order of KINDS."""
+    """All groups of one layout, by number: the order in which a sequence's pieces are sent."""
 
     def __init__(self, layout: KvLayout, groups: Sequence[LayerGroup]) -> None:
         self.layout = layout
@@ -193,5 +193,20 @@ def whole_blocks(block_size: int) -> LayerGroups:
 @lru_cache(maxsize=256)
 def groups_of(layout: KvLayout) -> LayerGroups:
     """The groups of a layout."""
-    found = (kind.of(layout) for kind in kinds.KINDS)
-    return LayerGroups(layout, [group for group in found if group])
+    rest, found = list(range(layout.num_layers)), []
+    for kind in kinds.KINDS:
+        if group := kind.of(layout, tuple(rest)):
+            found.append(group)
+            if group.is_paged:
+                rest = [layer for layer in rest if layer not in group.layers]
+    return LayerGroups(layout, sorted(found, key=lambda group: group.number))
+
+
+def is_sound(layout: KvLayout) -> bool:
+    """Whether a peer's layout describes a pool: its sizes are positive, its fields agree."""
+    sizes = layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size
+    return (
+        layout.dtype in DTYPE_BYTES
+        and min(sizes) > 0
+        and all(kind.is_sound(layout) for kind in kinds.KINDS)
+    )

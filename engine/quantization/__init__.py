@@ -1,1 +1,1 @@
-"""Quantised weights: what a checkpoint says of them, how they are stored, and rounding to them."""
+"""Quantised weights: checkpoint layouts, storage, and quantisation."""

@@ -1,5 +1,5 @@
-"""What a config.json's quantization_config says, in the terms of the layouts that Baton reads.
-Imports no torch."""
+"""Parses quantization_config of a config.json into the layouts that Baton supports. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.errors import UnsupportedModel
 
 Method = Literal["compressed-tensors", "gptq", "awq", "fp8"]
 
-#: Formats of compressed-tensors by the kind of number that they hold.
+#: Formats of compressed-tensors, by kind of number.
 _FORMATS = {
     "pack-quantized": "int",
     "int-quantized": "int",
@@ -20,20 +20,20 @@ _FORMATS = {
 }
 
 
-#: A linear layer that is not lm_head.
+#: Any linear layer other than lm_head.
 _SOME_LAYER = "model.layers.0.mlp.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """How the linear layers of a checkpoint are stored.
+    """Storage of a checkpoint's linear layers.
 
-    group_size: inputs that share a scale; 0 where all inputs of an output do.
-    block_rows: outputs that do; 0 where each has scales of its own.
-    is_packed: several levels in an int32, instead of one number an element.
-    has_order: inputs are assigned to groups by an index instead of by their order.
-    zero_offset: what is added to a stored zero point.
-    output_layer: how lm_head is stored; None if it is not quantised.
+    group_size: inputs that share a scale; 0: all inputs of an output share one.
+    block_rows: outputs that share a scale; 0: each output has its own.
+    is_packed: several levels per int32, instead of one number per element.
+    has_order: an index assigns inputs to groups (act-order), instead of their position.
+    zero_offset: added to a stored zero point.
+    output_layer: storage of lm_head; None if it is not quantised.
     """
 
     method: Method
@@ -48,12 +48,13 @@ class QuantizationConfig:
     output_layer: QuantizationConfig | None = None
 
     def of(self, layer: str) -> QuantizationConfig:
-        """How a layer is stored, by its name in the checkpoint."""
+        """Storage of a layer, by its name in the checkpoint."""
         return self.output_layer or self if layer == "lm_head" else self
 
 
 def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | None:
-    """None for an unquantised checkpoint. Raises UnsupportedModel for what is not read."""
+    """Parse quantization_config; None for an unquantised checkpoint. Raises UnsupportedModel for
+    unsupported layouts."""
     if not raw:
         return None
     method = raw.get("quant_method", "unknown")
@@ -74,7 +75,7 @@ def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | No
 def _refusal(name: str, value: object, known: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"quantization_config.{name}={value}: {known} is read; "
-        "use the unquantised checkpoint; `baton quantize` rounds those of Baton's own families"
+        "use the unquantised checkpoint, or one in a format of docs/quantization.md"
     )
 
 
@@ -89,7 +90,7 @@ def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
         is_symmetric=False,
         is_packed=True,
         has_order=True,
-        # The first version of the format stores zero points less one.
+        # The first version of the format stores zero points minus one.
         zero_offset=0 if raw.get("checkpoint_format") == "gptq_v2" else 1,
     )
     return replace(layers, output_layer=layers) if raw.get("lm_head") else layers
@@ -106,8 +107,8 @@ def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
-    """transformers' FineGrainedFP8Config: blocks of weights share a scale, runs of activations get
-    theirs as they come."""
+    """transformers' FineGrainedFP8Config: blocks of weights share a scale; activations are
+    quantised dynamically in groups."""
     if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _refusal("fmt", raw["fmt"], "e4m3")
     if raw.get("activation_scheme", "dynamic") != "dynamic":
@@ -145,7 +146,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _names_output(target: str) -> bool:
-    """Whether a target is lm_head, by its name or by an expression such as `re:.*lm_head`."""
+    """Whether a target names lm_head, literally or by an expression such as `re:.*lm_head`."""
     if not target.startswith("re:"):
         return target == "lm_head"
     expression = re.compile(target.removeprefix("re:"))
@@ -153,7 +154,7 @@ def _names_output(target: str) -> bool:
 
 
 def _group(group: Mapping[str, Any], form_of_all: str) -> QuantizationConfig:
-    """form_of_all: the format of groups that name none."""
+    """Parse a group. form_of_all: format of groups without one."""
     weights = group["weights"]
     form = group.get("format") or form_of_all
     if form not in _FORMATS or _FORMATS[form] != weights["type"]:

@@ -1,4 +1,4 @@
-"""From the tensors that a checkpoint has for a quantised layer to its weight.
+"""Decodes a quantised layer's weight from its tensors in a checkpoint.
 
 Layouts, by the names of the tensors (out and in are the layer's sizes, a word is an int32 of 32 /
 bits levels):
@@ -27,12 +27,12 @@ from engine.quantization.weight import Float8Weight, QuantizedWeight, StoredWeig
 
 Pieces = Mapping[str, torch.Tensor]
 
-#: Where in a word of AWQ each of eight outputs is.
+#: Position of each of eight outputs in a word of AWQ.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def required_pieces(config: QuantizationConfig) -> frozenset[str]:
-    """Last parts of the names of the tensors that a quantised layer has."""
+    """Last parts of the names of a quantised layer's tensors."""
     if config.method == "gptq":
         return frozenset({"qweight", "qzeros", "scales", "g_idx"})
     if config.method == "awq":
@@ -49,16 +49,16 @@ def required_pieces(config: QuantizationConfig) -> frozenset[str]:
 
 
 def layer_of_scheme(name: str, config: QuantizationConfig) -> str | None:
-    """The quantised layer that a tensor shows to be there, by their names; None for all tensors but
-    one of each layer."""
+    """Name of the quantised layer that a tensor belongs to, for one marker tensor per layer; None
+    for all other tensors."""
     telling = {"gptq": "qweight", "awq": "qweight", "fp8": "weight_scale_inv"}
     layer, _, piece = name.rpartition(".")
     return layer if piece == telling.get(config.method, "weight_scale") else None
 
 
 def decode(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.Tensor:
-    """The weight, or a dense one [out, in] float32 where levels cannot be kept as they are: those
-    of reordered groups.
+    """Decode the weight; a dense one [out, in] float32 if the levels cannot be kept (reordered
+    groups).
 
     Raises ValueError if sizes contradict each other.
     """
@@ -89,8 +89,8 @@ def _in_order(levels: torch.Tensor) -> torch.Tensor:
 
 
 def _fp8(pieces: Pieces, config: QuantizationConfig) -> Float8Weight:
-    """A block's scale becomes that of each of its outputs, so that a rank, or another order, may
-    take outputs one by one; in blocks of 128 scales are 3 % of the weight's bytes then."""
+    """Expand each block's scale to its outputs, so that a rank or another order can select single
+    outputs; with blocks of 128 the scales are 3 % of the weight's bytes."""
     codes, scales = _float8(pieces["weight"]), pieces["weight_scale_inv"].float()
     num_out, num_in = codes.shape
     blocks = (-(-num_out // config.block_rows), -(-num_in // config.group_size))
@@ -124,7 +124,7 @@ def _compressed_tensors(pieces: Pieces, config: QuantizationConfig) -> StoredWei
 
 
 def _stored_zeros(pieces: Pieces, config: QuantizationConfig, num_out: int) -> torch.Tensor | None:
-    """[out, groups] on the scale of the levels, which are not negative."""
+    """Zero points [out, groups], in units of the (nonnegative) levels."""
     if config.is_symmetric:
         return None
     zeros = pieces["weight_zero_point"]
@@ -140,7 +140,7 @@ def _grouped(
     order: torch.Tensor | None,
     bits: int,
 ) -> QuantizedWeight | torch.Tensor:
-    """`order`: the group of each input, or none where groups follow each other."""
+    """order: group of each input; None if groups are consecutive."""
     num_in, num_groups = levels.shape[1], scales.shape[1]
     if num_in % num_groups:
         raise ValueError(f"{num_in} inputs in {num_groups} groups")

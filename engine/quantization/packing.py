@@ -1,4 +1,4 @@
-"""Several small numbers in one int32, the first in the lowest bits."""
+"""Packs small numbers into int32 words, the first in the lowest bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 
 def pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """levels [rows, columns] uint8 in [0, 2^bits) -> [rows, ceil(columns * bits / 32)] int32."""
+    """Pack levels [rows, columns] uint8 in [0, 2^bits) -> [rows, ceil(columns * bits / 32)]
+    int32."""
     per_word = 32 // bits
     rows, columns = levels.shape
     padded = torch.nn.functional.pad(levels, (0, -columns % per_word))
@@ -16,7 +17,7 @@ def pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int, columns: int | None = None) -> torch.Tensor:
-    """The inverse of pack: [rows, words] int32 -> [rows, columns or all] uint8."""
+    """Inverse of pack: [rows, words] int32 -> [rows, columns or all] uint8."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     levels = (words[:, :, None] >> shifts) & ((1 << bits) - 1)
     return levels.flatten(1)[:, :columns].to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Quantised layers whose tensors have not all been read yet: they may lie in several files."""
+"""Quantised layers with tensors still to be read: they may be in several files."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from engine.quantization.config import QuantizationConfig
 from engine.quantization.decode import decode, required_pieces
 from engine.quantization.weight import StoredWeight
 
-#: Numbers as which an unquantised layer of a quantised checkpoint is stored.
+#: Dtypes of unquantised layers in a quantised checkpoint.
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-#: How a calibrated checkpoint would round a layer's inputs.
+#: Tensors of static activation quantisation.
 _OF_INPUTS = ("input_scale", "input_zero_point")
 
 
 class PendingLayers:
-    """Takes tensors one by one and gives each layer's weight once it is whole."""
+    """Collects tensors and returns each layer's weight once it is complete."""
 
     def __init__(self, config: QuantizationConfig, layers: AbstractSet[str]) -> None:
-        """layers: names of those that may be quantised."""
+        """layers: names of the layers that may be quantised."""
         self._config = config
         self._layers = layers
         self._pieces: dict[str, dict[str, torch.Tensor]] = {}
@@ -33,8 +33,8 @@ class PendingLayers:
         return piece in self._required(layer)
 
     def is_unused(self, name: str) -> bool:
-        """Whether the tensor is a quantised layer's, but not needed: activations are rounded with
-        scales of their own, whatever a calibration found."""
+        """Whether the tensor belongs to a quantised layer but is not needed: activations are
+        quantised dynamically, not with calibrated scales."""
         layer, _, piece = name.rpartition(".")
         return layer in self._layers and piece in _OF_INPUTS
 
@@ -46,8 +46,8 @@ class PendingLayers:
     def add(
         self, name: str, tensor: torch.Tensor
     ) -> tuple[str, StoredWeight | torch.Tensor] | None:
-        """The layer's name and weight, if this was its last piece. Raises ValueError for pieces
-        that do not fit."""
+        """Add a tensor; return the layer's name and weight if it was the last piece. Raises
+        ValueError for pieces that do not fit."""
         layer, _, piece = name.rpartition(".")
         pieces = self._pieces.setdefault(layer, {})
         pieces[piece] = tensor
@@ -56,7 +56,7 @@ class PendingLayers:
         return layer, decode(self._pieces.pop(layer), self._config.of(layer))
 
     def missing(self) -> dict[str, list[str]]:
-        """Of each layer that is not whole, what has not come."""
+        """Missing tensors, by incomplete layer."""
         return {
             layer: sorted(self._required(layer) - pieces.keys())
             for layer, pieces in self._pieces.items()

@@ -1,4 +1,4 @@
-"""Quantised weights as Baton holds them, whatever layout they came from."""
+"""Quantised weights in Baton's form, independent of the checkpoint's layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: Gives some rows of a tensor [num_rows, ...]; itself, where they are all.
+#: Selects rows of a tensor [num_rows, ...]; returns the tensor itself if it selects all.
 TakeRows = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -16,7 +16,7 @@ class QuantizedWeight:
     """weight[o, i] = (levels[o, i] - zeros[o, g]) * scales[o, g] with g = i // group_size.
 
     levels [num_out, num_in] uint8 in [0, 2^bits); scales [num_out, groups] float32; zeros like
-    scales, or None where every zero point is in the middle, 2^(bits - 1).
+    scales, or None if all zero points are 2^(bits - 1) (symmetric).
     """
 
     levels: torch.Tensor
@@ -37,7 +37,7 @@ class QuantizedWeight:
         return 1 << (self.bits - 1)
 
     def part(self, take: TakeRows) -> QuantizedWeight:
-        """Some outputs only, in memory of their own if they are not all."""
+        """A selection of outputs, copied unless it is all of them."""
         zeros = None if self.zeros is None else _own(take, self.zeros)
         return QuantizedWeight(_own(take, self.levels), _own(take, self.scales), zeros, self.bits)
 
@@ -52,8 +52,8 @@ class QuantizedWeight:
 @dataclass(frozen=True, slots=True)
 class Float8Weight:
     """weight[o, i] = codes[o, i] * scales[o, i // group_size]: codes [num_out, num_in]
-    float8_e4m3fn, scales [num_out, groups] float32. The last group may be a smaller one; there is
-    one alone where an output has one scale."""
+    float8_e4m3fn, scales [num_out, groups] float32. The last group may be smaller; one group means
+    one scale per output."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -65,7 +65,7 @@ class Float8Weight:
 
     def part(self, take: TakeRows) -> Float8Weight:
         """See QuantizedWeight."""
-        # Not every build of torch selects rows of float8 itself.
+        # Some builds of torch cannot select rows of float8.
         codes = _own(take, self.codes.view(torch.uint8)).view(self.codes.dtype)
         return Float8Weight(codes, _own(take, self.scales), self.group_size)
 
@@ -83,13 +83,13 @@ def _own(take: TakeRows, whole: torch.Tensor) -> torch.Tensor:
     return rows if rows is whole else rows.clone()
 
 
-#: What a layer can be kept as.
+#: A layer's weight that stays quantised.
 StoredWeight = QuantizedWeight | Float8Weight
 
 
 def stack(parts: Sequence[StoredWeight]) -> StoredWeight:
-    """Weights of layers with one input, one below the other. All of one scheme: bits and group
-    size, or float8."""
+    """Stack weights of layers with the same input. All must have one scheme: the same bits and
+    group size, or float8."""
     if len(parts) == 1:
         return parts[0]
     integers = [part for part in parts if isinstance(part, QuantizedWeight)]
@@ -102,7 +102,7 @@ def stack(parts: Sequence[StoredWeight]) -> StoredWeight:
 def _stack_floats(parts: Sequence[Float8Weight]) -> Float8Weight:
     if len({part.group_size for part in parts}) != 1:
         raise ValueError("weights of different schemes cannot be stacked")
-    # Not every build of torch concatenates float8 itself.
+    # Some builds of torch cannot concatenate float8.
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
     scales = torch.cat([part.scales for part in parts])
     return Float8Weight(codes, scales, parts[0].group_size)

@@ -1,5 +1,5 @@
-"""What rank 0 has the others do: a kind, a count, and so many numbers. All are int64 in the
-machine's order."""
+"""Commands from rank 0 to the other ranks: a kind, a count, and that many numbers, all int64 in
+native byte order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from baton.types import Sampling
 from engine.interface import Batch, SampleRow, SequenceSlice
 
 _HEADER_BYTES = 16
-#: Of each slice, before its token ids, block ids, offsets of rows and window's table: start,
-#: num_prompt_tokens, and how many of each.
+#: Header of a slice: start, num_prompt_tokens, and the lengths of its token ids, block ids, row
+#: offsets and window table, which follow.
 _SLICE_NUMBERS = 6
 #: Only rank 0 samples.
 _UNUSED = Sampling()
@@ -23,17 +23,17 @@ _UNUSED = Sampling()
 
 class _Kind(IntEnum):
     STEP = 1
-    """A batch: how many slices, _SLICE_NUMBERS of each, then each one's numbers."""
+    """A batch: number of slices, the header of each slice, then each slice's numbers."""
     TOLD_STEP = 2
-    """The same, of a forward with a `layers_done`: ranks meet at every layer."""
+    """As STEP, for a forward with `layers_done`: ranks meet at every layer."""
     LOGITS = 3
-    """Rows of the last step's states."""
+    """Logits of rows of the last step's states."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Write the batch's KV and keep its states. Of its rows only the offsets are true. tables: of
-    each slice, see WindowedStep; empty ones where windowed layers' KV is not apart."""
+    """Write the batch's KV and keep its states. Only the offsets of its sample rows are valid.
+    tables: window table per slice, see WindowedStep; empty if all layers share blocks."""
 
     batch: Batch
     tables: Sequence[Sequence[int]]
@@ -48,7 +48,7 @@ class LogitsCommand:
 
 
 def encode_step(batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool) -> bytes:
-    """The frame of a StepCommand. tables: none, or one of each slice."""
+    """Encode a StepCommand. tables: empty, or one per slice."""
     numbers = array("q", [len(batch.slices)])
     parts = list(zip(batch.slices, tables or [()] * len(batch.slices), strict=True))
     for part, table in parts:
@@ -63,7 +63,7 @@ def encode_step(batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool)
 
 
 def encode_logits(rows: Sequence[int]) -> bytes:
-    """The frame of a LogitsCommand."""
+    """Encode a LogitsCommand."""
     return _frame(_Kind.LOGITS, array("q", rows))
 
 
@@ -72,7 +72,8 @@ def _frame(kind: _Kind, numbers: array[int]) -> bytes:
 
 
 def read_commands(stream: IO[bytes]) -> Iterator[StepCommand | LogitsCommand]:
-    """Until the stream ends, even within a frame. Raises ValueError for a kind that is none."""
+    """Yield commands until the stream ends, also within a frame. Raises ValueError for an unknown
+    kind."""
     while len(header := stream.read(_HEADER_BYTES)) == _HEADER_BYTES:
         kind, count = array("q", header)
         body = stream.read(8 * count)

@@ -1,4 +1,4 @@
-"""What rank 0 asks of the other ranks of its engine, and the engine that has none."""
+"""Rank 0's interface to the other ranks of its engine, and the empty one of a single rank."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ from engine.shard import Alone, Ranks
 
 
 class TensorPool(KvPool, Protocol):
-    """A KV pool over tensors. tensor, scales: what this process's forward reads and writes of it,
-    as TorchKvPool's."""
+    """A KV pool over tensors. tensor, scales: this process's part, see TorchKvPool."""
 
     tensor: torch.Tensor
     scales: torch.Tensor | None
 
 
 class Followers(Protocol):
-    """Started with the engine, given each command just before rank 0 follows it, ended with it.
+    """The other ranks: started with the engine, given each command just before rank 0 runs it,
+    closed with the engine.
 
-    The contexts of `step` and `logits` are those of rank 0's own part. An exception in one of them
-    leaves the ranks apart for good, so that nothing but an end of the process can follow.
+    Rank 0 runs its own part inside the contexts of `step` and `logits`. An exception inside leaves
+    the ranks out of step, so the process has to end.
     """
 
     @property
     def ranks(self) -> Ranks: ...
 
     def wait_ready(self, digest: str) -> None:
-        """Return when all have loaded. digest: of the checkpoint as rank 0 read it. Raises
+        """Wait until all ranks have loaded. digest: of the checkpoint as read by rank 0. Raises
         StartupError."""
         ...
 
     def make_pool(
         self, layout: KvLayout, num_blocks: int, num_window_slots: int, device: torch.device
     ) -> TensorPool:
-        """The blocks of all ranks, `layout` being that of the whole model. num_window_slots: 0
-        where blocks have the KV of all layers, see GroupedKvPool."""
+        """The blocks of all ranks. layout: of the whole model. num_window_slots: 0 if blocks hold
+        the KV of all layers, see GroupedKvPool."""
         ...
 
     def step(
         self, batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool
     ) -> AbstractContextManager[None]:
-        """A forward, and whether it has a `layers_done`. tables: see WindowedStep."""
+        """Send a forward. is_told: it has a `layers_done`. tables: see WindowedStep."""
         ...
 
     def logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
-        """Logits of these rows of the last forward's states."""
+        """Send a request for logits of these rows of the last forward's states."""
         ...
 
     def close(self) -> None:
-        """End them. May be called again."""
+        """End the ranks. Idempotent."""
         ...
 
 
 class NoFollowers:
-    """Of an engine of one rank."""
+    """Followers of an engine with one rank: none."""
 
     ranks = Alone()
 

@@ -1,4 +1,4 @@
-"""What the process of a rank is started with: one line of JSON."""
+"""Start-up parameters of a rank's process, passed as one line of JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _MIN_STAGING_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Alike for all ranks of an engine but for `rank`.
+    """Equal for all ranks of an engine, except for `rank`.
 
-    folder: of the checkpoint. config: what its config.json says; reading it would take the imports
-    of transformers. dtype: of weights. pools: see pool_sizes. num_threads: of this rank.
-    kv_fd, meeting_fd: segments that the process inherits, for pools (see kv_pool) and for
-    SharedRanks.
+    folder: of the checkpoint. config: parsed config.json, passed because parsing would import
+    transformers. dtype: of weights. pools: see pool_sizes. num_threads: of this rank. kv_fd,
+    meeting_fd: inherited segments, for pools (see kv_pool) and for SharedRanks.
     """
 
     rank: int
@@ -52,7 +51,7 @@ _LINES = TypeAdapter(RankSpec)
 
 
 def staging_bytes(config: ModelConfig, size: int, dtype: str) -> int:
-    """Room for a rank's part of the widest row that ranks exchange, in whole pages."""
+    """Bytes for a rank's part of the widest row that ranks exchange, in whole pages."""
     widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
     row_bytes = max(DTYPE_BYTES[dtype] * widest, 4 * config.vocab_size) // size + 4
     return max(_MIN_STAGING_BYTES, -(-row_bytes // 4096) * 4096)

@@ -1,5 +1,4 @@
-"""Memory that the ranks of one engine share, behind file descriptors that child processes
-inherit."""
+"""Shared memory of the ranks of one engine, as inheritable file descriptors."""
 
 from __future__ import annotations
 
@@ -11,9 +10,10 @@ import torch
 
 
 def create_segment(name: str, num_bytes: int) -> int:
-    """A descriptor of zeros, gone with the last process that has or maps it. Raises OSError.
+    """Create a zeroed segment; it is freed with the last process that holds or maps it. Raises
+    OSError.
 
-    name: for people who look at the process's maps.
+    name: shown in the process's memory maps.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
@@ -21,7 +21,7 @@ def create_segment(name: str, num_bytes: int) -> int:
 
 
 def map_segment(fd: int) -> torch.Tensor:
-    """The whole segment as [num_bytes] uint8. The descriptor is still the caller's, who may close
+    """Map the whole segment as [num_bytes] uint8. The caller keeps the descriptor and may close
     it."""
     memory = mmap.mmap(fd, os.fstat(fd).st_size)
     with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""How ranks on one host meet and exchange what they computed: semaphores and staging areas in
-shared memory."""
+"""Synchronisation and data exchange of ranks on one host: semaphores and staging areas in shared
+memory."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import torch
 
 from engine.shard import Shard
 
-#: A semaphore of POSIX takes 32 bytes on 64-bit Linux; each has a cache line of its own.
+#: A POSIX semaphore takes 32 bytes on 64-bit Linux; each has its own cache line.
 _SEMAPHORE_BYTES = 64
 _PAGE_BYTES = 4096
-#: A rank may be one exchange ahead of the slowest, which still reads what the last one left.
+#: Two areas, because a rank may be one exchange ahead of the slowest, which still reads the last
+#: one.
 _NUM_AREAS = 2
 
-#: Calls hold no GIL.
+#: Calls release the GIL.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def segment_bytes(size: int, staging_bytes: int) -> int:
-    """Bytes that SharedRanks of `size` ranks needs."""
+    """Bytes of shared memory for SharedRanks of `size` ranks."""
     return _semaphores_bytes(size) + _NUM_AREAS * size * staging_bytes
 
 
 def prepare(memory: torch.Tensor, size: int) -> None:
-    """Make the semaphores, once, before any rank uses `memory`. Raises OSError."""
+    """Initialise the semaphores, once, before any rank uses `memory`. Raises OSError."""
     for index in range(size * size):
         address = memory.data_ptr() + index * _SEMAPHORE_BYTES
         if _libc.sem_init(ctypes.c_void_p(address), 1, 0):
@@ -38,18 +39,17 @@ def prepare(memory: torch.Tensor, size: int) -> None:
 class SharedRanks:
     """See engine.shard.Ranks. Used by one thread of each process.
 
-    Each pair of ranks has a semaphore for each direction. A rank that arrives raises those towards
-    the others, and waits for theirs; a pair's own counts one meeting after the other, so that a
-    fast rank is never taken for a slow one. Nothing here has a deadline: whoever started the ranks
-    ends them all when one dies.
+    Each ordered pair of ranks has a semaphore. An arriving rank posts its semaphores to all others
+    and waits for theirs; counting per pair keeps a fast rank from being counted in place of a slow
+    one. There is no deadline: the starter of the ranks ends all of them if one dies.
     """
 
     def __init__(self, memory: torch.Tensor, shard: Shard, staging_bytes: int) -> None:
-        """memory: segment_bytes of uint8, prepared, the same for all. staging_bytes: room for a
+        """memory: segment_bytes of uint8, prepared, shared by all ranks. staging_bytes: bytes for a
         rank's part of a row."""
         self.shard = shard
         size, first = shard.size, _semaphores_bytes(shard.size)
-        self._memory = memory  # the semaphores are reached by address
+        self._memory = memory  # keep alive: semaphores are used by address
         self._staging = memory[first:].view(_NUM_AREAS, size, staging_bytes)
         self._staging_bytes = staging_bytes
         self._area = 0
@@ -92,18 +92,18 @@ class SharedRanks:
         return whole
 
     def _pieces(self, rows: int, columns: int, element_bytes: int) -> Sequence[slice]:
-        """Rows that fit the staging area together; one piece at least, for the meeting."""
+        """Ranges of rows that fit the staging area; at least one, so that ranks meet."""
         step = self._staging_bytes // (columns * element_bytes)
         return [slice(i, min(i + step, rows)) for i in range(0, max(rows, 1), step)]
 
     def _put(self, part: torch.Tensor, rows: slice) -> None:
-        """Into this rank's staging area of the next exchange."""
+        """Write to this rank's staging area of the next exchange."""
         self._area = (self._area + 1) % _NUM_AREAS
         piece = part[rows]
         self._staged(self.shard.rank, piece.shape[0], piece.shape[1], part.dtype).copy_(piece)
 
     def _take(self, whole: torch.Tensor, rows: slice, columns: Sequence[int]) -> None:
-        """What all ranks put there, side by side."""
+        """Read the parts of all ranks, side by side."""
         target = whole[rows]
         parts = [
             self._staged(rank, target.shape[0], width, whole.dtype)
@@ -121,7 +121,7 @@ class SharedRanks:
 
 
 def _semaphores_bytes(size: int) -> int:
-    """In whole pages."""
+    """Bytes of all semaphores, in whole pages."""
     return -(-size * size * _SEMAPHORE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Whether so many ranks can share a model, and their start."""
+"""Checks that ranks can share a model, and starts them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.shard import check_size
 
 
 def check_ranks(config: ModelConfig, size: int, device: torch.device) -> None:
-    """Raise ConfigError unless so many ranks can share the model on this kind of device."""
+    """Raise ConfigError if `size` ranks cannot share the model on this kind of device."""
     check_size(config, size)
     if size > 1 and device.type != "cpu":
         raise ConfigError.of(
@@ -34,10 +34,10 @@ def start_followers(
     pools: tuple[PoolSize, ...],
     max_model_len: int,
 ) -> Followers:
-    """The processes of all ranks but this one, which load from now on, each with as many threads as
-    this one has.
+    """Start the processes of all other ranks; they load in parallel, each with as many threads as
+    this process.
 
-    dtype: of the weights. pools: that each rank has.
+    dtype: of the weights. pools: of each rank.
     """
     if size == 1:
         return NoFollowers()

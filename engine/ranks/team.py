@@ -1,4 +1,4 @@
-"""The processes of ranks 1, 2, ...: started, commanded, watched, and ended."""
+"""The processes of ranks 1, 2, ...: start, commands, supervision, shutdown."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from engine.ranks.shared_ranks import SharedRanks, prepare, segment_bytes
 
 _log = logging.getLogger(__name__)
 
-#: -P keeps folders of the caller's directory, which may bear any name, out of the import path.
+#: -P keeps the working directory out of the import path: its folders may shadow modules.
 _PROGRAM = (sys.executable, "-P", "-m", "engine.torch.follow")
 
 
 def end_process(reason: str) -> None:
-    """What a worker does that has lost a rank: it ends at once, as if killed, and its sequences go
-    on elsewhere."""
+    """End this worker at once after the loss of a rank, as if killed; its sequences are recovered
+    by other workers."""
     _log.critical("%s: this worker ends", reason)
     os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A rank that runs. control: the socket to it; its end of file ends the rank. wait: until it
-    has ended; its exit status."""
+class RankProcess:
+    """A running rank. control: socket to it; closing it ends the rank. wait: waits for its end and
+    returns its exit status."""
 
     name: str
     control: socket.socket
     wait: Callable[[], int]
 
 
-def start_process(spec: RankSpec) -> Member:
-    """A rank in a process of its own. Raises OSError."""
+def start_process(spec: RankSpec) -> RankProcess:
+    """Start a rank in a new process. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -62,27 +62,26 @@ def start_process(spec: RankSpec) -> Member:
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), spec.kv_fd, spec.meeting_fd),
         )
-    # If it is gone already, `wait_ready` says so.
+    # If the process is gone already, `wait_ready` reports it.
     with suppress(ConnectionError):
         ours.sendall(spec.to_line())
-    return Member(f"rank {spec.rank} of {spec.size} (pid {process.pid})", ours, process.wait)
+    return RankProcess(f"rank {spec.rank} of {spec.size} (pid {process.pid})", ours, process.wait)
 
 
 class RankTeam:
-    """See engine.torch.step_runner.Followers. Its methods belong to the thread that drives the
-    engine."""
+    """See engine.torch.step_runner.Followers. Used by the engine's thread only."""
 
     def __init__(
         self,
         spec: RankSpec,
         *,
-        start: Callable[[RankSpec], Member] = start_process,
+        start: Callable[[RankSpec], RankProcess] = start_process,
         on_loss: Callable[[str], None] = end_process,
     ) -> None:
-        """Start the others; they load while rank 0 does. Raises OSError.
+        """Start the other ranks; they load while rank 0 does. Raises OSError.
 
-        spec: that of rank 0; file descriptors are filled in here. start: starts one. on_loss:
-        called when the ranks cannot go on, by any thread.
+        spec: of rank 0; file descriptors are filled in here. start: starts one rank. on_loss:
+        called from any thread when the ranks cannot continue.
         """
         self._on_loss = on_loss
         self._is_closing = threading.Event()
@@ -102,7 +101,8 @@ class RankTeam:
         ]
         os.close(kv_fd)
         os.close(meeting_fd)
-        # As each rank does with its own: no step pays for the first touch.
+        # Touch the memory now, as each rank does with its own, so that no step pays for page
+        # faults.
         for memory, pool in zip(self._memories, spec.pools, strict=True):
             rank_memory(memory, pool.layout, pool.num_blocks, spec.shard).zero_()
 
@@ -167,14 +167,14 @@ class RankTeam:
             self._on_loss("the ranks of the engine are apart")
             raise
 
-    def _watch(self, member: Member) -> None:
+    def _watch(self, member: RankProcess) -> None:
         status = member.wait()
         if not self._is_closing.is_set():
             self._on_loss(f"{member.name} ended with status {status}")
 
 
-def _digest_of(member: Member) -> str:
-    """What it says once it has loaded. Raises StartupError if it ends before."""
+def _digest_of(member: RankProcess) -> str:
+    """Digest reported by a rank once it has loaded. Raises StartupError if it ends first."""
     line = b""
     with suppress(ConnectionError), member.control.makefile("rb") as stream:
         line = stream.readline()

@@ -1,1 +1,1 @@
-"""Choosing tokens: host-side preparation for the sampling ops of baton_kernels."""
+"""Token sampling: host-side preparation for the sampling ops of baton_kernels."""

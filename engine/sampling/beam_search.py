@@ -1,20 +1,21 @@
-"""Beam search as transformers' generate(num_beams=...) does it, one step at a time. Pure: tokens
-and log probabilities in.
+"""Beam search with the results of transformers' generate(num_beams=...), one step at a time. Pure:
+tokens and log probabilities in.
 
-At each step every running beam offers its likeliest next tokens. Of all extensions, by the sum of
-their log probabilities:
-  - those among the best `width` that end an output are finished, with the score sum / length **
-    length_penalty; the best `width` finished outputs are kept;
-  - the best `width` that end none run on.
+At each step every running beam offers its likeliest next tokens. The extensions of all beams are
+ranked by the sum of their log probabilities:
+- an extension that ends the output is finished if it is among the best `width`, with the score sum
+  / length ** length_penalty; the best `width` finished outputs are kept;
+- the best `width` extensions that do not end continue.
+
 The search is over when every extension ended (max_tokens), or when there are `width` finished
-outputs and
-  - ALWAYS: at once;
-  - HEURISTIC: the best running beam would not beat the worst of them if it ended at its present
-    length;
-  - NEVER: nor at any length: at max_tokens for a positive length_penalty, at the present one for
-    others.
-Where fewer tokens are allowed than a step would like, fewer beams run, and fewer outputs than asked
-for may be found.
+outputs and, by early_stopping:
+- ALWAYS: at once;
+- HEURISTIC: the best running beam, scored at its present length, does not beat the worst finished
+  output;
+- NEVER: the best running beam cannot beat it at any length: it is scored at max_tokens for a
+  positive length_penalty, else at its present length.
+
+If fewer tokens are allowed than a step needs, fewer beams run and fewer outputs may be found.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 
 from baton.types import BeamParams, EarlyStopping, FinishReason, Sampling, finish_reason
 
-#: (token id, its log probability after the beam), likeliest first.
+#: (token id, log probability given the beam), likeliest first.
 Candidates = Sequence[tuple[int, float]]
 
 
@@ -40,8 +41,8 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """The next running beams, best first: beam i is what running beam parents[i] was, and
-    token_ids[i] after it.
+    """The next running beams, best first: beam i extends the previous beam parents[i] by
+    token_ids[i].
 
     Both are empty when the search is over.
     """
@@ -66,23 +67,22 @@ class _Extension:
 
 
 def beam_params(sampling: Sampling) -> BeamParams:
-    """The beam search that `sampling` asks for. Raises ValueError if it asks for none."""
+    """Beam search parameters of `sampling`. Raises ValueError if it has none."""
     if sampling.beam is None:
         raise ValueError("the sampling has no beam search")
     return sampling.beam
 
 
 def num_candidates(sampling: Sampling) -> int:
-    """Next tokens that a beam must offer: enough for `width` that do not end the output, whichever
-    are likely."""
+    """Next tokens that a beam must offer: enough to contain `width` that do not end the output."""
     return beam_params(sampling).width + len(sampling.stop_token_ids)
 
 
 class BeamSearch:
-    """The beams of one sequence. Starts with one: the prompt, with nothing after it."""
+    """The beams of one sequence; initially one empty beam after the prompt."""
 
     def __init__(self, sampling: Sampling, num_prompt_tokens: int, max_model_len: int) -> None:
-        """Raises ValueError if `sampling` asks for no beam search."""
+        """Raises ValueError if `sampling` has no beam search."""
         self._params = beam_params(sampling)
         self._sampling = sampling
         self._num_prompt_tokens = num_prompt_tokens
@@ -92,12 +92,12 @@ class BeamSearch:
 
     @property
     def num_running(self) -> int:
-        """Beams that the next step wants candidates of; 0 once the search is over."""
+        """Running beams, each needing candidates in the next step; 0 once the search is over."""
         return len(self._running)
 
     def step(self, candidates: Sequence[Candidates]) -> BeamStep:
-        """Go on by one token: candidates[i] are the `num_candidates` likeliest allowed tokens after
-        running beam i, fewer if fewer are allowed."""
+        """Extend the beams by one token. candidates[i]: the `num_candidates` likeliest allowed
+        tokens after running beam i, or fewer if fewer are allowed."""
         survivors: list[_Extension] = []
         ended: list[_Extension] = []
         width = self._params.width
@@ -120,11 +120,11 @@ class BeamSearch:
         )
 
     def best(self) -> tuple[Hypothesis, ...]:
-        """The finished outputs, best first: num_returned of them, or all there are."""
+        """Finished outputs, best first: at most num_returned."""
         return self._finished[: self._params.num_returned]
 
     def _extensions(self, candidates: Sequence[Candidates]) -> Iterator[_Extension]:
-        """All one-token extensions of the running beams, likeliest first; equals by beam."""
+        """All one-token extensions of the running beams, likeliest first; ties by beam index."""
         per_beam = [
             [(beam.logprob + logprob, index, token_id) for token_id, logprob in offered]
             for index, (beam, offered) in enumerate(zip(self._running, candidates, strict=True))
@@ -139,7 +139,7 @@ class BeamSearch:
 
     @property
     def _length(self) -> int:
-        """Tokens of output in each running beam."""
+        """Output tokens of each running beam."""
         return len(self._running[0].token_ids)
 
     def _tokens_of(self, extension: _Extension) -> tuple[int, ...]:
@@ -171,8 +171,7 @@ class BeamSearch:
 
     @property
     def _hoped_length(self) -> int:
-        """The length at which the best running beam would score best, as far as `early_stopping`
-        looks."""
+        """The length at which `early_stopping` scores the best running beam."""
         if self._params.early_stopping is EarlyStopping.NEVER and self._params.length_penalty > 0:
             room = self._max_model_len - self._num_prompt_tokens
             return min(self._sampling.max_tokens, room)

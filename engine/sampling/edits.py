@@ -1,9 +1,9 @@
-"""What a request may do to the model's logits before a token is chosen.
+"""Edits of logits that requests ask for, before a token is chosen.
 
 Order, as in transformers: logit_bias, repetition penalty (prompt and output), presence and
-frequency (output), bad words (looked for in prompt and output), min_tokens, allowed tokens, to
-which the two before give way. A row takes part only in the steps that it asks for: its result does
-not depend on what other rows ask for.
+frequency penalty (output), bad words (in prompt and output), min_tokens, allowed tokens; the last
+overrides the two before. A row takes part only in the edits that it asks for, so its result does
+not depend on other rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.sampling.restrictions import banned_tokens, forbidden_by
 
 
 def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:
-    """Whether a setting names a token id outside the vocabulary."""
+    """Whether a setting has a token id outside the vocabulary."""
     ids: Iterable[int] = (
         *sampling.logit_bias,
         *sampling.stop_token_ids,
@@ -31,9 +31,9 @@ def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:
 
 
 def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Logits [rows, vocab] float32 after all edits, -inf for tokens that may not be chosen: a copy
-    where any row has one."""
-    # None of most steps' rows may, and then nothing is made for them.
+    """Logits [rows, vocab] float32 after all edits, -inf for forbidden tokens. Copies if any row
+    has an edit."""
+    # Most steps have no edits: return early without a copy.
     if not any(
         row.allowed is not None
         or row.sampling.logit_bias

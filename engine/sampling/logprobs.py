@@ -1,4 +1,4 @@
-"""Log probabilities reported with samples: the model's own, of logits before any edit."""
+"""Log probabilities reported with samples: the model's own, from logits before any edit."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import torch
 from baton.types import TokenLogprobs
 from baton_kernels.host_copy import HostCopy, to_device
 
-#: Rows worked on at once, which bounds the memory that a long prompt's log probabilities take.
+#: Maximum rows processed at once: bounds the memory for a long prompt's log probabilities.
 MAX_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenLogprobs:
-    """On their way from the device: at `rows`, the log probability of the row's token [rows], and
-    the likeliest ones."""
+    """Log probabilities in transfer from the device: at `rows`, those of each row's token [rows],
+    and the likeliest ones."""
 
     rows: tuple[int, ...]
     own: HostCopy
     top: TopTokens
 
     def reported(self, chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """By row. chosen: the token of each row, also of others."""
+        """Log probabilities by row. chosen: the tokens of all rows, including rows without log
+        probabilities."""
         own = self.own.wait().tolist()
         return {
             row: TokenLogprobs(chosen[row], value, top)
@@ -35,14 +36,14 @@ class ChosenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LikeliestLogprobs:
-    """On their way from the device: at `rows`, the likeliest tokens, of which the first is the one
-    that is chosen."""
+    """Likeliest tokens in transfer from the device, at `rows`; the first of each row is the chosen
+    one."""
 
     rows: tuple[int, ...]
     top: TopTokens
 
     def reported(self, _chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """By row. No row is without a token that it may choose."""
+        """Log probabilities by row; each row has at least one allowed token."""
         found: dict[int, TokenLogprobs] = {}
         for row, top in zip(self.rows, self.top.pairs(), strict=True):
             allowed = tuple(entry for entry in top if entry[1] > float("-inf"))
@@ -58,7 +59,7 @@ class TopTokens:
     values: HostCopy
 
     def pairs(self) -> list[tuple[tuple[int, float], ...]]:
-        """(token id, value) of each row's."""
+        """(token id, value) pairs per row."""
         found = zip(self.ids.wait().tolist(), self.values.wait().tolist(), strict=True)
         return [tuple(zip(ids, values, strict=True)) for ids, values in found]
 
@@ -66,8 +67,8 @@ class TopTokens:
 def token_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, num_top: Mapping[int, int]
 ) -> list[ChosenLogprobs]:
-    """Natural-log probabilities at the rows that `num_top` names, of chosen[row] and of the
-    num_top[row] likeliest.
+    """Natural-log probabilities at the rows in `num_top`: of chosen[row] and of the num_top[row]
+    likeliest tokens.
 
     logits [rows, vocab] float32, chosen [rows] int64.
     """
@@ -83,11 +84,10 @@ def token_logprobs(
 def likeliest(
     logits: torch.Tensor, edited: torch.Tensor, num_candidates: Mapping[int, int]
 ) -> list[LikeliestLogprobs]:
-    """The num_candidates[row] likeliest of the tokens that `edited` leaves a row, fewer if it
-    leaves fewer; the first is the chosen one. Probabilities are those of the row's whole
-    vocabulary.
+    """The num_candidates[row] likeliest tokens that `edited` allows in a row, or fewer if fewer are
+    allowed; the first is the chosen one. Probabilities are over the whole vocabulary.
 
-    logits, edited [rows, vocab] float32; edited is -inf where a token may not be chosen.
+    logits, edited [rows, vocab] float32; edited is -inf where a token is forbidden.
     """
     found = []
     for count, rows in _groups(num_candidates, logits.shape[-1]):
@@ -99,8 +99,8 @@ def likeliest(
 
 
 def _groups(counts: Mapping[int, int], vocab_size: int) -> Iterator[tuple[int, list[int]]]:
-    """(count, rows) of at most MAX_ROWS. By count, because which of two equals is among a row's
-    best may depend on how many are looked for, and no row may depend on others."""
+    """Yield (count, rows) with at most MAX_ROWS rows. Grouped by count, because top-k may break
+    ties differently for different counts, and a row must not depend on others."""
     by_count: dict[int, list[int]] = defaultdict(list)
     for row, count in counts.items():
         by_count[min(count, vocab_size)].append(row)

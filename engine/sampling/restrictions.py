@@ -1,4 +1,4 @@
-"""Which tokens a row may not choose. No torch: the oracle engine keeps to them, too."""
+"""Tokens that a row may not choose. Without torch, because the oracle engine uses it, too."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.interface import SampleRow
 
 
 def banned_tokens(row: SampleRow) -> frozenset[int]:
-    """Tokens that would complete a bad word, and stop tokens before min_tokens; none if no other is
-    allowed: then `row.allowed` alone holds, as in transformers."""
+    """Tokens that would complete a bad word, and stop tokens before min_tokens. Empty if they would
+    leave no allowed token: then `row.allowed` alone applies, as in transformers."""
     sampling = row.sampling
     is_short = row.num_output_tokens < sampling.min_tokens
     banned = sampling.stop_token_ids if is_short else frozenset[int]()
@@ -24,13 +24,13 @@ def banned_tokens(row: SampleRow) -> frozenset[int]:
 
 
 def _leaves_any(allowed: bytes, banned: Iterable[int]) -> bool:
-    """Whether a mask allows more tokens than are banned."""
+    """Whether any token of the mask is not banned."""
     bits = int.from_bytes(allowed, "little")
     return bits.bit_count() > sum(bits >> token & 1 for token in banned)
 
 
 def _completing(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> Iterator[int]:
-    """The last token of each word whose other tokens are the last of `token_ids`."""
+    """Yield the last token of each word that `token_ids` ends with, except for that token."""
     longest = max(map(len, words)) - 1
     tail = tuple(token_ids[max(0, len(token_ids) - longest) :])
     for word in words:
@@ -40,7 +40,7 @@ def _completing(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> Ite
 
 
 def forbidden_by(masks: Sequence[bytes], vocab_size: int) -> NDArray[np.bool_]:
-    """[masks, vocab]: what SampleRow.allowed masks forbid. Tokens past a mask's end are
+    """[masks, vocab] bool: tokens that SampleRow.allowed masks forbid. Tokens past a mask's end are
     forbidden."""
     num_bytes = -(-vocab_size // 8)
     packed = np.frombuffer(

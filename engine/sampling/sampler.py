@@ -1,9 +1,9 @@
-"""Turn sample rows and their logits into samples: drawn on the device, had when they are asked
-for.
+"""Samples from sample rows and their logits: drawn on the device, copied to the host
+asynchronously.
 
 Order, as in transformers: the edits of engine.sampling.edits, temperature, top_k, top_p, min_p,
-draw. A row takes part only in the steps that it asks for: its result does not depend on what other
-rows ask for. Log probabilities are those of the model, before all of that.
+draw. A row takes part only in the steps that it asks for, so its result does not depend on other
+rows. Log probabilities are the model's, before all edits.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from engine.sampling.logprobs import (
 )
 
 _MASK = (1 << 64) - 1
-#: What Draws.verdicts holds in place of a token.
+#: Values of Draws.verdicts in place of a token.
 _BROKEN, _NOTHING = NOT_FINITE, -2
 
 
 class RowsError(ValueError):
-    """Nothing can be drawn for some rows."""
+    """No token can be drawn for some rows."""
 
     def __init__(self, reason: str, rows: Sequence[int]) -> None:
         """rows: indices of the rows."""
@@ -41,19 +41,19 @@ class RowsError(ValueError):
 
 
 class BrokenRowsError(RowsError):
-    """The model's logits are no numbers."""
+    """The model's logits are not finite."""
 
 
 class NothingAllowedError(RowsError):
-    """No token may be chosen: what the requests forbid and demand leaves none."""
+    """No token is allowed: the restrictions of the request exclude all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Tokens that were drawn, on their way from the device.
+    """Drawn tokens in transfer from the device.
 
-    chosen: [rows] int64 on the device, in [0, vocab), of broken rows any.
-    verdicts: chosen, _BROKEN or _NOTHING. logprobs: of the rows that ask for some.
+    chosen: [rows] int64 on the device, in [0, vocab); arbitrary for broken rows.
+    verdicts: chosen, _BROKEN or _NOTHING. logprobs: for the rows that ask for some.
     """
 
     chosen: torch.Tensor
@@ -61,7 +61,7 @@ class Draws:
     logprobs: tuple[ChosenLogprobs | LikeliestLogprobs, ...]
 
     def samples(self) -> list[Sample]:
-        """One per row, once they are here. Raises BrokenRowsError and NothingAllowedError."""
+        """Wait and return one sample per row. Raises BrokenRowsError and NothingAllowedError."""
         verdicts = self.verdicts.wait().tolist()
         if min(verdicts, default=0) < 0:
             _raise_of(verdicts)
@@ -74,7 +74,7 @@ class Draws:
 
 
 def _raise_of(verdicts: Sequence[int]) -> None:
-    """Raise for the rows whose verdict is no token."""
+    """Raise an error for the rows with a negative verdict."""
     if broken := [row for row, verdict in enumerate(verdicts) if verdict == _BROKEN]:
         raise BrokenRowsError("the model's output is not finite", broken)
     dead = [row for row, verdict in enumerate(verdicts) if verdict == _NOTHING]
@@ -85,7 +85,7 @@ def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
     """One token per row of logits [rows, vocab] float32, which are not changed. Does not wait for
     the device.
 
-    Either all rows score a token or none does.
+    All rows score a given token, or none does.
     """
     if rows and rows[0].scored_token_id is not None:
         scored = [0 if row.scored_token_id is None else row.scored_token_id for row in rows]
@@ -117,7 +117,7 @@ def _draws(
 ) -> Draws:
     verdicts = chosen
     if edited is not logits:
-        # A row that has chosen a forbidden token had no other.
+        # A row that chose a forbidden token had no allowed one.
         is_dead = edited.gather(1, chosen[:, None])[:, 0].isneginf()
         verdicts = verdicts.masked_fill(is_dead, _NOTHING)
     verdicts = verdicts.masked_fill(is_broken(logits), _BROKEN)
@@ -127,7 +127,7 @@ def _draws(
 def _reported(
     logits: torch.Tensor, edited: torch.Tensor, rows: Sequence[SampleRow], chosen: torch.Tensor
 ) -> list[ChosenLogprobs | LikeliestLogprobs]:
-    """Log probabilities of the rows that ask for some, and what beams may go on with."""
+    """Log probabilities for the rows that ask for them, and candidates for beams."""
     if not any(row.sampling.logprobs >= 0 or row.sampling.beam is not None for row in rows):
         return []
     beams = {
@@ -146,8 +146,8 @@ def _sample(token_id: int, logprobs: TokenLogprobs | None) -> Sample:
 
 
 def draw_key(seed: int, num_output_tokens: int, choice: int) -> tuple[int, int]:
-    """Two signed 32-bit words for the draw of one position of one choice: what a token's choice
-    depends on besides its logits, and nothing else.
+    """Two signed 32-bit words for the draw of one position of one choice: the only input of a draw
+    besides the logits.
 
     Numbers are taken modulo 2^64. Distinct triples give unrelated keys: each number is absorbed by
     a bijective mix.
@@ -159,7 +159,7 @@ def draw_key(seed: int, num_output_tokens: int, choice: int) -> tuple[int, int]:
 
 
 def _mix(x: int) -> int:
-    """A bijection of 64-bit words that spreads every bit over all."""
+    """A bijection of 64-bit words that spreads every bit over all others."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,1 +1,1 @@
-"""Decoders of our own over torch: parameters, steps, forward."""
+"""Our own decoders over torch: parameters, steps, forward."""

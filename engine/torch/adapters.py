@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) in PEFT's format: y = W x + s B A x for
-each linear layer that one changes, s = lora_alpha / r, or lora_alpha / sqrt(r) (rank-stabilised,
-arXiv 2312.03732).
+each adapted linear layer, with s = lora_alpha / r, or lora_alpha / sqrt(r) (rank-stabilised, arXiv
+2312.03732).
 
-An adapter is loaded beside the model, whose weights stay as they are: each row of a step takes the
-products of its own adapter, or of none.
+Adapters are loaded beside the model and not merged into its weights: each row of a step uses its
+own adapter, or none.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from engine.families.config import ModelConfig
 from engine.families.layers import LayerSpec, LinearSpec, VectorSpec, describe_layers
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: Settings of adapter_config.json that change what is computed, each with the values under which
-#: they do not.
+#: Settings of adapter_config.json that change the computation, with their supported (neutral)
+#: values.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "modules_to_save": ([],),
@@ -49,29 +49,29 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "megatron_config": (),
 }
 _NAME = re.compile(r"^base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight$")
-#: Ranks are filled up with zeros to a multiple of this, which every kernel's inputs may have.
+#: Ranks are zero-padded to a multiple of this, which all kernels accept.
 _RANK_STEP = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to a linear layer: up(down(x)); the scale is in `up`."""
+    """An adapter's addition to a linear layer: up(down(x)); the scale is folded into `up`."""
 
     down: Linear
     up: Linear
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """y + up(down(x)), of x [rows, num_in] and y [rows, num_out]."""
+        """y + up(down(x)), for x [rows, num_in] and y [rows, num_out]."""
         return self.up(self.down(x), y)
 
 
-#: By linear layer, what is added; None where nothing is.
+#: The adapter's addition to each linear layer; None for unchanged layers.
 AdapterLayer = Layer[LowRank | None, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """digest: of its files; num_bytes: of its tensors, packed."""
+    """digest: of its files; num_bytes: of its packed tensors."""
 
     digest: str
     layers: tuple[AdapterLayer, ...]
@@ -79,7 +79,7 @@ class Adapter:
 
 
 def adapters_digest(adapters: Mapping[str, Adapter]) -> str:
-    """Of all of a worker's adapters, by name; empty for none."""
+    """Digest of all of a worker's adapters, by name; empty without adapters."""
     if not adapters:
         return ""
     lines = (f"{name}\0{adapter.digest}" for name, adapter in sorted(adapters.items()))
@@ -89,10 +89,10 @@ def adapters_digest(adapters: Mapping[str, Adapter]) -> str:
 def load_adapter(
     folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_rank: int
 ) -> Adapter:
-    """The adapter in `folder`, for the model of `config` that computes in `dtype` on `device`.
+    """Load the adapter in `folder` for the model of `config` that computes in `dtype` on `device`.
 
-    Raises AdapterError if it cannot be read, is of another model, or asks for what is not
-    supported.
+    Raises AdapterError if it cannot be read, belongs to another model, or uses unsupported
+    settings.
     """
     raw = _read_config(folder)
     rank = _rank(folder, raw, max_rank)
@@ -150,7 +150,7 @@ def _rank(folder: Path, raw: Mapping[str, Any], max_rank: int) -> int:
 
 
 def _read_pairs(folder: Path, rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    """By linear layer, its A [rank, num_in] and B [num_out, rank]."""
+    """A [rank, num_in] and B [num_out, rank], by linear layer."""
     path = folder / _WEIGHTS
     try:
         tensors = load_file(path)
@@ -182,7 +182,7 @@ def _read_pairs(folder: Path, rank: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 class _Packing:
-    """taken: the layers of the checkpoint that were used, by name."""
+    """taken: names of the checkpoint's layers used so far."""
 
     def __init__(
         self,
@@ -199,13 +199,13 @@ class _Packing:
         self.num_bytes = 0
 
     def layer(self, layer: LayerSpec) -> AdapterLayer:
-        """Routers and experts have nothing added to them."""
+        """Pack a layer's additions; routers and experts have none."""
         linears = [linear for part in (layer.attention, layer.mlp) for linear in _adaptable(part)]
         return layer.map(lambda spec: self._linear(spec) if spec in linears else None, _nothing)
 
     def _linear(self, spec: LinearSpec) -> LowRank | None:
-        """Of a linear layer that stacks several of the checkpoint's: their A one below the other,
-        and each one's B beside its own."""
+        """Pack the additions to a fused linear layer: the A of its parts are stacked, and the B
+        form a block-diagonal matrix."""
         names = [name for name in spec.names if name in self._pairs]
         if not names:
             return None
@@ -257,7 +257,7 @@ def _adaptable(
 
 
 def _nothing(_: VectorSpec) -> None:
-    """In the place of a vector."""
+    """Result for vectors, which adapters do not change."""
 
 
 def _digest(folder: Path) -> str:

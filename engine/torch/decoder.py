@@ -1,4 +1,4 @@
-"""The forward of a decoder over a packed batch: prefill, decode and verification alike."""
+"""The decoder's forward over a packed batch: prefill, decode and verification alike."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from engine.torch.packed import PackedLayer, PackedParameters
 from engine.torch.rope import Rotation
 
 PackedNorm = Norm[torch.Tensor]
-#: By Mlp.activation, the op that makes one row of gate and up.
+#: Ops that combine gate and up into one row, by Mlp.activation.
 GATES = {"silu": swiglu, "gelu_tanh": geglu, "clamped_silu": clamped_swiglu}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """A step's tokens one sequence after the other. All tensors on the engine's device.
+    """A step's tokens, the sequences concatenated. All tensors are on the engine's device.
 
-    token_ids, positions, first_rows [tokens] int64, the last as baton_kernels.kv_write.head_rows
-    takes them; slices: which tokens are of which sequence; sampled [rows] int64: the tokens whose
-    logits are wanted, in that order, with repeats, or None for all, once each.
+    token_ids, positions, first_rows [tokens] int64; first_rows: see
+    baton_kernels.kv_write.head_rows; slices: the tokens of each sequence; sampled [rows] int64:
+    tokens to compute logits for, in that order, with repeats; None for all tokens, once each.
     """
 
     token_ids: torch.Tensor
@@ -54,25 +54,26 @@ class PackedTokens:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The tokens of a step that one adapter is for: rows [tokens of it] int64 of the step's tokens,
-    and sampled of the sampled ones; an adapter is for no other's rows."""
+    """A step's tokens with one adapter: rows [tokens] int64 among the step's tokens, and sampled
+    among its sampled ones. A row has at most one adapter."""
 
     adapter: Adapter
     rows: torch.Tensor
     sampled: torch.Tensor
 
 
-#: What is added to some rows of a layer's products.
+#: Additions to a layer's products, each with its rows.
 _Added = Sequence[tuple[AdapterLayer, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """What the layers of baton's own families need to know of a step. All on the engine's device.
+    """Metadata of a step for the layers of baton's own families. All tensors are on the engine's
+    device.
 
     token_ids, first_rows, sampled: see PackedTokens; rotations: by AttentionShape.rope, of the
-    model's dtype; plans by window; adapters: for some of the tokens; windowed: where windowed
-    layers' KV is, if apart from that of the others.
+    model's dtype; plans: by window; adapters: for some of the tokens; windowed: KV of windowed
+    layers, if it has its own pool.
     """
 
     token_ids: torch.Tensor
@@ -86,9 +87,9 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class WindowedKv:
-    """KV of windowed layers that lies apart from that of the others: pool, scales: of these layers
-    alone, in their order, as what the forward is given has that of the others alone; first_rows: of
-    the tokens in this pool, see PackedTokens."""
+    """KV of windowed layers in its own pool. pool, scales: windowed layers only, in order; the
+    forward's main pool has the other layers only. first_rows: the tokens' rows in this pool, see
+    PackedTokens."""
 
     pool: torch.Tensor
     scales: torch.Tensor | None
@@ -96,8 +97,8 @@ class WindowedKv:
 
 
 class LayerKv(NamedTuple):
-    """Where a layer's KV is: the layer's number in a pool and its scales, and the rows of the
-    step's tokens there as baton_kernels.kv_write takes them."""
+    """Location of a layer's KV: pool, scales, the layer's number in the pool, and the rows of the
+    step's tokens, see baton_kernels.kv_write."""
 
     pool: torch.Tensor
     scales: torch.Tensor | None
@@ -106,9 +107,10 @@ class LayerKv(NamedTuple):
 
 
 class Watch:
-    """The sampled tokens' hidden states on their way through a forward, before some of its layers.
+    """Collects the sampled tokens' hidden states at the inputs of some layers during a forward.
 
-    layers: in rising order; as many as the model has is what comes after the last, before the norm.
+    layers: ascending; the number of layers stands for the output of the last layer, before the
+    norm.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -116,21 +118,20 @@ class Watch:
         self._states: list[torch.Tensor] = []
 
     def add(self, hidden: torch.Tensor, sampled: torch.Tensor | None) -> None:
-        """Those before the next of the layers: a copy of hidden [tokens, hidden], or of the rows
-        `sampled`."""
+        """Record the input of the next watched layer: a copy of hidden [tokens, hidden], or of its
+        rows `sampled`."""
         self._states.append(hidden.clone() if sampled is None else hidden[sampled])
 
     def take(self) -> torch.Tensor:
-        """[rows, layers * hidden], once the forward is over."""
+        """Recorded states [rows, layers * hidden], after the forward."""
         return torch.cat(self._states, -1)
 
 
 class Decoder:
-    """Parameters and how to run them. Holds no state of any sequence: KV is in the pool that it is
-    given.
+    """A decoder's parameters and its forward. Holds no sequence's data: KV is in the pool.
 
-    Of several ranks each has one of these, over its part of the parameters and a pool of its own
-    heads, and all are called alike.
+    With tensor parallelism each rank has a Decoder with its part of the parameters and a pool of
+    its heads; all ranks make the same calls.
     """
 
     def __init__(
@@ -140,28 +141,28 @@ class Decoder:
         ranks: Ranks | None = None,
         attention: AttentionBackend = REFERENCE,
     ) -> None:
-        """config: with the heads that are here, Shard.attention_config. ranks: who else has parts
-        of the model; nobody if not given. attention: who made the plans of batches."""
+        """config: with this rank's heads, see Shard.attention_config. ranks: the other ranks, None
+        for a single rank. attention: backend that makes the plans of batches."""
         self._attend = attention.attend
         self._ranks: Ranks = ranks or Alone()
         self._config = config
         self._parameters = parameters
         self.dtype = parameters.embeddings.dtype
-        """Of the weights, and of what is computed."""
+        """Dtype of weights and computation."""
         self._grouped = {
             index: _Grouped.of(layer.mlp)
             for index, layer in enumerate(parameters.layers)
             if isinstance(layer.mlp, Experts)
         }
-        """What runs the experts of a layer, by its index."""
+        """Runs the experts of a layer, by the layer's index."""
         self._heads = {
             index: _Heads.of(layer.attention)
             for index, layer in enumerate(parameters.layers)
             if isinstance(layer.attention, LatentAttention)
         }
-        """What runs the linear layers of each head of latent attention, by the layer's index."""
+        """Runs the per-head linear layers of latent attention, by the layer's index."""
         scale = torch.tensor(config.traits.embedding_scale, dtype=self.dtype)
-        # Rounded to the model's type, as it was in training.
+        # Rounded to the model's dtype, as in training.
         self._embedding_scale = scale.item()
 
     def forward(
@@ -172,13 +173,13 @@ class Decoder:
         scales: torch.Tensor | None = None,
         watch: Watch | None = None,
     ) -> torch.Tensor:
-        """Write the tokens' KV into `pool`, and `scales` if it has any, and into those of
-        `batch.windowed`; returns the sampled tokens' states [rows, hidden], which `logits` takes.
-        watch: gets those of other layers, too.
+        """Write the tokens' KV into `pool` (with `scales` if quantised) and into the pool of
+        `batch.windowed`; return the sampled tokens' states [rows, hidden], the input of `logits`.
+        watch: collects the inputs of other layers.
 
-        `layer_done` is called with each layer's index once the KV of that layer is written, by all
-        ranks: each rank gives a hook, or none does. After the last layer's KV only the sampled
-        tokens go on. When this returns, all ranks are done with the pool.
+        `layer_done` is called with each layer's index once all ranks have written the KV of that
+        layer; either every rank passes a hook or none does. After the last layer's KV is written,
+        only sampled tokens continue. On return, all ranks have finished with the pool.
         """
         parameters, ranks = self._parameters, self._ranks
         hidden = self.embed(batch.token_ids)
@@ -203,7 +204,7 @@ class Decoder:
     def _places(
         self, batch: PackedBatch, pool: torch.Tensor, scales: torch.Tensor | None
     ) -> list[LayerKv]:
-        """Each layer's."""
+        """The KV location of each layer."""
         rows, windows = head_rows(batch.first_rows, pool), self._config.windows
         apart = batch.windowed
         if apart is None:
@@ -217,13 +218,13 @@ class Decoder:
         ]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """States [tokens, hidden] that the first layer takes."""
+        """States [tokens, hidden], the input of the first layer."""
         hidden = F.embedding(token_ids, self._parameters.embeddings)
         return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab] float32 of states [rows, hidden], on rank 0; on others what they have of
-        it."""
+        """Logits [rows, vocab] float32 of states [rows, hidden] on rank 0; other ranks return their
+        part."""
         part = self._parameters.lm_head(states, None, torch.float32)
         cap = self._config.traits.logit_softcap
         if cap is not None:
@@ -240,8 +241,8 @@ class Decoder:
         layer_done: Callable[[int], None] | None,
         added: _Added = (),
     ) -> torch.Tensor:
-        """The results of this rank's heads for x [tokens, hidden], side by side [tokens, heads * a
-        result's width], before the output layer."""
+        """Outputs of this rank's heads for x [tokens, hidden], concatenated: [tokens, heads *
+        output width], before the output layer."""
         attention, shape = layer.attention, layer.attention.shape
         pool, scales, number, rows = kv
         cos, sin = batch.rotations[shape.rope]
@@ -278,7 +279,7 @@ class Decoder:
         return self._add(layer.mlp.down, inner, hidden, layer.after_mlp, _of(added, _down))
 
     def _gated(self, mlp: Mlp[Linear], x: torch.Tensor, own: _Own = ()) -> torch.Tensor:
-        """What goes into the MLP's last layer, whole on every rank."""
+        """Input of the MLP's last layer, complete on every rank."""
         gate_up = _adapted(mlp.gate_up(x), x, own)
         return self._ranks.gather(GATES[mlp.activation](gate_up))
 
@@ -309,7 +310,7 @@ class Decoder:
         after: PackedNorm | None,
         own: _Own = (),
     ) -> torch.Tensor:
-        """hidden + after(linear(x)), whole on every rank; it may be in hidden's memory."""
+        """hidden + after(linear(x)), complete on every rank; may reuse the memory of hidden."""
         ranks = self._ranks
         if after is None:
             return ranks.gather(_adapted(linear(x, ranks.own(hidden)), x, own))
@@ -331,8 +332,8 @@ class _Grouped:
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """The linear layers of each head of latent attention. A row's result depends on it alone, as
-    that of a mixture's experts does, which these are run as."""
+    """The per-head linear layers of latent attention, run as a mixture of experts: a row's result
+    depends on that row alone."""
 
     keys: GroupedLinear
     values: GroupedLinear
@@ -344,8 +345,8 @@ class _Heads:
     def queries(
         self, attention: LatentAttention[Linear, torch.Tensor], x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of x [tokens, hidden], as they meet latents, and what is to be rotated: [tokens, heads,
-        rank] and [tokens, heads, rope_dim]."""
+        """Queries for x [tokens, hidden]: absorbed ones [tokens, heads, rank], and the part to
+        rotate [tokens, heads, rope_dim]."""
         down = attention.query_down
         low = x if down is None else normed(attention.query_norm, down(x))
         heads = attention.query(low).view(len(x), attention.shape.num_heads, -1)
@@ -353,7 +354,7 @@ class _Heads:
         return self._grouped(plain, self.keys), turned
 
     def results(self, mixed: torch.Tensor) -> torch.Tensor:
-        """Of sums over latents [tokens, heads, rank]: [tokens, heads * value_dim]."""
+        """Turn sums over latents [tokens, heads, rank] into outputs [tokens, heads * value_dim]."""
         return self._grouped(mixed, self.values).flatten(1)
 
     def _grouped(self, x: torch.Tensor, layers: GroupedLinear) -> torch.Tensor:
@@ -366,8 +367,8 @@ class _Heads:
 def _fused_heads(
     attention: Attention[Linear, torch.Tensor], x: torch.Tensor, own: _Own
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], not yet
-    rotated, nor normed head by head."""
+    """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], before
+    rotation and per-head norms."""
     shape = attention.shape
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     fused = _adapted(attention.qkv(x), x, own).view(-1, heads + 2 * kv_heads, shape.head_dim)
@@ -376,7 +377,7 @@ def _fused_heads(
     return query, key, value
 
 
-#: What is added to some rows of one product, where anything is.
+#: Additions to one product, each with its rows; only the nonempty ones.
 _Own = Sequence[tuple[LowRank, torch.Tensor]]
 
 
@@ -386,8 +387,8 @@ def _of(added: _Added, part: Callable[[AdapterLayer], LowRank | None]) -> _Own:
 
 
 def _adapted(y: torch.Tensor, x: torch.Tensor, own: _Own) -> torch.Tensor:
-    """y [rows, num_out] with what adapters make of their rows of x [rows, num_in] added, in
-    place."""
+    """Add in place to y [rows, num_out] the adapters' outputs for their rows of x [rows,
+    num_in]."""
     for low_rank, rows in own:
         y[rows] = low_rank.add(x[rows], y[rows])
     return y
@@ -410,7 +411,7 @@ def _down(layer: AdapterLayer) -> LowRank | None:
 
 
 def _norm_all(norm: PackedNorm | None, heads: torch.Tensor) -> torch.Tensor:
-    """heads [tokens, heads, head_dim], by a norm of all of them together, if this is one: see
+    """Normalise heads [tokens, heads, head_dim] over all heads, if the norm is of that kind: see
     Attention."""
     if norm is not None and len(norm.weight) > heads.shape[2]:
         return normed(norm, heads.flatten(1)).view(heads.shape)
@@ -418,10 +419,10 @@ def _norm_all(norm: PackedNorm | None, heads: torch.Tensor) -> torch.Tensor:
 
 
 def _own_norm(norm: PackedNorm | None, shape: AttentionShape) -> PackedNorm | None:
-    """The norm, if it is of each head by itself."""
+    """The norm if it is per head, else None."""
     return norm if norm is not None and len(norm.weight) == shape.head_dim else None
 
 
 def normed(norm: PackedNorm | None, x: torch.Tensor) -> torch.Tensor:
-    """x [tokens, hidden] after the norm, or as it is where there is none."""
+    """Normalise x [tokens, hidden]; unchanged without a norm."""
     return x if norm is None else rms_norm(x, norm.weight, norm.eps)

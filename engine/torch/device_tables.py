@@ -1,5 +1,5 @@
-"""Block tables in a device's memory: a row for each of the sequences that ran last, and of each row
-a step sends what is not there yet."""
+"""Block tables in device memory: a row for each recently run sequence. A step sends only the
+entries that a row lacks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from engine.kv.block_table import BlockTable
 
 @dataclass(slots=True)
 class _Row:
-    """What row `index` holds: the first num_sent entries of `source`, as of num_rewrites. It keeps
-    the table alive, so that no other one gets its id."""
+    """Content of row `index`: the first num_sent entries of `source` at its version num_rewrites.
+    Keeps the table alive, so that its id is not reused."""
 
     index: int
     source: Sequence[int]
@@ -32,19 +32,19 @@ def table_width(max_model_len: int, block_size: int) -> int:
 
 
 def table_bytes(num_rows: int, width: int) -> int:
-    """What DeviceTables take on the device."""
+    """Device bytes of DeviceTables."""
     return num_rows * width * 4
 
 
 class DeviceTables:
-    """entries: [num_rows * width] int32 on the device, width entries of each row.
+    """entries: [num_rows * width] int32 on the device, width entries per row.
 
-    A table that is a BlockTable is sent once, entry by entry as it grows; of any other nobody knows
-    what changed, so that it is sent whole. Driven by one thread.
+    A BlockTable is sent incrementally as it grows. Other sequences do not track changes, so they
+    are sent whole. Used by one thread.
     """
 
     def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
-        """num_rows: most sequences of a step. width: blocks of the longest one."""
+        """num_rows: maximum sequences per step. width: blocks of the longest sequence."""
         self.entries = torch.zeros(num_rows * width, dtype=torch.int32, device=device)
         self._num_rows = num_rows
         self._width = width
@@ -53,9 +53,9 @@ class DeviceTables:
         """By the table's id, least recently used first."""
 
     def place(self, tables: Sequence[Sequence[int]]) -> list[int]:
-        """Where each table begins in `entries`, from what the device is given next on: at most
-        num_rows tables, none of them twice. Entries past the width are not needed, and not
-        there."""
+        """Start of each table in `entries`, valid for work queued on the device from now on. At
+        most num_rows tables, without repeats. Entries past the width are dropped; no step needs
+        them."""
         for table in tables:
             if id(table) in self._rows:
                 self._rows.move_to_end(id(table))
@@ -80,14 +80,14 @@ class DeviceTables:
         return begins
 
     def placed(self, tables: Sequence[Sequence[int]]) -> PlacedTables | None:
-        """The tables of a step, and where they are; None if there are more of them than rows."""
+        """The tables of a step with their places; None if there are more tables than rows."""
         if len(tables) > self._num_rows:
             return None
         return PlacedTables(self.entries, self.place(tables))
 
     def _take(self, table: Sequence[int]) -> _Row:
-        """A row for a table that has none: a free one, or that of the table that is unused for
-        longest, which is none of this step unless there are more than rows."""
+        """Assign a row to a table: a free one, or the least recently used one. With at most
+        num_rows tables per step, that row is not of this step."""
         index = self._free.pop() if self._free else self._rows.popitem(last=False)[1].index
         row = self._rows[id(table)] = _Row(index, table)
         return row

@@ -1,8 +1,8 @@
-"""Heads that draft for a target out of its hidden states: what they compute, and their checkpoints.
+"""Draft heads over a target's hidden states: their forward, and their checkpoints.
 
-At position t a head gets token t + 1 and the target's states at t, and says token t + 2 and a state
-of its own, from which, with that token, it goes on. All have one decoder layer with KV of its own;
-they differ in what goes into it.
+At position t a head gets token t + 1 and the target's states at t; it predicts token t + 2 and a
+state of its own, from which it drafts further. All heads have one decoder layer with its own KV;
+they differ in the layer's input.
 
     eagle    h = fc(e | s), a layer whose attention has no norm before it; the target's output layer
              (EAGLE, arXiv 2401.15077). s: the target's last states, normalised.
@@ -38,7 +38,7 @@ from engine.families.read import parse_config
 from engine.torch.decoder import Decoder, LayerKv, PackedBatch, normed
 from engine.torch.packed import PackedParameters
 
-#: By architecture, the kind of head.
+#: Kind of head, by architecture.
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLMEagle": "eagle",
     "EagleLlamaForCausalLM": "eagle",
@@ -46,16 +46,16 @@ ARCHITECTURES: Mapping[str, str] = {
     "Eagle3LlamaForCausalLM": "eagle3",
 }
 
-#: What is no likely token, but a number.
+#: Logit of tokens outside the head's vocabulary; finite, unlike -inf.
 IMPOSSIBLE = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """kind: see the module. model: of whose layers it is the last, with the target's vocabulary;
-    what runs is a model of that layer alone. layers: of the
-    target, whose inputs are the states that the head gets, as many as it has being what comes after
-    the last; empty for its last states after the norm. draft_vocab_size: None for the target's."""
+    """kind: see the module. model: config with the head's layer as its last one, and the target's
+    vocabulary. layers: layers of the target with inputs that the head gets (the number of layers
+    stands for the last one's output); empty: the target's last states after the norm.
+    draft_vocab_size: None for the target's."""
 
     kind: str
     model: ModelConfig
@@ -64,7 +64,8 @@ class HeadConfig:
 
 
 def read_raw_config(folder: Path, what: str) -> dict[str, Any]:
-    """config.json of the folder of heads. what: those, for the error. Raises ModelError."""
+    """Read config.json of a folder with heads. what: name of the heads, for the error. Raises
+    ModelError."""
     path = folder / "config.json"
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
@@ -106,7 +107,7 @@ def read_head_config(folder: Path, target: ModelConfig) -> HeadConfig:
 
 
 def _layers(folder: Path, raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Those that config.json names, else as in vLLM."""
+    """Layers that config.json names, else vLLM's default."""
     given = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     layers = tuple(given or (2, num_layers // 2, num_layers - 3))
     if not all(isinstance(layer, int) and 0 <= layer <= num_layers for layer in layers):
@@ -118,11 +119,11 @@ def _layers(folder: Path, raw: Mapping[str, Any], num_layers: int) -> tuple[int,
 
 
 class DraftHead(Decoder):
-    """A head on one device. Holds no state of any sequence."""
+    """A head on one device. Holds no sequence's data."""
 
     def __init__(self, config: HeadConfig, parts: HeadParts, target: Decoder) -> None:
-        """target: gives embeddings and the output layer where the head has none."""
-        # Of these, only the layer is run by what a decoder inherits.
+        """target: provides embeddings and output layer if the head has none."""
+        # Placeholders: the inherited decoder code runs the layer only.
         nothing = torch.empty(0, dtype=target.dtype)
         eps = config.model.rms_norm_eps
         super().__init__(
@@ -133,17 +134,18 @@ class DraftHead(Decoder):
         self._parts, self._target = parts, target
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states [tokens, layers * hidden] as `forward_head` takes them: [tokens,
+        """Combine the target's states [tokens, layers * hidden] for `forward_head`: [tokens,
         hidden]."""
         return self._parts.fc(states) if self.head.kind == "eagle3" else states
 
     def forward_head(
         self, batch: PackedBatch, states: torch.Tensor, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the tokens' KV; the sampled rows' own states [rows, hidden], and their logits
-        [rows, vocab] float32.
+        """Write the tokens' KV; return the sampled rows' states [rows, hidden] and logits [rows,
+        vocab] float32.
 
-        states [tokens, hidden]: of the position before each token's."""
+        states [tokens, hidden]: of the position before each token's.
+        """
         parts, layer = self._parts, self._parts.layer
         if parts.embeddings is None:
             embedded = self._target.embed(batch.token_ids)
@@ -164,17 +166,14 @@ class DraftHead(Decoder):
         if parts.lm_head is None:
             return hidden, self._target.logits(last)
         found = parts.lm_head(last, None, torch.float32)
-        if parts.tokens is None:
-            return hidden, found
-        logits = found.new_full((len(found), self.head.model.vocab_size), IMPOSSIBLE)
-        return hidden, logits.index_copy_(1, parts.tokens, found)
+        return hidden, spread(found, parts.tokens, self.head.model.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
-    """token_norm, state_norm: of what goes in; norm: before the output layer; None for none of
-    them. lm_head, embeddings [vocab, hidden]: None for the target's. tokens [draft vocabulary]
-    int64: which the rows of lm_head are for; None for all."""
+    """token_norm, state_norm: norms of the two inputs; norm: before the output layer; each may be
+    None. lm_head, embeddings [vocab, hidden]: None for the target's. tokens [draft vocabulary]
+    int64: ids of lm_head's rows; None for all."""
 
     fc: Linear
     layer: Layer[Linear, torch.Tensor]
@@ -237,10 +236,7 @@ def load_head(folder: Path, config: HeadConfig, target: Decoder, device: torch.d
         tokens = tensors.take_whole("d2t", num_tokens).to(torch.int64) + torch.arange(
             num_tokens, device=device
         )
-        if int(tokens.min()) < 0 or int(tokens.max()) >= model.vocab_size:
-            raise TensorMismatch(
-                f"{folder}: 'd2t' names tokens that are not in [0, {model.vocab_size})"
-            )
+        check_tokens(folder, "d2t", tokens, model.vocab_size)
     parts = HeadParts(
         fc,
         layer,
@@ -253,8 +249,23 @@ def load_head(folder: Path, config: HeadConfig, target: Decoder, device: torch.d
     return DraftHead(config, parts, target)
 
 
+def check_tokens(folder: Path, name: str, tokens: torch.Tensor, vocab_size: int) -> None:
+    """Raises TensorMismatch if tokens of a head's vocabulary are none of the target's."""
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise TensorMismatch(f"{folder}: {name!r} names tokens that are not in [0, {vocab_size})")
+
+
+def spread(logits: torch.Tensor, tokens: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """Logits [..., tokens of a head's vocabulary] as [..., vocab_size]. tokens: None for the
+    target's vocabulary."""
+    if tokens is None:
+        return logits
+    whole = logits.new_full((*logits.shape[:-1], vocab_size), IMPOSSIBLE)
+    return whole.index_copy_(-1, tokens, logits)
+
+
 class HeadTensors:
-    """The tensors of a head's folder, by name without a prefix."""
+    """Tensors of a head's folder, by name without prefix."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, prefixes: Sequence[str]
@@ -271,15 +282,15 @@ class HeadTensors:
         return name in self._found
 
     def size(self, name: str) -> int:
-        """How many numbers; 0 where it is missing."""
+        """Number of elements; 0 if the tensor is missing."""
         return self._found[name].numel() if self.has(name) else 0
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """In the target's type."""
+        """Take a tensor in the target's dtype. Raises as take_whole does."""
         return self.take_whole(name, *shape).to(self._dtype)
 
     def take_whole(self, name: str, *shape: int) -> torch.Tensor:
-        """As it is stored. Raises MissingTensor, TensorMismatch."""
+        """Take a tensor in its stored dtype. Raises MissingTensor, TensorMismatch."""
         tensor = self._found.get(name)
         if tensor is None:
             raise MissingTensor(
@@ -294,7 +305,7 @@ class HeadTensors:
 
 
 def stored_sizes(folder: Path) -> dict[str, int]:
-    """Numbers of each tensor in a folder's safetensors, by name; read of their headers alone.
+    """Number of elements of each tensor in a folder's safetensors, by name; reads headers only.
     Raises ModelError."""
     sizes = {}
     for path in find_shards(folder):
@@ -305,7 +316,7 @@ def stored_sizes(folder: Path) -> dict[str, int]:
 
 
 def head_layout(config: HeadConfig, dtype: str, block_size: int) -> KvLayout:
-    """What a block of the head's KV holds."""
+    """Layout of a block of the head's KV."""
     model = config.model
     return KvLayout(
         "", 1, model.num_kv_heads, model.head_dim, dtype, block_size, parts=model.kv_parts
@@ -313,7 +324,7 @@ def head_layout(config: HeadConfig, dtype: str, block_size: int) -> KvLayout:
 
 
 def head_kv_config(config: HeadConfig, max_model_len: int) -> ModelConfig:
-    """The head's layer for contexts as long as the target's."""
+    """Config of the head's layer for contexts as long as the target's."""
     return replace(
         config.model,
         max_position_embeddings=max(max_model_len, config.model.max_position_embeddings),

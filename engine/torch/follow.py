@@ -1,7 +1,6 @@
-"""The process of a rank that follows: `python -m engine.torch.follow FD`, where FD is a socket to
-rank 0.
+"""Process of a rank other than 0: `python -m engine.torch.follow FD`; FD is a socket to rank 0.
 
-It ends with the socket, whatever it is doing.
+The process ends when the socket closes, in any state.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from engine.torch.follower import follow
 
 
 def main() -> None:
-    # Whoever ends the worker ends rank 0, which first lets its sequences end.
+    # Signals are for rank 0, which first lets its sequences end.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -26,7 +25,8 @@ def main() -> None:
 
 
 def _end_with(control: socket.socket) -> None:
-    """Rank 0 may go while this one waits for it in shared memory, where nobody would notice."""
+    """End the process when rank 0 is gone: the main thread may be waiting for it in shared memory,
+    without a timeout."""
     poll = select.poll()
     poll.register(control, select.POLLRDHUP)
     poll.poll()

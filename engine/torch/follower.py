@@ -1,7 +1,7 @@
-"""A rank that follows: its part of the model, and what it does on each command.
+"""A rank other than 0: loads its part of the model and executes commands.
 
-On the socket to rank 0 first comes a line, see RankSpec; when the rank has loaded, it answers with
-a line, {"digest": ...}; then come commands.
+Protocol on the socket to rank 0: one line with a RankSpec; when the rank has loaded, its answer,
+one line {"digest": ...}; then commands.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CPU = torch.device("cpu")
 
 
 def follow(control: socket.socket) -> None:
-    """Be a rank until rank 0 closes its end. Raises ModelError if loading fails, and whatever a
-    step raises."""
+    """Serve as a rank until rank 0 closes its end. Raises ModelError if loading fails, and any
+    error of a step."""
     with control.makefile("rb") as stream, torch.inference_mode():
         rank = Rank(RankSpec.from_line(stream.readline()))
         control.sendall(json.dumps({"digest": rank.digest}).encode() + b"\n")
@@ -38,10 +38,10 @@ def follow(control: socket.socket) -> None:
 
 
 class Rank:
-    """Driven by one thread."""
+    """A rank's model and pool. Used by one thread."""
 
     def __init__(self, spec: RankSpec) -> None:
-        """Load. Raises ModelError."""
+        """Load the model. Raises ModelError."""
         torch.set_num_threads(spec.num_threads)
         whole, shard = spec.config, spec.shard
         dtype = getattr(torch, spec.dtype)
@@ -49,7 +49,8 @@ class Rank:
         meeting = map_segment(spec.meeting_fd)
         self._pools = []
         for memory, pool in zip(memories, spec.pools, strict=True):
-            # Each rank touches its own pages: they lie near it, and no step pays for it.
+            # Each rank touches its own pages: they are allocated on its NUMA node, and no step pays
+            # for page faults.
             rank_memory(memory, pool.layout, pool.num_blocks, shard).zero_()
             self._pools.append(rank_pool(memory, pool.layout, pool.num_blocks, shard))
         parameters, self.digest = load_parameters(
@@ -62,7 +63,7 @@ class Rank:
         self._states = torch.empty(0)
 
     def follow(self, command: StepCommand | LogitsCommand) -> None:
-        """Do as rank 0 does."""
+        """Execute a command."""
         if isinstance(command, LogitsCommand):
             self._decoder.logits(self._states[torch.tensor(command.rows)])
         else:
@@ -80,8 +81,8 @@ class Rank:
 
 
 def _meet_only(_layer: int) -> None:
-    """Rank 0 reports the layer."""
+    """Ranks meet per layer; only rank 0 reports the layer."""
 
 
 def _untold(_: ShardProgress) -> None:
-    """Rank 0 shows how loading goes on."""
+    """Only rank 0 reports loading progress."""

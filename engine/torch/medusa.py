@@ -1,15 +1,15 @@
-"""Medusa heads: what they compute, and their checkpoints (Medusa-1, arXiv 2401.10774).
+"""Medusa heads (Medusa-1, arXiv 2401.10774): their forward, and their checkpoints.
 
-The target's last state at position t, after its norm, says token t + 1; head k says token t + 2 + k
-from the same state, all at once:
+The target's last state at position t, after its norm, predicts token t + 1; head k predicts token t
++ 2 + k from the same state, all heads at once:
 
     h = x, then h = h + silu(W h + b) of each of its layers; logits: output_k(h)
 
-Heads know nothing of what those before them drafted, and have no state of a sequence. Two layouts
-are read, of num_heads heads (medusa_num_heads) with num_hidden_layers layers (medusa_num_layers):
+Heads do not see earlier heads' drafts and have no state per sequence. Two checkpoint layouts are
+supported, of num_heads heads (medusa_num_heads) with num_hidden_layers layers (medusa_num_layers):
 
     vLLM              blocks.K.layers.J.weight and .bias, lm_heads.K.weight, token_map; with
-                      original_lm_head lm_heads.0.weight is for all heads, or the target's is
+                      original_lm_head, lm_heads.0.weight (or else the target's) is for all heads
     FasterDecoding    K.J.linear.weight and .bias, K.NUM_LAYERS.weight
 
 Names may begin with "medusa_heads." or "medusa_head.".
@@ -17,29 +17,34 @@ Names may begin with "medusa_heads." or "medusa_head.".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from baton.errors import ModelError, TensorMismatch, UnsupportedModel
+from baton.errors import ModelError, UnsupportedModel
 from baton_kernels.linear import Linear, pack_linear
+from engine.checkpoint import HeadFiles
 from engine.families.config import ModelConfig
+from engine.interface import SampleRow
 from engine.torch.decoder import Decoder
-from engine.torch.draft_head import IMPOSSIBLE, HeadTensors, read_raw_config
+from engine.torch.draft_head import HeadTensors, check_tokens, read_raw_config, spread
+from engine.torch.engine import TorchEngine
+from engine.torch.hidden_states import HiddenStates, draw_several
 
-#: As config.json names them.
+#: Names in config.json.
 MODEL_TYPE, ARCHITECTURE = "medusa", "MedusaModel"
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """hidden_size, vocab_size: the target's. num_tokens: of the heads' vocabulary, which
-    `token_map` names if it is smaller. has_one_output: all heads have the same output layer.
-    logit_scale: of their logits."""
+    """hidden_size, vocab_size: the target's. num_tokens: size of the heads' vocabulary; if smaller
+    than vocab_size, `token_map` lists its ids. has_one_output: all heads share one output layer.
+    logit_scale: factor of their logits."""
 
     num_heads: int
     num_layers: int
@@ -85,7 +90,7 @@ def read_medusa_config(folder: Path, target: ModelConfig) -> MedusaConfig:
 
 
 def _count(folder: Path, raw: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
-    """The first that config.json has; default: vLLM's."""
+    """Value of the first of `names` in config.json; default: vLLM's."""
     name = next((name for name in names if name in raw), names[0])
     value = raw.get(name, default)
     if not isinstance(value, int) or value < 1:
@@ -95,9 +100,9 @@ def _count(folder: Path, raw: Mapping[str, Any], names: tuple[str, ...], default
 
 @dataclass(frozen=True, slots=True)
 class MedusaParts:
-    """first: the first layer of all heads, one below the other; layers: by head, those after it;
-    outputs: of the heads, one for all of them, or none for the target's. tokens [num_tokens] int64:
-    which the outputs' rows are for; None for all."""
+    """first: the first layers of all heads, stacked; layers: later layers, by head; outputs: output
+    layers, one per head, one for all, or none for the target's. tokens [num_tokens] int64: ids of
+    the outputs' rows; None for all."""
 
     first: Linear
     layers: tuple[tuple[Linear, ...], ...]
@@ -110,13 +115,31 @@ class MedusaHeads:
 
     def __init__(self, config: MedusaConfig, parts: MedusaParts, target: Decoder) -> None:
         """target: gives the output layer where the heads have none."""
-        self.config = config
+        self._config, self.num_heads = config, config.num_heads
         self._parts, self._target = parts, target
+
+    def draft(
+        self,
+        states: Sequence[torch.Tensor],
+        rows: Sequence[Sequence[SampleRow]],
+        num_tokens: int,
+    ) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
+        """For each sequence's rows, of which all have equally many, num_tokens different tokens:
+        those that one of the first heads finds likeliest, the likeliest first. states [1, hidden]:
+        of each sequence, the target's. None if nothing can be drawn for one of them."""
+        num_heads = len(rows[0])
+        with torch.inference_mode():
+            logits = self.logits(torch.cat(list(states)), num_heads)
+            each = [row for own in rows for row in own]
+            found = draw_several(logits.flatten(0, 1), each, num_tokens)
+        if found is None:
+            return None
+        return tuple(found[first : first + num_heads] for first in range(0, len(found), num_heads))
 
     def logits(self, states: torch.Tensor, num_heads: int) -> torch.Tensor:
         """[rows, num_heads, vocab] float32 of the first heads, for the target's states [rows,
         hidden]."""
-        config, parts = self.config, self._parts
+        config, parts = self._config, self._parts
         rows, size = states.shape
         first = parts.first(states).view(rows, config.num_heads, size)[:, :num_heads]
         hidden = states[:, None] + F.silu(first)
@@ -136,10 +159,16 @@ class MedusaHeads:
         found = found.view(rows, num_heads, -1)
         if config.logit_scale != 1.0:
             found = found * config.logit_scale
-        if parts.tokens is None:
-            return found
-        logits = found.new_full((rows, num_heads, config.vocab_size), IMPOSSIBLE)
-        return logits.index_copy_(2, parts.tokens, found)
+        return spread(found, parts.tokens, config.vocab_size)
+
+
+def open_medusa(engine: TorchEngine, files: HeadFiles) -> tuple[MedusaHeads, HiddenStates]:
+    """The heads in `files` for the engine's model, and the states that the engine gives when it is
+    asked to. Raises ConfigError and ModelError."""
+    target = engine.watchable_steps().model
+    config = read_medusa_config(files.folder, target.config)
+    heads = load_medusa(files.folder, config, target.decoder, engine.device)
+    return heads, HiddenStates(partial(engine.watch, ()))
 
 
 def load_medusa(
@@ -162,7 +191,7 @@ def load_medusa(
 
     def output(head: int) -> Linear:
         name = f"{head}.{last}.weight" if is_published else f"lm_heads.{head}.weight"
-        # As vLLM does, rows of tokens that the heads have not are left out.
+        # As in vLLM: full-size outputs keep only the rows of the heads' vocabulary.
         if tokens is not None and tensors.size(name) == config.vocab_size * size:
             return pack_linear(tensors.take(name, config.vocab_size, size)[tokens], None)
         return pack_linear(tensors.take(name, num_tokens, size), None)
@@ -170,10 +199,7 @@ def load_medusa(
     tokens = None
     if num_tokens < config.vocab_size:
         tokens = tensors.take_whole("token_map", num_tokens).to(torch.int64)
-        if int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab_size:
-            raise TensorMismatch(
-                f"{folder}: 'token_map' names tokens that are not in [0, {config.vocab_size})"
-            )
+        check_tokens(folder, "token_map", tokens, config.vocab_size)
     if not config.has_one_output:
         outputs = tuple(output(head) for head in range(config.num_heads))
     elif tensors.has("lm_heads.0.weight"):

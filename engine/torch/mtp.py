@@ -1,13 +1,15 @@
-"""Layers for multi-token prediction, which a checkpoint has behind its last one, as draft heads.
+"""Draft heads from the multi-token prediction (MTP) layers that checkpoints have after their last
+layer.
 
     h = fc(norm(e) | norm(s)), a layer of the target's own kind; logits: head(norm(h))
 
 (DeepSeek-V3, arXiv 2412.19437, section 2.2.) e: the embedding of the token, s: the target's last
 states after its norm, or h of the draft before. Tensors of layer N, the first one that the target
-leaves out, are named as vLLM reads them: model.layers.N.{enorm, hnorm, eh_proj, shared_head.norm,
-shared_head.head, embed_tokens}, and beside them those of any layer.
+does not use, are named as in vLLM: model.layers.N.{enorm, hnorm, eh_proj, shared_head.norm,
+shared_head.head, embed_tokens}, besides those of every layer.
 
-Embeddings and output layer are the target's where the checkpoint has the same, or none.
+Embeddings and output layer are shared with the target if the checkpoint has equal ones, or none,
+for the head.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ from engine.torch.weights import load_weights
 def read_mtp_config(folder: Path, target: ModelConfig) -> HeadConfig:
     """Of the first of the checkpoint's layers for multi-token prediction. Raises
     UnsupportedModel."""
-    known = [name for name, family in FAMILIES.items() if family.has_mtp_layers]
-    if target.family not in known or not target.traits.num_unused_layers:
+    if not FAMILIES[target.family].has_mtp_layers or not target.traits.num_unused_layers:
+        known = (name for name, family in FAMILIES.items() if family.has_mtp_layers)
         raise UnsupportedModel(
             f"{folder}: a {target.family} model with "
             f"num_nextn_predict_layers={target.traits.num_unused_layers}: layers for multi-token "
@@ -71,8 +73,7 @@ def read_mtp_config(folder: Path, target: ModelConfig) -> HeadConfig:
 
 
 def mtp_weight_bytes(folder: Path, config: HeadConfig, dtype_bytes: int) -> int:
-    """What the layer takes, beside what it shares with the target. Float8 is taken to be
-    widened."""
+    """Bytes of the layer without tensors shared with the target. Assumes that float8 is widened."""
     shared = {_name(config, part) for part in ("embed_tokens.weight", "shared_head.head.weight")}
     sizes = stored_sizes(folder)
     shared -= _own_tensors(folder, config, sizes)
@@ -101,7 +102,7 @@ def load_mtp_head(
         lm_head=None if found.lm_head is None else packing.linear(found.lm_head),
         embeddings=found.embeddings,
     )
-    # What runs is one layer, the first of the head's own KV.
+    # Only one layer runs; it is the first in the head's own KV.
     runs = replace(config.model, num_layers=1, windows=config.model.windows[-1:])
     return DraftHead(replace(config, model=runs), parts, target)
 
@@ -111,7 +112,7 @@ def _name(config: HeadConfig, part: str) -> str:
 
 
 def _own_tensors(folder: Path, config: HeadConfig, names: Iterable[str]) -> frozenset[str]:
-    """The layer's embeddings and output layer, as far as there are any that are not the
+    """Names of the layer's embeddings and output layer, if present and different from the
     target's."""
     output = "model.embed_tokens.weight" if config.model.is_tied else "lm_head.weight"
     pairs = (
@@ -128,7 +129,7 @@ def _own_tensors(folder: Path, config: HeadConfig, names: Iterable[str]) -> froz
 
 
 def _mapped(folder: Path, names: set[str]) -> dict[str, torch.Tensor]:
-    """By name, those that are there."""
+    """Map the tensors that exist, by name."""
     found = {}
     for path in find_shards(folder):
         with safe_open(path, framework="pt", device="cpu") as shard:
@@ -140,7 +141,7 @@ def _mapped(folder: Path, names: set[str]) -> dict[str, torch.Tensor]:
 @dataclass(frozen=True, slots=True)
 class _MtpParameters:
     """A Fillable. lm_head, embeddings [vocab, hidden]: None for the target's. prefix: of the
-    layer's tensors."""
+    layer's tensor names."""
 
     fc: Linear
     layer: DenseLayer
@@ -173,7 +174,7 @@ class _MtpParameters:
         return quantizable_names([*self.layer.linears, *self._linears])
 
     def ignores(self, name: str) -> bool:
-        """All that is the target's, or is the same as the target's."""
+        """Whether the tensor belongs to the target, or equals one of the target's."""
         shared = ("embed_tokens.weight", "shared_head.head.weight")
         return not name.startswith(self.prefix) or name.removeprefix(self.prefix) in shared
 

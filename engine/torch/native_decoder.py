@@ -1,4 +1,4 @@
-"""The decoder over the native CPU kernels: its layers in a few calls instead of nine for each."""
+"""A decoder over the native CPU kernels: a few calls for all layers instead of nine per layer."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def make_decoder(
     ranks: Ranks,
     attention: AttentionBackend = REFERENCE,
 ) -> Decoder:
-    """The fastest decoder for where the parameters are. All give the same, to the bit where both
-    run native kernels.
+    """Make the fastest decoder for the parameters' device. All give the same results, bit-identical
+    between native kernels.
 
-    config, ranks, attention: see Decoder. Several ranks meet within a layer, so that they run it
-    operation by operation, and so do layers whose attention somebody else computes.
+    config, ranks, attention: see Decoder. Several ranks, which meet within a layer, and other
+    attention backends run op by op.
     """
     embeddings = parameters.embeddings
     if attention is not REFERENCE:
@@ -68,14 +68,14 @@ class NativeDecoder(Decoder):
         scales: torch.Tensor | None = None,
         watch: Watch | None = None,
     ) -> torch.Tensor:
-        """See Decoder.forward. Tokens with adapters go operation by operation."""
+        """See Decoder.forward. Batches with adapters run op by op."""
         if batch.adapters:
             return super().forward(batch, pool, layer_done, scales, watch)
         config = self._config
         hidden = self.embed(batch.token_ids)
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
         cos, sin = batch.rotations[0]
-        # Native ones, as `can_run` holds.
+        # Native plans, because `can_run` holds.
         plans = cast(Mapping[int | None, AttentionPlan], batch.plans)
         apart = batch.windowed
         windowed = StepKv(apart.pool, apart.scales, apart.first_rows) if apart else None
@@ -100,7 +100,7 @@ class NativeDecoder(Decoder):
             watch.add(hidden, None)
             running.run(end, end + 1)
             return hidden
-        # With the norm after the last layer.
+        # The last stage and the final norm.
         running.run(end - 1, end + 1)
         return hidden
 
@@ -108,8 +108,8 @@ class NativeDecoder(Decoder):
 def _run_to(
     running: RunningLayers, first: int, end: int, layer_done: Callable[[int], None] | None
 ) -> None:
-    """Stages from `first`, which begins a layer, up to `end`, stopping to report where a layer's KV
-    is written."""
+    """Run stages from `first`, the start of a layer, up to `end`; pause after each layer's KV write
+    to report it."""
     if layer_done is None:
         running.run(first, end)
         return

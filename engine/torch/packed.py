@@ -1,5 +1,4 @@
-"""A decoder's parameters in the form that runs: each linear layer packed for where it runs,
-once."""
+"""A decoder's parameters in executable form: each linear layer is packed once, for its device."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ PackedLayer = Layer[Linear, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedParameters:
-    """As Parameters. Where embeddings are tied, lm_head may hold a packed copy of them."""
+    """See Parameters. With tied embeddings, lm_head may be a packed copy of them."""
 
     embeddings: torch.Tensor
     layers: tuple[PackedLayer, ...]
@@ -98,7 +97,7 @@ class Packing:
         return layer.map(self.linear, _numbers)
 
     def norm(self, norm: Norm[Vector]) -> Norm[torch.Tensor]:
-        """Where it is."""
+        """The norm on the target device."""
         return norm.map(_numbers)
 
     def linear(self, linear: DenseLinear) -> Linear:

@@ -1,5 +1,5 @@
-"""A decoder's parameters, fused as the forward wants them, before they are packed, and where each
-tensor of a checkpoint goes."""
+"""A decoder's parameters before packing, fused as the forward needs them, and the destination of
+each tensor of a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from engine.shard import WHOLE, Shard
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x weight^T + bias; weight [out, in], bias [out] or none."""
+    """y = x weight^T + bias; weight [out, in], bias [out] or None."""
 
     spec: LinearSpec
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def targets(self) -> Iterator[tuple[str, Target]]:
-        """What a fused one is made of, by the names of tensors in a checkpoint. They are views."""
+        """Views that the checkpoint's tensors fill, by tensor name; a fused layer has several."""
         at = 0
         for name, group in groupby(self.spec.sources, key=lambda source: source.name):
             sources = tuple(group)
@@ -46,13 +46,13 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """numbers [size]."""
+    """A vector, such as the weight of a norm. numbers: [size]."""
 
     spec: VectorSpec
     numbers: torch.Tensor
 
     def target(self) -> tuple[str, Target]:
-        """By the name of its tensor in a checkpoint."""
+        """The destination of its tensor, by the tensor's name in a checkpoint."""
         return self.spec.name, Target(self.numbers, (self.spec.source,), self.spec.offset)
 
 
@@ -61,8 +61,8 @@ DenseLayer = Layer[Linear, Vector]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a tensor of a checkpoint goes: `tensor` has the rows that the sources give, one below
-    the other. offset: added to what the checkpoint has."""
+    """Destination of a tensor of a checkpoint: `tensor` is filled with the source's row ranges,
+    stacked. offset: added to the checkpoint's values."""
 
     tensor: torch.Tensor
     sources: tuple[Source, ...]
@@ -70,16 +70,16 @@ class Target:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor in the checkpoint."""
+        """Shape of the whole tensor in the checkpoint."""
         return torch.Size((self.sources[0].num_rows, *self.tensor.shape[1:]))
 
     def fill(self, whole: torch.Tensor) -> None:
-        """Take the rows from the checkpoint's tensor."""
+        """Copy the rows from the checkpoint's tensor."""
         at = 0
         for source in self.sources:
             rows = source.take(whole)
-            # Out of page-locked memory a copy to a GPU runs while the next tensor is taken; torch
-            # keeps such memory until the copy is done.
+            # From page-locked memory a copy to a GPU overlaps with reading the next tensor; torch
+            # keeps such memory alive until the copy is done.
             self.tensor[at : at + len(rows)].copy_(rows, non_blocking=True)
             at += len(rows)
         if self.offset:
@@ -87,8 +87,8 @@ class Target:
 
 
 class Fillable(Protocol):
-    """What is read of a checkpoint. has_stacked_experts: whether that has experts as
-    engine.torch.stacked_experts says."""
+    """Destination of a checkpoint's tensors. has_stacked_experts: the checkpoint stacks experts,
+    see engine.torch.stacked_experts."""
 
     @property
     def device(self) -> torch.device: ...
@@ -97,16 +97,15 @@ class Fillable(Protocol):
     def has_stacked_experts(self) -> bool: ...
 
     def targets(self) -> Iterator[tuple[str, Target]]:
-        """Each tensor that a checkpoint must have, and the memory that it is to fill; some have
-        several."""
+        """Required tensors by name, with the memory to fill; a name may occur several times."""
         ...
 
     def linear_names(self) -> frozenset[str]:
-        """The linear layers of the checkpoint that may be quantised, by name."""
+        """Names of the checkpoint's linear layers that may be quantised."""
         ...
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor that is no target is rightly in the checkpoint."""
+        """Whether a tensor without a target is expected in the checkpoint."""
         ...
 
 
@@ -115,11 +114,11 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """All parameters of a rank; a Fillable. lm_head's weight [vocab, hidden] is of embeddings
-    itself where they are tied.
+    """All parameters of a rank; a Fillable. With tied embeddings, lm_head's weight [vocab, hidden]
+    is the embeddings tensor itself.
 
-    layers: a list, because packing takes them out of it one by one. unused_layers: which the
-    checkpoint has besides, for other uses.
+    layers: a list, because packing removes layers one by one. unused_layers: further layers of the
+    checkpoint, for other uses.
     """
 
     embeddings: torch.Tensor
@@ -132,7 +131,7 @@ class Parameters:
 
     @property
     def device(self) -> torch.device:
-        """Of what is not packed."""
+        """Device of the parameters that are not packed."""
         return self.embeddings.device
 
     def targets(self) -> Iterator[tuple[str, Target]]:
@@ -172,8 +171,8 @@ def quantizable_names(linears: Iterable[Linear]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class EmptyTensors:
-    """Makes what is to be filled. dtype: of all that is not wide; of_linears: where linear layers
-    are, but routers, until they are packed; device: of the rest."""
+    """Allocates parameters. dtype: of all except wide (float32) ones; of_linears: device of linear
+    layers, without routers, until they are packed; device: of the rest."""
 
     dtype: torch.dtype
     device: torch.device
@@ -197,9 +196,9 @@ def empty_parameters(
     shard: Shard = WHOLE,
     of_linears: torch.device | None = None,
 ) -> Parameters:
-    """Parameters of the config's shapes, as many of them as the rank holds, not yet filled.
+    """Allocate the rank's parameters by the config's shapes, not yet filled.
 
-    of_linears: where linear layers are until they are packed, if not on `device`.
+    of_linears: device of linear layers until they are packed, if not `device`.
     """
     empty = EmptyTensors(dtype, device, of_linears or device)
     layers = [spec.map(empty.linear, empty.vector) for spec in describe_layers(config, shard)]
@@ -217,5 +216,5 @@ def empty_parameters(
 
 
 def whole_target(tensor: torch.Tensor) -> Target:
-    """As the checkpoint has it."""
+    """A target for a tensor in the checkpoint's own shape."""
     return Target(tensor, (Source("", range(len(tensor)), len(tensor)),))

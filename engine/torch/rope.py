@@ -1,15 +1,14 @@
-"""Rotary frequencies, bit for bit those that transformers computes, and which of them a token
-takes.
+"""RoPE frequencies, bit-identical to transformers', and the choice of frequencies for a token.
 
 All types but `dynamic` have one set of frequencies. Dynamic NTK scaling has one per length n above
-max_position_embeddings: in transformers' `generate` a prompt of n tokens is rotated by those of n
-as a whole, and an output token at position p by those of p + 1; keys stay in the cache as they were
-rotated. Baton does the same where it is told the prompt's length (SequenceSlice.num_prompt_tokens),
-whatever the chunks; KV of a prompt longer than max_position_embeddings then depends on the prompt's
-length and must not be shared as a prefix. Where it is not told, every token takes the frequencies
-of its own position, which is the same for prompts up to max_position_embeddings.
+max_position_embeddings: in transformers' `generate` all tokens of a prompt of n tokens use the set
+for n, an output token at position p uses the set for p + 1, and cached keys keep their rotation.
+Baton does the same for any chunking if SequenceSlice.num_prompt_tokens is set; the KV of a prompt
+longer than max_position_embeddings then depends on the prompt's length and must not be shared as a
+prefix. Without num_prompt_tokens every token uses the set of its own position, which is the same
+for prompts up to max_position_embeddings.
 
-`longrope` has two sets, of which all tokens take one: see ModelConfig.for_length.
+`longrope` has two sets; all tokens of an engine use one of them: see ModelConfig.for_length.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import torch.nn.functional as F
 from baton_kernels.rope import rope_tables
 from engine.families.config import ModelConfig
 
-#: Positions whose cos and sin are computed at first; where sequences grow past them, those of the
-#: next power of two.
+#: Initial number of positions with cached cos and sin; grows to the next power of two as needed.
 _FIRST_POSITIONS = 1024
 
 #: cos and sin [tokens, head_dim / 2] of a step's tokens.
@@ -33,11 +31,11 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rope:
-    """inv_freq [num_sets, head_dim / 2] float32; set i is for lengths of first_length + i (set 0:
-    all up to it).
+    """inv_freq [num_sets, head_dim / 2] float32; set i is for the length first_length + i (set 0:
+    also for all shorter ones).
 
-    Keeps cos and sin of all positions that were asked for so far, and of those before them, where
-    there is one set. beside: another that some of the model's layers have.
+    With a single set, caches cos and sin of all positions up to the highest one requested. beside:
+    a second Rope for some of the model's layers.
     """
 
     def __init__(
@@ -53,7 +51,9 @@ class Rope:
         self._beside = beside
         self.is_dynamic = inv_freq.shape[0] > 1
         self._scaling: float | torch.Tensor = scaling
-        if scaling != 1.0 and bool((inv_freq == 0).any()):  # what is not rotated is not scaled
+        if scaling != 1.0 and bool(
+            (inv_freq == 0).any()
+        ):  # elements that are not rotated must not be scaled
             self._scaling = torch.where(inv_freq[:1] == 0, 1.0, scaling)
         self._cos = self._sin = torch.empty(0)
 
@@ -73,8 +73,8 @@ class Rope:
     def compute(
         self, positions: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype
     ) -> tuple[Rotation, ...]:
-        """By AttentionShape.rope; positions and lengths (see module) [tokens] int64. Keeps
-        nothing."""
+        """Rotations by AttentionShape.rope; positions and lengths (see module) [tokens] int64.
+        Caches nothing."""
         inv_freq = self.inv_freq
         if self.is_dynamic:
             inv_freq = inv_freq[(lengths - self.first_length).clamp_(min=0)]
@@ -105,7 +105,7 @@ def _make(
     scaling = 1.0
     match config.rope.rope_type:
         case "dynamic":
-            # The first set is made in double precision, the others in single, as transformers' are.
+            # transformers computes the first set in double precision, the others in single.
             lengths: list[int | torch.Tensor] = [
                 longest,
                 *(torch.tensor(length) for length in range(longest + 1, max_model_len + 1)),
@@ -122,7 +122,7 @@ def _make(
             inv_freq = _llama3(_inverse(theta, exponent), parameters)
         case _:
             inv_freq = _inverse(theta, exponent)
-    # What is not rotated turns by 0: see engine.families.layers.
+    # Elements that are not rotated get frequency 0: see engine.families.layers.
     inv_freq = F.pad(inv_freq, (0, (config.rope_width - config.rotary_dim) // 2))
     return Rope(inv_freq[None].to(device), scaling, longest, beside)
 
@@ -160,16 +160,15 @@ def _llama3(inv_freq: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
 
 
 def _yarn(config: ModelConfig, parameters: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """YaRN: dimensions that turn often keep their frequency, those that turn seldom are
-    interpolated, with a linear ramp between. Returns the frequencies, and what cos and sin are
-    multiplied by."""
+    """YaRN: dimensions with many turns keep their frequency, those with few are interpolated, with
+    a linear ramp between. Returns the frequencies and the factor of cos and sin."""
     dim, length = config.rope_width, parameters["original_max_position_embeddings"]
     factor = parameters["factor"]
     if factor is None:
         factor = config.max_position_embeddings / length
 
     def dimension_of(num_turns: float) -> float:
-        """The dimension that turns so often within the original length."""
+        """Dimension that makes num_turns turns within the original length."""
         turns = math.log(length / (num_turns * 2 * math.pi))
         return dim * turns / (2 * math.log(config.rope.theta))
 
@@ -187,9 +186,9 @@ def _yarn(config: ModelConfig, parameters: dict[str, Any]) -> tuple[torch.Tensor
 
 
 def _longrope(config: ModelConfig, parameters: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """LongRoPE: each frequency is divided by a factor of its own, by one list of them up to the
-    original length and by another beyond: see ModelConfig.for_length. Returns the frequencies, and
-    what cos and sin are multiplied by."""
+    """LongRoPE: each frequency is divided by its own factor, from one list up to the original
+    length and another beyond: see ModelConfig.for_length. Returns the frequencies and the factor of
+    cos and sin."""
     factors = torch.tensor(
         parameters["long_factor" if parameters.get("is_long") else "short_factor"]
     )

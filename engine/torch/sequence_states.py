@@ -1,5 +1,5 @@
-"""A sequence's states in a step, of a model that has layers with a state: what such a layer reads,
-and what it writes."""
+"""The states of a sequence in a step, for models with state layers: input and output of these
+layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SequenceStates:
-    """Of the sequence whose new tokens are [first_token, first_token + num_tokens) of the step's.
+    """States of the sequence with the step's tokens [first_token, first_token + num_tokens).
 
-    before: [state_layers, elements] float32, the states before the first of them, which nobody
-    changes; None at a sequence's beginning. after: the same after the last of them, to be written
-    as a whole.
+    before: [state_layers, elements] float32, the states before its first token, read-only; None at
+    the beginning of a sequence. after: the states after its last token, to be filled completely.
     """
 
     first_token: int

@@ -1,10 +1,10 @@
 """Tensors of a checkpoint that hold all experts of a layer, as one linear layer for each expert.
 
-gpt-oss has them so: F.gate_up_proj [experts, in, out] and F.gate_up_proj_bias [experts, out], where
-F is the layer's folder of experts, and alike down_proj; or, in mxfp4, F.gate_up_proj_blocks and
-F.gate_up_proj_scales (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-
-final-pdf): of each 32 numbers of a row of the weight [out, in], 16 bytes of two, the first in the
-low four bits, and the power of two that they are multiplied by.
+gpt-oss stores F.gate_up_proj [experts, in, out] and F.gate_up_proj_bias [experts, out], with the
+prefix F of the layer's experts, and down_proj likewise. In mxfp4 (OCP Microscaling Formats MX v1.0)
+these are F.gate_up_proj_blocks and F.gate_up_proj_scales: each 32 numbers of a row of the weight
+[out, in] are 16 bytes with two numbers each, the first in the low nibble, and one power of two as
+their common factor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STACKED = re.compile(
     r"(?P<folder>.+\.experts)\.(?P<layer>[a-z_]+_proj)(?P<kind>|_bias|_blocks|_scales)$"
 )
 
-#: What four bits mean: a sign, two bits of exponent and one of mantissa.
+#: Values of four bits: a sign, two bits of exponent and one of mantissa.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 _NUM_OF_SCALE = 32
@@ -27,19 +27,18 @@ Piece = tuple[str, torch.Tensor]
 
 
 class StackedExperts:
-    """Takes tensors apart, one after the other, and keeps those in mxfp4 until their other half has
-    come."""
+    """Splits stacked tensors one at a time; keeps an mxfp4 half until the other has been read."""
 
     def __init__(self) -> None:
         self._halves: dict[str, dict[str, torch.Tensor]] = {}
 
     def takes(self, name: str) -> bool:
-        """Whether it is one of these, by its name."""
+        """Whether a tensor of this name is stacked."""
         return _STACKED.match(name) is not None
 
     def pieces(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
-        """Each expert's weight or bias that is whole now, by the name that it would have alone.
-        Raises ValueError for what does not fit its other half."""
+        """Yield the experts' weights or biases that are complete now, by the names they would have
+        unstacked. Raises ValueError for halves that do not fit together."""
         found = _STACKED.match(name)
         if found is None:
             raise ValueError(f"{name} holds no experts")
@@ -57,7 +56,7 @@ class StackedExperts:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names of tensors whose other half has come."""
+        """Names of missing tensors; their other halves have been read."""
         both = {"_blocks", "_scales"}
         return tuple(
             f"{name}{kind}" for name, found in self._halves.items() for kind in both - found.keys()
@@ -72,7 +71,7 @@ def _named(folder: str, layer: str, part: str, stacked: torch.Tensor) -> Iterato
 def _decoded(
     folder: str, layer: str, blocks: torch.Tensor, scales: torch.Tensor
 ) -> Iterator[Piece]:
-    """One expert at a time, so that no more are there at once."""
+    """Yield one decoded expert at a time, to bound memory."""
     is_right = blocks.dtype == scales.dtype == torch.uint8
     if not is_right or blocks.shape != (*scales.shape, _NUM_OF_SCALE // 2):
         raise ValueError(
@@ -84,8 +83,8 @@ def _decoded(
 
 
 def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """blocks [rows, scales of a row, 16] uint8, scales [rows, scales of a row] uint8 -> [rows, 32 *
-    scales of a row] float32."""
+    """Decode blocks [rows, scales per row, 16] uint8 and scales [rows, scales per row] uint8 to
+    [rows, 32 * scales per row] float32."""
     values = torch.tensor((*_FP4, *(-value for value in _FP4)))
     pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1)
     numbers = values[pairs.flatten(2).int()]

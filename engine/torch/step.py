@@ -1,5 +1,5 @@
-"""A step's metadata, built once on the host from a batch: what the layers read, and which requests
-are at fault."""
+"""Step metadata, built once on the host from a batch: the input of the layers, and faults of
+requests."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from engine.torch.decoder import AdapterRows, PackedBatch, PackedTokens, Windowe
 from engine.torch.device_tables import DeviceTables
 from engine.torch.rope import Rope
 
-#: baton_kernels.paged_attention.plan_attention, or that of one device.
+#: baton_kernels.paged_attention.plan_attention, or a device's own version.
 PlanAttention = Callable[..., Any]
 
 NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 
 
 class WindowedStep(NamedTuple):
-    """Where windowed layers' KV of a step is, if apart from that of the others: each slice's block
-    table there, see GroupedKvPool.slot_table, and the pool and its scales. No pool: it is not
-    apart."""
+    """A step's KV of windowed layers in their own pool: each slice's block table there (see
+    GroupedKvPool.slot_table), the pool and its scales. pool None: all layers share a pool."""
 
     tables: Sequence[Sequence[int]] = ()
     pool: torch.Tensor | None = None
@@ -45,14 +44,14 @@ NOT_APART = WindowedStep()
 
 
 def fault(reason: str, slices: Sequence[int]) -> EngineFault:
-    """A fault of some slices of a batch: their indices are in metadata["slices"], separated by
-    commas."""
+    """A fault of some slices of a batch, with their comma-separated indices in
+    metadata["slices"]."""
     return EngineFault(reason, slices=",".join(map(str, sorted(set(slices)))))
 
 
 def check_batch(batch: Batch, spec: EngineSpec, num_drawn: int) -> None:
-    """Raise EngineFault if a slice would read or write outside its own, or follows a row that is
-    none of the num_drawn of the step before: before anything is touched."""
+    """Check a batch before anything is written. Raises EngineFault if a slice would read or write
+    outside its own blocks, or follows a row outside the num_drawn of the step before."""
     wrong = [
         (index, text)
         for index, part in enumerate(batch.slices)
@@ -63,7 +62,8 @@ def check_batch(batch: Batch, spec: EngineSpec, num_drawn: int) -> None:
 
 
 def _faults(part: SequenceSlice, spec: EngineSpec, num_drawn: int) -> Iterator[str]:
-    """What is wrong with a slice. What comes after a fault may not be asked for."""
+    """Yield the faults of a slice. Do not advance past the first: later checks assume its absence
+    and may raise."""
     end, num_blocks, vocab_size = part.start + len(part.token_ids), spec.num_blocks, spec.vocab_size
     if not part.token_ids or part.start < 0:
         yield "a slice needs new tokens at positions from 0"
@@ -74,13 +74,13 @@ def _faults(part: SequenceSlice, spec: EngineSpec, num_drawn: int) -> Iterator[s
     if end > len(part.block_table) * spec.layout.block_size:
         yield "a block table is too short for its sequence"
     table = part.block_table
-    # Tables of a pool were checked when they grew: a step looks at no context.
+    # A pool checks its own tables when they grow, so a step need not scan contexts.
     bound = table.num_blocks if isinstance(table, BlockTable) else max(table) + 1
     if bound > num_blocks or (not isinstance(table, BlockTable) and min(table) < 0):
         yield f"a block id is not in [0, {num_blocks})"
     if min(part.token_ids) < 0 or max(part.token_ids) >= vocab_size:
         yield f"a token id is not in [0, {vocab_size})"
-    # Rows of one sequence share their sampling, and a prompt may have one for each of its tokens.
+    # Rows of a sequence share their sampling; a prompt may have a row per token.
     samplings = {id(row.sampling): row.sampling for row in part.rows}.values()
     if any(names_unknown_token(sampling, vocab_size) for sampling in samplings):
         yield (
@@ -94,7 +94,7 @@ def _faults(part: SequenceSlice, spec: EngineSpec, num_drawn: int) -> Iterator[s
 
 
 def pack_tokens(batch: Batch, pool: torch.Tensor) -> PackedTokens:
-    """A step's tokens and where they go in `pool`, on its device."""
+    """A step's tokens and their places in `pool`, on its device."""
     device = pool.device
     token_ids = _tensor(chain.from_iterable(s.token_ids for s in batch.slices))
     ranges = [range(s.start, s.start + len(s.token_ids)) for s in batch.slices]
@@ -113,8 +113,7 @@ def pack_tokens(batch: Batch, pool: torch.Tensor) -> PackedTokens:
 def _placed_in(
     pool: torch.Tensor, parts: Sequence[SequenceSlice]
 ) -> tuple[torch.Tensor, list[AttentionSlice]]:
-    """PackedTokens.first_rows, on the device, and slices, in a pool that the block tables are
-    of."""
+    """PackedTokens.first_rows on the device, and slices, for the pool of the block tables."""
     block_size, rows_of_block = pool.shape[4], block_rows(pool)
     rows = array("q")
     for part in parts:
@@ -134,8 +133,8 @@ def _placed_in(
 
 
 def window_tables(batch: Batch, kv: GroupedKvPool[Any]) -> list[array[int]]:
-    """The block tables of a batch's slices as windowed layers have them. Raises EngineFault of
-    slices that would read or write where there is no slot."""
+    """Block tables of a batch's slices in the windowed layers' pool. Raises EngineFault for slices
+    that would read or write without a slot."""
     tables = [
         kv.slot_table(part.block_table, part.start, part.start + len(part.token_ids))
         for part in batch.slices
@@ -156,9 +155,10 @@ def pack_batch(
     plan: PlanAttention = plan_attention,
     apart: WindowedStep = NOT_APART,
 ) -> PackedBatch:
-    """The metadata of one step over `pool`, on its device, of a model that computes in `dtype`.
-    adapters: those that slices may name. tables: the device's own, which are sent what is new.
-    plan: that of the device. apart: then `pool` has the KV of full layers alone."""
+    """Metadata of one step over `pool`, on its device, for a model that computes in `dtype`.
+    adapters: those that slices may name. tables: block tables on the device, updated here. plan:
+    attention planner of the device. apart: windowed layers' pool; then `pool` has full layers
+    only."""
     tokens = pack_tokens(batch, pool)
     positions = tokens.positions
     lengths = to_device(_rope_lengths(batch), pool.device) if rope.is_dynamic else positions
@@ -191,7 +191,7 @@ def pack_batch(
 def _adapter_rows(
     batch: Batch, adapters: Mapping[str, Adapter], device: torch.device
 ) -> tuple[AdapterRows, ...]:
-    """Raises EngineFault of slices that name an adapter that is not there."""
+    """Raise EngineFault for slices with an unknown adapter."""
     wanted = [part.adapter for part in batch.slices]
     if wrong := [index for index, name in enumerate(wanted) if name and name not in adapters]:
         raise fault(f"adapter {wanted[wrong[0]]!r} is not loaded", wrong)
@@ -209,8 +209,8 @@ def _adapter_rows(
 
 
 def take_drawn(token_ids: torch.Tensor, batch: Batch, drawn: torch.Tensor) -> None:
-    """Put what the step before drew where slices follow it, in place. token_ids [tokens], drawn
-    [rows] int64, on one device."""
+    """Copy tokens drawn by the step before into the slices that follow it, in place. token_ids
+    [tokens], drawn [rows] int64, on one device."""
     ends = accumulate(len(part.token_ids) for part in batch.slices)
     following = [
         (end - 1, part.follows)
@@ -227,8 +227,7 @@ def take_drawn(token_ids: torch.Tensor, batch: Batch, drawn: torch.Tensor) -> No
 
 
 def sample_rows(batch: Batch) -> tuple[list[SampleRow], list[int], list[int]]:
-    """All rows of a batch, the packed row that each samples after, and the slice that it belongs
-    to."""
+    """All sample rows of a batch, with the packed row that each samples after, and its slice."""
     rows: list[SampleRow] = []
     packed: list[int] = []
     owners: list[int] = []
@@ -242,7 +241,7 @@ def sample_rows(batch: Batch) -> tuple[list[SampleRow], list[int], list[int]]:
 
 
 def _tensor(numbers: Iterable[int]) -> torch.Tensor:
-    """int64; far quicker than torch's own way through a list."""
+    """int64 tensor; far faster than torch.tensor of a list."""
     values = array("q", numbers)
     if not values:
         return torch.empty(0, dtype=torch.int64)
@@ -250,7 +249,7 @@ def _tensor(numbers: Iterable[int]) -> torch.Tensor:
 
 
 def _rope_lengths(batch: Batch) -> torch.Tensor:
-    """The length whose frequencies each token takes: see engine.torch.rope."""
+    """Length that selects the frequencies of each token: see engine.torch.rope."""
     return _tensor(
         max(position + 1, s.num_prompt_tokens)
         for s in batch.slices

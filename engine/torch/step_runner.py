@@ -1,5 +1,5 @@
-"""How a batch gets through the decoder, as the engine sees it: a forward now, and logits of its
-sample rows when they are wanted."""
+"""Interface from the engine to a decoder: a forward of a batch now, and logits of its sample rows
+later."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ from engine.torch.step import (
     window_tables,
 )
 
-#: Why a draft head cannot be had of an engine.
+#: Why an engine supports no draft head.
 NO_STATES = (
     "a head needs the target's hidden states, which only one process on a CPU that runs Baton's "
     "own layers keeps; give ngram, or draft with a model"
 )
 
-#: Called with each layer's index, in order, once the KV of that layer is in the pool, or queued to
-#: be on the pool's stream.
+#: Called with each layer's index, in order, once the KV of that layer is in the pool, or its write
+#: is queued on the pool's stream.
 LayerDone = Callable[[int], None]
 
 
 class StepOutput(Protocol):
-    """A forward that ran."""
+    """Result of a forward."""
 
     @property
     def num_rows(self) -> int:
-        """Sample rows of the batch, which are counted slice by slice."""
+        """Sample rows of the batch, counted slice by slice."""
         ...
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
-        """Of these sample rows, [rows, vocab] float32, on the engine's device. Overwritten, on the
-        device's stream, by the next step."""
+        """Logits of these sample rows, [rows, vocab] float32, on the engine's device. The next step
+        overwrites them, in stream order."""
         ...
 
 
 class StepRunner(Protocol):
-    """Runs steps. Called by the engine's thread, in inference mode, with batches that check_batch
-    let pass."""
+    """Runs steps. Called by the engine's thread, in inference mode, with batches that passed
+    check_batch."""
 
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
     ) -> StepOutput:
-        """Write the new tokens' KV. drawn: [rows] int64 on the device, what the step before drew,
-        for slices that follow it. Waits for nothing that the device was given before."""
+        """Write the new tokens' KV. drawn: [rows] int64 on the device, tokens drawn by the step
+        before, for slices that follow it. Does not wait for work queued on the device."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """What steps are made of. config: with the heads that are here; kv: the pool that is read and
-    written; adapters: by name; plan_attention: that of the pool's device."""
+    """Model, pool and adapters for steps. config: with this rank's heads; kv: pool to read and
+    write; adapters: by name; plan_attention: attention planner of the pool's device."""
 
     config: ModelConfig
     decoder: Decoder
@@ -79,7 +79,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class EagerStep:
-    """states [rows, hidden], of the batch's sample rows. watched: see Decoder.forward."""
+    """states: [rows, hidden] at the batch's sample rows. watched: see Decoder.forward."""
 
     states: torch.Tensor
     decoder: Decoder
@@ -99,12 +99,13 @@ class EagerStep:
 
 
 class EagerSteps:
-    """Any batch, operation by operation, by all ranks."""
+    """Runs any batch op by op, on all ranks."""
 
     def __init__(
         self, model: StepModel, followers: Followers, tables: DeviceTables | None = None
     ) -> None:
-        """followers: the other ranks' processes. tables: of a device that is not the host."""
+        """followers: processes of the other ranks. tables: block tables on the device; None on the
+        host."""
         self._model = model
         self._tables = tables
         self._followers = followers
@@ -112,12 +113,12 @@ class EagerSteps:
 
     @property
     def model(self) -> StepModel:
-        """What runs."""
+        """The model that steps run."""
         return self._model
 
     def watch(self, layers: Sequence[int] | None) -> None:
-        """From now on steps keep the states before these layers, see Watch; of none of them, the
-        last ones after the norm. None: they keep nothing."""
+        """Make later steps keep the states at the inputs of these layers, see Watch; empty: the
+        last states after the norm. None: keep nothing."""
         self._watched_layers = None if layers is None else tuple(layers)
 
     def run(
@@ -153,8 +154,8 @@ class EagerSteps:
 
 
 def _windowed(batch: Batch, pool: TensorPool) -> WindowedStep:
-    """What windowed layers of a step see of a pool. Raises EngineFault, see window_tables: before
-    any rank has been given the step."""
+    """Windowed layers' view of a pool in a step. Raises EngineFault (see window_tables) before any
+    rank gets the step."""
     if not isinstance(pool, GroupedTensorPool):
         return NOT_APART
     own = pool.in_slots

@@ -1,8 +1,8 @@
-"""Our attention in place of a transformers model's: through transformers' attention interface where
-a model's code uses it, else by own_attention.
+"""Our attention in a transformers model: through transformers' attention interface if the model's
+code uses it, else by own_attention.
 
-A step's tokens go through the model as one sequence [1, tokens], with no padding; only attention
-knows which of them belong together.
+A step's tokens run through the model as one sequence [1, tokens] without padding; only attention
+uses the sequences' boundaries.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from baton_kernels.kv_write import kv_write
 from baton_kernels.paged_attention import AttentionPlan, ScoreTerms, paged_attention
 from engine.torch.sequence_states import SequenceStates
 
-#: Names that a model's config gives its attention: with no mask, which models then do not make, and
-#: with one that nobody reads, for code that changes its mask before it goes on.
+#: Attention names in a model's config: without a mask, so that models create none; and with a mask
+#: that is ignored, for code that modifies its mask first.
 IMPLEMENTATION, WITH_MASK = "baton", "baton_with_mask"
-#: Where a module of attention has its LayerAttention.
+#: Attribute of an attention module that holds its LayerAttention.
 _ATTRIBUTE = "baton_attention"
 
 
 class Attention(Protocol):
-    """What a module of attention calls, [1, heads, tokens, head_dim] each, and what it is given
-    back: [1, tokens, heads, head_dim]. settings: as transformers' attention functions take them."""
+    """Attention as called by a module: query, key, value [1, heads, tokens, head_dim] -> [1,
+    tokens, heads, head_dim]. settings: keyword arguments of transformers' attention functions."""
 
     def __call__(
         self,
@@ -41,7 +41,7 @@ class Attention(Protocol):
 
 
 def register() -> None:
-    """Make IMPLEMENTATION and WITH_MASK known to transformers."""
+    """Register IMPLEMENTATION and WITH_MASK with transformers."""
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionInterface.register(WITH_MASK, attend)
     AttentionMaskInterface.register(WITH_MASK, _no_mask)
@@ -55,13 +55,13 @@ def attend(
     attention_mask: torch.Tensor | None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function for modules that `set_attention` was called for."""
+    """transformers' attention function, for modules prepared by `set_attention`."""
     attention: Attention = getattr(module, _ATTRIBUTE)
     return attention(module, query, key, value, attention_mask, settings), None
 
 
 def set_attention(module: torch.nn.Module, attention: Attention) -> None:
-    """What the module calls from now on."""
+    """Set the attention that the module calls."""
     setattr(module, _ATTRIBUTE, attention)
 
 
@@ -71,7 +71,7 @@ def _no_mask(**_: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlanKey:
-    """Layers with the same one share a step's plan: see baton_kernels.paged_attention."""
+    """Layers with equal keys share a step's plan: see baton_kernels.paged_attention."""
 
     scale: float
     window: int | None
@@ -79,9 +79,9 @@ class PlanKey:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What all layers of a step read. rows: as kv_write takes them; layer_done: called with a
-    layer's index once its KV is in the pool; states: of each sequence, in the order of their
-    tokens, if the model has any."""
+    """Inputs of all layers of a step. rows: see kv_write; layer_done: called with a layer's index
+    once its KV is in the pool; states: of each sequence, in the order of their tokens, if the model
+    has any."""
 
     pool: torch.Tensor
     scales: torch.Tensor | None
@@ -92,20 +92,20 @@ class ForwardContext:
 
 
 class ForwardContextHolder:
-    """The step under way, of one model: its layers find it here, for their calls carry none."""
+    """Holds a model's current step for its layers, because their calls do not carry it."""
 
     def __init__(self) -> None:
         self._step: ForwardContext | None = None
 
     @property
     def step(self) -> ForwardContext:
-        """Raises RuntimeError outside a step."""
+        """The current step. Raises RuntimeError outside a step."""
         if self._step is None:
             raise RuntimeError("the model was called outside a step")
         return self._step
 
     def run(self, step: ForwardContext, forward: Callable[[], Any]) -> Any:
-        """Call `forward`, whose layers see this step."""
+        """Call `forward` with `step` as the current step."""
         self._step = step
         try:
             return forward()
@@ -119,7 +119,7 @@ class LayerAttention:
     def __init__(
         self, holder: ForwardContextHolder, layer: int, key: PlanKey, *, is_reader: bool
     ) -> None:
-        """layer: of the pool. is_reader: the step's KV is written there by another layer before."""
+        """layer: index in the pool. is_reader: an earlier layer has written this layer's KV."""
         self._holder, self._layer, self._key = holder, layer, key
         self._is_reader = is_reader
 

@@ -1,8 +1,8 @@
-"""What a transformers model needs of an engine, found by running its code once on no data; and why
-it cannot be served, if it cannot.
+"""Describes a transformers model for the engine, by running its code once without data; explains
+why unsupported models cannot be served.
 
-The model is made on torch's meta device, where tensors have shapes and no memory, and its attention
-notes down what it is called with.
+The model is built on torch's meta device, where tensors have shapes and no memory, and a recording
+attention collects its calls.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from engine.transformers.states import (
     watched,
 )
 
-#: Tokens of the forward that is watched.
+#: Tokens of the recorded forward.
 _NUM_TOKENS = 8
-#: What attention is given that changes nothing here, whatever it is.
+#: Keyword arguments of attention that have no effect here, at any value.
 _IDLE_SETTINGS = frozenset(
     {
         *("position_ids", "cache_position", "use_cache", "return_dict", "is_causal"),
@@ -45,20 +45,19 @@ _IDLE_SETTINGS = frozenset(
     }
 )
 _SETTINGS = frozenset({"scaling", "sliding_window", "dropout", "softcap", "s_aux", "slopes"})
-#: Where configs keep the longest sequence, the first that is there.
+#: Config fields with the maximum sequence length; the first present one counts.
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
-#: Of models that know positions by ALiBi alone and name none: what they were trained on.
+#: Training length of models with ALiBi alone and no such field.
 _UNNAMED_LENGTHS = {"bloom": 2048}
-#: Rotary embeddings whose frequencies depend on the length of the longest sequence of a batch, once
-#: that is above a limit.
+#: RoPE types with frequencies that depend on the longest sequence of a batch, above a limit.
 _BY_LENGTH = ("dynamic", "longrope")
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """How a layer calls attention. module: its name within the model. kv_layer: which layer of the
-    KV it reads, and computes itself unless it is_reader: then an earlier layer has."""
+    """A layer's call of attention. module: its name within the model. kv_layer: index of the KV
+    that it reads; with is_reader an earlier layer computes that KV."""
 
     module: str
     key: PlanKey
@@ -68,11 +67,11 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model that can be served. body: the name of its module that gives the states which its
-    output layer takes; kv_digest: of every setting on which the meaning of KV depends, but the
-    weights; layer_width: elements that a layer makes of each token, about; head_weights: those that
-    embeddings and output layer share; state_layers: all of one size; transposed: last parts of
-    the names of layers whose weight is [in, out]."""
+    """A model that can be served. body: name of the module that computes the inputs of the output
+    layer; kv_digest: of all settings that define the KV, without the weights; layer_width:
+    estimated elements per token in a layer; head_weights: weights shared by embeddings and output
+    layer; state_layers: all of one size; transposed: last parts of the names of layers with weights
+    [in, out]."""
 
     architecture: str
     body: str
@@ -93,12 +92,12 @@ class Description:
 
     @property
     def state_elements(self) -> int:
-        """Of a sequence's state in one layer that has one; 0 if none has."""
+        """Elements of a sequence's state per state layer; 0 without state layers."""
         return self.state_layers[0].num_elements if self.state_layers else 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer of the KV, the last tokens of it that are ever read; None for all."""
+        """Per layer of the KV, the number of last tokens that are ever read; None for all."""
         widest: dict[int, int | None] = {}
         for layer in self.layers:
             window, known = layer.key.window, widest.get(layer.kv_layer, 0)
@@ -114,7 +113,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of attention, by tensors without data."""
+    """One call of attention, with tensors without data."""
 
     module: nn.Module
     query: torch.Tensor
@@ -125,7 +124,7 @@ class _Call:
 
 
 class _Watch:
-    """An Attention that notes down its calls."""
+    """An Attention that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -144,7 +143,7 @@ class _Watch:
 
 
 def read_transformers_config(folder: Path) -> PreTrainedConfig:
-    """The checkpoint's config, as of a dense model. Runs no code of the checkpoint. Raises
+    """The checkpoint's config, as of an unquantised model. Runs no code of the checkpoint. Raises
     UnsupportedModel."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -157,14 +156,14 @@ def read_transformers_config(folder: Path) -> PreTrainedConfig:
             "that a checkpoint brings along is never run"
         ) from error
     if hasattr(config, "quantization_config"):
-        # Its weights are dequantised before transformers sees them.
+        # transformers gets dequantised weights.
         del config.quantization_config
     _check_config(config)
     return config
 
 
 def _check_config(config: PreTrainedConfig) -> None:
-    """Refuse what its config alone gives away."""
+    """Raise UnsupportedModel for unsupported settings of the config."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise _refused(kind, "an encoder and a decoder: only decoders are served")
@@ -195,8 +194,8 @@ def _refused(kind: str, has: str) -> UnsupportedModel:
 
 
 def describe(folder: Path) -> Description:
-    """Of the checkpoint in `folder`, of which only config.json is read. Raises UnsupportedModel,
-    naming what cannot be served."""
+    """Describe the checkpoint in `folder` from config.json alone. Raises UnsupportedModel with the
+    unsupported feature."""
     config = read_transformers_config(folder)
     return describe_config(config)
 
@@ -214,7 +213,7 @@ def describe_config(config: PreTrainedConfig) -> Description:
     layers = tuple(_layers(kind, config, watch.calls, names))
     _check_states(kind, state_layers, layers)
     weights = dict(model.named_parameters())
-    # Only layers are counted: embeddings make rows, not products.
+    # Count layers only: embeddings are looked up, not multiplied.
     width = sum(_width(weight, config) for name, weight in weights.items() if _in_layer(name))
     return Description(
         architecture=type(model).__name__,
@@ -240,8 +239,8 @@ def describe_config(config: PreTrainedConfig) -> Description:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """transformers shows no progress bars of its own, and no warnings: what is missing is an error,
-    and what it would have installed for speed is for GPUs."""
+    """Silence transformers' progress bars and warnings: missing weights raise an error anyway, and
+    its suggested packages are for GPUs."""
     log: Any = transformers_logging
     had_bars, verbosity = log.is_progress_bar_enabled(), log.get_verbosity()
     log.disable_progress_bar()
@@ -263,7 +262,7 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def prepare(model: PreTrainedModel, device: torch.device | None = None) -> None:
-    """Let the model's attention be ours, and its experts those that `experts` names."""
+    """Switch the model's attention to ours, and its experts to those named `experts`."""
     register()
     name = own_attention.implementation_of(model.config.model_type)
     for config in configs_of(model):
@@ -274,13 +273,13 @@ def prepare(model: PreTrainedModel, device: torch.device | None = None) -> None:
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """All that the model's modules ask for their attention, each once."""
+    """Distinct configs that the model's modules consult for their attention."""
     found = (getattr(module, "config", None) for module in model.modules())
     return list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
 
 
 def _run(model: PreTrainedModel, kind: str) -> tuple[_Watch, str, int]:
-    """Calls of attention in one forward, the name of the model's body, and the number of its
+    """Run one forward: its calls of attention, the name of the model's body, and the size of its
     logits."""
     watch = _Watch()
     called: list[str] = []
@@ -313,7 +312,7 @@ def _is_called(module: nn.Module, watch: _Watch) -> bool:
 
 
 def takes_positions(module: nn.Module) -> bool:
-    """Whether a model, or its body, may be called with position_ids."""
+    """Whether the model, or its body, accepts position_ids."""
     known = inspect.signature(module.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
     return takes_all or "position_ids" in known
@@ -321,8 +320,8 @@ def takes_positions(module: nn.Module) -> bool:
 
 @contextmanager
 def _without_experts(model: nn.Module) -> Iterator[None]:
-    """Modules of experts that ask which tokens chose them, which has no answer without data, give
-    back something of the right shape."""
+    """Replace modules of experts that branch on routed tokens (impossible without data) by one that
+    returns the right shape."""
     asking = [
         module
         for module in model.modules()
@@ -338,7 +337,7 @@ def _without_experts(model: nn.Module) -> Iterator[None]:
 def _num_without_attention(
     model: nn.Module, watch: _Watch, caches: Mapping[str, LayerCache]
 ) -> int:
-    """Layers that have a state, and no KV."""
+    """Number of layers with a state and without KV."""
     attending = {getattr(call.module, "layer_idx", None) for call in watch.calls}
     return sum(model.get_submodule(name).layer_idx not in attending for name in caches)
 
@@ -360,8 +359,8 @@ def _check_states(
 def _check_calls(
     kind: str, config: PreTrainedConfig, calls: list[_Call], num_without: int
 ) -> _Call:
-    """Refuse what calls give away; the first of them. num_without: layers that have a state
-    instead. Raises UnsupportedModel."""
+    """Raise UnsupportedModel for unsupported calls; return the first call. num_without: layers with
+    a state instead of KV."""
     num_layers: int = config.num_hidden_layers - num_without
     if len(calls) < num_layers:
         raise _refused(
@@ -395,7 +394,8 @@ def _check_calls(
 def _layers(
     kind: str, config: PreTrainedConfig, calls: list[_Call], names: Mapping[nn.Module, str]
 ) -> Iterator[LayerCall]:
-    """Which layer of the KV each call reads: its own, or that of the call with the same tensors."""
+    """Yield each call with the index of its KV: a new one, or that of an earlier call with the same
+    tensors."""
     types = [name for name in _layer_types(config) if name in _ATTENTION_TYPES]
     written: list[_Call] = []
     for index, call in enumerate(calls):
@@ -413,7 +413,7 @@ def _layers(
 
 
 def _max_len(kind: str, config: PreTrainedConfig) -> int:
-    """The longest sequence in tokens, whose rotary embedding does not depend on others of its
+    """Maximum sequence length in tokens at which RoPE does not depend on the other sequences of a
     batch."""
     known = (getattr(config, name, None) for name in _LENGTHS)
     longest = next((length for length in known if length), _UNNAMED_LENGTHS.get(kind))
@@ -437,15 +437,15 @@ def _dtype(config: PreTrainedConfig) -> str:
 
 
 def _in_layer(name: str) -> bool:
-    """Whether a weight is one of many layers': they have numbers."""
+    """Whether a weight belongs to a numbered layer."""
     return any(part.isdigit() for part in name.split("."))
 
 
 def _width(weight: torch.Tensor, config: PreTrainedConfig) -> int:
-    """Elements that a product with the weight makes of a token, about."""
+    """Estimated elements per token that a product with the weight produces."""
     if weight.dim() == 2:
         return max(weight.shape)
-    if weight.dim() == 3:  # of experts, some of which a token goes to
+    if weight.dim() == 3:  # experts; a token goes to a few of them
         return max(weight.shape[1:]) * int(getattr(config, "num_experts_per_tok", None) or 1)
     return 0
 

@@ -1,5 +1,5 @@
-"""Our linear layers in place of a transformers model's: faster on a CPU and, where they are native,
-with one order of sums, so that a row's result is the same to the bit in any batch."""
+"""Our linear layers in a transformers model: faster on a CPU and, with native kernels, with one
+order of sums, so that a row's result is bit-identical in any batch."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from engine.transformers.states import own_weights
 
 #: Name of `_forward_experts` in transformers' interface for experts.
 _EXPERTS = "baton"
-#: Where a module of experts has its packed layers.
+#: Attribute of an experts module that holds its packed layers.
 _ATTRIBUTE = "baton_experts"
 
 
 class PackedLinear(nn.Module):
-    """In place of nn.Linear. x [..., num_in] -> [..., num_out]."""
+    """Replaces nn.Linear. x [..., num_in] -> [..., num_out]."""
 
     def __init__(self, packed: Linear, weight: torch.Tensor) -> None:
-        """weight: the layer's own, of which only shape and type are kept."""
+        """weight: the original; only shape and dtype are kept."""
         super().__init__()
         self._packed = packed
-        #: For code that asks for a layer's type: it has no data.
+        #: For code that reads the layer's dtype; has no data.
         self.weight = torch.empty_like(weight, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Raises TypeError for another type than the weight's."""
+        """Raises TypeError if x has another dtype than the weight."""
         if x.dtype != self.weight.dtype:
             raise TypeError(f"a linear layer of {self.weight.dtype} got {x.dtype}")
         return self._packed(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
 class _RouterWeight(torch.Tensor):
-    """A weight that its module gives to F.linear itself, which then runs a packed layer."""
+    """A weight that its module passes to F.linear, which then runs a packed layer."""
 
     packed: Linear
     in_float32: torch.Tensor
@@ -68,8 +68,8 @@ class _RouterWeight(torch.Tensor):
 
 
 def _router_weight(weight: torch.Tensor, allocate: Allocate) -> torch.Tensor:
-    """weight [experts, size], with the packed layer for it and for it in float32, which routers may
-    ask for."""
+    """weight [experts, size], with packed layers in its dtype and in float32, which routers may ask
+    for."""
     made = weight.detach().as_subclass(_RouterWeight)
     made.packed = _pack(weight, None, allocate)
     is_wide = weight.dtype == torch.float32
@@ -78,8 +78,8 @@ def _router_weight(weight: torch.Tensor, allocate: Allocate) -> torch.Tensor:
 
 
 def pack_linears(model: PreTrainedModel) -> None:
-    """Replace the model's linear layers, one after the other, each of which is then dropped. On a
-    GPU only the interface for experts is set."""
+    """Replace the model's linear layers one at a time, dropping each original. On a GPU only the
+    interface for experts is set."""
     allocate = Arena().take
     is_host = model.device.type == "cpu"
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _forward_experts)
@@ -108,7 +108,7 @@ def _pack(weight: Any, bias: Any, allocate: Allocate) -> Linear:
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether it computes what nn.Linear does."""
+    """Whether the module computes the same as nn.Linear."""
     kind = type(module)
     if isinstance(module, Conv1D) or kind.__name__ == "FalconLinear":
         return True
@@ -116,8 +116,8 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def _is_router(module: nn.Module) -> bool:
-    """Whether it owns a matrix that is neither a table nor a linear layer's: it gives that to
-    F.linear."""
+    """Whether the module has a matrix of its own, other than embeddings and linear layers: it
+    passes that to F.linear."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         return False
@@ -130,7 +130,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _pack_experts(module: Any, allocate: Allocate) -> None:
-    """Each expert's two layers. Their weights are dropped."""
+    """Pack each expert's two layers and drop their weights."""
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     layers = []
     for name in names:
@@ -149,9 +149,9 @@ def _pack_experts(module: Any, allocate: Allocate) -> None:
 def _forward_experts(
     module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """hidden [tokens, size], chosen and weights [tokens, experts of a token] -> [tokens, size].
+    """hidden [tokens, size], chosen and weights [tokens, experts per token] -> [tokens, size].
 
-    A token's experts are added up in the order that it has them in, whatever else is in the batch.
+    A token's experts are summed in its own order, for any batch.
     """
     num_chosen = chosen.shape[-1]
     experts = chosen.reshape(-1)
@@ -165,6 +165,8 @@ def _forward_experts(
         inner = first[expert](hidden[places // num_chosen])
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         result = second[expert](inner)
-        results[places] = module.post_expert_norm(result) if module.has_post_expert_norm else result
+        # Older transformers have no such attribute.
+        has_norm = getattr(module, "has_post_expert_norm", False)
+        results[places] = module.post_expert_norm(result) if has_norm else result
     weighted = results * weights.reshape(-1, 1)
     return weighted.view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)

@@ -39,11 +39,11 @@ from engine.transformers.describe import (
 )
 from engine.transformers.linears import pack_linears
 
-#: The model is compared with its own forward, of this many tokens: two steps of one sequence,
-#: beside another.
+#: Tokens of the self-check: two steps of one sequence (the first has _FIRST_TOKENS), beside another
+#: sequence.
 _CHECKED_TOKENS, _FIRST_TOKENS = 11, 6
-#: Most of the logits' size by which the two may differ, of 16 bits and of float32. Rounding makes
-#: about 1e-2 and 1e-6, a token at a wrong place more than half.
+#: Maximum relative difference of logits in the self-check, for 16 bits and for float32. Rounding
+#: causes about 1e-2 and 1e-6; a misplaced token more than 0.5.
 _CHECKED_SHARE = (0.15, 1e-3)
 
 
@@ -54,15 +54,14 @@ def load_model(
     device: torch.device,
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> TransformersDecoder:
-    """The checkpoint's model on `device`. tensors: those of the checkpoint, where they are not to
-    be read from `folder` as they are; they are taken out of it. Raises ModelError, and
-    UnsupportedModel if the model does not compute through our attention what it computes by
-    itself."""
+    """Load the checkpoint's model on `device`. tensors: the checkpoint's, if transformers cannot
+    read them from `folder`; emptied by this call. Raises ModelError, and UnsupportedModel if
+    results with our attention differ from the model's own."""
     config = read_transformers_config(folder)
     read: Any = AutoModelForCausalLM.from_pretrained
     source: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
     if tensors is not None:
-        # The automatic class takes no tensors.
+        # The auto class accepts no tensors.
         classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
         read, source = classes[type(config)].from_pretrained, {"state_dict": tensors}
     with quietly():
@@ -78,7 +77,7 @@ def load_model(
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"{folder}: transformers cannot load it: {error}") from error
     if tensors is not None:
-        # What is packed is dropped one by one.
+        # Drop references, so that packing frees weights one by one.
         tensors.clear()
     _check_loaded(folder, info)
     model = model.to(device).eval().requires_grad_(False)
@@ -107,20 +106,19 @@ def _check_loaded(folder: Path, info: Any) -> None:
 
 @dataclass
 class _States(MoeModelOutputWithPast):
-    """With all fields that models ask for."""
+    """Output with all fields that models may access."""
 
     cross_attentions: Any = None
     shared_kv_states: Any = None
 
 
 class TransformersDecoder:
-    """A model and how to run steps. Holds nothing of any sequence: KV and states are in the pool
-    that it is given."""
+    """A model that runs steps. Holds no sequence's data: KV and states are in the pool."""
 
     def __init__(
         self, model: PreTrainedModel, description: Description, dtype: torch.dtype
     ) -> None:
-        """model: see load_model; dtype: that of its weights."""
+        """model: see load_model; dtype: of its weights."""
         self._model, self._description, self.dtype = model, description, dtype
         self._holder = ForwardContextHolder()
         for layer in description.layers:
@@ -136,8 +134,8 @@ class TransformersDecoder:
         self._given: torch.Tensor | None = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The body's. While `_given` is set, those are the states, so that a call of the model
-        gives their logits."""
+        """Forward of the body. While `_given` is set, returns it as the states, so that calling the
+        model computes their logits."""
         if self._given is not None:
             return _States(last_hidden_state=cast(Any, self._given))
         return self._forward_body(*args, **kwargs)
@@ -152,7 +150,7 @@ class TransformersDecoder:
     ) -> torch.Tensor:
         """Write the tokens' KV into `pool`, and `scales` if it has any; returns the sampled tokens'
         states [rows, hidden], which `logits` takes. layer_done: as engine.torch.decoder.Decoder;
-        of_sequences: the states of each, in order, if the model has any."""
+        of_sequences: the sequences' states, in order, if the model has state layers."""
         step = ForwardContext(
             pool,
             scales,
@@ -175,7 +173,7 @@ class TransformersDecoder:
         return plan_attention(slices, pool, found.num_heads, key.scale, key.window, self.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab] float32 of states [rows, hidden]."""
+        """Logits [rows, vocab] float32 of states [rows, hidden]."""
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         self._given = hidden[None]
         try:
@@ -186,7 +184,8 @@ class TransformersDecoder:
         return logits.float()
 
     def check(self, stock: Sequence[tuple[PreTrainedConfig, str]]) -> None:
-        """Compare with the model's own forward. stock: the attention that the model's configs had.
+        """Compare with the model's own forward. stock: the attention names originally in the
+        model's configs.
 
         Raises UnsupportedModel if the two differ.
         """
@@ -206,7 +205,7 @@ class TransformersDecoder:
     def _stock_logits(
         self, ids: torch.Tensor, stock: Sequence[tuple[PreTrainedConfig, str]]
     ) -> torch.Tensor:
-        """[tokens, vocab], as the model computes them by itself."""
+        """Logits [tokens, vocab] computed by the unmodified model."""
         ours = [config._attn_implementation for config, _ in stock]
         for config, name in stock:
             config._attn_implementation_internal = name
@@ -219,11 +218,11 @@ class TransformersDecoder:
         return logits.float()
 
     def _checked_logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """The same by our attention: in two steps, each beside another sequence."""
+        """The same with our attention: in two steps, beside another sequence."""
         found, block_size = self._description, _CHECKED_TOKENS + 1
         shape = (2, len(found.windows), 2, found.num_kv_heads, block_size, found.head_dim)
         pool = torch.zeros(shape, dtype=self.dtype, device=ids.device)
-        # Of the two sequences: before a step, and after it.
+        # Both sequences' states, before and after a step.
         sizes = (3, 2, len(found.state_layers), found.state_elements)
         kept = torch.zeros(*sizes, dtype=torch.float32, device=ids.device)
         hidden = []
@@ -231,7 +230,7 @@ class TransformersDecoder:
             ((0, _FIRST_TOKENS), (_FIRST_TOKENS, _CHECKED_TOKENS))
         ):
             positions = torch.arange(start, end, device=ids.device)
-            # The other one's tokens are these, the other way round.
+            # The other sequence has these tokens in reverse.
             packed = PackedTokens(
                 token_ids=torch.cat((ids[start:end].flip(0), ids[start:end])),
                 positions=torch.cat((positions, positions)),

@@ -1,8 +1,8 @@
-"""Families whose code in transformers has an attention of its own, beside its attention interface:
-how their modules call ours.
+"""Families with attention code outside transformers' attention interface: replacement methods that
+call our attention.
 
-Each function here stands in for a method of a module, between its linear layers, and gives what the
-method gives. Slopes of ALiBi are taken from the tensors that the family's own code makes.
+Each function here replaces a method of a module, between its linear layers, and returns the same
+values. ALiBi slopes are read from tensors made by the family's own code.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _falcon(
 
     fused = module.query_key_value(hidden_states)
     if module.new_decoder_architecture:
-        # The module's own method repeats keys and values for each query head.
+        # The original method repeats keys and values for each query head.
         group = module.num_heads // module.num_kv_heads
         grouped = fused.unflatten(-1, (-1, group + 2, module.head_dim))
         query = grouped[:, :, :, :-2].flatten(2, 3)
@@ -101,7 +101,7 @@ def _gpt_neo(
     *,
     window: int | None,
 ) -> tuple[torch.Tensor, None]:
-    """`_attn`, which has all of attention: [1, heads, tokens, head_dim] in and out."""
+    """Replaces `_attn`, which is the whole attention: [1, heads, tokens, head_dim] in and out."""
     settings = {"scaling": 1.0, "sliding_window": window}
     mixed, _none = attend(module, query, key, value, None, **settings)
     return mixed.transpose(1, 2), None
@@ -116,7 +116,7 @@ def _forward_of(function: _Method) -> Callable[[Any, Any, Any], _Method]:
     return lambda module, _parent, _config: partial(function, module)
 
 
-#: By the class of a module of attention: which of its methods, and what stands in for it.
+#: By class of the attention module: the name of the method, and the factory of its replacement.
 _STAND_INS: Mapping[str, tuple[str, Callable[[Any, Any, Any], _Method]]] = MappingProxyType(
     {
         "BloomAttention": ("forward", _forward_of(_bloom)),
@@ -129,8 +129,8 @@ _STAND_INS: Mapping[str, tuple[str, Callable[[Any, Any, Any], _Method]]] = Mappi
 
 
 def _slopes(config: Any) -> torch.Tensor | None:
-    """Of models with ALiBi, [heads] float32: what the family's tensor grows by from one key to the
-    next, as its scores get it."""
+    """ALiBi slopes [heads] float32, None for models without: the growth of the family's bias tensor
+    from one key to the next, as added to scores."""
     if config.model_type not in ("bloom", "falcon", "mpt"):
         return None
     heads: int = config.num_attention_heads
@@ -147,25 +147,25 @@ def _slopes(config: Any) -> torch.Tensor | None:
     if config.model_type == "falcon" and config.alibi:
         from transformers.models.falcon.modeling_falcon import build_alibi_tensor as of_falcon
 
-        # Falcon scales scores after it has added them.
+        # Falcon scales scores after adding the bias.
         scale: float = (config.hidden_size // heads) ** -0.5
         return _growth(of_falcon(two_keys, heads, torch.float32)) * scale
     return None
 
 
 def _growth(alibi: torch.Tensor) -> torch.Tensor:
-    """alibi [heads, 1, 2] -> [heads] float32."""
+    """Difference between the two keys of alibi [heads, 1, 2]: [heads] float32."""
     return (alibi[:, 0, 1] - alibi[:, 0, 0]).float()
 
 
 def implementation_of(model_type: str) -> str:
-    """The name that configs of such models get for their attention."""
+    """Attention name for configs of this model type."""
     return WITH_MASK if model_type == "mpt" else IMPLEMENTATION
 
 
 def install(model: nn.Module, config: Any, device: torch.device) -> None:
-    """Put stand-ins in place of methods of the model's modules, where there are any. device: where
-    they run."""
+    """Replace the methods of the model's modules, if it is such a family. device: where they
+    run."""
     slopes = _slopes(config)
     for name, module in model.named_modules():
         stand_in = _STAND_INS.get(type(module).__name__)
@@ -180,7 +180,7 @@ def install(model: nn.Module, config: Any, device: torch.device) -> None:
 
 @contextmanager
 def removed(model: nn.Module) -> Iterator[None]:
-    """The modules' own methods, for as long as the context lasts."""
+    """Restore the modules' own methods within the context."""
     taken = []
     for module in model.modules():
         stand_in = _STAND_INS.get(type(module).__name__)

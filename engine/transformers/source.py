@@ -1,11 +1,11 @@
-"""An engine's model whose layers are transformers' own: see engine.transformers.
+"""Engine models with transformers' own layers: see engine.transformers.
 
-Importing this imports transformers, which takes seconds: only a worker that runs such a model does.
+Importing this imports transformers, which takes seconds: only a worker with such a model does.
 
-Numerics: linear layers and attention are ours, so that a token's result does not depend on the rest
-of its batch but for what else the model's code computes with torch's functions, whose last bit may
-differ with a tensor's size: activations and rotary embeddings of widths that are no multiple of 32,
-or on a number of threads that is no power of two.
+Numerics: linear layers and attention are ours, so they do not depend on the batch. Other operations
+of the model's code are torch functions, and their last bit may depend on a tensor's size:
+activations and rotary embeddings of widths that are no multiple of 32, or with a number of threads
+that is no power of two.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from engine.transformers.load import TransformersDecoder, load_model
 
 
 class TransformersModel:
-    """A ModelSource of any decoder that transformers knows, whose layers have KV of softmax
-    attention, or a state of a kind that is known here."""
+    """ModelSource of any decoder that transformers supports with KV of softmax attention, or with
+    states of the kinds in engine.transformers.states."""
 
     kernels = f"transformers{transformers.__version__}"
 
     takes_grouped_kv = False
 
     def __init__(self, folder: Path) -> None:
-        """Raises UnsupportedModel, naming what cannot be served."""
+        """Raises UnsupportedModel with the unsupported feature."""
         found, self._quantization = describe(folder), read_quantization(folder)
         if self._quantization is not None and found.transposed:
             _check_transposed(found, self._quantization)
@@ -127,7 +127,7 @@ class TransformersModel:
         )
 
     def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:  # noqa: ARG002
-        """See ModelSource. A tied output layer has a copy of its own; quantised weights are
+        """See ModelSource. A tied output layer is a separate copy; quantised weights are
         dequantised."""
         found = self._description
         return (found.num_weights + found.head_weights) * DTYPE_BYTES[dtype]
@@ -161,7 +161,7 @@ class TransformersModel:
     def _read(
         self, dtype: torch.dtype, progress: ProgressHook
     ) -> tuple[dict[str, torch.Tensor] | None, str]:
-        """Tensors that transformers cannot read itself, and the digest of all."""
+        """Tensors that transformers cannot read itself (None if it can), and the digest of all."""
         if self._quantization is None:
             return None, digest_checkpoint(self._folder, progress)
         transposed = self._description.transposed
@@ -169,7 +169,8 @@ class TransformersModel:
 
 
 def _check_transposed(found: Description, quantization: QuantizationConfig) -> None:
-    """GPTQ's tools turn such weights; what others do is not known. Raises UnsupportedModel."""
+    """Raise UnsupportedModel for quantised [in, out] weights, except from GPTQ: its tools transpose
+    them; what other methods do is unknown."""
     if quantization.method != "gptq":
         raise UnsupportedModel(
             f"{found.architecture} keeps its weights as [in, out], of which "
@@ -219,7 +220,8 @@ class TransformersSteps:
 
 
 def _begin_states(pool: StatefulKvPool, batch: Batch) -> Iterator[SequenceStates]:
-    """Of each slice. Raises EngineFault of one whose states before it are not there."""
+    """Yield the states of each slice. Raises EngineFault for a slice with missing earlier
+    states."""
     first_token = 0
     for index, part in enumerate(batch.slices):
         num_tokens = len(part.token_ids)
@@ -233,7 +235,7 @@ def _begin_states(pool: StatefulKvPool, batch: Batch) -> Iterator[SequenceStates
 
 @dataclass(frozen=True, slots=True)
 class TransformersStep:
-    """See StepOutput. states [rows, hidden], of the batch's sample rows."""
+    """See StepOutput. states: [rows, hidden], at the batch's sample rows."""
 
     states: torch.Tensor
     decoder: TransformersDecoder

@@ -1,10 +1,10 @@
-"""Layers of a transformers model that keep a state (Mamba, gated delta rule, short convolutions):
-its own code computes them, one sequence after the other, each from its state.
+"""Layers of a transformers model with a state (Mamba, gated delta rule, short convolutions): their
+own code runs them, one sequence after the other, each from its state.
 
-A state is the last inputs of a convolution and, but for short convolutions, a recurrent state. The
-code takes it from a cache, which we give it, and puts it there again. Where that code goes on from
-a state with several tokens, it computes them at once; Mamba 1 does so from the beginning of a
-sequence only, and goes on token by token.
+A state is the last inputs of a convolution and, except for short convolutions, a recurrent state.
+The code reads and writes it through a cache object, which we provide. Most code continues from a
+state with several tokens at once; Mamba 1 does so only at the beginning of a sequence, and
+otherwise runs token by token.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from engine.torch.sequence_states import SequenceStates
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How a class of layers is called. goes_on: with several tokens at once. own_weights: linear
-    layers whose weights its code reads itself."""
+    """How a class of layers is called. goes_on: continues from a state with several tokens at once.
+    own_weights: linear layers with weights that its code reads directly."""
 
     goes_on: bool = True
     own_weights: tuple[str, ...] = ()
 
 
 _MAMBA_1 = _Kind(goes_on=False, own_weights=("dt_proj",))
-#: By the class of a layer: those that `check` of a model was passed with.
+#: By class of the layer; each has passed a model's `check`.
 _KINDS: Mapping[str, _Kind] = MappingProxyType(
     {
         "BambaMixer": _Kind(),
@@ -49,14 +49,14 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "Qwen3_5MoeGatedDeltaNet": _Kind(),
     }
 )
-#: What configs call layers of these kinds.
+#: Names of these kinds of layers in configs.
 STATE_LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention"})
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """A layer with a state. module: its name within the model; conv, recurrent: shapes of its
-    state's two tensors, of one sequence; recurrent is empty where there is none."""
+    """A layer with a state. module: its name within the model; conv, recurrent: shapes of the two
+    tensors of one sequence's state; recurrent is empty if the kind has none."""
 
     module: str
     conv: tuple[int, ...]
@@ -68,13 +68,13 @@ class StateLayer:
 
 
 class LayerCache:
-    """What a layer's code takes for transformers' cache: the state of one sequence in one layer,
-    whose tensors it may change."""
+    """Stands in for transformers' cache in a layer's code: one sequence's state in one layer, with
+    mutable tensors."""
 
     def __init__(
         self, conv: torch.Tensor | None = None, recurrent: torch.Tensor | None = None
     ) -> None:
-        """[1, ...] each; None before the first token, and where there is none."""
+        """[1, ...] each; None before the first token, and if the kind has none."""
         self.conv, self.recurrent = conv, recurrent
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:  # noqa: ARG002
@@ -95,8 +95,7 @@ class LayerCache:
         layer_idx: int,  # noqa: ARG002
         conv_kernel_size: int,
     ) -> torch.Tensor:
-        """As transformers' Cache: the new inputs behind those known, of which the last ones
-        stay."""
+        """As transformers' Cache: append the new inputs and keep the last ones."""
         if self.conv is None:
             missing = max(0, conv_kernel_size - conv_states.shape[-1])
             whole = F.pad(conv_states, (missing, 0))
@@ -116,7 +115,7 @@ class LayerCache:
 
 
 class StatesOfStep(Protocol):
-    """Where a layer finds the sequences of the step under way."""
+    """Access to the sequences of the current step, for layers."""
 
     @property
     def states(self) -> tuple[SequenceStates, ...]: ...
@@ -128,7 +127,7 @@ def state_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def own_weights(model: nn.Module) -> frozenset[str]:
-    """Names of linear layers whose weights the code of a layer with a state reads itself."""
+    """Names of linear layers with weights that a state layer's code reads directly."""
     return frozenset(
         f"{name}.{own}"
         for name, module in state_modules(model)
@@ -138,8 +137,8 @@ def own_weights(model: nn.Module) -> frozenset[str]:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Mapping[str, LayerCache]]:
-    """The cache of each layer with a state in a forward of one sequence from its beginning, by the
-    layer's name."""
+    """Record the cache of each state layer, by the layer's name, in a forward of one new
+    sequence."""
     caches: dict[str, LayerCache] = {}
 
     def watch(name: str, module: Any) -> None:
@@ -161,14 +160,14 @@ def watched(model: nn.Module) -> Iterator[Mapping[str, LayerCache]]:
 
 
 def layer_of(name: str, cache: LayerCache) -> StateLayer:
-    """A layer whose cache was filled."""
+    """Describe a layer from its filled cache."""
     conv = () if cache.conv is None else tuple(cache.conv.shape[1:])
     recurrent = () if cache.recurrent is None else tuple(cache.recurrent.shape[1:])
     return StateLayer(name, conv, recurrent)
 
 
 class _LayerStates:
-    """In place of the forward of a layer with a state."""
+    """Replaces the forward of a layer with a state."""
 
     def __init__(
         self, holder: Callable[[], StatesOfStep], index: int, layer: StateLayer, module: Any
@@ -179,8 +178,8 @@ class _LayerStates:
         self._kind = _KINDS[type(module).__name__]
 
     def __call__(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """hidden_states [1, tokens, size], as what is given back. A token's result depends on its
-        own sequence alone."""
+        """hidden_states [1, tokens, size] -> the same shape. A token's result depends on its own
+        sequence alone."""
         parts = []
         for sequence in self._holder().states:
             end = sequence.first_token + sequence.num_tokens
@@ -197,8 +196,8 @@ class _LayerStates:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _read(self, elements: torch.Tensor, dtype: torch.dtype) -> LayerCache:
-        """Copies: the code may change what it is given. A convolution's inputs are of the model's
-        type, recurrent states float32."""
+        """Copy the state, because the code may modify it. Convolution inputs have the model's
+        dtype, recurrent states float32."""
         num_conv = prod(self._layer.conv)
         conv = elements[:num_conv].view(1, *self._layer.conv).to(dtype, copy=True)
         if not self._layer.recurrent:
@@ -216,7 +215,7 @@ class _LayerStates:
 def install(
     model: nn.Module, layers: tuple[StateLayer, ...], holder: Callable[[], StatesOfStep]
 ) -> None:
-    """Have the model's layers with a state read and write those of the step that `holder` gives."""
+    """Make the state layers read and write the states of the step returned by `holder`."""
     for index, layer in enumerate(layers):
         module: Any = model.get_submodule(layer.module)
         module.forward = _LayerStates(holder, index, layer, module)
@@ -224,7 +223,7 @@ def install(
 
 @contextmanager
 def removed(model: nn.Module) -> Iterator[None]:
-    """The layers' own forward, for as long as the context lasts."""
+    """Restore the layers' own forward within the context."""
     taken = [
         (module, vars(module).pop("forward"))
         for _, module in state_modules(model)

@@ -3,12 +3,12 @@ failure becomes an answer."""
 
 from __future__ import annotations
 
-import json
+import functools
 import logging
 import re
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -17,29 +17,16 @@ from urllib.parse import unquote
 from baton import __version__
 from baton.errors import BatonError, ClientStalled
 from baton.rpc.api_key import ApiKeys, refusal
-from baton.v1 import inference_pb2
-from gateway.http.chat import ChatBody, ChatFormat
-from gateway.http.chat_style import ChatStyle
-from gateway.http.completions import CompletionBody, CompletionFormat
+from gateway.chat.style import ChatStyle
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH, Docs
-from gateway.http.errors import HttpError, from_baton, http_error
-from gateway.http.generation import ID_HEADERS, Format, Generation
-from gateway.http.logprobs import BytesOf
-from gateway.http.messages import (
-    MESSAGES_ID_HEADERS,
-    MessagesBody,
-    MessagesFormat,
-    messages_error,
-)
+from gateway.http.errors import HttpError, from_baton, http_error, in_words_of
+from gateway.http.format import OPENAI, Dialect, Door, MakeFormat, Route, name_answer, send_json
+from gateway.http.generation import Generation
+from gateway.http.openapi import OPERATIONS
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
-from gateway.http.requests import BodyT, ModelBody, field_namer, parsed, put_token_ids
-from gateway.http.responses import ResponsesBody, ResponsesFormat
-from gateway.http.tokens import DetokenizeBody, TokenizeBody, put_tokenized_prompt
-from gateway.intake.token_bytes import text_of
-from gateway.long_work import in_pieces, let_others_run
-from gateway.models import Models
-from gateway.serving import Serving, unique_request_id
+from gateway.http.requests import ModelBody
+from gateway.serving import Models, Serving, unique_request_id
 from gateway.telemetry.recorder import GatewayRecorder
 
 _log = logging.getLogger(__name__)
@@ -52,17 +39,8 @@ _OPEN = frozenset({"/health", "/ping", DOCS_PATH, OPENAPI_PATH, *PAGE_FILES})
 
 _MODELS = "/v1/models/"
 
-#: Anthropic's, and what lies below it: with its own form of errors and its own header of keys.
-_MESSAGES = "/v1/messages"
-
 #: Of request headers: names, and nothing that could end a line.
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
-
-#: Token ids that are written in one go, perhaps with their texts.
-_IDS_A_PIECE = 8192
-
-_MAX_WARNED = 8
-_MAX_WARNED_CHARS = 64
 
 #: What clients of OpenAI's may ask for, and no model here answers.
 _NOT_SERVED = {
@@ -79,14 +57,6 @@ _NOT_SERVED = {
 }
 
 _Handler = Callable[[HttpRequest, HttpResponse], Awaitable[None]]
-
-#: What completes, by path: the fields of its body, and what is made of one.
-_FORMATS: Mapping[str, tuple[type[ModelBody], Callable[[Any, BytesOf, ChatStyle], Format]]] = {
-    "/v1/completions": (CompletionBody, lambda body, bytes_of, _: CompletionFormat(body, bytes_of)),
-    "/v1/chat/completions": (ChatBody, ChatFormat),
-    "/v1/responses": (ResponsesBody, ResponsesFormat),
-    _MESSAGES: (MessagesBody, MessagesFormat),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +87,18 @@ class HttpApp:
     ) -> None:
         self._models = models
         self._probes = probes
-        self._styles = {serving: settings.styles[serving.facts.name] for serving in models}
+        styles = {serving: settings.styles[serving.facts.name] for serving in models}
+        self._door = Door(models, styles)
+        self._dialects = {route.dialect for route in OPERATIONS} - {OPENAI}
         self._api_keys = ApiKeys(settings.api_keys) if settings.api_keys else None
         self._origins = frozenset(settings.allowed_origins)
         self._created_s = settings.created_s
         page, docs = Page(models, recorder, time.monotonic), Docs()
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
-            **{path: {"POST": self._generate} for path in _FORMATS},
-            f"{_MESSAGES}/count_tokens": {"POST": self._count_tokens},
+            **{
+                route.path: {route.method.upper(): handler} for route, handler in self._of_formats()
+            },
             "/v1/models": {"GET": self._list_models},
-            "/tokenize": {"POST": self._tokenize},
-            "/detokenize": {"POST": self._detokenize},
-            "/tokenizer_info": {"GET": self._tokenizer_info},
             "/health": {"GET": self._health},
             "/ping": {"GET": self._health},
             "/version": {"GET": self._version},
@@ -138,18 +108,32 @@ class HttpApp:
             **{path: {"GET": page.file} for path in PAGE_FILES},
         }
 
+    def _of_formats(self) -> Iterator[tuple[Route, _Handler]]:
+        for route in OPERATIONS:
+            if route.make is not None and route.body is not None:
+                yield route, functools.partial(self._complete, route.body, route.make)
+            elif route.handle is not None:
+                yield route, functools.partial(route.handle, self._door)
+
+    def _dialect_of(self, request: HttpRequest) -> Dialect:
+        """That of the clients which ask for such a path."""
+        path = request.path
+        return next((each for each in self._dialects if path.startswith(each.prefix)), OPENAI)
+
     # connection.HttpHandler
 
     def refusal_of(self, request: HttpRequest) -> HttpError | None:
         if self._api_keys is None or request.path in _OPEN or request.method == "OPTIONS":
             return None
-        if request.path.startswith(_MESSAGES):
-            _show_key(request)
+        dialect = self._dialect_of(request)
+        key = request.header(dialect.key_header) if dialect.key_header else ""
+        if key and not request.header("authorization"):
+            request.headers.append(("authorization", f"Bearer {key}"))
         if self._api_keys.admit(request.headers):
             return None
-        error, request_id = from_baton(refusal(), _unchanged), unique_request_id(request.headers)
-        headers = (*error.headers, *_id_headers(request_id, request))
-        return _shaped(HttpError(error.status, error.body, headers, request_id), request)
+        error, request_id = from_baton(refusal()), unique_request_id(request.headers)
+        headers = (*error.headers, *((name, request_id) for name in dialect.id_headers))
+        return dialect.shape(HttpError(error.status, error.body, headers, request_id))
 
     async def handle(self, request: HttpRequest, response: HttpResponse) -> None:
         """Answers, whatever happens; a client that is gone gets nothing."""
@@ -160,13 +144,29 @@ class HttpApp:
                 return
             await self._handler_of(request)(request, response)
         except HttpError as error:
-            await _send_error(error, request, response)
+            await self._send_error(error, request, response)
         except ClientStalled:
             return  # who does not read gets no more
         except BatonError as error:
-            await _send_error(from_baton(error, _unchanged), request, response)
+            await self._send_error(from_baton(error), request, response)
         except Exception as error:  # noqa: BLE001, the one border where any failure becomes an answer
-            await _send_error(_logged(error, request), request, response)
+            await self._send_error(_logged(error, request), request, response)
+
+    async def _send_error(
+        self, error: HttpError, request: HttpRequest, response: HttpResponse
+    ) -> None:
+        """Within a stream that has begun, the error is its last event, and no [DONE] follows."""
+        dialect = self._dialect_of(request)
+        request_id = error.request_id or unique_request_id(request.headers)
+        request_id = name_answer(request_id, response, dialect)
+        error = dialect.shape(HttpError(error.status, error.body, error.headers, request_id))
+        if response.has_started:
+            if not response.has_ended:
+                event = dialect.error_event.encode()
+                await response.end(b"%bdata: %b\n\n" % (event, error.json))
+            return
+        response.headers += error.headers
+        await response.send(error.status, JSON, error.json)
 
     def _handler_of(self, request: HttpRequest) -> _Handler:
         if request.path.startswith(_MODELS) and request.path != _MODELS:
@@ -200,89 +200,13 @@ class HttpApp:
                 yield ("access-control-allow-headers", asked)
             yield ("access-control-max-age", "600")
 
-    async def _parsed(
-        self, cls: type[BodyT], request: HttpRequest, response: HttpResponse
-    ) -> BodyT:
-        """The body's fields; what nobody knows of them is named in a header of the answer."""
-        max_model_len = max(serving.facts.max_model_len for serving in self._models)
-        num_bytes = len(request.body)
-        body = await parsed(cls, request.body, max_model_len)
-        request.body = b""
-        await let_others_run(num_bytes)
-        if body.unknown_fields:
-            names = [name[:_MAX_WARNED_CHARS] for name in body.unknown_fields[:_MAX_WARNED]]
-            shown = json.dumps(", ".join(names).replace('"', "").replace("\\", ""))
-            warning = f'299 baton {shown[:-1]}: ignored, not known here"'
-            response.headers.append(("warning", warning))
-        return body
-
-    # Completions
-
-    async def _generate(self, request: HttpRequest, response: HttpResponse) -> None:
-        cls, make = _FORMATS[request.path]
-        body = await self._parsed(cls, request, response)
-        serving = self._models.of(body.model or "")
-        form = make(body, serving.tokenizer.bytes_of, self._styles[serving])
-        try:
+    async def _complete(
+        self, cls: type[ModelBody], make: MakeFormat, request: HttpRequest, response: HttpResponse
+    ) -> None:
+        body = await self._door.parsed(cls, request, response)
+        serving, form = self._door.form(make, body)
+        with in_words_of(form.field_names):
             await Generation(serving, form, request, response).run()
-        except ClientStalled:
-            raise
-        except BatonError as error:
-            raise from_baton(error, form.field_names) from None
-
-    async def _count_tokens(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = await self._parsed(MessagesBody, request, response)
-        serving = self._models.of(body.model or "")
-        bytes_of = serving.tokenizer.bytes_of
-        form = MessagesFormat(body, bytes_of, self._styles[serving], is_counted=True)
-        (asked,) = form.requests
-        tokenize = inference_pb2.TokenizeRequest(model=asked.model, prompt=asked.prompt)
-        try:
-            token_ids = await serving.tokenize(tokenize)
-        except BatonError as error:
-            raise from_baton(error, form.field_names) from None
-        await _send_json({"input_tokens": len(token_ids)}, request, response)
-
-    # Tokens
-
-    async def _tokenize(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = await self._parsed(TokenizeBody, request, response)
-        serving = self._models.of(body.model or "")
-        bytes_of = serving.tokenizer.bytes_of
-        asked = inference_pb2.TokenizeRequest(model=body.model or "")
-        names = put_tokenized_prompt(body, bytes_of, self._styles[serving], asked.prompt)
-        try:
-            token_ids = await serving.tokenize(asked)
-        except BatonError as error:
-            raise from_baton(error, names) from None
-        facts = {"count": len(token_ids), "max_model_len": serving.facts.max_model_len}
-        tokens, texts = await _json_list(token_ids, lambda token_id: token_id), "null"
-        if body.return_token_strs:
-            texts = await _json_list(token_ids, lambda token_id: text_of(bytes_of(token_id)))
-        document = f'{json.dumps(facts)[:-1]}, "tokens": {tokens}, "token_strs": {texts}}}'
-        await _send_json_text(document, request, response)
-
-    async def _detokenize(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = await self._parsed(DetokenizeBody, request, response)
-        asked = inference_pb2.DetokenizeRequest(model=body.model or "")
-        put_token_ids("tokens", body.tokens, asked.token_ids)
-        try:
-            text = await self._models.of(asked.model).detokenize(asked)
-        except BatonError as error:
-            names = field_namer({"token_ids": "tokens"})
-            raise from_baton(error, names) from None
-        await _send_json({"prompt": text}, request, response)
-
-    async def _tokenizer_info(self, request: HttpRequest, response: HttpResponse) -> None:
-        """As tokenizer_config.json names it: what renders and counts prompts elsewhere."""
-        serving = self._models.of("")
-        facts = serving.tokenizer.facts
-        document = {
-            **facts.special_tokens,
-            "chat_template": facts.chat_template,
-            "model_max_length": serving.facts.max_model_len,
-        }
-        await _send_json(document, request, response)
 
     # The gateway itself
 
@@ -292,11 +216,11 @@ class HttpApp:
             for serving in self._models
             for name in (*serving.facts.names, *serving.facts.adapters)
         ]
-        await _send_json({"object": "list", "data": models}, request, response)
+        await send_json({"object": "list", "data": models}, request, response)
 
     async def _get_model(self, request: HttpRequest, response: HttpResponse) -> None:
         name = unquote(request.path.removeprefix(_MODELS))
-        await _send_json(self._model(name, self._models.of(name)), request, response)
+        await send_json(self._model(name, self._models.of(name)), request, response)
 
     def _model(self, name: str, serving: Serving) -> dict[str, Any]:
         facts = serving.facts
@@ -316,27 +240,11 @@ class HttpApp:
         await response.send(status, _TEXT, b"")
 
     async def _version(self, request: HttpRequest, response: HttpResponse) -> None:
-        await _send_json({"version": __version__}, request, response)
+        await send_json({"version": __version__}, request, response)
 
     async def _metrics(self, request: HttpRequest, response: HttpResponse) -> None:
         page, content_type = await self._probes.metrics(request.header("accept"))
         await response.send(HTTPStatus.OK, content_type, page)
-
-
-def _show_key(request: HttpRequest) -> None:
-    """A key in Anthropic's header is one in OpenAI's."""
-    key = request.header("x-api-key")
-    if key and not request.header("authorization"):
-        request.headers.append(("authorization", f"Bearer {key}"))
-
-
-def _shaped(error: HttpError, request: HttpRequest) -> HttpError:
-    """An error as clients of that path read it."""
-    return messages_error(error) if request.path.startswith(_MESSAGES) else error
-
-
-def _unchanged(field: str) -> str:
-    return field
 
 
 def _unknown_path(request: HttpRequest) -> HttpError:
@@ -362,51 +270,3 @@ def _logged(error: Exception, request: HttpRequest) -> HttpError:
     message = f"{type(error).__name__}; the server's log has the cause under {request_id}"
     made = http_error(HTTPStatus.INTERNAL_SERVER_ERROR, message)
     return HttpError(made.status, made.body, request_id=request_id)
-
-
-async def _json_list(token_ids: Sequence[int], make: Callable[[int], Any]) -> str:
-    """make: what to write of each."""
-    written: list[str] = []
-
-    def write(ids: Sequence[int]) -> None:
-        written.append(json.dumps([make(token_id) for token_id in ids])[1:-1])
-
-    await in_pieces(token_ids, write, _IDS_A_PIECE)
-    return f"[{', '.join(written)}]"
-
-
-async def _send_json(document: Any, request: HttpRequest, response: HttpResponse) -> None:
-    await _send_json_text(json.dumps(document), request, response)
-
-
-async def _send_json_text(text: str, request: HttpRequest, response: HttpResponse) -> None:
-    _name_answer(unique_request_id(request.headers), request, response)
-    await response.send(HTTPStatus.OK, JSON, text.encode())
-
-
-def _name_answer(request_id: str, request: HttpRequest, response: HttpResponse) -> str:
-    """Put the request's name into the headers; the one that is there already stays. Returns it."""
-    for name, value in response.headers:
-        if name == "x-request-id":
-            return value
-    response.headers += _id_headers(request_id, request)
-    return request_id
-
-
-def _id_headers(request_id: str, request: HttpRequest) -> Iterator[tuple[str, str]]:
-    names = MESSAGES_ID_HEADERS if request.path.startswith(_MESSAGES) else ID_HEADERS
-    return ((name, request_id) for name in names)
-
-
-async def _send_error(error: HttpError, request: HttpRequest, response: HttpResponse) -> None:
-    """Within a stream that has begun, the error is its last event, and no [DONE] follows."""
-    request_id = error.request_id or unique_request_id(request.headers)
-    request_id = _name_answer(request_id, request, response)
-    error = _shaped(HttpError(error.status, error.body, error.headers, request_id), request)
-    if response.has_started:
-        if not response.has_ended:
-            kind = b"event: error\n" if request.path.startswith(_MESSAGES) else b""
-            await response.end(b"%bdata: %b\n\n" % (kind, error.json))
-        return
-    response.headers += error.headers
-    await response.send(error.status, JSON, error.json)

@@ -7,130 +7,70 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import count, groupby, islice
+from itertools import count, groupby
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.http.chat_style import ChatStyle, choice_of_tools, free_text_of, schema_of_calls
-from gateway.http.errors import FieldNames, shown_value
-from gateway.http.generation import (
+from gateway.chat.harmony import THINKING, HarmonyParser
+from gateway.chat.reasoning import BEGIN as THINK
+from gateway.chat.reasoning import ReasoningSplitter
+from gateway.chat.style import ChatStyle, free_text_of, schema_of_calls
+from gateway.chat.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
+from gateway.http.conversation import MESSAGES, TOOL_CHOICE, TOOLS, choice_of_tools, put_messages
+from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
+from gateway.http.format import (
     FINISHES,
-    ID_HEADERS,
     Answer,
     Chunk,
+    OpenAiFormat,
+    Route,
     by_choice,
     quoted,
     stop_reason,
-    usage_and_done,
 )
-from gateway.http.harmony import THINKING, HarmonyParser
 from gateway.http.logprobs import BytesOf, chat_logprobs, prompt_logprobs
-from gateway.http.reasoning import BEGIN as THINK
-from gateway.http.reasoning import ReasoningSplitter
 from gateway.http.requests import (
     GenerationBody,
     NumTokens,
-    field_namer,
     generate_request,
     is_whole_structured,
     json_text,
     sampling_message,
     structure_field,
 )
-from gateway.http.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
-from gateway.intake.long_fields import MAX_MESSAGES
+from gateway.intake.rules import MAX_KWARGS_CHARS
 from gateway.intake.token_bytes import ends_with
-from gateway.intake.tool_rules import MAX_KWARGS_CHARS, MAX_TOOL_CALLS, MAX_TOOLS
-from gateway.intake.violations import MAX_SHOWN, Violations
-
-_KIND, _CHUNK_KIND = "chat.completion", "chat.completion.chunk"
-
-#: Of what a call of a tool was given, or answered.
-MAX_ARGUMENTS_CHARS = 2**19
-
-#: Parts of a message that are text, and where.
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-
-
-#: The form of fields that are read here and not by pydantic, for /openapi.json.
-MESSAGES = {
-    "type": "array",
-    "minItems": 1,
-    "maxItems": MAX_MESSAGES,
-    "items": {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"type": "string"},
-            "content": {
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "object", "required": ["type"]}},
-                ]
-            },
-            "name": {"type": "string"},
-            "tool_call_id": {"type": "string"},
-            "reasoning_content": {"type": "string"},
-            "tool_calls": {"type": "array", "items": {"type": "object"}},
-        },
-    },
-}
-_FUNCTION = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "name": {"type": "string"},
-        "description": {"type": "string"},
-        "parameters": {"type": "object"},
-    },
-}
-_TOOLS = {
-    "type": "array",
-    "maxItems": MAX_TOOLS,
-    "items": {
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
-    },
-}
-_TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "required": ["name"]},
-            },
-        },
-    ]
-}
 
 
 class ChatBody(GenerationBody):
     """What a request may have."""
 
-    messages: Annotated[list[Any], WithJsonSchema(MESSAGES)]
+    messages: Annotated[
+        list[Any],
+        WithJsonSchema(MESSAGES),
+        *(Fills(path) for path in ("prompt.chat.messages", "prompt.chat", "prompt")),
+    ]
     """The conversation, oldest message first."""
-    max_completion_tokens: NumTokens = None
+    max_completion_tokens: Annotated[NumTokens, Fills("sampling.max_tokens")] = None
     """OpenAI's newer name of max_tokens, and taken before it."""
     logprobs: bool | None = None
     """Give the log probability of each token of the output."""
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, Fills("sampling.logprobs")] = None
     """Alternatives to give with each; goes with logprobs."""
-    tools: Annotated[list[Any] | None, WithJsonSchema(_TOOLS)] = None
+    tools: Annotated[list[Any] | None, WithJsonSchema(TOOLS), Fills("prompt.chat.tools")] = None
     """What the model may call."""
-    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE)] = None
     """Whether it must call, and what: none, auto, required, or the name of a function."""
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Fills("prompt.chat.template_kwargs")] = (
+        None
+    )
     """Variables of the model's chat template."""
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: Annotated[bool | None, Fills("prompt.chat.add_generation_prompt")] = None
     """false: do not begin a message of the assistant."""
     continue_final_message: bool | None = None
     """Go on with the last message instead of answering it."""
@@ -146,31 +86,17 @@ class ChatBody(GenerationBody):
     ignored = (*GenerationBody.ignored, "modalities", "verbosity", "prediction")
 
 
-#: What parts of a chat prompt are called in errors.
-CHAT_NAMES = {
-    "prompt.chat.tools": "tools",
-    "prompt.chat.template_kwargs": "chat_template_kwargs",
-    "prompt.chat.add_generation_prompt": "add_generation_prompt",
-    "prompt.chat.messages": "messages",
-    "prompt.chat": "messages",
-    "prompt": "messages",
-}
-
-
-class ChatFormat:
-    """See generation.Format."""
+class ChatFormat(OpenAiFormat):
+    """See format.Format."""
 
     id_prefix = "chatcmpl"
-    id_headers = ID_HEADERS
-    has_event_ids = True
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: ChatBody, bytes_of: BytesOf, style: ChatStyle) -> None:
         """Raises InvalidRequest."""
+        super().__init__(body, bytes_of)
         self.body = body
-        self._bytes_of = bytes_of
         self._style = style
-        self._head = ""
-        self._answer: Answer | None = None
         self._choices: dict[int, ChatChoice] = {}
         """That have begun."""
         self._begun = {entry.choice for entry in body.resume_from or ()}
@@ -184,7 +110,8 @@ class ChatFormat:
         """Whether the prompt ends with the beginning of the model's thoughts."""
         self._num_top = body.top_logprobs or 0
         self._choice_of_tools = choice_of_tools(body.tools, body.tool_choice)
-        self.requests = [self._request()]
+        with in_words_of(self.field_names):
+            self.requests = [self._request()]
         self._is_plain = not (
             body.logprobs or body.return_token_ids or self._has_calls or self._has_thoughts
         )
@@ -206,23 +133,17 @@ class ChatFormat:
     @property
     def field_names(self) -> FieldNames:
         """What its fields are called in errors."""
-        given = self.body.max_completion_tokens is not None
-        return field_namer(
-            {
-                **CHAT_NAMES,
-                "sampling.logprobs": "top_logprobs",
-                "sampling.max_tokens": "max_completion_tokens" if given else "max_tokens",
-                "sampling.structured_output": structure_field(self.body) or "tools",
-            }
-        )
+        # A call that is required has a form of its own, where nothing else asks for one.
+        moved = {} if structure_field(self.body) else {"sampling.structured_output": "tools"}
+        return names_in(self.body, moved)
 
     def _request(self) -> inference_pb2.GenerateRequest:
         body, chosen = self.body, self._choice_of_tools
-        name, number = "max_completion_tokens", body.max_completion_tokens
-        if number is None:
-            name, number = "max_tokens", body.max_tokens
+        max_tokens = body.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = sampling_message(body, logprobs=logprobs, max_tokens=(name, number))
+        sampling = sampling_message(body, logprobs=logprobs, max_tokens=max_tokens)
         violations = []
         if body.top_logprobs is not None and not body.logprobs:
             fault = f"{shown_value(body.top_logprobs)}: goes with logprobs; set it to true"
@@ -281,9 +202,7 @@ class ChatFormat:
         return self._style.is_harmony and not self._choice_of_tools.is_forced
 
     def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
-        self._answer = answer
-        fields = json.dumps(answer.fields(_CHUNK_KIND))
-        self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
+        super().begin(answer, prompt_token_ids)
         self._prompt_token_ids = prompt_token_ids
         if self._has_thoughts:
             begin = THINKING if self._is_harmony else THINK
@@ -374,19 +293,13 @@ class ChatFormat:
         has_called = choice.tools.num_calls > 0 and self._choice_of_tools.name is None
         return "tool_calls" if finish == "stop" and has_called else finish
 
-    def end(self, usage: Mapping[str, Any]) -> str:
-        return usage_and_done(self.body, self._fields(_CHUNK_KIND), usage)
-
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         choices = [self._choice(i, pieces) for i, pieces in by_choice(chunks[0]).items()]
-        document = {**self._fields(_KIND), "choices": choices, "usage": usage}
+        document = {**self._fields(self.kind), "choices": choices, "usage": usage}
         if self.body.prompt_logprobs is not None:
             positions = [position for chunk in chunks[0] for position in chunk.prompt_logprobs]
             document["prompt_logprobs"] = prompt_logprobs(positions, self._bytes_of)
         return document
-
-    def _fields(self, kind: str) -> dict[str, Any]:
-        return self._answer.fields(kind) if self._answer else {}
 
     def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         last = chunks[-1]
@@ -491,95 +404,10 @@ class ChatChoice:
         return list(calls.values())
 
 
-def put_messages(
-    messages: Sequence[Any], developer_role: str, chat: inference_pb2.ChatPrompt
-) -> None:
-    """developer_role: what the template calls that role. Raises InvalidRequest."""
-    violations = tuple(islice(_put_messages(messages, chat), MAX_SHOWN))
-    if violations:
-        raise InvalidRequest.of(*violations)
-    for message in chat.messages:
-        if message.role == "developer":
-            message.role = developer_role
-
-
-def _put_messages(messages: Sequence[Any], chat: inference_pb2.ChatPrompt) -> Violations:
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        yield FieldViolation(
-            "messages", f"{len(messages)} messages; give at least 1 and at most {MAX_MESSAGES}"
-        )
-        return
-    calls = (m.get("tool_calls") for m in messages if isinstance(m, dict))
-    num_calls = sum(len(of_one) for of_one in calls if isinstance(of_one, list))
-    if num_calls > MAX_TOOL_CALLS:
-        fault = f"{num_calls} calls of tools; give at most {MAX_TOOL_CALLS}"
-        yield FieldViolation("messages", fault)
-        return
-    for index, message in enumerate(messages):
-        path = f"messages[{index}]"
-        if isinstance(message, dict):
-            yield from _put_message(path, message, chat.messages.add())
-        else:
-            yield FieldViolation(path, f"{shown_value(message)}: must be an object")
-
-
-def _put_message(
-    path: str, message: Mapping[str, Any], into: inference_pb2.ChatMessage
-) -> Violations:
-    role = message.get("role")
-    if isinstance(role, str) and role:
-        into.role = role
-    else:
-        yield FieldViolation(f"{path}.role", f'{shown_value(role)}: say who speaks, e.g. "user"')
-    content = message.get("content")
-    if isinstance(content, list):
-        violations = list(islice(_part_violations(f"{path}.content", content), MAX_SHOWN))
-        yield from violations
-        if not violations:
-            into.content = "\n".join(part[_TEXT_PARTS[part["type"]]] for part in content)
-    elif isinstance(content, str):
-        into.content = content
-    elif content is not None:
-        fault = f"{shown_value(content)}: must be text, or a list of parts"
-        yield FieldViolation(f"{path}.content", fault)
-    for field, given in (
-        ("name", message.get("name")),
-        ("tool_call_id", message.get("tool_call_id")),
-        ("reasoning_content", message.get("reasoning_content", message.get("reasoning"))),
-    ):
-        if isinstance(given, str):
-            setattr(into, field, given)
-        elif given is not None:
-            yield FieldViolation(f"{path}.{field}", f"{shown_value(given)}: must be text")
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        for index, call in enumerate(calls):
-            yield from _put_call(f"{path}.tool_calls[{index}]", call, into.tool_calls.add())
-    elif calls is not None:
-        yield FieldViolation(f"{path}.tool_calls", f"{shown_value(calls)}: must be a list")
-
-
-def _put_call(path: str, call: Any, into: inference_pb2.ToolCall) -> Violations:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        fault = "must be an object with a name and arguments"
-        yield FieldViolation(f"{path}.function", f"{shown_value(function)}: {fault}")
-        return
-    into.name = function["name"]
-    into.id = call["id"] if isinstance(call.get("id"), str) else ""
-    arguments = function.get("arguments") or "{}"
-    if not isinstance(arguments, str):
-        arguments = json_text(f"{path}.function.arguments", arguments, MAX_ARGUMENTS_CHARS)
-    into.arguments = arguments
-
-
-def _part_violations(path: str, parts: Sequence[Any]) -> Violations:
-    for index, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if field is None:
-            fault = f"{shown_value(kind)}: this model reads text only; send parts of type text"
-            yield FieldViolation(f"{path}[{index}].type", fault)
-        elif not isinstance(part.get(field), str):
-            fault = f"{shown_value(part.get(field))}: must be text"
-            yield FieldViolation(f"{path}[{index}].{field}", fault)
+ROUTE = Route(
+    "/v1/chat/completions",
+    "post",
+    "A conversation in, the next message out: text, calls of tools, thoughts.",
+    ChatBody,
+    make=ChatFormat,
+)

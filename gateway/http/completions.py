@@ -10,32 +10,28 @@ from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.http.errors import FieldNames, shown_value
-from gateway.http.generation import (
+from gateway.chat.style import ChatStyle
+from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
+from gateway.http.format import (
     FINISHES,
-    ID_HEADERS,
-    Answer,
     Chunk,
+    OpenAiFormat,
+    Route,
     by_choice,
     quoted,
     stop_reason,
-    usage_and_done,
 )
 from gateway.http.json_body import MAX_PROMPTS
 from gateway.http.logprobs import BytesOf, completion_logprobs, prompt_logprobs
 from gateway.http.requests import (
     GenerationBody,
-    field_namer,
     generate_request,
     put_token_ids,
     sampling_message,
-    structure_field,
 )
 
 #: OpenAI's and vLLM's, where a request does not say.
 DEFAULT_MAX_TOKENS = 16
-
-_KIND = "text_completion"
 
 #: The form of a prompt, or of several, for /openapi.json.
 TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
@@ -51,18 +47,14 @@ _PROMPT = {
     ]
 }
 
-#: What parts of a prompt are called in errors.
-PROMPT_NAMES = {
-    "prompt.token_ids.ids": "prompt",
-    "prompt.token_ids": "prompt",
-    "prompt.text": "prompt",
-}
+#: What a prompt of text, or of token ids, is in a message.
+OF_PROMPT = tuple(Fills(f"prompt.{path}") for path in ("text", "token_ids", "token_ids.ids"))
 
 
 class CompletionBody(GenerationBody):
     """What a request may have."""
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = None
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT), *OF_PROMPT] = None
     """Text, token ids, or a list of either. Must be given."""
     echo: bool | None = None
     logprobs: int | None = None
@@ -74,38 +66,35 @@ class CompletionBody(GenerationBody):
     id_fields = ("prompt",)
 
 
-class CompletionFormat:
-    """See generation.Format."""
+class CompletionFormat(OpenAiFormat):
+    """See format.Format."""
 
     id_prefix = "cmpl"
-    id_headers = ID_HEADERS
-    has_event_ids = True
+    kind = chunk_kind = "text_completion"
 
-    def __init__(self, body: CompletionBody, bytes_of: BytesOf) -> None:
-        """Raises InvalidRequest."""
+    def __init__(
+        self,
+        body: CompletionBody,
+        bytes_of: BytesOf,
+        style: ChatStyle | None = None,  # noqa: ARG002, as of all formats
+    ) -> None:
+        """style: of chats alone. Raises InvalidRequest."""
+        super().__init__(body, bytes_of)
         self.body = body
-        self._bytes_of = bytes_of
-        self._head = ""
-        self._answer: Answer | None = None
         self._offsets = {entry.choice: entry.num_chars for entry in body.resume_from or ()}
         """Of each choice of a stream, in characters so far."""
         self._prompt_logprobs: dict[int, Sequence[sampling_pb2.PositionLogprobs]] = {}
         """Of each prompt, which come with its first choice."""
         self._is_plain = body.logprobs is None and not body.return_token_ids
         """Whether streamed pieces have text alone."""
-        self.requests = _requests(body)
+        with in_words_of(self.field_names):
+            self.requests = _requests(body)
         self._num_choices = max(1, self.requests[0].sampling.n)
 
     @property
     def field_names(self) -> FieldNames:
         """What its fields are called in errors."""
-        structure = structure_field(self.body)
-        return field_namer({**PROMPT_NAMES, "sampling.structured_output": structure})
-
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:  # noqa: ARG002
-        self._answer = answer
-        fields = json.dumps(answer.fields(_KIND))
-        self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
+        return names_in(self.body)
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
         index = prompt * self._num_choices + chunk.choice
@@ -136,19 +125,13 @@ class CompletionFormat:
             more["token_ids"] = list(chunk.token_ids)
         return more
 
-    def end(self, usage: Mapping[str, Any]) -> str:
-        return usage_and_done(self.body, self._fields(), usage)
-
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         choices = [
             self._choice(prompt, prompt * self._num_choices + number, pieces)
             for prompt, of_prompt in enumerate(chunks)
             for number, pieces in by_choice(of_prompt).items()
         ]
-        return {**self._fields(), "choices": choices, "usage": usage}
-
-    def _fields(self) -> dict[str, Any]:
-        return self._answer.fields(_KIND) if self._answer else {}
+        return {**self._fields(self.kind), "choices": choices, "usage": usage}
 
     def _choice(self, prompt: int, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         last = chunks[-1]
@@ -187,7 +170,7 @@ class CompletionFormat:
 def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     prompts = _prompts(body.prompt)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=("max_tokens", max_tokens))
+    sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=max_tokens)
     violations = []
     if body.resume_from and len(prompts) > 1:
         fault = f"given with {len(prompts)} prompts; give the one that it is of"
@@ -227,3 +210,12 @@ def put_text_prompt(field: str, value: Any, prompt: inference_pb2.Prompt) -> Non
     else:
         fault = f"{shown_value(value)}: give text, token ids, or a list of either"
         raise InvalidRequest.of(FieldViolation(field, fault))
+
+
+ROUTE = Route(
+    "/v1/completions",
+    "post",
+    "Text or token ids of one or several prompts in, text out.",
+    CompletionBody,
+    make=CompletionFormat,
+)

@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 import httptools
 
 from gateway.http.errors import HttpError, http_error
-from gateway.http.long_json import Received
+from gateway.http.json_body import Received
 
 Headers = Iterable[tuple[str, str]]
 

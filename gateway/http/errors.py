@@ -1,16 +1,19 @@
-"""Errors as OpenAI's clients read them: a status, a body that names the field, and when to try
-again."""
+"""Errors as OpenAI's clients read them: a status, a body that names the field by the client's own
+name of it, and when to try again."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from baton.errors import (
     BatonError,
@@ -31,7 +34,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.v1 import inference_pb2
-from gateway.intake.violations import MAX_SHOWN, shown
+from gateway.intake.rules import MAX_SHOWN, shown
 
 #: nginx's: the client went away. Only logs and metrics ever see it.
 CLIENT_CLOSED_REQUEST = 499
@@ -72,8 +75,80 @@ _STATUS_TYPES: Mapping[int, str] = {
     HTTPStatus.INTERNAL_SERVER_ERROR: _SERVER,
 }
 
-#: What the validator calls a field, and OpenAI's API.
+#: From the path of a field in a message, or in the chat that a request becomes, to the client's.
 FieldNames = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Fills:
+    """Annotates a field of a body with what it fills: in the GenerateRequest, or in the ChatBody,
+    that the body becomes. A violation found there is reported under the field's own name.
+
+    path: "[]" stands for any index. at: the part of the field that fills it, with the same index.
+    when: whether a value that is given fills it.
+    """
+
+    path: str
+    at: str = ""
+    when: Callable[[Any], bool] | None = None
+
+
+@functools.cache
+def _marks(cls: type[BaseModel]) -> tuple[tuple[str, Fills], ...]:
+    """By name of field, in the order of their definition."""
+    return tuple(
+        (name, mark)
+        for name, info in cls.model_fields.items()
+        for mark in info.metadata
+        if isinstance(mark, Fills)
+    )
+
+
+def filler_of(path: str, body: BaseModel) -> str:
+    """The first field of a body that is given and fills this path; empty if there is none."""
+    return next((name for name, mark in _filled(body) if mark.path == path), "")
+
+
+def _filled(body: BaseModel) -> Iterator[tuple[str, Fills]]:
+    """By field that is given."""
+    for name, mark in _marks(type(body)):
+        value = getattr(body, name)
+        if value is not None and (mark.when is None or mark.when(value)):
+            yield name, mark
+
+
+def names_in(body: BaseModel, moved: Mapping[str, str] | None = None) -> FieldNames:
+    """The names that a body's fields have, of the paths that they fill: the longest path counts.
+    Sampling options have the same name everywhere. moved: names by paths, known only by what the
+    body says."""
+
+    def name_of(field: str) -> str:
+        longest, name = 0, field.removeprefix("sampling.")
+        names = [*(moved or {}).items(), *((m.path, n + m.at) for n, m in _filled(body))]
+        for path, given in names:
+            pattern = re.escape(path).replace(r"\[\]", r"(\[\d+\])")
+            found = re.match(rf"{pattern}(?=[.\[]|\Z)", field)
+            if found and found.end() > longest:
+                longest = found.end()
+                index = found[1] if found.re.groups else ""
+                name = given.replace("[]", index) + field[longest:]
+        return name
+
+    return name_of
+
+
+@contextmanager
+def in_words_of(names: FieldNames) -> Iterator[None]:
+    """Violations raised within name their fields as the client knows them."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if not error.violations:
+            raise
+        violations = (FieldViolation(names(v.field), v.description) for v in error.violations)
+        made = InvalidRequest.of(*violations)
+        made.request_id = error.request_id
+        raise made from None
 
 
 @dataclass(eq=False)
@@ -103,17 +178,13 @@ def http_error(
     return HttpError(status, _body(message, kind, param, code), headers)
 
 
-def from_baton(error: BatonError, field_name: FieldNames) -> HttpError:
-    """field_name: what the client calls a field of GenerateRequest."""
+def from_baton(error: BatonError) -> HttpError:
+    """Of an error with the client's names of fields."""
     kind = _KINDS[type(error)]
     message, param = error.message, None
     if isinstance(error, InvalidRequest) and error.violations:
-        fields = [field_name(violation.field) for violation in error.violations]
-        message = "; ".join(
-            f"{field}: {violation.description}"
-            for field, violation in zip(fields, error.violations, strict=True)
-        )
-        param = fields[0]
+        message = "; ".join(f"{v.field}: {v.description}" for v in error.violations)
+        param = error.violations[0].field
     elif isinstance(error, ModelNotFound):
         param = "model"
     headers: tuple[tuple[str, str], ...] = ()

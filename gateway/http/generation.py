@@ -6,88 +6,28 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+import zlib
+from array import array
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest
-from baton.rpc.status import given_request_id
-from baton.v1 import inference_pb2
+from baton.rpc.interceptor import given_request_id
+from baton.sampling_params import MAX_CHOICES
+from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
-from gateway.http.errors import FieldNames
-from gateway.http.event_ids import LAST_EVENT_ID, EventIds
-from gateway.http.requests import GenerationBody
+from gateway.http.errors import shown_value
+from gateway.http.format import Answer, Chunk, Format, timing_of
+from gateway.http.json_body import MAX_PROMPTS
 from gateway.intake.request import ValidatedRequest
 from gateway.long_work import Pacer
 from gateway.serving import Call, Serving
 
 EVENTS = "text/event-stream; charset=utf-8"
-
-#: Of an answer, each with the name of its request.
-ID_HEADERS: tuple[str, ...] = ("x-request-id",)
-
-_DONE = "data: [DONE]\n\n"
-
-#: In a JSON document of ASCII: some readers of lines take more than "\n" for the end of one.
-quoted = json.encoder.encode_basestring_ascii
-
-Chunk = inference_pb2.GenerateResponse
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What all chunks of an answer begin with."""
-
-    id: str
-    created: int
-    model: str
-    fingerprint: str
-
-    def fields(self, kind: str) -> dict[str, Any]:
-        """kind: OpenAI's `object`."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
-
-
-class Format(Protocol):
-    """One kind of completion: what is asked of the tiers, and the form of the answer."""
-
-    id_prefix: str
-    id_headers: tuple[str, ...]
-    has_event_ids: bool
-    """Whether its events can have ids."""
-
-    @property
-    def body(self) -> GenerationBody:
-        """As it was sent."""
-
-    @property
-    def requests(self) -> Sequence[inference_pb2.GenerateRequest]:
-        """One for each prompt."""
-
-    @property
-    def field_names(self) -> FieldNames:
-        """What fields of its requests are called in errors."""
-
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
-        """Before the first piece. prompt_token_ids: of one of its prompts."""
-
-    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
-        """A piece as server-sent events, if there is anything new. usage: members of the JSON to
-        put in, or nothing."""
-
-    def end(self, usage: Mapping[str, Any]) -> str:
-        """The last events of a stream."""
-
-    def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
-        """The whole answer. chunks: those of each prompt."""
 
 
 class Usage:
@@ -172,7 +112,7 @@ class Generation:
             async with asyncio.TaskGroup() as group:
                 for index, request in enumerate(self._form.requests):
                     group.create_task(self._run_one(request, index, write))
-                    await pacer.did(request.ByteSize())
+                    await pacer.advance(request.ByteSize())
         except* BatonError as failures:
             raise _first(failures) from None
 
@@ -189,7 +129,7 @@ class Generation:
         if self._answer is not None:
             return
         request_id = validated.spec.request_id
-        self._response.headers += [(name, request_id) for name in self._form.id_headers]
+        self._response.headers += [(name, request_id) for name in self._form.dialect.id_headers]
         if self._is_taken_up:  # the name that its first part had goes on
             request_id = given_request_id(self._metadata) or request_id
         self._answer = Answer(
@@ -259,60 +199,126 @@ def _event_ids_of(form: Format, last: str) -> EventIds | None:
     return ids
 
 
-def timing_of(chunk: Chunk) -> dict[str, Any]:
-    """Where a request's time went, in milliseconds, and by which workers; of its last piece.
-    first_token_ms: the parts of time_to_first_token_ms."""
-    timing, first = chunk.timing, chunk.timing.first_token
-    return {
-        "time_to_first_token_ms": round(timing.time_to_first_token_ms, 3),
-        "total_ms": round(timing.total_ms, 3),
-        "first_token_ms": {
-            "tokenize": round(first.tokenize_ms, 3),
-            "queue": round(first.queue_ms, 3),
-            "reserve": round(first.reserve_ms, 3),
-            "prefill": round(first.prefill_ms, 3),
-            "first_step": round(first.first_step_ms, 3),
-        },
-        "transfer_exposed_ms": round(timing.transfer_exposed_ms, 3),
-        "transfer_bytes": timing.transfer_bytes,
-        "prefill_worker": timing.prefill_worker,
-        "decode_worker": timing.decode_worker,
-        "num_resumes": timing.num_resumes,
-    }
-
-
 def _first(failures: BaseExceptionGroup[BatonError]) -> BatonError:
     first = failures.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-def usage_and_done(
-    body: GenerationBody, fields: Mapping[str, Any], usage: Mapping[str, Any]
-) -> str:
-    """The end of a stream of completions: the chunk that has the usage alone, if it is wanted, and
-    OpenAI's sign. fields: what chunks begin with."""
-    if not body.has_usage_chunk:
-        return _DONE
-    document = {**fields, "choices": [], "usage": usage}
-    return f"data: {json.dumps(document)}\n\n{_DONE}"
+LAST_EVENT_ID = "Last-Event-ID"
 
 
-FINISHES: Mapping[int, str | None] = {0: None, 1: "stop", 2: "length"}
+_SEED = re.compile(r"[0-9a-f]{1,16}")
+_PLACE = re.compile(r"([0-9a-f]{1,8})\.([0-9a-f]{1,8})\.([0-9a-f]{1,8})\.([0-9a-f]{1,8})(!?)")
+
+_OTHER_ANSWER = (
+    "its answer cannot be drawn again: the request is another one, or workers round otherwise now; "
+    "begin anew, without it"
+)
 
 
-def stop_reason(chunk: Chunk) -> str | int | None:
-    """vLLM's: the string or the token that ended the output, if the client had named it."""
-    match chunk.stop_cause.WhichOneof("kind"):
-        case "stop":
-            return chunk.stop_cause.stop
-        case "stop_token_id":
-            return chunk.stop_cause.stop_token_id
-    return None
+@dataclass(slots=True)
+class _Place:
+    """How far one choice has come. checksum: CRC-32 of its tokens, 4 bytes each."""
+
+    num_tokens: int = 0
+    num_chars: int = 0
+    checksum: int = 0
+    has_ended: bool = False
+
+    def add(self, chunk: Chunk) -> None:
+        self.num_tokens += len(chunk.token_ids)
+        self.num_chars += len(chunk.text)
+        self.checksum = zlib.crc32(array("I", chunk.token_ids).tobytes(), self.checksum)
+        self.has_ended = bool(chunk.finish_reason)
 
 
-def by_choice(chunks: Sequence[Chunk]) -> Mapping[int, list[Chunk]]:
-    """The pieces of each choice of a prompt, choices in order."""
-    choices: dict[int, list[Chunk]] = {}
-    for chunk in chunks:
-        choices.setdefault(chunk.choice, []).append(chunk)
-    return dict(sorted(choices.items()))
+class EventIds:
+    """Of one stream. str() is the id of an event that is sent now. How a stream goes on behind one:
+    a client of server-sent events sends the id of the last event that it got as `Last-Event-ID`
+    (WHATWG HTML, "Server-sent events"), with the same request.
+
+    An id says how far each choice came, and not by which tokens: a gateway holds nothing of streams
+    that broke off. The answer is drawn again with the seed of the id, and what the client has is
+    left out. A checksum of its tokens is in the id, so that no stream is ever put together of two
+    answers.
+
+        SEED[;CHOICE.TOKENS.CHARACTERS.CHECKSUM[!]]...   !: it has ended; hexadecimal numbers
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._places: dict[int, _Place] = {}
+        self._to_leave_out: dict[int, _Place] = {}
+        """How far the client has choices that have not come as far again."""
+
+    @classmethod
+    def behind(cls, last: str) -> EventIds:
+        """Of what follows the event with that id. Raises InvalidRequest if it is none."""
+        seed, *places = last.split(";", MAX_CHOICES * MAX_PROMPTS)
+        found = [_PLACE.fullmatch(place) for place in places]
+        if not _SEED.fullmatch(seed) or not all(found):
+            fault = f"{shown_value(last)}: no id that events here have; give it as it came"
+            raise InvalidRequest.of(FieldViolation(LAST_EVENT_ID, fault))
+        ids = cls(int(seed, 16))
+        for place in filter(None, found):
+            choice, num_tokens, num_chars, checksum = (int(n, 16) for n in place.groups()[:4])
+            ids._to_leave_out[choice] = _Place(num_tokens, num_chars, checksum, bool(place[5]))
+        return ids
+
+    def __str__(self) -> str:
+        places = (
+            f";{choice:x}.{at.num_tokens:x}.{at.num_chars:x}.{at.checksum:x}{'!' * at.has_ended}"
+            for choice, at in sorted({**self._places, **self._to_leave_out}.items())
+        )
+        return f"{self.seed:x}{''.join(places)}"
+
+    def split(self, choice: int, chunk: Chunk) -> tuple[Chunk | None, Chunk | None]:
+        """The next piece of a choice: what the client has of it, and what is new. Raises
+        InvalidRequest if the client has another answer."""
+        at, last = self._places.setdefault(choice, _Place()), self._to_leave_out.get(choice)
+        if last is None:
+            at.add(chunk)
+            return None, chunk
+        num_tokens = min(len(chunk.token_ids), last.num_tokens - at.num_tokens)
+        num_chars = min(len(chunk.text), last.num_chars - at.num_chars)
+        is_whole = (num_tokens, num_chars) == (len(chunk.token_ids), len(chunk.text))
+        earlier: Chunk = chunk
+        new: Chunk | None = None
+        if not is_whole or (chunk.finish_reason and not last.has_ended):
+            earlier, new = _cut(chunk, num_tokens, num_chars)
+        at.add(earlier)
+        if at == last:
+            del self._to_leave_out[choice]
+        elif new is not None or earlier.finish_reason:
+            raise _other_answer()
+        if new is not None:
+            at.add(new)
+        return earlier, new
+
+    def check_end(self) -> None:
+        """Raises InvalidRequest if the stream ends before it is where the client is."""
+        if self._to_leave_out:
+            raise _other_answer()
+
+
+def _cut(chunk: Chunk, num_tokens: int, num_chars: int) -> tuple[Chunk, Chunk]:
+    """In two. What comes once is in the first, if it is of an output's beginning, and in the second
+    if it is of its end."""
+    first, second = Chunk(), Chunk()
+    first.CopyFrom(chunk)
+    second.CopyFrom(chunk)
+    del first.token_ids[num_tokens:], first.logprobs[num_tokens:]
+    del second.token_ids[:num_tokens], second.logprobs[:num_tokens]
+    first.text, second.text = chunk.text[:num_chars], chunk.text[num_chars:]
+    first.finish_reason = sampling_pb2.FINISH_REASON_UNSPECIFIED
+    first.ClearField("stop_cause")
+    first.ClearField("score")
+    first.ClearField("usage")
+    first.ClearField("timing")
+    second.ClearField("prompt_token_ids")
+    second.ClearField("prompt_logprobs")
+    return first, second
+
+
+def _other_answer() -> InvalidRequest:
+    return InvalidRequest.of(FieldViolation(LAST_EVENT_ID, _OTHER_ANSWER))

@@ -3,6 +3,7 @@ a chat in another form."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -12,10 +13,12 @@ from typing import Annotated, Any
 from pydantic import FailFast, WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
-from gateway.http.chat import MAX_ARGUMENTS_CHARS
-from gateway.http.chat_style import ChatStyle
-from gateway.http.errors import HttpError, shown_value
-from gateway.http.generation import FINISHES, ID_HEADERS
+from baton.v1 import inference_pb2
+from gateway.chat.style import ChatStyle
+from gateway.http.connection import HttpRequest, HttpResponse
+from gateway.http.conversation import MAX_ARGUMENTS_CHARS, TEXT_OR_PARTS
+from gateway.http.errors import Fills, HttpError, in_words_of, shown_value
+from gateway.http.format import FINISHES, OPENAI, Dialect, Door, Route, send_json
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import (
     SEED,
@@ -27,10 +30,16 @@ from gateway.http.requests import (
     json_text,
     refusals,
 )
-from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
-from gateway.intake.long_fields import MAX_MESSAGES
-from gateway.intake.tool_rules import MAX_TOOLS
-from gateway.intake.violations import MAX_SHOWN, Violations
+from gateway.http.translated_chat import (
+    OF_FORMAT,
+    OF_NAME,
+    OF_PARAMETERS,
+    ChatOutput,
+    TranslatedChat,
+    response_format,
+)
+from gateway.intake.rules import MAX_SHOWN, MAX_TOOLS, Violations
+from gateway.intake.validator import MAX_MESSAGES
 
 #: The form of fields that are read here and not by pydantic, for /openapi.json.
 _MESSAGES = {
@@ -42,12 +51,7 @@ _MESSAGES = {
         "required": ["role", "content"],
         "properties": {
             "role": {"enum": ["user", "assistant", "system"]},
-            "content": {
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "object", "required": ["type"]}},
-                ]
-            },
+            "content": TEXT_OR_PARTS,
         },
     },
 }
@@ -75,16 +79,20 @@ class MessagesBody(ModelBody):
     """Most tokens to produce. Must be given, but to count."""
     system: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
     """Text, or blocks of text."""
-    stop_sequences: TextList = None
+    stop_sequences: Annotated[TextList, Fills("stop")] = None
     stream: bool | None = None
     """Send Anthropic's events as soon as there is output."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int | None, WithJsonSchema(TOP_K)] = None
     """Keep the k most probable tokens; 0 and -1 keep all."""
-    tools: Annotated[list[Any] | None, WithJsonSchema(_TOOLS)] = None
+    tools: Annotated[
+        list[Any] | None,
+        WithJsonSchema(_TOOLS),
+        *(Fills(f"tools[].{path}", "[].input_schema") for path in OF_PARAMETERS),
+    ] = None
     """What the model may call; nothing is run here."""
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: Annotated[dict[str, Any] | None, OF_NAME] = None
     """Of type auto, any or none, or of type tool, with its name."""
     seed: Annotated[int | None, WithJsonSchema(SEED)] = None
     """Same seed, same request, same tokens. Drawn by the server if not given."""
@@ -95,7 +103,7 @@ class MessagesBody(ModelBody):
     Needs seed."""
     thinking: dict[str, Any] | None = None
     """By its type, enabled or disabled, whether the model thinks first."""
-    output_config: dict[str, Any] | None = None
+    output_config: Annotated[dict[str, Any] | None, *OF_FORMAT] = None
     """format: a JSON Schema to follow. effort: a variable of the template."""
 
     refused = ("container", "mcp_servers")
@@ -105,17 +113,6 @@ class MessagesBody(ModelBody):
         *("user_profile_id", "workspace_id"),
     )
 
-
-#: What chat.py calls a field, and this API.
-_NAMES = {
-    "stop": "stop_sequences",
-    "response_format.json_schema.schema": "output_config.format.schema",
-    "response_format": "output_config.format",
-    "tool_choice.function.name": "tool_choice.name",
-}
-
-#: Clients of Anthropic's read the second.
-MESSAGES_ID_HEADERS: tuple[str, ...] = (*ID_HEADERS, "request-id")
 
 #: By status, where it is not invalid_request_error for the client's faults and api_error for ours.
 _ERROR_TYPES: Mapping[int, str] = {
@@ -129,7 +126,7 @@ _ERROR_TYPES: Mapping[int, str] = {
 }
 
 
-def messages_error(error: HttpError) -> HttpError:
+def _error(error: HttpError) -> HttpError:
     """The same as this API has it."""
     is_ours = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
     kind = _ERROR_TYPES.get(error.status, "api_error" if is_ours else "invalid_request_error")
@@ -141,12 +138,20 @@ def messages_error(error: HttpError) -> HttpError:
     return HttpError(error.status, body, error.headers, error.request_id)
 
 
+ANTHROPIC = Dialect(
+    "/v1/messages",
+    (*OPENAI.id_headers, "request-id"),
+    _error,
+    key_header="x-api-key",
+    error_event="event: error\n",
+)
+
+
 class MessagesFormat(TranslatedChat):
-    """See generation.Format."""
+    """See format.Format."""
 
     id_prefix = "msg"
-    id_headers = MESSAGES_ID_HEADERS
-    tool_schema = "input_schema"
+    dialect = ANTHROPIC
 
     def __init__(
         self, body: MessagesBody, bytes_of: BytesOf, style: ChatStyle, *, is_counted: bool = False
@@ -159,7 +164,7 @@ class MessagesFormat(TranslatedChat):
         if violations:
             raise InvalidRequest.of(*violations[:MAX_SHOWN])
         fields = _chat_fields(body, conversation.messages)
-        super().__init__(fields, _NAMES, conversation.paths, bytes_of, style)
+        super().__init__(body, fields, conversation.paths, bytes_of, style)
         self._blocks = _Blocks()
 
     @property
@@ -472,3 +477,33 @@ class _Conversation:
 def _too_many_messages() -> InvalidRequest:
     fault = f"give at most {MAX_MESSAGES} messages, results of tools among them"
     return InvalidRequest.of(FieldViolation("messages", fault))
+
+
+async def _count_tokens(door: Door, request: HttpRequest, response: HttpResponse) -> None:
+    body = await door.parsed(MessagesBody, request, response)
+    serving, form = door.form(functools.partial(MessagesFormat, is_counted=True), body)
+    (asked,) = form.requests
+    tokenize = inference_pb2.TokenizeRequest(model=asked.model, prompt=asked.prompt)
+    with in_words_of(form.field_names):
+        token_ids = await serving.tokenize(tokenize)
+    await send_json({"input_tokens": len(token_ids)}, request, response, ANTHROPIC)
+
+
+ROUTES = (
+    Route(
+        ANTHROPIC.prefix,
+        "post",
+        "Anthropic's form of a chat. Errors have Anthropic's form, too.",
+        MessagesBody,
+        make=MessagesFormat,
+        dialect=ANTHROPIC,
+    ),
+    Route(
+        f"{ANTHROPIC.prefix}/count_tokens",
+        "post",
+        "Tokens of the same prompt, counted.",
+        MessagesBody,
+        handle=_count_tokens,
+        dialect=ANTHROPIC,
+    ),
+)

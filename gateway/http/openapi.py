@@ -9,75 +9,32 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from baton import __version__
 from baton.sampling_params import OPTIONS, Limits, Range, Texts, TokenBiases, TokenIds
-from gateway.http.chat import ChatBody
+from gateway.http import chat, completions, messages, responses, tokens
 from gateway.http.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from gateway.http.connection import HttpLimits
+from gateway.http.format import Route
 from gateway.http.json_body import MAX_FIELDS, MAX_MEMBERS, MAX_NODES, MAX_VALUES
-from gateway.http.messages import MessagesBody
 from gateway.http.requests import Body, ChoiceSoFar, StreamOptions
-from gateway.http.responses import ResponsesBody, ResponseSoFar
-from gateway.http.tokens import DetokenizeBody, TokenizeBody
+from gateway.http.responses import ResponseSoFar
 
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What one path answers. body: None if it is asked without one. is_open: it wants no key."""
-
-    path: str
-    method: str
-    summary: str
-    body: type[Body] | None = None
-    answer: str = "application/json"
-    is_streamed: bool = False
-    is_open: bool = False
-
-
+#: All that is served, but for the pages for people.
 OPERATIONS = (
-    Operation(
-        "/v1/completions",
-        "post",
-        "Text or token ids of one or several prompts in, text out.",
-        CompletionBody,
-        is_streamed=True,
-    ),
-    Operation(
-        "/v1/chat/completions",
-        "post",
-        "A conversation in, the next message out: text, calls of tools, thoughts.",
-        ChatBody,
-        is_streamed=True,
-    ),
-    Operation(
-        "/v1/responses",
-        "post",
-        "OpenAI's newer form of a chat. Nothing is kept between requests.",
-        ResponsesBody,
-        is_streamed=True,
-    ),
-    Operation(
-        "/v1/messages",
-        "post",
-        "Anthropic's form of a chat. Errors have Anthropic's form, too.",
-        MessagesBody,
-        is_streamed=True,
-    ),
-    Operation(
-        "/v1/messages/count_tokens", "post", "Tokens of the same prompt, counted.", MessagesBody
-    ),
-    Operation("/v1/models", "get", "What is served: models, their other names, their adapters."),
-    Operation("/v1/models/{model}", "get", "One of them."),
-    Operation("/tokenize", "post", "Token ids of a prompt or a conversation.", TokenizeBody),
-    Operation("/detokenize", "post", "Text of token ids.", DetokenizeBody),
-    Operation("/tokenizer_info", "get", "Names of special tokens, and the chat template."),
-    Operation("/health", "get", "200 if some request could be served, else 503.", is_open=True),
-    Operation("/ping", "get", "The same.", is_open=True),
-    Operation("/version", "get", "Of Baton."),
-    Operation("/metrics", "get", "For Prometheus.", answer="text/plain"),
+    completions.ROUTE,
+    chat.ROUTE,
+    responses.ROUTE,
+    *messages.ROUTES,
+    Route("/v1/models", "get", "What is served: models, their other names, their adapters."),
+    Route("/v1/models/{model}", "get", "One of them."),
+    *tokens.ROUTES,
+    Route("/health", "get", "200 if some request could be served, else 503.", is_open=True),
+    Route("/ping", "get", "The same.", is_open=True),
+    Route("/version", "get", "Of Baton."),
+    Route("/metrics", "get", "For Prometheus.", answer="text/plain"),
 )
 
 _LIMITS = HttpLimits()
@@ -155,9 +112,9 @@ def openapi() -> dict[str, Any]:
     }
 
 
-def _operation(each: Operation) -> dict[str, Any]:
+def _operation(each: Route) -> dict[str, Any]:
     content: dict[str, Any] = {each.answer: {}}
-    if each.is_streamed:
+    if each.make is not None:
         content["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     document: dict[str, Any] = {

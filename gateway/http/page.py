@@ -15,7 +15,7 @@ from typing import Any
 
 from baton import __version__
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
-from gateway.models import Models
+from gateway.serving import Models
 from gateway.telemetry.recorder import GatewayRecorder
 
 _FOLDER = Path(__file__).parent / "static"

@@ -25,12 +25,10 @@ from pydantic import (
 from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.http.errors import FieldNames, from_validation, shown_value
-from gateway.http.json_body import read_fields, wrong_ids
-from gateway.http.long_json import Received
-from gateway.intake.sampling_rules import MAX_STRUCTURED_CHARS
+from gateway.http.errors import Fills, filler_of, from_validation, shown_value
+from gateway.http.json_body import Received, read_fields, wrong_ids
+from gateway.intake.rules import MAX_STRUCTURED_CHARS, Violations
 from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
-from gateway.intake.violations import Violations
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64
@@ -74,6 +72,9 @@ _STRUCTURED = {
         "enable_in_reasoning": {"type": "boolean"},
     },
 }
+
+#: What fields that ask for a structure fill; the first of them that is given counts.
+_STRUCTURE = "sampling.structured_output"
 
 #: vLLM's name, of an option there.
 _WHOLE = "enable_in_reasoning"
@@ -190,21 +191,31 @@ class GenerationBody(ModelBody):
     resume_from: Annotated[list[ChoiceSoFar] | None, FailFast()] = None
     """What an earlier stream of the same request sent, where that broke off: it goes on behind it.
     Needs seed."""
-    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
-    """What the output must look like: text, any JSON object, or JSON by a schema."""
-    guided_json: Annotated[Any, WithJsonSchema({"type": ["object", "string"]})] = None
-    """A JSON Schema that the output must follow, as an object or as text."""
-    guided_regex: Annotated[str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["regex"]))] = None
-    """A regular expression, in Rust's syntax, that the whole output must match."""
-    guided_choice: TextList = None
-    """Texts, one of which the output must be."""
-    guided_grammar: Annotated[
-        str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["grammar"]))
+    response_format: Annotated[
+        dict[str, Any] | None,
+        WithJsonSchema(_RESPONSE_FORMAT),
+        Fills(_STRUCTURE, when=lambda asked: asked.get("type") != "text"),
     ] = None
-    """A grammar, in Lark's syntax, whose rule `start` the output must follow."""
-    structured_outputs: Annotated[dict[str, Any] | None, WithJsonSchema(_STRUCTURED)] = None
+    """What the output must look like: text, any JSON object, or JSON by a schema."""
+    structured_outputs: Annotated[
+        dict[str, Any] | None, WithJsonSchema(_STRUCTURED), Fills(_STRUCTURE)
+    ] = None
     """The same as the guided fields; exactly one of these. With enable_in_reasoning it holds for
     thoughts and calls of tools, too, and not for what the answer says alone."""
+    guided_json: Annotated[
+        Any, WithJsonSchema({"type": ["object", "string"]}), Fills(_STRUCTURE)
+    ] = None
+    """A JSON Schema that the output must follow, as an object or as text."""
+    guided_regex: Annotated[
+        str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["regex"])), Fills(_STRUCTURE)
+    ] = None
+    """A regular expression, in Rust's syntax, that the whole output must match."""
+    guided_choice: Annotated[TextList, Fills(_STRUCTURE)] = None
+    """Texts, one of which the output must be."""
+    guided_grammar: Annotated[
+        str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["grammar"])), Fills(_STRUCTURE)
+    ] = None
+    """A grammar, in Lark's syntax, whose rule `start` the output must follow."""
     priority: Annotated[
         int | None,
         WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY)),
@@ -283,24 +294,22 @@ def _wrong(field: str, fault: str) -> InvalidRequest:
 
 
 def sampling_message(
-    body: GenerationBody, *, logprobs: int | None, max_tokens: tuple[str, int | None]
+    body: GenerationBody, *, logprobs: int | None, max_tokens: int | None
 ) -> sampling_pb2.SamplingParams:
-    """max_tokens: with the name it was given by. Raises InvalidRequest for what a message cannot
-    carry."""
+    """Raises InvalidRequest for what a message cannot carry."""
     params = sampling_pb2.SamplingParams()
-    name, number = max_tokens
     given = body.model_fields_set
     values = [(field, getattr(body, field)) for field in _SAME if field in given]
-    values += [("logprobs", logprobs), (name, number)]
+    values += [("logprobs", logprobs), ("max_tokens", max_tokens)]
     violations: list[FieldViolation] = []
     for field, value in values:
         if value is None:
             continue
         try:
-            setattr(params, "max_tokens" if field == name else field, value)
+            setattr(params, field, value)
         except ValueError:
             fault = f"{shown_value(value)}: must be from 0 to 2^32 - 1"
-            violations.append(FieldViolation(field, fault))
+            violations.append(FieldViolation(f"sampling.{field}", fault))
     violations += _put_top_k(body.top_k, params)
     violations += _put_seed(body.seed, params)
     violations += _put_bias(body.logit_bias or {}, params)
@@ -353,20 +362,6 @@ def put_token_ids(field: str, value: Any, ids: MutableSequence[int]) -> None:
         raise wrong_ids(field, value) from None
 
 
-def renamed(field: str, names: Mapping[str, str]) -> str:
-    """A field's path by its other name. names: by beginnings of paths; what is not there stays."""
-    for path, name in names.items():
-        if field == path or field.startswith((f"{path}.", f"{path}[")):
-            return name + field[len(path) :]
-    return field
-
-
-def field_namer(names: Mapping[str, str]) -> FieldNames:
-    """What a client calls fields of GenerateRequest. names: by their beginnings, where they are not
-    the same without "sampling."."""
-    return lambda field: renamed(field, names).removeprefix("sampling.")
-
-
 def _put_top_k(top_k: int | None, params: sampling_pb2.SamplingParams) -> Violations:
     if top_k is None:
         return
@@ -411,15 +406,6 @@ def _put_stop(stop: Any, params: sampling_pb2.SamplingParams) -> Violations:
         yield FieldViolation("stop", f"{shown_value(stop)}: must be a string, or a list of them")
 
 
-#: By field of a body, the kind of StructuredOutput.
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-
-
 def is_whole_structured(body: GenerationBody) -> bool:
     """Whether a structure holds for the whole output, whatever it is made of."""
     return bool((body.structured_outputs or {}).get(_WHOLE))
@@ -427,11 +413,7 @@ def is_whole_structured(body: GenerationBody) -> bool:
 
 def structure_field(body: GenerationBody) -> str:
     """The field by which a body asks for a structure; empty if none does."""
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        return "response_format"
-    if body.structured_outputs is not None:
-        return "structured_outputs"
-    return next((field for field in _GUIDED if getattr(body, field) is not None), "")
+    return filler_of(_STRUCTURE, body)
 
 
 def _put_structure(body: GenerationBody, params: sampling_pb2.SamplingParams) -> Violations:
@@ -450,7 +432,7 @@ def _put_structure(body: GenerationBody, params: sampling_pb2.SamplingParams) ->
         (kind,) = kinds
         yield from _put_kind(f"{field}.{kind}", kind, asked[kind], params)
     elif field:
-        yield from _put_kind(field, _GUIDED[field], getattr(body, field), params)
+        yield from _put_kind(field, field.removeprefix("guided_"), getattr(body, field), params)
 
 
 def _put_response_format(

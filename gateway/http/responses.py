@@ -9,14 +9,21 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field, WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
-from gateway.http.chat import MAX_ARGUMENTS_CHARS
-from gateway.http.chat_style import ChatStyle
-from gateway.http.errors import shown_value
-from gateway.http.generation import FINISHES, ID_HEADERS, timing_of
+from gateway.chat.style import ChatStyle
+from gateway.http.conversation import MAX_ARGUMENTS_CHARS
+from gateway.http.errors import Fills, shown_value
+from gateway.http.format import FINISHES, OPENAI, Route, timing_of
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import SEED, ChoiceSoFar, ModelBody, NumTokens, json_text
-from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
-from gateway.intake.long_fields import MAX_MESSAGES
+from gateway.http.translated_chat import (
+    OF_FORMAT,
+    OF_NAME,
+    OF_PARAMETERS,
+    ChatOutput,
+    TranslatedChat,
+    response_format,
+)
+from gateway.intake.validator import MAX_MESSAGES
 
 
 class ResponseSoFar(ChoiceSoFar):
@@ -29,19 +36,21 @@ class ResponseSoFar(ChoiceSoFar):
 class ResponsesBody(ModelBody):
     """What a request may have."""
 
-    input: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
+    input: Annotated[Any, WithJsonSchema({"type": ["string", "array"]}), Fills("messages")] = None
     """Text, or the items of a conversation. Must be given."""
     instructions: str | None = None
     """A system message before it."""
-    max_output_tokens: NumTokens = None
+    max_output_tokens: Annotated[NumTokens, Fills("max_completion_tokens")] = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
     """Send OpenAI's events as soon as there is output."""
-    tools: list[Any] | None = None
+    tools: Annotated[
+        list[Any] | None, *(Fills(f"tools[].{path}", "[].parameters") for path in OF_PARAMETERS)
+    ] = None
     """Functions that the model may call. Tools of other types, which OpenAI's own servers run, are
     left out, and named in the warning header."""
-    tool_choice: Any = None
+    tool_choice: Annotated[Any, OF_NAME] = None
     """Whether it must call, and what: none, auto, required, or the name of a function."""
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
@@ -54,7 +63,7 @@ class ResponsesBody(ModelBody):
     resume_from: Annotated[list[ResponseSoFar] | None, FailFast()] = None
     """What an earlier stream of the same request sent, where that broke off: it goes on behind it.
     Needs seed."""
-    text: dict[str, Any] | None = None
+    text: Annotated[dict[str, Any] | None, *OF_FORMAT] = None
     """format: a JSON Schema that the output must follow."""
     reasoning: dict[str, Any] | None = None
     """effort: a variable of the chat template."""
@@ -78,22 +87,12 @@ class ResponsesBody(ModelBody):
 #: Of a conversation: its messages, each call of a tool, and each of their answers.
 _MAX_ITEMS = 4 * MAX_MESSAGES
 
-#: What chat.py calls a field, and this API.
-_NAMES = {
-    "messages": "input",
-    "tool_choice.function.name": "tool_choice.name",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema.schema": "text.format.schema",
-    "response_format": "text.format",
-}
-
 
 class ResponsesFormat(TranslatedChat):
-    """See generation.Format."""
+    """See format.Format."""
 
     id_prefix = "resp"
-    id_headers = ID_HEADERS
-    tool_schema = "parameters"
+    dialect = OPENAI
 
     def __init__(self, body: ResponsesBody, bytes_of: BytesOf, style: ChatStyle) -> None:
         """Raises InvalidRequest, with this API's names."""
@@ -102,7 +101,7 @@ class ResponsesFormat(TranslatedChat):
             fault = "is not served here: nothing is kept; send the whole conversation as input"
             raise InvalidRequest.of(*(FieldViolation(f, fault) for f in body.refused_fields))
         messages, paths = _conversation(body)
-        super().__init__(_chat_fields(body, messages), _NAMES, paths, bytes_of, style)
+        super().__init__(body, _chat_fields(body, messages), paths, bytes_of, style)
         self._items = _Items(self.ids)
 
     @property
@@ -351,3 +350,12 @@ def _tool_choice(choice: Any) -> Any:
         case {"type": "function", "name": name}:
             return {"type": "function", "function": {"name": name}}
     return choice
+
+
+ROUTE = Route(
+    "/v1/responses",
+    "post",
+    "OpenAI's newer form of a chat. Nothing is kept between requests.",
+    ResponsesBody,
+    make=ResponsesFormat,
+)

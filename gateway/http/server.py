@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
 from collections.abc import Collection
@@ -82,7 +83,7 @@ async def start_http(
     state = HttpServerState(handler, limits or HttpLimits())
     sock = _listening_socket(host, port, reuse_port)
     server = await asyncio.get_running_loop().create_server(
-        lambda: HttpConnection(state),
+        functools.partial(HttpConnection, state),
         sock=sock,
         ssl=context,
         backlog=_BACKLOG,

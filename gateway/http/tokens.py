@@ -1,19 +1,29 @@
-"""/tokenize and /detokenize: what a request may have, and the prompt that it means."""
+"""/tokenize, /detokenize and /tokenizer_info: what a request may have, and the answers."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.http.chat import MESSAGES, ChatBody, ChatFormat
-from gateway.http.chat_style import ChatStyle
-from gateway.http.completions import PROMPT_NAMES, TOKEN_IDS, put_text_prompt
-from gateway.http.errors import FieldNames
+from gateway.chat.style import ChatStyle
+from gateway.http.chat import ChatBody, ChatFormat
+from gateway.http.completions import OF_PROMPT, TOKEN_IDS, put_text_prompt
+from gateway.http.connection import HttpRequest, HttpResponse
+from gateway.http.conversation import MESSAGES
+from gateway.http.errors import FieldNames, Fills, in_words_of, names_in
+from gateway.http.format import Door, Route, send_json
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import ModelBody, field_namer, validated
+from gateway.http.requests import ModelBody, put_token_ids, validated
+from gateway.intake.token_bytes import text_of
+from gateway.long_work import in_pieces
+
+#: Token ids that are written in one go, perhaps with their texts.
+_IDS_A_PIECE = 8192
 
 #: Of a conversation, as /v1/chat/completions has them.
 _OF_CHAT = (
@@ -25,7 +35,7 @@ _OF_CHAT = (
 class TokenizeBody(ModelBody):
     """Of a prompt, or of a conversation."""
 
-    prompt: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
+    prompt: Annotated[Any, WithJsonSchema({"type": ["string", "array"]}), *OF_PROMPT] = None
     """Text, or token ids, which come back as they are."""
     messages: Annotated[list[Any] | None, WithJsonSchema(MESSAGES)] = None
     """A conversation, instead of prompt, by the model's chat template."""
@@ -50,13 +60,13 @@ class TokenizeBody(ModelBody):
 class DetokenizeBody(ModelBody):
     """Of token ids."""
 
-    tokens: Annotated[Any, WithJsonSchema(TOKEN_IDS)]
+    tokens: Annotated[Any, WithJsonSchema(TOKEN_IDS), Fills("token_ids")]
     """Token ids."""
 
     id_fields = ("tokens",)
 
 
-def put_tokenized_prompt(
+def _put_prompt(
     body: TokenizeBody, bytes_of: BytesOf, style: ChatStyle, prompt: inference_pb2.Prompt
 ) -> FieldNames:
     """The prompt into an empty one; and what its parts are called in errors. Raises
@@ -64,7 +74,7 @@ def put_tokenized_prompt(
     if body.messages is None:
         put_text_prompt("prompt", body.prompt, prompt)
         prompt.omit_special_tokens = body.add_special_tokens is False
-        return field_namer(PROMPT_NAMES)
+        return names_in(body)
     if body.add_special_tokens:
         fault = "true: the chat template writes the special tokens; leave it out, or give prompt"
         raise InvalidRequest.of(FieldViolation("add_special_tokens", fault))
@@ -73,3 +83,70 @@ def put_tokenized_prompt(
     )
     prompt.CopyFrom(chat.requests[0].prompt)
     return chat.field_names
+
+
+async def _tokenize(door: Door, request: HttpRequest, response: HttpResponse) -> None:
+    body = await door.parsed(TokenizeBody, request, response)
+    serving = door.models.of(body.model or "")
+    bytes_of = serving.tokenizer.bytes_of
+    asked = inference_pb2.TokenizeRequest(model=body.model or "")
+    names = _put_prompt(body, bytes_of, door.styles[serving], asked.prompt)
+    with in_words_of(names):
+        token_ids = await serving.tokenize(asked)
+    facts = {"count": len(token_ids), "max_model_len": serving.facts.max_model_len}
+    tokens, texts = await _json_list(token_ids, lambda token_id: token_id), "null"
+    if body.return_token_strs:
+        texts = await _json_list(token_ids, lambda token_id: text_of(bytes_of(token_id)))
+    document = f'{json.dumps(facts)[:-1]}, "tokens": {tokens}, "token_strs": {texts}}}'
+    await send_json(document, request, response)
+
+
+async def _detokenize(door: Door, request: HttpRequest, response: HttpResponse) -> None:
+    body = await door.parsed(DetokenizeBody, request, response)
+    asked = inference_pb2.DetokenizeRequest(model=body.model or "")
+    put_token_ids("tokens", body.tokens, asked.token_ids)
+    serving = door.models.of(asked.model)
+    with in_words_of(names_in(body)):
+        text = await serving.detokenize(asked)
+    await send_json({"prompt": text}, request, response)
+
+
+async def _tokenizer_info(door: Door, request: HttpRequest, response: HttpResponse) -> None:
+    """As tokenizer_config.json names it: what renders and counts prompts elsewhere."""
+    serving = door.models.of("")
+    facts = serving.tokenizer.facts
+    document = {
+        **facts.special_tokens,
+        "chat_template": facts.chat_template,
+        "model_max_length": serving.facts.max_model_len,
+    }
+    await send_json(document, request, response)
+
+
+async def _json_list(token_ids: Sequence[int], make: Callable[[int], Any]) -> str:
+    """make: what to write of each."""
+    written: list[str] = []
+
+    def write(ids: Sequence[int]) -> None:
+        written.append(json.dumps([make(token_id) for token_id in ids])[1:-1])
+
+    await in_pieces(token_ids, write, _IDS_A_PIECE)
+    return f"[{', '.join(written)}]"
+
+
+ROUTES = (
+    Route(
+        "/tokenize",
+        "post",
+        "Token ids of a prompt or a conversation.",
+        TokenizeBody,
+        handle=_tokenize,
+    ),
+    Route("/detokenize", "post", "Text of token ids.", DetokenizeBody, handle=_detokenize),
+    Route(
+        "/tokenizer_info",
+        "get",
+        "Names of special tokens, and the chat template.",
+        handle=_tokenizer_info,
+    ),
+)

@@ -4,26 +4,31 @@ of it turns into that API's output, piece by piece."""
 from __future__ import annotations
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
+from gateway.chat.style import ChatStyle
 from gateway.http.chat import ChatBody, ChatChoice, ChatFormat
-from gateway.http.chat_style import ChatStyle
-from gateway.http.errors import FieldNames
-from gateway.http.generation import Answer, Chunk, by_choice
+from gateway.http.errors import FieldNames, Fills, in_words_of, names_in
+from gateway.http.format import Answer, Chunk, Dialect, by_choice
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import ChoiceSoFar, renamed, validated
+from gateway.http.requests import ChoiceSoFar, ModelBody, validated
 
 #: The event that ends those of one piece, with the tokens and the raw characters that they came of.
 #: What a client got behind the last of it is sent once more when it takes a stream up.
 PROGRESS = "baton.progress"
 
-_MESSAGE = re.compile(r"^messages\[(\d+)\]")
-_TOOL_SCHEMA = re.compile(r"^(tools\[\d+\])\.(?:function\.)?parameters")
+
+#: Of a chat's body, by paths there: the schema of a tool, and what other APIs have in one field.
+OF_PARAMETERS = ("function.parameters", "parameters")
+OF_NAME = Fills("tool_choice.function.name", ".name")
+OF_FORMAT = (
+    Fills("response_format", ".format"),
+    Fills("response_format.json_schema.schema", ".format.schema"),
+)
 
 
 class ChatOutput(ABC):
@@ -56,34 +61,28 @@ class ChatOutput(ABC):
 
 
 class TranslatedChat(ABC):
-    """A chat in the form of another API; see generation.Format. That API's own class adds the
+    """A chat in the form of another API; see format.Format. That API's own class adds the
     beginning and the end of a stream, and the document."""
 
     id_prefix: str
-    id_headers: tuple[str, ...]
+    dialect: Dialect
     has_event_ids = False
-    tool_schema: str
-    """What the schema of a tool's parameters is called there."""
 
     def __init__(
         self,
+        asked: ModelBody,
         fields: Mapping[str, Any],
-        names: Mapping[str, str],
         paths: Sequence[str],
         bytes_of: BytesOf,
         style: ChatStyle,
     ) -> None:
-        """fields: of the chat's body. names: by the chat's names of fields, that API's. paths:
-        where each message was given. Raises InvalidRequest, with that API's names."""
-        self._names = names
-        self._paths = paths
-        try:
+        """asked: that API's body. fields: of the chat's body. paths: where each message was given.
+        Raises InvalidRequest, with that API's names."""
+        moved = {f"messages[{index}]": path for index, path in enumerate(paths)}
+        self._name_of = names_in(asked, moved)
+        with in_words_of(self._name_of):
             self._chat = ChatFormat(validated(ChatBody, fields), bytes_of, style)
             self._chat.replay()
-        except InvalidRequest as error:
-            raise InvalidRequest.of(
-                *(FieldViolation(self._name_of(v.field), v.description) for v in error.violations)
-            ) from None
         self.answer: Answer | None = None
         self._choice: ChatChoice | None = None
         for index, entry in enumerate(self.body.resume_from or ()):
@@ -141,7 +140,7 @@ class TranslatedChat(ABC):
 
     @abstractmethod
     def end(self, usage: Mapping[str, Any]) -> str:
-        """See generation.Format."""
+        """See format.Format."""
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         (pieces,) = by_choice(chunks[0]).values()
@@ -161,10 +160,6 @@ class TranslatedChat(ABC):
         if is_last:
             self.last = chunk
             self.output.close()
-
-    def _name_of(self, field: str) -> str:
-        field = _MESSAGE.sub(lambda found: self._paths[int(found[1])], field)
-        return _TOOL_SCHEMA.sub(rf"\1.{self.tool_schema}", renamed(field, self._names))
 
 
 def response_format(asked: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -3,7 +3,7 @@ gateway.intake.grammar_compiler
 
 It is made with {"folder": str, "max_whitespace": int}, the model's and Grammar's, and answers
 {"field": str, "value": ..., "free_text": {...} or null}, a StructuredOutput, with {"grammar": str},
-its canonical form, or {"error": str}. See gateway.intake.child_main. It dies of a grammar that
+its canonical form, or {"error": str}. See gateway.intake.child. It dies of a grammar that
 takes more memory or a deeper stack than a worker should spend on it.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from baton.errors import BatonError, InvalidRequest
 from engine.grammar import FreeText, Grammar, GrammarVocabulary, Matcher, load_vocabulary
 from engine.grammar.matcher import compile_grammar
-from gateway.intake.child_main import Answer, address_space_bytes, limit_memory, serve
+from gateway.intake.child import Answer, address_space_bytes, limit_memory, serve
 
 #: Address space that compiling may take, in bytes, beyond what the process has when it is ready.
 _MAX_MORE_BYTES = 512 * 2**20

@@ -15,7 +15,7 @@ from typing import Any
 from baton.errors import BatonError, EngineFault, FieldViolation, InvalidRequest, Overloaded
 from baton.types import DEFAULT_MAX_WHITESPACE
 from baton.v1 import sampling_pb2
-from gateway.intake.child_process import ChildDied, ChildProcess, ChildSpec
+from gateway.intake.child import ChildDied, ChildProcess, ChildSpec
 
 COMPILE_TIMEOUT_S = 5.0
 

@@ -9,7 +9,7 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.sampling_params import OPTIONS
 from baton.v1 import sampling_pb2
-from gateway.intake.violations import limit_violations
+from gateway.intake.rules import limit_violations
 
 _FILE = "generation_config.json"
 

@@ -4,7 +4,7 @@ gateway.intake.text_tokenizer
 It is made with {"path": str}, of a tokenizer.json, and answers {"text": str, "add_special_tokens":
 bool, "max_tokens": int} with {"num_tokens": int, "text": str}. The latter text is the token ids as
 32-bit integers, in hexadecimal digits, or empty if they are more than max_tokens: JSON takes who
-asked ten times as long to read, and holds up other requests. See gateway.intake.child_main. It dies
+asked ten times as long to read, and holds up other requests. See gateway.intake.child. It dies
 of a text that takes more memory than tokenizing should.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from gateway.intake.child_main import Answer, address_space_bytes, limit_memory, serve
+from gateway.intake.child import Answer, address_space_bytes, limit_memory, serve
 
 #: Address space that tokenizing may take, in bytes, beyond what the process has when it is ready.
 _MAX_MORE_BYTES = 2 * 2**30

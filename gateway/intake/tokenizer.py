@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from baton.errors import BatonError, ConfigError, FieldViolation, InvalidRequest, Overloaded
-from gateway.intake.child_process import ChildDied, ChildProcess, ChildSpec
+from gateway.intake.child import ChildDied, ChildProcess, ChildSpec
 from gateway.intake.decoding import Decoding, decoding_of
 from gateway.intake.text_tokenizer import read_tokenizer
 from gateway.intake.token_bytes import TokenBytes
@@ -148,12 +148,14 @@ class Tokenizer:
         finally:
             self._num_waiting -= 1
 
-    async def ways_to_write(self, words: Sequence[str]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    async def encode_word_variants(
+        self, words: Sequence[str]
+    ) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Of each word, its token ids as a text begins with it, and those of the word after a space
         if they do not end with the former. Empty ids where no token comes of a word."""
         if sum(map(len, words)) < _LONG_WORDS_CHARS:
-            return self._ways_to_write(words)
-        return await asyncio.to_thread(self._ways_to_write, words)
+            return self._encode_word_variants(words)
+        return await asyncio.to_thread(self._encode_word_variants, words)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids; ids that the tokenizer does not know have none."""
@@ -173,7 +175,9 @@ class Tokenizer:
         tokenizer does not know."""
         return self._bytes[token_id]
 
-    def _ways_to_write(self, words: Sequence[str]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    def _encode_word_variants(
+        self, words: Sequence[str]
+    ) -> tuple[tuple[tuple[int, ...], ...], ...]:
         bare = [word.lstrip() or word for word in words]
         texts = [*bare, *(f" {word}" for word in bare)]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)

@@ -8,12 +8,13 @@ from typing import Any
 
 import grpc.aio
 
+from baton.commands import Abort, SequenceCommand
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, NoWorkers, WorkerLost
 from baton.events import Failed, is_last
 from baton.rpc.status import from_rpc_error
 from baton.types import KvSource, SequenceSpec
 from baton.v1 import sequence_pb2, sequence_service_pb2, sequence_service_pb2_grpc
-from baton.wire import step_from_proto, write_sequence
+from baton.wire import command_to_proto, step_from_proto, write_sequence
 from gateway.links.worker_link import Sink
 from gateway.long_work import in_pieces, let_others_run
 
@@ -65,26 +66,11 @@ class GrpcWorkerLink:
         self._put(request, spec)
         return first
 
-    def abort(self, handle: int) -> None:
+    def send(self, handle: int, command: SequenceCommand) -> None:
         """See gateway.links.worker_link.WorkerLink."""
-        if self._sinks.pop(handle, None) is not None:
-            abort = sequence_service_pb2.AbortSequence(handle=handle)
-            self._put(sequence_service_pb2.ServeRequest(abort=abort))
-
-    def pause(self, handle: int) -> None:
-        """See gateway.links.worker_link.WorkerLink."""
-        pause = sequence_service_pb2.PauseSequence(handle=handle)
-        self._put(sequence_service_pb2.ServeRequest(pause=pause))
-
-    def hand_off(self, handle: int, ticket: bytes) -> None:
-        """See gateway.links.worker_link.WorkerLink."""
-        hand_off = sequence_service_pb2.HandOffSequence(handle=handle, ticket=ticket)
-        self._put(sequence_service_pb2.ServeRequest(hand_off=hand_off))
-
-    def resume(self, handle: int) -> None:
-        """See gateway.links.worker_link.WorkerLink."""
-        resume = sequence_service_pb2.ResumeSequence(handle=handle)
-        self._put(sequence_service_pb2.ServeRequest(resume=resume))
+        if isinstance(command, Abort) and self._sinks.pop(handle, None) is None:
+            return
+        self._put(command_to_proto(handle, command))
 
     async def run(self) -> None:
         """Carry commands and events until the stream ends; always raises, WorkerLost or what the

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from baton.commands import SequenceCommand
 from baton.events import SequenceEvent
 from baton.types import KvSource, SequenceSpec
 
@@ -33,26 +34,7 @@ class WorkerLink(Protocol):
         """
         ...
 
-    def abort(self, handle: int) -> None:
-        """End the sequence in whatever state it is; its sink is called no more. Handles of ended
-        ones are ignored.
-
-        Before the outputs fork, the sequence goes on for those that were not aborted, but what
-        becomes of it is reported to the first handle's sink alone: abort that one no sooner than
-        they fork, or with all the others.
-        """
-        ...
-
-    def pause(self, handle: int) -> None:
-        """Stop a running sequence where it is; Paused follows its last tokens. Ignored if it is not
-        there any more."""
-        ...
-
-    def hand_off(self, handle: int, ticket: bytes) -> None:
-        """Have a paused sequence's KV sent to the ticket's owner: HandedOff or NotHandedOff
-        answers."""
-        ...
-
-    def resume(self, handle: int) -> None:
-        """Let a paused sequence go on."""
+    def send(self, handle: int, command: SequenceCommand) -> None:
+        """Command a sequence. The sink of an aborted one is called no more; to abort one that has
+        ended is ignored."""
         ...

@@ -21,12 +21,11 @@ from baton.rpc.status import REQUEST_ID_KEY
 from baton.sampling_params import MAX_CHOICES, MAX_LOGPROBS
 from baton.v1 import inference_pb2
 from gateway.intake.request import ValidatedRequest
-from gateway.models import Models
 from gateway.openengine.output import EventStream
 from gateway.openengine.requests import to_baton, with_openengine_fields
 from gateway.openengine.v1 import openengine_pb2 as oe
 from gateway.openengine.v1 import openengine_pb2_grpc as oe_grpc
-from gateway.serving import Call, unique_request_id
+from gateway.serving import Call, Models, unique_request_id
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

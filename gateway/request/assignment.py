@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from baton.commands import SequenceCommand
 from baton.errors import BatonError, HandoffFailed
 from baton.events import Deferred, Preempted, Tokens
 from baton.types import KvSource, SequenceSpec
@@ -32,15 +33,14 @@ class State(enum.Enum):
     PAUSING = enum.auto()
     """A migration: the worker that runs the sequence was asked to pause it. PAUSE_TIMEOUT_S."""
     RESERVING = enum.auto()
-    """Opened at its home. OPEN_TIMEOUT_S; at a home that queues what it cannot take, the request's
-    deadline."""
+    """Opened at its owner. Deadline: OPEN_TIMEOUT_S; the request's own at an owner with a queue."""
     DELIVERING = enum.auto()
     """The source has the ticket. Once all KV is computed HANDOFF_TIMEOUT_S, until then the
     request's deadline."""
     RUNNING = enum.auto()
-    """The home has the KV, or computes it. The request's deadline."""
+    """The owner has the KV, or computes it. The request's deadline."""
     RETURNING = enum.auto()
-    """A migration that failed at its new home; whether the old one still has the sequence is not
+    """A migration that failed at its new owner; whether the old one still has the sequence is not
     known yet. What is left of HANDOFF_TIMEOUT_S."""
     OVER = enum.auto()
     """Nothing is held on any worker."""
@@ -71,10 +71,10 @@ class Choice:
         """Count a failure that another try may mend, better elsewhere. Whether it was one too
         many."""
         self.failures.append(error)
-        workers = {worker.address for worker in (placement.home, placement.source) if worker}
+        workers = {worker.address for worker in (placement.owner, placement.source) if worker}
         self.avoid |= workers
         if isinstance(error, HandoffFailed) and placement.source:
-            self.unreached |= {placement.home.address}
+            self.unreached |= {placement.owner.address}
         return len(self.failures) > MAX_FAILURES
 
 
@@ -98,14 +98,14 @@ class Assignment:
     gone: set[int] = field(default_factory=set)
     """Numbers of the choices that have ended, or go on elsewhere."""
     is_forked: bool = False
-    """Whether each choice runs under its own handle at the home."""
+    """Whether each choice runs under its own handle at the owner."""
     is_prefill_awaited: bool = False
     """Whether the source has the prompt, and has not said yet that it is computed."""
     is_streaming: bool = False
     """Whether tokens pass at once: nothing has to come before them."""
     held: list[tuple[int, Tokens | Released]] = field(default_factory=list)
-    """By number, what has come from the home and must wait: for the source's word, or for the other
-    outputs of a search."""
+    """Events of the owner, by number, that wait for the source's event or for the other outputs of
+    a search."""
     has_origin_left: bool = False
     """Whether the origin has handed the sequence off."""
     failure: Released | None = None
@@ -123,7 +123,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Open an assignment's sequence at the home of its place, which gets the KV from `source`."""
+    """Open an assignment's sequence at the owner of its place, which gets the KV from `source`."""
 
     assignment: Assignment
     placement: Placement
@@ -132,7 +132,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """Open it at its source as well, with the home's ticket."""
+    """Open it at its source as well, with the owner's ticket."""
 
     assignment: Assignment
     link: WorkerLink
@@ -140,36 +140,12 @@ class OpenSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """Pause a choice at its home; as the next three, by its number in the assignment."""
+class SendCommand:
+    """Send a command to a choice's owner; the choice by its number in the assignment."""
 
     assignment: Assignment
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandOff:
-    """Have a paused choice's KV sent to the ticket's owner."""
-
-    assignment: Assignment
-    number: int
-    ticket: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Let a paused choice go on at its home."""
-
-    assignment: Assignment
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End one choice at its home; others go on there."""
-
-    assignment: Assignment
-    number: int
+    command: SequenceCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +181,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class NoteUndelivered:
-    """Record that `sender` could not deliver KV to the placement's home."""
+    """Record that `sender` could not deliver KV to the placement's owner."""
 
     placement: Placement
     sender: Worker
@@ -246,10 +222,7 @@ Action = (
     Place
     | Open
     | OpenSource
-    | Pause
-    | HandOff
-    | Resume
-    | Abort
+    | SendCommand
     | AbortSource
     | Close
     | SetTimer

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from baton.commands import Abort
 from baton.errors import BatonError, DeadlineExceeded
 from baton.events import SequenceEvent
 from baton.types import KvSource, Rank, SequenceSpec
@@ -23,7 +24,6 @@ from gateway.long_work import in_pieces
 from gateway.output.delivery import Delivery, Write
 from gateway.output.output import ChoiceOutput, Piece, best
 from gateway.request.assignment import (
-    Abort,
     AbortSource,
     Action,
     Assignment,
@@ -32,14 +32,12 @@ from gateway.request.assignment import (
     Deliver,
     EndMigration,
     Fail,
-    HandOff,
     NoteUndelivered,
     Open,
     OpenSource,
-    Pause,
     Place,
     Remember,
-    Resume,
+    SendCommand,
     SetTimer,
     Update,
 )
@@ -228,7 +226,7 @@ class RequestDriver:
     def _on_event(
         self, reduce: _Reduce, assignment: Assignment, number: int, event: SequenceEvent
     ) -> None:
-        """reduce: the reducer's method for events of the home, or of the source."""
+        """reduce: the reducer's method for events of the owner, or of the source."""
         self._perform(reduce(assignment, number, event, self._clock()))
 
     def _on_place(self, assignment: Assignment, place: Placement | BatonError) -> None:
@@ -272,23 +270,14 @@ class RequestDriver:
                 if not waiting.is_over:
                     self._waiting[assignment] = waiting
             case Open(assignment, placement, source):
-                reduce, link = self.state.on_event, placement.home_link
+                reduce, link = self.state.on_event, placement.owner_link
                 self._homes[assignment] = self._open(assignment, link, source, reduce)
             case OpenSource(assignment, link, ticket):
                 reduce, source = self.state.on_source_event, KvSource.LOCAL
                 self._sources[assignment] = self._open(assignment, link, source, reduce, ticket)
-            case Pause(assignment, number):
+            case SendCommand(assignment, number, command):
                 link, first = self._homes[assignment]
-                link.pause(first + number)
-            case HandOff(assignment, number, ticket):
-                link, first = self._homes[assignment]
-                link.hand_off(first + number, ticket)
-            case Resume(assignment, number):
-                link, first = self._homes[assignment]
-                link.resume(first + number)
-            case Abort(assignment, number):
-                link, first = self._homes[assignment]
-                link.abort(first + number)
+                link.send(first + number, command)
             case AbortSource(assignment):
                 self._abort_all(self._sources, assignment)
             case Close(assignment):
@@ -329,7 +318,7 @@ class RequestDriver:
         if assignment in opened:
             link, first = opened.pop(assignment)
             for handle in range(first, first + len(assignment.choices)):
-                link.abort(handle)
+                link.send(handle, Abort())
 
     def _set_timer(self, assignment: Assignment, delay_s: float | None) -> None:
         timer = self._timers.pop(assignment, None)
@@ -399,9 +388,9 @@ class _RunningChoice:
         return self.driver.state.is_movable(self.choice)
 
     @property
-    def home(self) -> Worker | None:
+    def owner(self) -> Worker | None:
         assignment = self.choice.assignment
-        return assignment.placement.home if assignment and assignment.placement else None
+        return assignment.placement.owner if assignment and assignment.placement else None
 
     @property
     def rank(self) -> Rank:

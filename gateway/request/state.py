@@ -1,12 +1,12 @@
 """The life of a request, from the queue to its last token. Pure: events and the time in, actions
 out.
 
-A sequence comes to the worker that runs it, its home, by one handoff, wherever its KV is from:
+A sequence reaches the worker that runs it, its owner, by one handoff, wherever its KV is from:
 
     WAITING ──placed──┐              ┌─Offered──> DELIVERING ──Committed──┐
                       ├─> RESERVING ─┤  its source sends KV by the ticket ├─> RUNNING ─tokens─> OVER
     PAUSING ──Paused──┘   opened at  └─LocalPrefill───────────────────────┘
-                          the home
+                          the owner
 
     the source     a prefill worker, which is opened with the ticket and computes the prompt
                    a worker that runs the sequence, its origin, and hands it off: a migration begins
@@ -19,12 +19,12 @@ A sequence comes to the worker that runs it, its home, by one handoff, wherever 
                         so far
 
 Several choices are one sequence up to their first tokens, and each goes its own way from then on.
-The gateway may know the first tokens, which the source reports at once, earlier than the home:
+The gateway may know the first tokens, which the source reports at once, earlier than the owner:
 choices fork there no sooner than it has the KV. The outputs of a beam search fork at its end.
 
-What the source and the home report comes on different ways: what the home reports before the source
-has said that the prompt is computed waits for that. Once the home has the KV, its word counts: the
-source may not know it.
+Source and owner events arrive on separate streams, unordered: those of the owner wait until the
+source has reported that the prompt is computed. Once the owner has the KV, its events decide: the
+source may not know of it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
+from baton.commands import Abort, HandOff, Pause, Resume
 from baton.errors import (
     BY_REASON,
     BatonError,
@@ -70,7 +71,6 @@ from baton.types import (
 )
 from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
-    Abort,
     AbortSource,
     Action,
     Assignment,
@@ -79,15 +79,13 @@ from gateway.request.assignment import (
     Deliver,
     EndMigration,
     Fail,
-    HandOff,
     NoteUndelivered,
     Open,
     OpenSource,
-    Pause,
     Place,
     Released,
     Remember,
-    Resume,
+    SendCommand,
     SetTimer,
     State,
     Update,
@@ -103,12 +101,12 @@ PAUSE_TIMEOUT_S = 10.0
 #: messages.
 OPEN_TIMEOUT_S = 15.0
 
-#: How long KV may take to the home once it is all computed.
+#: How long KV may take to the owner once it is all computed.
 HANDOFF_TIMEOUT_S = 30.0
 
 _NOTHING: tuple[Action, ...] = ()
 
-#: Nothing is held at the home, whatever of it is still on its way.
+#: Nothing is held at the owner, whatever of it is still on its way.
 _DEAF = frozenset({State.RETURNING, State.OVER})
 
 
@@ -177,7 +175,7 @@ class RequestState:
     def on_event(  # noqa: PLR0912, one arm per event
         self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
     ) -> Sequence[Action]:
-        """The home reports an event of one choice, or of all while they are one."""
+        """The owner reports an event of one choice, or of all while they are one."""
         if assignment.is_streaming and type(event) is Tokens:
             if number in assignment.gone:
                 return _NOTHING
@@ -236,7 +234,7 @@ class RequestState:
                     self._actions.append(SetTimer(assignment, HANDOFF_TIMEOUT_S))
                 if self._is_search:
                     self._timeline.on_tokens(now_s)
-                elif assignment.held:  # what the home has reported since may go
+                elif assignment.held:  # what the owner has reported since may go
                     self._release_held(assignment, now_s)
             case Tokens():
                 self._give(assignment, number, event, now_s)
@@ -282,7 +280,7 @@ class RequestState:
         migration = Assignment((choice,), State.PAUSING, now_s, spec, origin, placement)
         self._assignments[migration] = None
         choice.migration = migration
-        self._actions.append(Pause(origin, origin.choices.index(choice)))
+        self._actions.append(SendCommand(origin, origin.choices.index(choice), Pause()))
         self._actions.append(SetTimer(migration, PAUSE_TIMEOUT_S))
         return self._taken_actions()
 
@@ -325,7 +323,7 @@ class RequestState:
         (choice,) = choices
         return spec.choice_alone(choice.index, tuple(choice.output.token_ids))
 
-    # What the home reports
+    # What the owner reports
 
     def _on_offered(
         self, assignment: Assignment, ticket: bytes, num_cached_tokens: int, now_s: float
@@ -336,7 +334,7 @@ class RequestState:
         assignment.state, assignment.since_s = State.DELIVERING, now_s
         if origin is not None:
             self._actions.append(
-                HandOff(origin, origin.choices.index(assignment.choices[0]), ticket)
+                SendCommand(origin, origin.choices.index(assignment.choices[0]), HandOff(ticket))
             )
             self._actions.append(SetTimer(assignment, HANDOFF_TIMEOUT_S))
         elif placement.source_link is not None:
@@ -344,13 +342,13 @@ class RequestState:
             self._timeline.enter(Phase.PREFILL, now_s)
             self._actions.append(OpenSource(assignment, placement.source_link, ticket))
         else:
-            text = "a ticket came for a sequence whose home computes its prompt"
+            text = "a ticket came for a sequence whose owner computes its prompt"
             self._fail(EngineFault(text))
 
     def _on_local_prefill(
         self, assignment: Assignment, num_cached_tokens: int, now_s: float
     ) -> None:
-        """No KV need come: the home computes what it has not."""
+        """No KV need come: the owner computes what it has not."""
         placement, timeline = _placement_of(assignment), self._timeline
         self._on_answer(assignment, RequestEvent.LOCAL_PREFILL, num_cached_tokens, now_s)
         timeline.on_local_prefill()
@@ -376,7 +374,7 @@ class RequestState:
             self._timeline.decode_cached_tokens = num_cached_tokens
 
     def _on_kv(self, assignment: Assignment, now_s: float) -> None:
-        """The home has the KV, or computes it: nobody else has the sequence any more."""
+        """The owner has the KV, or computes it: nobody else has the sequence any more."""
         origin, assignment.origin = assignment.origin, None
         assignment.state, assignment.since_s = State.RUNNING, now_s
         self._actions.append(SetTimer(assignment, None))
@@ -425,7 +423,7 @@ class RequestState:
         self._actions += self._deliver[choice.index]
 
     def _fork(self, assignment: Assignment) -> None:
-        """Each choice has its handle at the home. Those that ended earlier are ended there now."""
+        """Each choice has its handle at the owner. Those that ended earlier are ended there now."""
         if assignment.is_forked:
             return
         assignment.is_forked = True
@@ -482,10 +480,10 @@ class RequestState:
                     migration.has_origin_left = True
             case NotHandedOff(_, message):
                 if migration is None:
-                    self._actions.append(Resume(origin, number))
+                    self._actions.append(SendCommand(origin, number, Resume()))
                     return
                 if migration.state is State.DELIVERING:
-                    sender, placement = _placement_of(origin).home, _placement_of(migration)
+                    sender, placement = _placement_of(origin).owner, _placement_of(migration)
                     self._actions.append(NoteUndelivered(placement, sender, message))
                 self._stay(migration)
 
@@ -502,7 +500,7 @@ class RequestState:
         origin, (choice,) = migration.origin, migration.choices
         self._end_migration(migration)
         if origin is not None:
-            self._actions.append(Resume(origin, origin.choices.index(choice)))
+            self._actions.append(SendCommand(origin, origin.choices.index(choice), Resume()))
 
     def _lose_both(self, migration: Assignment, cause: Released, now_s: float) -> None:
         """It is in neither place, or nobody knows in which."""
@@ -523,7 +521,7 @@ class RequestState:
     def _on_released(
         self, assignment: Assignment, number: int, cause: Released, now_s: float
     ) -> None:
-        """The home has let go of a choice; of all of them while they are one."""
+        """The owner has let go of a choice; of all of them while they are one."""
         if not assignment.is_forked:
             self._release_all(assignment, cause, now_s)
         elif assignment.is_prefill_awaited:
@@ -611,7 +609,7 @@ class RequestState:
         self._actions += self._deliver[choice.index]
 
     def _drop(self, assignment: Assignment, choice: Choice) -> None:
-        """A choice is here no more. The last one ends the assignment; others, at the home, no
+        """A choice is here no more. The last one ends the assignment; others, at the owner, no
         sooner than they fork."""
         number = assignment.choices.index(choice)
         if number in assignment.gone:
@@ -623,7 +621,7 @@ class RequestState:
             self._end_one(assignment, number)
 
     def _end_one(self, assignment: Assignment, number: int) -> None:
-        self._actions.append(Abort(assignment, number))
+        self._actions.append(SendCommand(assignment, number, Abort()))
         self._actions.append(Update(_placement_of(assignment), Outcome.ONE_ENDED))
 
     def _close(self, assignment: Assignment) -> None:
@@ -665,14 +663,14 @@ class RequestState:
         self._actions.append(Place(assignment, need, self._is_return))
 
     def _open(self, assignment: Assignment, now_s: float) -> None:
-        """Open an assignment that has a placement at its home."""
+        """Open an assignment that has a placement at its owner."""
         placement = _placement_of(assignment)
         assignment.state, assignment.since_s = State.RESERVING, now_s
         self._timeline.enter(Phase.RESERVE, now_s)
         source = KvSource.PREFILL if placement.source is not None else KvSource.LOCAL
         source = KvSource.HANDOFF if assignment.origin else source
         self._actions.append(Open(assignment, placement, source))
-        if placement.home.tier is Tier.DECODE:  # those that prefill keep a queue
+        if placement.owner.tier is Tier.DECODE:  # those that prefill keep a queue
             self._actions.append(SetTimer(assignment, OPEN_TIMEOUT_S))
 
     def _taken_actions(self) -> Sequence[Action]:

@@ -194,7 +194,7 @@ class Dispatcher:
         for spec in specs:
             self._hashers[spec.request_id, spec.choice] = hasher = of_prompt.copy()
             await in_pieces(spec.output_token_ids, hasher.add)
-            await pacer.did(len(spec.output_token_ids))
+            await pacer.advance(len(spec.output_token_ids))
         while len(self._hashers) > _MAX_HASHERS:
             self._hashers.popitem(last=False)
 

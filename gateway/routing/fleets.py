@@ -34,29 +34,29 @@ class Fleets:
 
     def remove(self, address: str) -> None:
         """See Fleet."""
-        self._home(address).remove(address)
+        self._fleet_of(address).remove(address)
 
     def join(self, address: str, info: WorkerInfo, link: WorkerLink) -> None:
         """See Fleet. Raises PeerMismatch for a worker of a model that is not served, too."""
-        home, fleet = self._home(address), self._by_model.get(info.model)
+        current, fleet = self._fleet_of(address), self._by_model.get(info.model)
         if fleet is None:
             peer = f"{info.identity.worker_id} at {address}"
             error = PeerMismatch.of(peer, "model", " or ".join(self._by_model), info.model)
-            home.leave(address, WorkerState.REFUSED, error.message)
+            current.leave(address, WorkerState.REFUSED, error.message)
             raise error
-        if home is not fleet:
-            tier = home.workers[address].listed_tier
-            home.remove(address)
+        if current is not fleet:
+            tier = current.workers[address].listed_tier
+            current.remove(address)
             fleet.add(address, tier)
         fleet.join(address, info, link)
 
     def report(self, address: str, load: WorkerLoad) -> None:
         """See Fleet."""
-        self._home(address).report(address, load)
+        self._fleet_of(address).report(address, load)
 
     def leave(self, address: str, state: WorkerState, reason: str) -> None:
         """See Fleet."""
-        self._home(address).leave(address, state, reason)
+        self._fleet_of(address).leave(address, state, reason)
 
-    def _home(self, address: str) -> Fleet:
+    def _fleet_of(self, address: str) -> Fleet:
         return next(fleet for fleet in self._all if address in fleet.workers)

@@ -40,7 +40,7 @@ class Movable(Protocol):
         ...
 
     @property
-    def home(self) -> Worker | None:
+    def owner(self) -> Worker | None:
         """The worker that runs it, if any does."""
         ...
 
@@ -130,9 +130,9 @@ class Migrator:
         """By the addresses of the workers that run them."""
         by_address: dict[str, list[Movable]] = defaultdict(list)
         for choice, rest_until_s in self._rest_until_s.items():
-            home = choice.home
-            if home is not None and rest_until_s <= now_s and choice.is_movable:
-                by_address[home.address].append(choice)
+            owner = choice.owner
+            if owner is not None and rest_until_s <= now_s and choice.is_movable:
+                by_address[owner.address].append(choice)
         return by_address
 
     def _migrate(self, choice: Movable, here: str, among: Sequence[Worker]) -> bool:

@@ -89,15 +89,15 @@ class Outcome(enum.Enum):
     """What became of a placement."""
 
     RESERVED = enum.auto()
-    """The home has reserved what it needs; its reports count it from now on."""
+    """The owner has reserved what it needs; its reports count it from now on."""
     REFUSED = enum.auto()
-    """The home had no room after all, or takes no more."""
+    """The owner had no room after all, or takes no more."""
     REFUSED_BY_SOURCE = enum.auto()
     """The source takes no more."""
     PREFILLED = enum.auto()
     """The prompt is computed, or need not be."""
     ONE_ENDED = enum.auto()
-    """One of several sequences has left the home."""
+    """One of several sequences has left the owner."""
     RELEASED = enum.auto()
     """Nothing is left on either worker."""
 
@@ -106,8 +106,8 @@ class Placement:
     """A sequence's claim on workers, counted in the fleet from the start until it is released.
     Release is idempotent.
 
-    The sequence runs at its home. A worker that only computes its prompt is its source; without one
-    the home does it.
+    The sequence runs at its owner. A worker that only computes its prompt is its source; without
+    one the owner does it.
     """
 
     def __init__(
@@ -125,26 +125,26 @@ class Placement:
         probably have to be computed: at least 1 with a prefill worker, 0 where KV comes by a
         migration.
         num_sequences: those that it will be on the decode worker."""
-        home = decode or prefill
-        if home is None or home.link is None:
+        owner = decode or prefill
+        if owner is None or owner.link is None:
             raise ValueError("a placement without a worker that was reached")
         self.prefill = prefill
         self.decode = decode
-        self.home = home
-        self.source = prefill if prefill is not home else None
+        self.owner = owner
+        self.source = prefill if prefill is not owner else None
         self.prefill_name = prefill.name if prefill else ""
         self.decode_name = decode.name if decode else ""
-        first = self.source or home
+        first = self.source or owner
         keeps_class = fleet.numerics.is_strict
         self.numerics = first.info.numerics if keeps_class and first.info else None
         """Class of the workers that the sequence stays with, by the one that its first token comes
         from; None where it may change."""
         # Those of now: after a loss the same address gets another link.
-        self.home_link = home.link
+        self.owner_link = owner.link
         self.source_link = self.source.link if self.source else None
         self._fleet = fleet
         self._id = placement_id
-        self._computing = prefill or home
+        self._computing = prefill or owner
         self._prefill_tokens = num_prefill_tokens
         self._num_sequences = num_sequences if decode else 0
         if prefill:
@@ -160,7 +160,7 @@ class Placement:
         """Whether a decode worker that computes so many tokens does what the prefill workers named
         should do."""
         info = self.decode.info if self.decode else None
-        if info is None or self.home.tier is Tier.PREFILL:
+        if info is None or self.owner.tier is Tier.PREFILL:
             return False
         is_too_long = num_missing_tokens > info.max_local_prefill_tokens
         return is_too_long and bool(self._fleet.tier(Tier.PREFILL))
@@ -169,9 +169,9 @@ class Placement:
         match outcome:
             case Outcome.RESERVED:
                 if self._num_sequences:
-                    self.home.settled.add(self._id)
+                    self.owner.settled.add(self._id)
             case Outcome.REFUSED:
-                self.home.is_awaiting_report = True
+                self.owner.is_awaiting_report = True
             case Outcome.REFUSED_BY_SOURCE:
                 if self.source:
                     self.source.is_awaiting_report = True
@@ -187,15 +187,15 @@ class Placement:
                 self.release()
 
     def note_undelivered(self, sender: Worker, why: str, now_s: float) -> None:
-        """A worker could not deliver KV to the home."""
-        if not (sender.is_joined and self.home.is_joined):
+        """A worker could not deliver KV to the owner."""
+        if not (sender.is_joined and self.owner.is_joined):
             return
-        rest_s = self._fleet.broken_pairs.note(sender.address, self.home.address, now_s)
+        rest_s = self._fleet.broken_pairs.note(sender.address, self.owner.address, now_s)
         if rest_s is not None:
             _log.warning(
                 "worker %s could not deliver KV to %s, and is not paired with it for %g s: %s",
                 sender.name,
-                self.home.name,
+                self.owner.name,
                 rest_s,
                 why,
             )

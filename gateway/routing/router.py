@@ -360,17 +360,17 @@ def rebalance(
     for sequence in sorted(sequences, key=lambda s: s.rank, reverse=True):
         if len(transfers) == max_transfers:
             break
-        home = by_address.get(sequence.address)
-        if home is None or home.address not in short:
+        owner = by_address.get(sequence.address)
+        if owner is None or owner.address not in short:
             continue
-        if available[home.address] >= RELIEVED * home.num_blocks:
+        if available[owner.address] >= RELIEVED * owner.num_blocks:
             continue
         others = [w for w in workers if w.address not in short and places[w.address] > 0]
         target = _roomiest(sequence, others, available)
         if target is None:
             continue
         available[target.address] -= sequence.num_blocks_at(target)
-        available[home.address] += sequence.num_blocks_at(home)
+        available[owner.address] += sequence.num_blocks_at(owner)
         places[target.address] -= 1
         transfers.append(Transfer(sequence.key, target.address))
     return transfers

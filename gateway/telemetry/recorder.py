@@ -34,8 +34,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.telemetry import Phase, RequestEvent, Telemetry, names
-from baton.telemetry.histograms import SecondsHistograms
-from baton.telemetry.metrics import Counts
+from baton.telemetry.metrics import Counts, SecondsHistograms
 from baton.telemetry.names import SpanName
 from baton.telemetry.rate_limit import RateLimit
 from baton.telemetry.spans import (

@@ -80,7 +80,7 @@ class Timeline:
         self.events.append((event, now_s))
 
     def on_local_prefill(self) -> None:
-        """The home computes the prompt. It says so with what it computed in the same step, so that
+        """The owner computes the prompt. It says so with what it computed in the same step, so that
         asking it was the beginning of the prefill."""
         if self.phase is Phase.RESERVE:
             self._phases[-1] = (Phase.PREFILL, self._phases[-1][1])

@@ -1,17 +1,17 @@
-"""Who computes attention: Baton's kernels for everything, or a library for prompts and Baton's
-kernels for the rest.
+"""Attention backends: Baton's kernels for everything, or a library for prompts and Baton's kernels
+for the rest.
 
-A library gets a step's prompts packed: queries one sequence after the other, and keys and values as
-well, gathered from the pool where a part of a prompt was computed before. It is imported when it is
-chosen, by name; nothing else imports it.
+A library gets the prompts of a step packed: the queries of all sequences concatenated, and their
+keys and values likewise, gathered from the pool for chunks computed earlier. A library is imported
+only when its backend is chosen by name.
 
     prompts.query [tokens, heads, head_dim]; key, value [keys, kv_heads, head_dim]
     queries of a sequence are the last of its keys: query i of n sees keys j <= num_keys - n + i,
     and with a window those that are less than `window` tokens behind
 
-Sequences with few new tokens (decode, verification), pools that round, and layers with
-paged_attention.ScoreTerms are Baton's own: whoever chooses a library asks before whether the model
-has such layers.
+Baton's kernels always run sequences with few new tokens (decode, verification) and quantised pools.
+A library cannot run layers with paged_attention.ScoreTerms; the caller checks this before it
+chooses one.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ from baton_kernels.paged_attention import (
     plan_attention,
 )
 
-#: Keys that are gathered at once, but for a single longer sequence: bounds the gathered copy, as
-#: engine.memory_plan.activation_bytes counts on.
+#: Maximum keys gathered at once (a longer single sequence is gathered alone). Bounds the gathered
+#: copy; engine.memory_plan.activation_bytes relies on it.
 MAX_GATHERED_KEYS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
-    """See this module. query_ends, key_ends: from 0 on, where each sequence's rows end."""
+    """Packed prompts, as the module describes. query_ends, key_ends: cumulative lengths, starting
+    with 0."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -60,13 +61,13 @@ class PackedPrompts:
     window: int | None
 
 
-#: Returns [tokens, heads, head_dim] of the queries.
+#: Returns attention outputs [tokens, heads, head_dim].
 AttendPrompts = Callable[[PackedPrompts], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Prompts that are attended to at once. rows: of the batch, [tokens] int64 or a range of them.
+    """Prompts that one library call attends to. rows: rows of the batch, [tokens] int64 or a range;
     places: see _places; empty if all keys are new ones, those of `rows`."""
 
     rows: torch.Tensor | slice
@@ -77,7 +78,8 @@ class _Prompts:
 
 @dataclass(frozen=True, slots=True)
 class BackendPlan:
-    """What the layers with one window do in one step. rest: of what is no prompt."""
+    """Plan of one step, shared by the layers with one window. rest: sequences that are not
+    prompts."""
 
     scale: float
     window: int | None
@@ -89,9 +91,9 @@ class BackendPlan:
 class AttentionBackend:
     """Plans a step's attention and computes it.
 
-    version: empty for the reference, which any other is to agree with but for rounding.
-    plan: as paged_attention.plan_attention. attend: as paged_attention.paged_attention, with a plan
-    of `plan` or of the op's own.
+    version: empty for the reference; all others agree with it up to rounding. plan: same contract
+    as paged_attention.plan_attention. attend: same contract as paged_attention.paged_attention,
+    with a plan made by `plan` or by plan_attention.
     """
 
     name: str
@@ -104,9 +106,9 @@ REFERENCE = AttentionBackend("triton", "", plan_attention, paged_attention)
 
 
 def batch_invariant() -> AttentionBackend:
-    """On a GPU, the reference in one tile for all sequences, whose keys are not split: a row's bits
-    depend on its own sequence alone, however it was cut into chunks."""
-    # Triton is not everywhere.
+    """The reference with one fixed tile and no split of the keys on a GPU: the bits of a row depend
+    on its own sequence alone, however it was cut into chunks."""
+    # Imported here because Triton is not installed everywhere.
     from baton_kernels.gpu.attention_plan import fixed_tile
     from baton_kernels.gpu.paged_attention import plan_attention as plan_for_gpu
 
@@ -116,7 +118,7 @@ def batch_invariant() -> AttentionBackend:
 
 @dataclass(frozen=True, slots=True)
 class _PromptAttention:
-    """A library for prompts, the reference for the rest."""
+    """Attends to prompts with a library, to the rest with the reference."""
 
     name: str
     attend_prompts: AttendPrompts
@@ -168,7 +170,7 @@ class _PromptAttention:
         scales: torch.Tensor | None = None,
         terms: ScoreTerms = NO_TERMS,
     ) -> torch.Tensor:
-        """See paged_attention.paged_attention. Raises ValueError for prompts whose scores have
+        """See paged_attention.paged_attention. Raises ValueError for prompts in layers with score
         terms."""
         if not isinstance(plan, BackendPlan):
             return paged_attention(query, key, value, pool, layer, plan, scales, terms)
@@ -201,13 +203,13 @@ class _PromptAttention:
 
 
 def prompt_backend(name: str, version: str, attend_prompts: AttendPrompts) -> AttentionBackend:
-    """Prompts by a library's function, the rest by the reference."""
+    """A backend that runs prompts with a library's function and the rest with the reference."""
     prompts = _PromptAttention(name, attend_prompts)
     return AttentionBackend(name, version, prompts.plan, prompts.attend)
 
 
 def _from_first_key(part: AttentionSlice, window: int | None) -> AttentionSlice:
-    """The slice with all the tokens that any of its queries sees."""
+    """Extend the slice to all tokens that any of its queries sees."""
     first = 0 if window is None else max(0, part.start - window + 1)
     end = part.start + part.num_tokens
     return part._replace(start=first, num_tokens=end - first)
@@ -216,7 +218,7 @@ def _from_first_key(part: AttentionSlice, window: int | None) -> AttentionSlice:
 def _groups(
     chosen: Sequence[int], slices: Sequence[AttentionSlice], window: int | None
 ) -> list[list[int]]:
-    """In order, each of at most MAX_GATHERED_KEYS keys or of one sequence."""
+    """Split into groups, in order, each of at most MAX_GATHERED_KEYS keys or of one sequence."""
     groups: list[list[int]] = []
     room = 0
     for index in chosen:
@@ -235,8 +237,8 @@ def _pack(
     places: tuple[torch.Tensor, ...],
     device: torch.device,
 ) -> _Prompts:
-    """seen: of each part, all the tokens that its queries see; places: of these, or none if they
-    are the parts themselves."""
+    """Pack prompts. seen: per slice, all tokens that its queries see; places: their places in the
+    pool, empty if all of them are new."""
     query_ends = tuple(accumulate((part.num_tokens for part in parts), initial=0))
     key_ends = tuple(accumulate((part.num_tokens for part in seen), initial=0))
     first = parts[0].first_row
@@ -250,8 +252,8 @@ def _pack(
 def _places(
     parts: Sequence[AttentionSlice], tables: Sequence[torch.Tensor], pool: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the parts' tokens are in the pool: blocks and slots in them, both [tokens] int64. What
-    is where in a block is counted on the device."""
+    """Places of the slices' tokens in the pool: block ids and offsets in the block, both [tokens]
+    int64. Offsets are computed on the device."""
     blocks, slots = [], []
     for part, table in zip(parts, tables, strict=True):
         at = torch.arange(part.start, part.start + part.num_tokens, device=pool.device)
@@ -261,8 +263,8 @@ def _places(
 
 
 def _by_sdpa(prompts: PackedPrompts) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, a sequence at a time: on a GPU its
-    FlashAttention 2, but with a window that a prompt goes past."""
+    """Run torch.nn.functional.scaled_dot_product_attention on one sequence at a time. On a GPU this
+    is its FlashAttention 2, unless a prompt is longer than the window."""
     results = []
     for queries, keys in _sequences(prompts):
         query = prompts.query[queries].transpose(0, 1)[None]
@@ -272,7 +274,7 @@ def _by_sdpa(prompts: PackedPrompts) -> torch.Tensor:
         if prompts.window is not None and num_keys > prompts.window:
             mask = _visible(num_new, num_keys, prompts.window, query.device)
         elif num_new < num_keys and query.device.type == "cuda":
-            # Not before it is needed: it brings torch's compiler along.
+            # Imported late because it loads torch's compiler.
             from torch.nn.attention.bias import causal_lower_right
 
             mask = causal_lower_right(num_new, num_keys)
@@ -292,20 +294,21 @@ def _by_sdpa(prompts: PackedPrompts) -> torch.Tensor:
 
 
 def _sequences(prompts: PackedPrompts) -> list[tuple[slice, slice]]:
-    """Of each, its queries and its keys."""
+    """(queries, keys) of each sequence."""
     queries = [slice(*ends) for ends in pairwise(prompts.query_ends)]
     return list(zip(queries, [slice(*ends) for ends in pairwise(prompts.key_ends)], strict=True))
 
 
 def _visible(num_new: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[num_new, num_keys] bool."""
+    """Mask [num_new, num_keys] bool, True where a query sees a key."""
     last = num_keys - num_new
     seen = torch.ones(num_new, num_keys, dtype=torch.bool, device=device).tril(last)
     return seen if window is None else seen.triu(last - window + 1)
 
 
 def _lengths(prompts: PackedPrompts) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Both ends int32 on the device, and the most queries and keys of a sequence."""
+    """query_ends and key_ends as int32 on the device, and the largest number of queries and of keys
+    of a sequence."""
     both = (prompts.query_ends, prompts.key_ends)
     ends = to_device(torch.tensor(both, dtype=torch.int32), prompts.query.device)
     most, most_keys = (max(b - a for a, b in pairwise(each)) for each in both)
@@ -313,7 +316,7 @@ def _lengths(prompts: PackedPrompts) -> tuple[torch.Tensor, torch.Tensor, int, i
 
 
 def _band(prompts: PackedPrompts) -> tuple[int, int]:
-    """Tokens to the left and to the right that a query sees besides its own."""
+    """Tokens to the left and to the right that a query sees besides its own (-1: no limit)."""
     return (-1 if prompts.window is None else prompts.window - 1, 0)
 
 
@@ -365,8 +368,9 @@ def _flashinfer(library: Any) -> AttendPrompts:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """module: what is imported; distribution: what is installed; needs_gpu: with 16-bit numbers;
-    wanted: parameters that `function` must have, which came with a later version."""
+    """A library that can be chosen. module: name to import; distribution: name of the installed
+    package; needs_gpu: requires a GPU and 16-bit types; wanted: parameters that `function` must
+    have (older versions lack them)."""
 
     module: str
     distribution: str
@@ -389,9 +393,9 @@ LIBRARIES: Mapping[str, Library] = {
 
 
 def why_not(name: str) -> str:
-    """What keeps a library from being used on this machine, and what to do; empty if nothing."""
+    """Why a library cannot be used on this machine and how to fix it; empty if it can."""
     library = LIBRARIES[name]
-    # Of a dotted name find_spec imports the parents, of which only torch has any.
+    # find_spec imports the parents of a dotted name; only torch.* names have parents here.
     if find_spec(library.module) is None:
         install = library.distribution
         return f"{library.module} is not installed; pip install {install}, or use auto"
@@ -406,7 +410,7 @@ def why_not(name: str) -> str:
 
 
 def load_backend(name: str) -> AttentionBackend:
-    """The library's, which is imported, unless why_not says that it cannot be."""
+    """Import a library and return its backend; `why_not` must be empty for it."""
     library = LIBRARIES[name]
     module = importlib.import_module(library.module)
     return prompt_backend(name, f"{name}{_version(library)}", library.make(module))

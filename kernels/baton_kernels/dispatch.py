@@ -18,12 +18,13 @@ R = TypeVar("R")
 
 
 class Op(Generic[P, R]):
-    """Calls the kernel of its first tensor's device type, or the twin where there is none.
+    """Runs the kernel for the device type of the first tensor argument, or the twin if there is
+    none.
 
-    The twin is the definition: a kernel is right if it agrees with it. The kernel for CUDA of a
-    twin in baton_kernels.X is the function of the same name in baton_kernels.gpu.X, imported when
-    it is first needed, if there is one and Triton is installed; that for the CPU is in
-    baton_kernels.cpu.X, if the native library is there.
+    The twin is the definition: a kernel is correct if it agrees with it. For a twin in
+    baton_kernels.X, the CUDA kernel is the function of the same name in baton_kernels.gpu.X (if
+    Triton is installed), and the CPU kernel that in baton_kernels.cpu.X (if the native library is
+    built). Both are imported at first use.
     """
 
     def __init__(self, twin: Callable[P, R]) -> None:
@@ -38,7 +39,7 @@ class Op(Generic[P, R]):
         return self.twin(*args, **kwargs)
 
     def kernel(self, device_type: str) -> Callable[P, R]:
-        """What runs for tensors of a device type."""
+        """The function that runs for tensors of a device type."""
         found = self._kernels.get(device_type)
         if found is None:
             found = self._find(device_type)
@@ -61,7 +62,7 @@ class Op(Generic[P, R]):
 
 
 def _kernel_folder(device_type: str) -> str | None:
-    """The package of a device type's kernels, if they can run here."""
+    """The package with a device type's kernels, or None if they cannot run here."""
     if device_type == "cuda" and find_spec("triton") is not None:
         return "gpu"
     if device_type == "cpu" and library() is not None:
@@ -70,7 +71,8 @@ def _kernel_folder(device_type: str) -> str | None:
 
 
 def on_its_device(kernel: Callable[P, R]) -> Callable[P, R]:
-    """Triton launches on the thread's current device, wherever the tensors are: make it theirs."""
+    """Wrap a kernel so that Triton launches on the tensors' device, not on the thread's current
+    one."""
 
     @functools.wraps(kernel)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""What follows a product of torch's own where no kernel has it in the same pass."""
+"""Epilogue of a torch matrix product, for devices without a kernel that fuses it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def finish(
     y: torch.Tensor, residual: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """y (+ residual), as out_dtype if there is one."""
+    """Return y (+ residual), cast to out_dtype if given."""
     if residual is not None:
         y = y + residual
     return y if out_dtype is None else y.to(out_dtype)

@@ -1,12 +1,12 @@
-"""Mixtures of experts: which of them a token goes to, products by each row's own expert, and the
-weighted sum of what they give.
+"""Mixtures of experts: routing, one matrix product per row and expert, and the weighted sum of the
+experts' outputs.
 
     route:           a token's experts and their weights, from the router's logits
     grouped_linear:  y[r] = W[e(r)] x[r // repeat] for rows r of tokens x chosen experts
     combine:         out[t] = residual[t] + (sum_j weights[t, j] y[t * chosen + j] + shared[t])
 
-A token's result depends on its own row alone. On a CPU with the native kernels it is the same to
-the bit in any batch, and of the experts' weights only those are read that some row goes to.
+A token's result depends on its own row alone; the native CPU kernels make it bit-identical in any
+batch and read only the weights of chosen experts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def route(
     """logits [tokens, experts] float32 -> experts [tokens, chosen] int32, ascending, and their
     weights [tokens, chosen] float32.
 
-    score = softmax(logits) or sigmoid(logits). The experts with the largest score + bias are
-    chosen (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), of equal ones the first; where they are
-    in groups, from those groups whose two largest (or one) add up to most. Weights are their
-    scores, divided by their sum if routing says so, times its scale.
+    score = softmax(logits) or sigmoid(logits). The experts with the largest score + bias are chosen
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); ties go to the lower index. With groups, only
+    experts of the best groups compete: a group's rank is the sum of its group_top (1 or 2) largest
+    scores. Weights are the scores, normalised if routing.is_normalised, times routing.scale.
     """
     scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(-1)
     ranked = scores if bias is None else scores + bias
@@ -49,12 +49,12 @@ def route(
 
 
 def _largest(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` largest of each row; of equal ones the first."""
+    """Indices of the `count` largest values of each row; ties go to the lower index."""
     return torch.argsort(x, dim=-1, descending=True, stable=True)[:, :count]
 
 
 class GroupedLinear:
-    """A linear layer of each of several experts, all of one shape."""
+    """The same linear layer of several experts, all of one shape."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
@@ -62,16 +62,16 @@ class GroupedLinear:
         coded = [x for x in linears if isinstance(x, Float8Linear)]
         whole = [x for x in linears if isinstance(x, IntLinear)]
         self.addresses: torch.Tensor | None = None
-        """Of the weights [experts] int64, on their device, where all are plain tensors, or all are
-        codes of float8, or all are integers of as many bits in as many groups."""
+        """Addresses of the weights, [experts] int64, on their device. Set if all are plain tensors,
+        or all float8 codes, or all integers of the same bits and groups."""
         self.scales: torch.Tensor | None = None
-        """[experts, groups, num_out], of codes and integers alone."""
+        """[experts, groups, num_out], for float8 codes and integers only."""
         self.integers: IntWeight | None = None
-        """Of the first expert, where all are integers: bits and runs are those of all."""
+        """The first expert's weight if all are integers; its bits and runs hold for all."""
         self.zeros: torch.Tensor | None = None
-        """[experts, groups, num_out] int16, of integers; None where all are in the middle."""
+        """[experts, groups, num_out] int16, for integers; None if all are symmetric."""
         self.biases: torch.Tensor | None = None
-        """[experts, num_out], beside them; None if there are none."""
+        """[experts, num_out]; None without biases."""
         is_one_kind = len(linears) in (len(dense), len(coded), len(whole))
         if is_one_kind and len({(x.weight.bits, x.weight.scales.shape) for x in whole}) <= 1:
             weights = [x.weight for x in dense] + [x.codes for x in coded]
@@ -97,7 +97,7 @@ class GroupedLinear:
 
 
 def _zeros(weights: Sequence[IntWeight]) -> torch.Tensor | None:
-    """[weights, groups, num_out] int16; None where all are in the middle."""
+    """[weights, groups, num_out] int16; None if all are symmetric."""
     if all(weight.zeros is None for weight in weights):
         return None
     middle = 1 << (weights[0].bits - 1)
@@ -115,8 +115,8 @@ def _zeros(weights: Sequence[IntWeight]) -> torch.Tensor | None:
 def grouped_linear(
     x: torch.Tensor, chosen: torch.Tensor, experts: GroupedLinear, repeat: int
 ) -> torch.Tensor:
-    """x [rows / repeat, num_in], chosen [tokens, chosen experts] int32, which are `rows` in all ->
-    [rows, num_out]."""
+    """Multiply each row by its expert's weight: x [rows / repeat, num_in], chosen [tokens, chosen
+    experts] int32 with `rows` elements -> [rows, num_out]."""
     of_row = chosen.flatten()
     out = x.new_empty(len(of_row), experts.num_out)
     for expert in sorted(set(of_row.tolist())):
@@ -132,8 +132,9 @@ def combine(
     shared: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """parts [tokens * chosen, dim], weights [tokens, chosen] float32, shared and residual [tokens,
-    dim] or none -> [tokens, dim]. Sums are float32, in the order of experts."""
+    """Sum the experts' outputs: parts [tokens * chosen, dim], weights [tokens, chosen] float32,
+    shared and residual [tokens, dim] or None -> [tokens, dim]. Sums are float32, in the order of
+    experts."""
     tokens, chosen = weights.shape
     wide = parts.float().view(tokens, chosen, parts.shape[1])
     total = wide[:, 0] * weights[:, :1]

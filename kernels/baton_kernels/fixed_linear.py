@@ -1,8 +1,8 @@
-"""Linear layers whose rows do not depend on each other: y = x W^T (+ bias) (+ residual), each sum
-over the inputs in the same order however many rows there are.
+"""Batch-invariant linear layers: y = x W^T (+ bias) (+ residual), each sum taken in the same order
+for any number of rows.
 
-torch's products on a GPU choose by the number of rows how sums are taken; this is for workers that
-are asked for outputs that do not depend on the batch.
+torch's GPU products choose the order of their sums by the number of rows. Workers that promise
+batch-invariant outputs use this instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def fixed_linear(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """x [rows, num_in], weight [num_out, num_in], bias [num_out] and residual [rows, num_out] or
-    none -> [rows, num_out] of out_dtype, rounded once."""
+    None -> [rows, num_out] of out_dtype, rounded once."""
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return (y if residual is None else y + residual.float()).to(out_dtype)
 

@@ -1,9 +1,9 @@
 """Gated activations: y = f(gate) * up.
 
 swiglu: f(g) = silu(g) = g / (1 + exp(-g))
-geglu: f(g) = gelu(g), taken by tanh: g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3)))
-clamped_swiglu (gpt-oss): g = min(gate, LIMIT), f(g) = g / (1 + exp(-ALPHA g)), and in place of up
-    it is max(-LIMIT, min(up, LIMIT)) + 1
+geglu: f(g) = gelu(g), tanh form: g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3)))
+clamped_swiglu (gpt-oss): y = f(min(gate, LIMIT)) * (max(-LIMIT, min(up, LIMIT)) + 1) with
+    f(g) = g / (1 + exp(-ALPHA g))
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from baton_kernels.dispatch import op
 
-#: Of clamped_swiglu; its native and Triton kernels have them, too.
+#: Constants of clamped_swiglu, repeated in its native and Triton kernels.
 ALPHA, LIMIT = 1.702, 7.0
 
 

@@ -1,4 +1,4 @@
-"""Copies between the host and a device that nobody waits for before they are needed."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on a device, without a wait for what the device was given before; itself if
-    that is the host.
+    """Copy a host tensor to a device without waiting for work queued there; return it unchanged if
+    the device is the host.
 
-    It goes by way of page-locked memory, which torch keeps until the copy is made.
+    Staged in page-locked memory, which torch keeps alive until the copy is done.
     """
     if device.type == "cpu":
         return host
@@ -19,7 +19,7 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Fence:
-    """A place in what a device was given: what the calling thread gave it before this was made."""
+    """A point in a device's queue, after all work queued by the calling thread so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
@@ -28,17 +28,18 @@ class Fence:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Until the device has come there. Raises RuntimeError if it has failed."""
+        """Wait until the device has reached this point. Raises RuntimeError if the device
+        failed."""
         if self._event is not None:
             self._event.synchronize()
 
 
 class HostCopy:
-    """A device's tensor on its way to the host. A tensor of the host's own is taken as it is: it
-    must not change."""
+    """A copy of a device tensor in flight to the host. A host tensor is not copied: it must not
+    change."""
 
     def __init__(self, source: torch.Tensor) -> None:
-        """Queue the copy behind what the device was given before."""
+        """Queue the copy behind the work already queued on the device."""
         self._host = source
         self._done: Fence | None = None
         if source.is_cuda:
@@ -47,7 +48,7 @@ class HostCopy:
             self._done = Fence(source.device)
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is here."""
+        """Wait for the copy and return the host tensor."""
         if self._done is not None:
             self._done.wait()
         return self._host

@@ -1,12 +1,11 @@
-"""Turn KV of a token range between a pool's element type and a payload's, and pack or unpack it on
-the way.
+"""Pack or unpack the KV of a token range and convert it between the element types of pool and
+payload.
 
-A payload is runs, one after the other (see baton_kernels.kv_pack.Runs), each [layers, parts,
-kv_heads, tokens, head_dim] elements of the payload's type. Where that has scales (8 bits), there
-are two forms: one float32 for each head of the run, all before its elements; or, with
-has_row_scales, one for each token of a head, behind the head's elements, as they lie in a pool of 8
-bits. Bits are those of kv_transfer.transcoder, which says how they are rounded, but for the bits of
-what is no number.
+A payload is a sequence of runs (see baton_kernels.kv_pack.Runs), each [layers, parts, kv_heads,
+tokens, head_dim] elements of the payload's type. 8-bit payloads have float32 scales in one of two
+forms: one scale per head of a run, all before its elements; or, with has_row_scales, one scale per
+token of a head, after the head's elements, as in an 8-bit pool. Results are bit-identical to
+kv_transfer.transcoder, which defines the rounding, except for NaN payload bits.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ DTYPES = {
 
 
 class Conversion(NamedTuple):
-    """Between which types, by their names in DTYPES, and of which rows. has_row_scales: of the
-    payload."""
+    """Element types of pool and payload, by their names in DTYPES, and the shape of a row.
+    has_row_scales: form of the payload's scales."""
 
     pool_dtype: str
     wire_dtype: str
@@ -41,7 +40,7 @@ class Conversion(NamedTuple):
     head_dim: int
 
     def block_size(self, blocks: torch.Tensor) -> int:
-        """Tokens of a block. blocks: see kv_encode."""
+        """Tokens per block. blocks: see kv_encode."""
         dtype = DTYPES[self.pool_dtype]
         scale_bytes = _SCALE_BYTES if dtype in LIMITS else 0
         return blocks.shape[-1] // (self.head_dim * dtype.itemsize + scale_bytes)
@@ -55,10 +54,10 @@ def kv_encode(
     conversion: Conversion,
     payload: torch.Tensor,
 ) -> None:
-    """Fill `payload`, uint8 [bytes] at a multiple of 4, from the blocks.
+    """Fill `payload`, uint8 [bytes] aligned to 4 bytes, from the blocks.
 
-    blocks: uint8 [blocks, layers, parts, kv_heads, bytes of a block's head], contiguous; of a pool
-    with 8 bits codes [block_size, head_dim], then scales [block_size] float32.
+    blocks: uint8 [blocks, layers, parts, kv_heads, bytes of a block's head], contiguous. In an
+    8-bit pool a block's head is codes [block_size, head_dim], then scales [block_size] float32.
     """
     elements, scales = _pool_views(blocks, conversion)
     form = (conversion.wire_dtype, conversion.has_row_scales)
@@ -102,8 +101,8 @@ def kv_decode(
 def _pool_views(
     blocks: torch.Tensor, conversion: Conversion
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Elements [blocks, layers, parts, kv_heads, block_size, head_dim], and scales of rows, if
-    there are any."""
+    """Elements [blocks, layers, parts, kv_heads, block_size, head_dim], and the scales of rows or
+    None."""
     dtype, size = DTYPES[conversion.pool_dtype], conversion.block_size(blocks)
     num_bytes = size * conversion.head_dim * dtype.itemsize
     rows = (size, conversion.head_dim)
@@ -123,7 +122,7 @@ def _token_runs(runs: Runs) -> Iterator[range]:
 def _places(
     elements: torch.Tensor, block_ids: Sequence[int], runs: Runs, tokens: range
 ) -> tuple[torch.Tensor | slice, ...]:
-    """An index of [tokens, layers, parts, kv_heads, ...]."""
+    """Index that selects [tokens, layers, parts, kv_heads, ...]."""
     size = elements.shape[4]
     blocks = torch.tensor([block_ids[token // size] for token in tokens], device=elements.device)
     offsets = torch.tensor([token % size for token in tokens], device=elements.device)
@@ -132,7 +131,7 @@ def _places(
 
 
 def _bytes_of(values: torch.Tensor, dtype: str, has_row_scales: bool) -> torch.Tensor:
-    """A run's bytes. values: [layers, parts, kv_heads, tokens, head_dim] float32."""
+    """Encode a run. values: [layers, parts, kv_heads, tokens, head_dim] float32."""
     target = DTYPES[dtype]
     if target not in LIMITS:
         return values.to(target).view(torch.uint8).flatten()
@@ -146,7 +145,8 @@ def _bytes_of(values: torch.Tensor, dtype: str, has_row_scales: bool) -> torch.T
 def _values_of(
     data: torch.Tensor, shape: tuple[int, ...], conversion: Conversion
 ) -> tuple[torch.Tensor, int]:
-    """A run's elements of that shape, float32, and how many bytes of `data` they took."""
+    """Decode a run to float32 elements of `shape`; also return the number of bytes of `data`
+    read."""
     dtype = DTYPES[conversion.wire_dtype]
     num_heads, num_rows = math.prod(shape[:3]), shape[3]
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -167,7 +167,7 @@ def _values_of(
 def _quantized(
     values: torch.Tensor, axes: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and the scales that they are multiples of, whose `axes` are 1."""
+    """Codes and their scales; the scales have size 1 along `axes`."""
     scales = values.abs().amax(axes, keepdim=True).clamp(min=LEAST_PEAK) / LIMITS[dtype]
     is_finite = scales.isfinite()
     codes = torch.where(is_finite, values, 0.0) * torch.where(is_finite, 1 / scales, 0.0)
@@ -176,5 +176,5 @@ def _quantized(
 
 
 def _bits(codes: torch.Tensor) -> torch.Tensor:
-    """Codes as integers, which more can be done with."""
+    """View float8 codes as integers, which support more operations."""
     return codes.view(torch.int8)

@@ -3,8 +3,8 @@
 packed [layers, parts, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size],
 first_layer + l, k, h, p % size] with p = first_token + t.
 
-kv_pack_summed and kv_unpack_summed take a payload instead, and its word_sum on the way. A payload
-is runs, one after the other, each packed as above: see Runs.
+kv_pack_summed and kv_unpack_summed handle a whole payload and compute its word_sum in the same
+pass. A payload is a sequence of runs, each packed as above: see Runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from baton_kernels.word_sum import word_sum
 
 
 class Slab(Protocol):
-    """A tensor or an array of its bits: something sliced and assigned by slices.
+    """A tensor, or a numpy array with its bits: anything that supports slicing and slice
+    assignment.
 
-    On the CPU pass numpy views: their copies run on the calling thread alone and without the GIL,
-    where torch would start a team of threads for every thread that calls it.
+    On the CPU, pass numpy views: numpy copies on the calling thread without the GIL, but torch
+    starts a team of threads for each calling thread.
     """
 
     @property
@@ -36,8 +37,8 @@ class Slab(Protocol):
 def block_runs(
     block_ids: Sequence[int], first_token: int, num_tokens: int, block_size: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(block id, offset in the block, index in the packed range, count) of each block's part of a
-    token range."""
+    """Yield (block id, offset in the block, index in the packed range, number of tokens) for each
+    block of a token range."""
     done = 0
     while done < num_tokens:
         index, offset = divmod(first_token + done, block_size)
@@ -69,8 +70,8 @@ def kv_unpack(
 
 
 class Runs(NamedTuple):
-    """What is in a payload: tokens [first_token, + num_tokens) of layers [first_layer, +
-    num_layers), cut into runs at multiples of run_tokens. run_tokens: at least 1."""
+    """Layout of a payload: tokens [first_token, + num_tokens) of layers [first_layer, +
+    num_layers), cut into runs at multiples of run_tokens (at least 1)."""
 
     first_token: int
     num_tokens: int
@@ -83,11 +84,11 @@ class Runs(NamedTuple):
 def kv_pack_summed(
     pool: torch.Tensor, block_ids: Sequence[int], runs: Runs, payload: torch.Tensor, key: int
 ) -> torch.Tensor:
-    """Fill `payload`, int64 [words], from the blocks; its word_sum under `key`, int64 [], on the
-    pool's device.
+    """Fill `payload`, int64 [words], from the blocks. Returns its word_sum under `key`, int64 [],
+    on the pool's device.
 
-    pool: int64 [blocks, layers, parts, kv_heads, block_size, words of a token's head]: elements of
-    any type, whose rows are whole words.
+    pool: int64 [blocks, layers, parts, kv_heads, block_size, words of a token's head], a view of
+    elements of any type with rows of whole words.
     """
     for first_token, part in _parts(pool, runs, payload):
         kv_pack.twin(pool, block_ids, first_token, runs.first_layer, part)
@@ -98,8 +99,7 @@ def kv_pack_summed(
 def kv_unpack_summed(
     pool: torch.Tensor, block_ids: Sequence[int], runs: Runs, payload: torch.Tensor, key: int
 ) -> torch.Tensor:
-    """Write `payload` into the blocks; the word_sum of what was written. Otherwise as
-    kv_pack_summed."""
+    """Write `payload` into the blocks and return its word_sum. Arguments as for kv_pack_summed."""
     taken = payload.clone()
     for first_token, part in _parts(pool, runs, taken):
         kv_unpack.twin(pool, block_ids, first_token, runs.first_layer, part)
@@ -109,7 +109,7 @@ def kv_unpack_summed(
 def _parts(
     pool: torch.Tensor, runs: Runs, payload: torch.Tensor
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The first token of each run, and its words [layers, parts, kv_heads, tokens, words of a
+    """Yield the first token of each run and its words [layers, parts, kv_heads, tokens, words of a
     token's head]."""
     num_parts, num_kv_heads, _, row_words = pool.shape[2:]
     token_words = runs.num_layers * num_parts * num_kv_heads * row_words

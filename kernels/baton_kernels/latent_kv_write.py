@@ -1,5 +1,5 @@
-"""What latent attention does between its linear layers and attention: norm the latent, rotate what
-is to be rotated, put queries and rows together, and write the rows into the paged KV pool: see
+"""Latent attention between its linear layers and attention, in one op: normalise the latent, rotate
+the RoPE part, assemble queries and rows, and write the rows into the paged KV pool. See
 baton_kernels.layer.LatentAttention, rms_norm, rope and kv_write."""
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ def latent_kv_write(
     rows: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """absorbed [tokens, heads, rank] and turned [tokens, heads, rope_dim], each head's query: the
-    latter is rotated; latent [tokens, rank + rope_dim], of which the first `rank` are normed, the
-    others rotated; cos, sin as rope_tables gives them; pool of one part, rows as slot_rows gives
-    them; scales if the pool is of 8 bits. Returns queries [tokens, heads, rank + rope_dim] and rows
-    [tokens, 1, rank + rope_dim], not rounded to the pool's dtype."""
+    """Returns queries [tokens, heads, rank + rope_dim] and rows [tokens, 1, rank + rope_dim], not
+    rounded to the pool's dtype.
+
+    absorbed: [tokens, heads, rank], queries in the space of latents.
+    turned: [tokens, heads, rope_dim], the part of each query to rotate.
+    latent: [tokens, rank + rope_dim]; the first `rank` elements are normalised, the rest rotated.
+    cos, sin: from rope_tables. pool: has one part. rows: from slot_rows.
+    scales: of an 8-bit pool.
+    """
     query = torch.cat((absorbed, rope(turned, cos, sin)), dim=2)
     rank, rope_dim = absorbed.shape[2], turned.shape[2]
     plain, shared = latent[:, None].split_with_sizes((rank, rope_dim), dim=2)

@@ -1,12 +1,12 @@
-"""What a decoder layer is made of: parts, each with its linear layers, its norms and its sizes.
+"""The parts of a decoder layer, each with its linear layers, norms and sizes.
 
     h = h + after(attention(before(h)))      norms before and after a part may be missing
     h = h + after(mlp(before(h)))
 
-One description serves from a checkpoint to the kernels: `LinearT` is what stands for a linear
-layer, `VectorT` for the weight of a norm, and `Layer.map` makes a layer of other ones of it. First
-they are names and shapes, then tensors to be filled, then packed weights, then what native code
-reads. A family of models is a composition of these parts (engine.families.layers).
+One description serves from checkpoint to kernels: `LinearT` is the type of a linear layer,
+`VectorT` that of a norm's weight, and `Layer.map` converts both: names and shapes, then tensors to
+fill, then packed weights, then arguments of native code. A model family composes these parts
+(engine.families.layers).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _map(norm: Norm[VectorT] | None, vector: Callable[[VectorT], _V]) -> Norm[_V
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention does with its heads, of which these are here.
+    """Sizes and options of attention; heads are those of this rank.
 
-    Its KV is num_kv_heads keys and values of head_dim elements a token. scale: of scores; window:
-    positions that a token sees, itself included, or None for all; rope: which of the model's
-    rotary embeddings it has; softcap: of scores, see baton_kernels.paged_attention.ScoreTerms.
+    KV per token: num_kv_heads keys and values of head_dim elements. scale: factor of scores;
+    window: positions that a token sees, itself included, or None for all; rope: index of the
+    model's rotary embedding; softcap: see baton_kernels.paged_attention.ScoreTerms.
     """
 
     num_heads: int
@@ -56,9 +56,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Attention(Generic[LinearT, VectorT]):
-    """qkv stacks queries, keys and values; q_norm and k_norm come before RoPE, of each head's
-    [head_dim] or of all heads' together. sinks [heads] float32: see
-    baton_kernels.paged_attention.ScoreTerms."""
+    """Attention with a KV head for one or more query heads. qkv stacks queries, keys and values.
+    q_norm and k_norm run before RoPE, per head ([head_dim]) or over all heads. sinks [heads]
+    float32: see baton_kernels.paged_attention.ScoreTerms."""
 
     shape: AttentionShape
     qkv: LinearT
@@ -82,16 +82,16 @@ class Attention(Generic[LinearT, VectorT]):
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention(Generic[LinearT, VectorT]):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), with the products
-    that would make keys and values of a latent taken by queries and results instead.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), with the
+    up-projections of keys and values absorbed into queries and outputs.
 
         c | k = latent(x), q | r = query(query_norm(query_down(x)))    the latter of each head h
         row   = latent_norm(c) | rope(k)                               all that is kept of a token
         out   = values[h](sum_j softmax_j((keys[h](q) | rope(r)) . row_j * scale) c_j)
 
-    shape: of the attention over rows, so that head_dim is a row's; rope_dim: its last elements,
-    which are rotated. Without query_down x goes into query. keys and values have a linear layer for
-    each head.
+    shape: of the attention over rows; head_dim is the size of a row. rope_dim: number of rotated
+    elements, at the end of a row. Without query_down, x goes into query directly. keys and values
+    have one linear layer per head.
     """
 
     shape: AttentionShape
@@ -137,11 +137,11 @@ class Mlp(Generic[LinearT]):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How many experts a token goes to, and with which weights: see baton_kernels.experts.route.
+    """How experts are chosen and weighted: see baton_kernels.experts.route.
 
-    is_sigmoid: scores are the logits' sigmoids, not their softmax; is_normalised: the weights add
-    up to `scale`; num_groups, num_chosen_groups: experts are in groups of neighbours, and only
-    those of the best groups can be chosen: those whose group_top (1 or 2) largest add up to most.
+    is_sigmoid: scores are sigmoids of the logits, not their softmax; is_normalised: weights add up
+    to `scale`; num_groups: groups of consecutive experts; num_chosen_groups: groups that may be
+    chosen from, ranked by the sum of their group_top (1 or 2) largest scores.
     """
 
     num_experts: int
@@ -156,9 +156,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Experts(Generic[LinearT, VectorT]):
-    """A mixture of MLPs, of which each token goes through some, chosen by what the router gives it;
-    all go through the shared one, if there is one. bias [experts] float32: see
-    baton_kernels.experts."""
+    """Mixture of experts: each token runs through the MLPs that the router chooses, and through the
+    shared one, if there is one. bias [experts] float32: see baton_kernels.experts."""
 
     routing: Routing
     router: LinearT
@@ -180,7 +179,7 @@ class Experts(Generic[LinearT, VectorT]):
 
 @dataclass(frozen=True, slots=True)
 class Layer(Generic[LinearT, VectorT]):
-    """Attention and an MLP, or a mixture of them, each between its norms."""
+    """Attention and an MLP or a mixture of experts, each between its norms."""
 
     before_attention: Norm[VectorT] | None
     attention: Attention[LinearT, VectorT] | LatentAttention[LinearT, VectorT]
@@ -192,8 +191,8 @@ class Layer(Generic[LinearT, VectorT]):
     def map(
         self, linear: Callable[[LinearT], _L], vector: Callable[[VectorT], _V]
     ) -> Layer[_L, _V]:
-        """The same layer of what `linear` and `vector` make of its linear layers and vectors, which
-        they get in the order of `linears` and `vectors`."""
+        """Convert the layer: `linear` and `vector` are called for each linear layer and vector, in
+        the order of `linears` and `vectors`."""
         mlp = self.mlp
         return Layer(
             _map(self.before_attention, vector),
@@ -205,7 +204,7 @@ class Layer(Generic[LinearT, VectorT]):
         )
 
     def with_linears(self, linears: Iterable[_L]) -> Layer[_L, VectorT]:
-        """The same layer of other linear layers, which come in the order of `linears`."""
+        """Replace the linear layers; new ones come in the order of `linears`."""
         given = iter(linears)
         return self.map(lambda _: next(given), lambda vector: vector)
 
@@ -223,4 +222,4 @@ class Layer(Generic[LinearT, VectorT]):
 
 
 def _ignore(_: object) -> None:
-    """For a walk that wants the others."""
+    """Callback for a walk that skips these items."""

@@ -1,7 +1,7 @@
-"""Linear layers: y = x W^T (+ bias) (+ residual), in the form that is fastest where they run.
+"""Linear layers: y = x W^T (+ bias) (+ residual), in the fastest form for their device.
 
-`pack_linear` chooses the form, once, when weights are loaded, by device, dtype and shape alone: two
-workers on like machines choose alike, and so round alike. docs/performance.md has the measurements.
+`pack_linear` chooses the form once, at load, by device, dtype and shape alone, so that workers on
+equal machines round equally. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from baton_kernels.quantized_linear import (
 )
 from baton_kernels.sparse_linear import SparseLinear, can_run_sparse, is_sparse
 
-#: The least compute capability whose matrix units multiply float8.
+#: Minimum compute capability with float8 matrix units.
 _FLOAT8_CAPABILITY = (8, 9)
 
 
 class Linear(Protocol):
-    """A layer that is ready to run."""
+    """A linear layer that is ready to run."""
 
     @property
     def num_in(self) -> int: ...
@@ -45,19 +45,18 @@ class Linear(Protocol):
         residual: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """x [rows, num_in] -> [rows, num_out] of x's dtype, or of `out_dtype`, which is that or
-        float32.
+        """x [rows, num_in] -> [rows, num_out] of `out_dtype` (x's dtype or float32; default x's).
 
-        residual [rows, num_out], of x's dtype, is added. Its memory may become the result's: who
-        needs it afterwards has to keep a copy.
+        residual [rows, num_out], of x's dtype, is added. Its memory may be reused for the result,
+        so a caller that still needs it must copy it first.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """The twin of all others: torch's own product. weight [num_out, num_in], bias [num_out] or
-    none."""
+    """torch's own product: the twin of all other forms. weight [num_out, num_in], bias [num_out] or
+    None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -82,10 +81,10 @@ class PlainLinear:
 
 
 class FusedLinear(PlainLinear):
-    """On a GPU: what follows a product is done where the product is written, not in a pass of its
-    own. A residual is added before the sum is rounded, in the residual's memory (torch.addmm would
-    copy it first); float32 results, as logits are, come from the product as they are, not by way
-    of 16 bits. A layer with a bias adds its residual in a pass of its own."""
+    """Linear layer on a GPU with a fused epilogue. The residual is added before the sum is rounded,
+    in the residual's memory (torch.addmm would copy it first). float32 results, such as logits, are
+    written directly, not through 16 bits. A layer with a bias adds its residual in a separate
+    pass."""
 
     def __call__(
         self,
@@ -97,7 +96,7 @@ class FusedLinear(PlainLinear):
         weight, bias = self.weight, self.bias
         if residual is not None and bias is None and out_dtype in (None, x.dtype):
             return residual.addmm_(x, weight.t())
-        # Only CUDA has products of 16 bits whose results are float32.
+        # Only CUDA has 16-bit products with float32 results.
         if x.is_cuda and out_dtype == torch.float32 != x.dtype:
             y = torch.mm(x, weight.t(), out_dtype=torch.float32)
             y = y if bias is None else y.add_(bias)
@@ -106,7 +105,7 @@ class FusedLinear(PlainLinear):
 
 
 class OneDnnLinear:
-    """Through oneDNN, its weight reordered once: for CPUs without the native kernels."""
+    """oneDNN with a weight reordered once: for CPUs without the native kernels."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.num_out, self.num_in = weight.shape
@@ -129,8 +128,8 @@ def pack_linear(
 ) -> Linear:
     """The fastest form of a layer with weight [num_out, num_in] and bias [num_out] or none.
 
-    The packed forms hold a copy of the weight: drop the original. allocate: gives the native one
-    its memory.
+    Packed forms hold a copy of the weight: drop the original. allocate: allocates memory of the
+    native form.
     """
     if weight.device.type != "cpu":
         if can_run_sparse(weight.device, weight.dtype, weight.shape) and is_sparse(weight):
@@ -144,14 +143,14 @@ def pack_linear(
 
 
 def onednn_has_bfloat16() -> bool:
-    """Whether OneDnnLinear can be built: its weights need AVX-512 or AVX-NE-CONVERT."""
+    """Whether OneDnnLinear supports bfloat16 here: its weights need AVX-512 or AVX-NE-CONVERT."""
     is_built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return is_built and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def keeps_levels(device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> bool:
-    """Whether `pack_quantized` is for such weights here, `dtype` being that of the activations.
-    Elsewhere they are dequantised."""
+    """Whether `pack_quantized` supports such weights here, with activations of `dtype`; otherwise
+    they are dequantised."""
     if device.type == "cuda":
         return dtype in (torch.bfloat16, torch.float16) and can_pack_int_weight(bits, group_size)
     is_fast = device.type == "cpu" and dtype == torch.bfloat16
@@ -159,14 +158,13 @@ def keeps_levels(device: torch.device, dtype: torch.dtype, bits: int, group_size
 
 
 def keeps_float8(device: torch.device, dtype: torch.dtype, num_in: int, group_size: int) -> bool:
-    """Whether `pack_float8` is for float8 weights here whose scales are of runs of `group_size` of
-    their `num_in` inputs, `dtype` being that of the activations. Elsewhere they are
-    dequantised."""
+    """Whether `pack_float8` supports float8 weights here that have a scale per `group_size` of
+    their `num_in` inputs, with activations of `dtype`; otherwise they are dequantised."""
     return can_group_float8(num_in, group_size) and has_float8(device, dtype)
 
 
 def has_float8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether float8 is multiplied here, beside activations of `dtype`."""
+    """Whether the device multiplies float8 in layers with activations of `dtype`."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     has_units = torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
@@ -177,9 +175,9 @@ def pack_float8(
     codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, device: torch.device
 ) -> Linear:
     """The layer with the weight codes * scales on `device`: codes [num_out, num_in] float8_e4m3fn,
-    scales [num_out, groups] float32, each for num_in / groups inputs that follow each other.
+    scales [num_out, groups] float32, each for num_in / groups consecutive inputs.
 
-    Activations are rounded to float8, too, each row's run of a group with a scale of its own.
+    Activations are rounded to float8, too, with one scale per row and group.
     """
     return Float8Linear(codes.to(device).contiguous(), scales.t().to(device).contiguous(), bias)
 
@@ -193,8 +191,8 @@ def pack_quantized(
     device: torch.device,
     allocate: Allocate = host_memory,
 ) -> Linear:
-    """The layer with the weight (levels - zeros) * scales on `device`: see
-    baton_kernels.cpu.int_linear for shapes and meaning."""
+    """The layer with the weight (levels - zeros) * scales on `device`. See
+    baton_kernels.cpu.int_linear for shapes."""
     if device.type == "cuda":
         return IntLinear(pack_int_weight(levels, scales, zeros, bits).to(device), bias)
     return NativeIntLinear(levels, scales, zeros, bits, bias, allocate)

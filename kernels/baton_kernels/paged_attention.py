@@ -2,14 +2,14 @@
 
 For a query at position p of its sequence, head h, KV head g = h // (heads / kv_heads):
     out = sum_j softmax_j(q . k_j * scale) v_j
-    over positions j <= p, and j > p - window if there is a window.
-Some models have ScoreTerms besides. In a pool of one part v_j is the beginning of k_j: as many
-elements as a value has.
+over positions j <= p, and j > p - window if there is a window.
+ScoreTerms add to the scores of some models. In a pool of one part v_j is the first value_dim
+elements of k_j.
 
-`plan_attention` works out on the host, once per step, what every layer with the same window reads.
-Sequences with few new tokens (decode, verification) are run together in groups of like length; the
-KV of a group is gathered per layer, only the blocks that its window reaches. A sequence with many
-new tokens (prefill) is run alone in tiles of queries, each over the keys it may see.
+`plan_attention` computes on the host, once per step, what all layers with the same window read.
+Sequences with few new tokens (decode, verification) run together in groups of similar length; the
+KV of a group is gathered per layer, limited to the blocks in its window. A sequence with many new
+tokens (prefill) runs alone in tiles of queries, each over the keys that it may see.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from baton_kernels.quantize_rows import dequantize_rows
 
 #: Sequences with at most this many new tokens are grouped.
 MAX_GROUPED_TOKENS = 16
-#: Padded KV tokens of a group: bounds the gathered copy.
+#: Maximum padded KV tokens of a group: bounds the gathered copy.
 MAX_GROUP_KV_TOKENS = 8192
-#: Queries of one tile of a long sequence.
+#: Queries per tile of a long sequence.
 TILE_TOKENS = 256
-#: Without a window, keys are padded, masked, to a multiple of this many and queries to at least as
-#: many rows: matrix products and sums then take their terms in one order, and low-precision results
-#: are bit for bit the same whatever the chunks.
+#: Without a window, keys are padded (masked) to a multiple of this, and queries to at least as many
+#: rows. Matrix products and sums then have a fixed order of terms, so that low-precision results
+#: are bit-identical for any split into chunks.
 ALIGN = 16
 
 
 class AttentionSlice(NamedTuple):
-    """One sequence's part: its new tokens are rows [first_row, first_row + num_tokens) of the
-    batch, at `start`.
+    """A sequence's slice of the batch: its new tokens are rows [first_row, first_row + num_tokens),
+    at positions from `start` on.
 
-    Made for each sequence in each step, so it is of the immutable kind that costs least.
+    A NamedTuple because one is made per sequence and step, and dataclasses cost more.
     """
 
     first_row: int
@@ -52,7 +52,7 @@ class AttentionSlice(NamedTuple):
 
 
 class PlacedTables(NamedTuple):
-    """Block tables that are in the device's memory already: slice i's begins at entry begins[i] of
+    """Block tables that are already in device memory: slice i's table starts at entry begins[i] of
     `entries` int32."""
 
     entries: torch.Tensor
@@ -61,12 +61,12 @@ class PlacedTables(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScoreTerms:
-    """What a layer does besides with the scores x of head h, in this order.
+    """Terms that a layer applies to the scores x of head h, in this order.
 
-    softcap: x becomes softcap * tanh(x / softcap) (Gemma 2). slopes [heads] float32: slopes[h] *
-    (j - p) is added (ALiBi, Press et al. 2022). sinks [heads] float32: exp(sinks[h]) is added to
-    the sum that weights are divided by (gpt-oss). No model has both, and neither may a layer: with
-    sinks it would matter where keys are counted from.
+    softcap: x becomes softcap * tanh(x / softcap) (Gemma 2). slopes [heads] float32: slopes[h] * (j
+    - p) is added (ALiBi, Press et al. 2022). sinks [heads] float32: exp(sinks[h]) is added to the
+    sum that weights are divided by (gpt-oss). A layer cannot have both slopes and sinks: with
+    sinks, the origin of j would matter.
     """
 
     softcap: float | None = None
@@ -88,15 +88,14 @@ NO_TERMS = ScoreTerms()
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sequences with equally many new tokens.
+    """Sequences with the same number of new tokens.
 
     rows: [seqs * num_tokens] int64, rows of the packed batch.
     kv_rows: [seqs * kv_heads * blocks] int64, see _kv_rows.
-    bias: [seqs, 1, rows or 1, blocks * block_size], 0 or -inf; rows as _run_group has them.
-    stale: rows of the gathered KV, seen as [seqs * kv_heads * blocks * block_size, head_dim], that
-    no token of the
-        sequence wrote. They are masked, but masking multiplies, and what an earlier owner left may
-        be NaN.
+    bias: [seqs, 1, rows or 1, blocks * block_size], 0 or -inf; rows as in _run_group.
+    stale: rows of the gathered KV, seen as [seqs * kv_heads * blocks * block_size, head_dim],
+        that no token of the sequence wrote. They are masked by multiplication, so a NaN left by an
+        earlier owner would spread: they are set to 0.
     """
 
     num_seqs: int
@@ -111,9 +110,8 @@ class Group:
 class Long:
     """A sequence with many new tokens.
 
-    kv_rows: [kv_heads * blocks] int64 of the gathered KV, whose first token is at position
-    `first_kv`; None where all keys are new, and those of the pool are not rounded: then none is
-    gathered.
+    kv_rows: [kv_heads * blocks] int64 of the gathered KV, which starts at position `first_kv`. None
+    if all keys are new and the pool does not round: then nothing is gathered.
     """
 
     first_row: int
@@ -125,7 +123,7 @@ class Long:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What the layers with one window do in one step.
+    """Plan of one step, shared by the layers with one window.
 
     band: [TILE_TOKENS, reach + TILE_TOKENS + ALIGN]; band[i, reach + d] is the bias of query a + i
     on key a + d.
@@ -149,9 +147,9 @@ def plan_attention(
     dtype: torch.dtype | None = None,
     placed: PlacedTables | None = None,  # noqa: ARG001
 ) -> AttentionPlan:
-    """Plan one step over `pool` [blocks, layers, parts, kv_heads, block_size, head_dim], see
-    kv_write, for queries of `dtype`; by default the pool's. placed: the slices' block tables, for
-    a device that would be sent them otherwise."""
+    """Plan one step over `pool` [blocks, layers, parts, kv_heads, block_size, head_dim] (see
+    kv_write) for queries of `dtype` (default: the pool's). placed: the slices' block tables in
+    device memory, which saves sending them."""
     dtype = dtype or pool.dtype
     short = [s for s in slices if s.num_tokens <= MAX_GROUPED_TOKENS]
     longs = [
@@ -179,7 +177,7 @@ def _num_blocks(part: AttentionSlice, block_size: int, window: int | None) -> in
 def _like_lengths(
     slices: Sequence[AttentionSlice], block_size: int, window: int | None
 ) -> list[list[AttentionSlice]]:
-    """Split into groups of equal num_tokens in which padding at most doubles what is read."""
+    """Split into groups of equal num_tokens; padding at most doubles the KV read per group."""
     groups: list[list[AttentionSlice]] = []
     longest = 0
     order = sorted(slices, key=lambda s: (s.num_tokens, -_num_blocks(s, block_size, window)))
@@ -200,8 +198,8 @@ def _like_lengths(
 
 
 def _kv_rows(tables: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    """tables [seqs, blocks] -> flat [seqs, kv_heads, blocks]: the first layer's keys in the pool
-    seen as _heads. Values are kv_heads rows further, the next layer parts * kv_heads."""
+    """tables [seqs, blocks] -> flat [seqs, kv_heads, blocks]: rows of the first layer's keys in
+    _heads(pool). Values are kv_heads rows further, the next layer parts * kv_heads."""
     _, num_layers, num_parts, num_kv_heads, _, _ = pool.shape
     heads = torch.arange(num_kv_heads, device=tables.device)
     first = tables * (num_layers * num_parts * num_kv_heads)
@@ -217,22 +215,23 @@ def _plan_group(
 ) -> Group:
     block_size, num_kv_heads = pool.shape[4], pool.shape[3]
     num_tokens = members[0].num_tokens
-    firsts = [_first_block(m, block_size, window) for m in members]
+    first_blocks = [_first_block(m, block_size, window) for m in members]
     widths = [_num_blocks(m, block_size, window) for m in members]
     multiple = ALIGN // math.gcd(ALIGN, block_size)
     width = -(-max(widths) // multiple) * multiple
-    # Padding repeats a block of the sequence itself, so that no other sequence's values are ever
-    # touched.
+    # Pad with a block of the sequence itself, so that no other sequence's values are touched.
     tables = torch.tensor(
         [
             [*m.block_table[first : first + own], *([m.block_table[first]] * (width - own))]
-            for m, first, own in zip(members, firsts, widths, strict=True)
+            for m, first, own in zip(members, first_blocks, widths, strict=True)
         ]
     )
     key_index = torch.arange(width * block_size)
     steps = torch.arange(num_tokens)
     # Position of each query relative to the first gathered key: [seqs, num_tokens, 1].
-    start = torch.tensor([m.start - f * block_size for m, f in zip(members, firsts, strict=True)])
+    start = torch.tensor(
+        [m.start - f * block_size for m, f in zip(members, first_blocks, strict=True)]
+    )
     query = (start[:, None] + steps)[:, :, None]
     visible = key_index <= query
     if window is not None:
@@ -248,22 +247,22 @@ def _plan_group(
         rows.flatten().to(device),
         _kv_rows(tables, pool).to(device),
         F.pad(bias[:, None].repeat(1, 1, repeats, 1), (0, 0, 0, spare)).to(device),
-        _stale_rows(members, firsts, widths, width * block_size, pool).to(device),
+        _stale_rows(members, first_blocks, widths, width * block_size, pool).to(device),
     )
 
 
 def _stale_rows(
     members: Sequence[AttentionSlice],
-    firsts: Sequence[int],
+    first_blocks: Sequence[int],
     widths: Sequence[int],
     num_keys: int,
     pool: torch.Tensor,
 ) -> torch.Tensor:
-    """See Group.stale. Padding repeats a full block, and needs no care, but for sequences of a
+    """See Group.stale. Padding repeats a full block, which is never stale, except in sequences of a
     single block."""
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     rows = []
-    for index, (part, first, own) in enumerate(zip(members, firsts, widths, strict=True)):
+    for index, (part, first, own) in enumerate(zip(members, first_blocks, widths, strict=True)):
         used = part.start + part.num_tokens - first * block_size
         slots = torch.arange(used, num_keys if own == 1 else own * block_size)
         heads = torch.arange(index * num_kv_heads, (index + 1) * num_kv_heads)
@@ -274,8 +273,8 @@ def _stale_rows(
 def _plan_long(
     part: AttentionSlice, pool: torch.Tensor, window: int | None, dtype: torch.dtype
 ) -> Long:
-    # What the pool rounds is read from there, so that a token's result does not depend on the
-    # chunks.
+    # A pool that rounds is read even for new tokens, so that results do not depend on the split
+    # into chunks.
     if part.start == 0 and dtype == pool.dtype:
         return Long(part.first_row, part.num_tokens, 0, 0, None)
     block_size = pool.shape[4]
@@ -287,8 +286,8 @@ def _plan_long(
 
 
 def _band(reach: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The bias of any tile is a slice of this one, because it depends on key minus query position
-    alone."""
+    """One bias for all tiles: it depends on key minus query position alone, so each tile uses a
+    slice of it."""
     query = torch.arange(TILE_TOKENS, device=device)[:, None]
     key = torch.arange(-reach, TILE_TOKENS + ALIGN, device=device)[None, :]
     visible = key <= query
@@ -310,10 +309,10 @@ def paged_attention(
     terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
     """query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads,
-    value_dim] -> [tokens, heads, value_dim]; value_dim is head_dim, but in a pool of one part.
+    value_dim] -> [tokens, heads, value_dim]; value_dim is head_dim, except in a pool of one part.
 
-    The new keys and values are already in the pool, which has scales if it is of 8 bits: see
-    kv_write. Slots of a sequence's blocks past its last token may hold anything.
+    The new keys and values must already be in the pool. scales: of an 8-bit pool, see kv_write.
+    Slots after a sequence's last token may hold anything.
     """
     value_dim = value.shape[2]
     out = query.new_empty(*query.shape[:2], value_dim)
@@ -327,7 +326,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What is read of the pool, and the type to read it as."""
+    """A layer's view of the pool, and the dtype to read it as."""
 
     pool: torch.Tensor
     scales: torch.Tensor | None
@@ -340,7 +339,7 @@ class _Layer:
         return self.pool.shape[3]
 
     def gather(self, kv_rows: torch.Tensor, num_seqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [seqs, kv_heads, blocks * block_size, head_dim], and values."""
+        """Gather keys [seqs, kv_heads, blocks * block_size, head_dim], and values."""
         num_parts = self.pool.shape[2]
         rows = kv_rows + self.layer * num_parts * self.num_kv_heads
         shape = (num_seqs, self.num_kv_heads, -1, self.pool.shape[5])
@@ -350,11 +349,11 @@ class _Layer:
         return keys, self._rows(rows + self.num_kv_heads).view(shape)
 
     def _rows(self, at: torch.Tensor) -> torch.Tensor:
-        """[rows, block_size, head_dim] of _heads."""
+        """[rows, block_size, head_dim] at rows `at` of _heads."""
         shape = (-1, *self.pool.shape[4:])
         if self.scales is None:
             return _heads(self.pool).index_select(0, at).to(self.dtype).view(shape)
-        # As bytes, which torch can select whatever they stand for.
+        # Select as bytes: torch cannot index every float8 type.
         codes = _heads(self.pool.view(torch.uint8)).index_select(0, at).view(self.pool.dtype)
         return dequantize_rows(
             codes.view(shape), _heads(self.scales).index_select(0, at), self.dtype
@@ -362,8 +361,8 @@ class _Layer:
 
 
 def _heads(pool: torch.Tensor) -> torch.Tensor:
-    """[blocks * layers * parts * kv_heads, elements of a block and head]: they are contiguous, and
-    equally far apart."""
+    """The pool as [blocks * layers * parts * kv_heads, elements of a head in a block], equally
+    spaced."""
     size = pool[0, 0, 0, 0].numel()
     return pool.as_strided((pool.numel() // size, size), (head_stride(pool), 1))
 
@@ -382,8 +381,8 @@ def _run_group(
     keys, values = kv.gather(group.kv_rows, group.num_seqs)
     for gathered in (keys, values):
         gathered.flatten(0, 2).index_fill_(0, group.stale, 0)
-    # The heads that share a KV head are rows of one matrix: [seqs, kv_heads, heads_per_kv * tokens,
-    # head_dim].
+    # Query heads that share a KV head become rows of one matrix: [seqs, kv_heads, heads_per_kv *
+    # tokens, head_dim].
     packed = query[group.rows].view(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
     num_rows = packed.shape[2]
     packed = F.pad(packed, (0, 0, 0, max(0, ALIGN - num_rows)))
@@ -426,8 +425,8 @@ def _run_long(
     results = out[own].view(-1, num_kv_heads, heads_per_kv, kv.value_dim).permute(1, 2, 0, 3)
     for first in range(0, long.num_tokens, TILE_TOKENS):
         tile = slice(first, min(first + TILE_TOKENS, long.num_tokens))
-        # Relative to the first gathered key: the tile's first query, and the keys [low, high) that
-        # it sees.
+        # Offsets from the first gathered key: the tile's first query, and the keys [low, high) that
+        # the tile sees.
         at = long.start - long.first_kv + first
         low = 0 if plan.window is None else max(0, at - plan.window + 1)
         high = at + tile.stop - tile.start
@@ -435,8 +434,8 @@ def _run_long(
         if plan.band is None:
             raise ValueError("the plan of a long sequence has no band")
         bias = plan.band[: tile.stop - tile.start, plan.reach + low - at : plan.reach + high - at]
-        # KV heads are the batch here, and the heads that share one are its heads, so that no KV is
-        # repeated.
+        # KV heads are the batch dimension, and the query heads that share one its heads, so that no
+        # KV is repeated.
         part = queries[:, :, tile]
         seen_keys, seen_values = (
             x[:, None, low:high].expand(-1, heads_per_kv, -1, -1) for x in (keys, values)
@@ -461,14 +460,14 @@ def _attend_with_terms(
     terms: ScoreTerms,
     heads: torch.Tensor,
 ) -> torch.Tensor:
-    """As scaled_dot_product_attention, in float32. heads: of each row, to be broadcast over [...,
-    rows] of `query` but for the first dimension of a group's."""
+    """scaled_dot_product_attention with score terms, in float32. heads: index of each row's head,
+    broadcast over [..., rows] of `query` except for a group's first dimension."""
     scores = query.float() @ keys.float().transpose(-1, -2) * scale
     if terms.softcap is not None:
         scores = terms.softcap * torch.tanh(scores / terms.softcap)
     if terms.slopes is not None:
-        # Adding the same to all of a row's scores changes no weight, so that keys may be counted
-        # from any.
+        # A constant added to all scores of a row changes no weight, so keys may be counted from any
+        # origin.
         places = torch.arange(keys.shape[-2], device=keys.device)
         scores = scores + terms.slopes[heads][..., None] * places
     scores = scores + bias

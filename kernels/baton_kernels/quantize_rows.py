@@ -1,9 +1,9 @@
-"""Rows in 8 bits, each with one float32 scale: keys and values of a quantised KV pool, activations
-of float8 linears.
+"""8-bit rows with one float32 scale each: keys and values of a quantised KV pool, activations of
+float8 linear layers.
 
 scale = max(|x|, LEAST_PEAK) / LIMIT, code = x / scale, rounded to the nearest int8 or float8_e4m3fn
 
-A row that is not finite has the scale NaN, and codes of 0: it cannot pass for numbers.
+A row that is not all finite gets the scale NaN and codes 0, so that it dequantises to NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton_kernels.dispatch import op
 
 #: The largest magnitude of a code.
 LIMITS: Mapping[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-#: Below this all of a row counts as zero: its scale would be subnormal.
+#: Smaller peaks count as zero: their scale would be subnormal.
 LEAST_PEAK = 2.0**-100
 
 
@@ -33,5 +33,5 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse, but for rounding: [..., dim] of `dtype`."""
+    """Inverse of quantize_rows up to rounding: [..., dim] of `dtype`."""
     return (codes.float() * scales[..., None]).to(dtype)

@@ -3,9 +3,9 @@ or codes.
 
     int:  W[o, i] = (level[o, i] - zero[o, g]) * scale[o, g], g = i // group_size,
           levels of 4 or 8 bits
-    fp8:  W[o, i] = code[o, i] * scale[o, g], and x is rounded to float8_e4m3fn too,
-          each row's inputs of a group with a scale of their own; one group of all inputs, or runs
-          of them (as DeepSeek-V3 was trained: arXiv 2412.19437, section 3.3.2)
+    fp8:  W[o, i] = code[o, i] * scale[o, g], and x is rounded to float8_e4m3fn too, with a scale
+          per row and group; one group of all inputs, or groups of group_size (as DeepSeek-V3 was
+          trained: arXiv 2412.19437, section 3.3.2)
 
 Sums are float32. x [rows, in]; bias [out]; residual, y [rows, out], y of x's dtype or `out_dtype`.
 """
@@ -22,20 +22,20 @@ import torch.nn.functional as F
 from baton_kernels.dispatch import op
 from baton_kernels.quantize_rows import quantize_rows
 
-#: Inputs of a group of float8 that a kernel takes at a step, where they are not all.
+#: Group sizes of float8 that a kernel handles in one step, besides a single group of all inputs.
 _FLOAT8_GROUPS = (32, 64, 128)
-#: Inputs that a kernel takes at once at most. All of one run are of one group.
+#: Maximum inputs that a kernel handles at once. A run never crosses a group.
 MAX_RUN = 128
 
 
 @dataclass(frozen=True, slots=True)
 class IntWeight:
-    """levels: 8 bits: uint8 [out, in]. 4 bits: uint8 [out, in / 2]; of each run of inputs the first
-    half is in the low four bits and the second half in the high ones, so that both come apart
-    without a shuffle.
+    """Integer weights, packed. levels: 8 bits: uint8 [out, in]. 4 bits: uint8 [out, in / 2]; the
+    first half of each run of inputs is in the low nibbles and the second half in the high ones, so
+    that unpacking needs no shuffle.
 
-    scales [groups, out] float32; zeros [groups, out] int16, or None where all are in the middle,
-    2^(bits - 1).
+    scales [groups, out] float32; zeros [groups, out] int16, or None if all are 2^(bits - 1)
+    (symmetric).
     """
 
     levels: torch.Tensor
@@ -53,26 +53,26 @@ class IntWeight:
 
     @property
     def run(self) -> int:
-        """Inputs of a run."""
+        """Inputs per run."""
         return math.gcd(self.num_in // self.scales.shape[0], MAX_RUN)
 
     def to(self, device: torch.device) -> IntWeight:
-        """The same on `device`."""
+        """The weight on `device`."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return IntWeight(self.levels.to(device), self.scales.to(device), zeros, self.bits)
 
 
 def can_pack_int_weight(bits: int, group_size: int) -> bool:
-    """Whether such weights run well from an IntWeight: in runs that are not padded, by the Triton
-    kernel."""
+    """Whether an IntWeight runs well with such weights in the Triton kernel: in runs without
+    padding."""
     return bits in (4, 8) and group_size % 32 == 0 and find_spec("triton") is not None
 
 
 def pack_int_weight(
     levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int
 ) -> IntWeight:
-    """levels [out, in] uint8 in [0, 2^bits); scales, zeros [out, groups]. Raises ValueError for
-    what IntWeight does not hold."""
+    """Pack levels [out, in] uint8 in [0, 2^bits); scales, zeros [out, groups]. Raises ValueError
+    for shapes that IntWeight cannot hold."""
     num_out, num_in = levels.shape
     if bits not in (4, 8):
         raise ValueError(f"{bits} bits: 4 and 8 are known")
@@ -115,7 +115,7 @@ def int_linear(
 
 @dataclass(frozen=True, slots=True)
 class IntLinear:
-    """baton_kernels.linear.Linear of an IntWeight. bias [out] or none."""
+    """Linear layer (baton_kernels.linear.Linear) with an IntWeight. bias [out] or None."""
 
     weight: IntWeight
     bias: torch.Tensor | None
@@ -139,7 +139,7 @@ class IntLinear:
 
 
 def can_group_float8(num_in: int, group_size: int) -> bool:
-    """Whether fp8_linear is for weights that have a scale for each `group_size` inputs."""
+    """Whether fp8_linear supports weights with a scale per `group_size` inputs."""
     return group_size == num_in or (group_size in _FLOAT8_GROUPS and num_in % group_size == 0)
 
 
@@ -163,8 +163,8 @@ def fp8_linear(
 
 @dataclass(frozen=True, slots=True)
 class Float8Linear:
-    """baton_kernels.linear.Linear of codes [out, in] float8_e4m3fn with scales [groups, out]
-    float32. bias [out] or none."""
+    """Linear layer (baton_kernels.linear.Linear) with codes [out, in] float8_e4m3fn and scales
+    [groups, out] float32. bias [out] or None."""
 
     codes: torch.Tensor
     scales: torch.Tensor

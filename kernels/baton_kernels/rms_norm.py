@@ -10,10 +10,10 @@ from baton_kernels.dispatch import op
 
 @op
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., dim] and weight [dim] of its dtype, or of float32 -> [..., dim].
+    """x [..., dim], weight [dim] of x's dtype or float32 -> [..., dim].
 
-    The mean is taken in float32. The quotient is rounded to x's dtype before a weight of that is
-    applied, and after one of float32 is: as the models' training code does.
+    The mean is float32. The quotient is rounded to x's dtype before a weight of that dtype is
+    applied, and after a float32 weight is, as in the models' training code.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -20,7 +20,7 @@ def rope_tables(
     """cos and sin [tokens, head_dim / 2] of `dtype`, times `scaling`.
 
     positions [tokens] int64; inv_freq [tokens, head_dim / 2] or [1, head_dim / 2] float32; scaling:
-    of all, or [1, head_dim / 2] float32. Angles are float32.
+    one factor, or [1, head_dim / 2] float32. Angles are float32.
     """
     angles = positions[:, None].float() * inv_freq
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

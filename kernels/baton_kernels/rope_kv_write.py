@@ -1,5 +1,5 @@
-"""Norm queries and keys head by head, where a model does, rotate them by their positions, and write
-keys and values into the paged KV pool: see rms_norm, rope and kv_write."""
+"""Normalise queries and keys per head (in models that do), rotate them by their positions, and
+write keys and values into the paged KV pool: see rms_norm, rope and kv_write."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def rope_kv_write(
     q_norm: Norm[torch.Tensor] | None = None,
     k_norm: Norm[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]; cos, sin as
-    rope_tables gives them, rows as slot_rows does; scales if the pool is of 8 bits; norms with
-    weights [head_dim] come before the rotation. Returns rotated queries and keys, not rounded to
-    the pool's dtype."""
+    """Returns rotated queries and keys, not rounded to the pool's dtype.
+
+    query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim]; cos, sin from
+    rope_tables; rows from slot_rows; scales of an 8-bit pool; norms with weights [head_dim] run
+    before the rotation.
+    """
     query, key = norm_heads(query, q_norm), norm_heads(key, k_norm)
     query, key = rope(query, cos, sin), rope(key, cos, sin)
     kv_write(pool, layer, rows, key, value, scales)
@@ -37,5 +39,5 @@ def rope_kv_write(
 
 
 def norm_heads(heads: torch.Tensor, norm: Norm[torch.Tensor] | None) -> torch.Tensor:
-    """heads [tokens, heads, head_dim], each by itself."""
+    """Normalise each head of heads [tokens, heads, head_dim]; unchanged without a norm."""
     return heads if norm is None else rms_norm(heads, norm.weight, norm.eps)

@@ -1,10 +1,10 @@
 """Choose tokens from logits: bias, penalties, masks, temperature, top-k, top-p, min-p, and noise by
 a counter-based hash.
 
-A row is sampled as argmax_v (l_v + g_v), l being logits / temperature, over the tokens that the
-filters keep, with g_v = -log(-log(1 - u_v)) and u_v in (0, 1) a hash of (the row's key, v). That is
-a draw from softmax(l), and it depends on nothing but the row's logits and key: not on the batch,
-the device's generator or earlier draws. The lowest id wins among equals.
+A row is sampled as argmax_v (l_v + g_v) over the tokens that the filters keep: l = logits /
+temperature, g_v = -log(-log(1 - u_v)), and u_v in (0, 1) is a hash of (the row's key, v). This is a
+draw from softmax(l) (Gumbel-max) that depends on the row's logits and key alone, not on the batch,
+the device's generator or earlier draws. Ties go to the lowest id.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from baton_kernels.dispatch import op
 from baton_kernels.host_copy import to_device
 
-#: keep_top_p sorts a row as a whole only if this many of its best tokens do not reach top_p.
+#: keep_top_p sorts a whole row only if its TOP_P_CANDIDATES best tokens do not reach top_p.
 TOP_P_CANDIDATES = 256
 
-#: What checked_argmax gives for a row that is not all finite.
+#: Result of checked_argmax for a row that is not all finite.
 NOT_FINITE = -1
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
@@ -29,10 +29,10 @@ _WEYL = 0x9E3779B1
 
 @op
 def checked_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest id of each row's largest logit, and the same but NOT_FINITE where a logit of the
-    row is none: [rows] int64 each.
+    """Argmax of each row (lowest id on ties), and the same with NOT_FINITE for rows that are not
+    all finite: [rows] int64 each.
 
-    logits [rows, vocab] float32. The id that is given for a row that is not finite is any of [0,
+    logits [rows, vocab] float32. The first result of a row that is not all finite is some id in [0,
     vocab).
     """
     chosen = logits.argmax(-1)
@@ -42,7 +42,7 @@ def checked_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def is_broken(logits: torch.Tensor) -> torch.Tensor:
     """[rows] bool: whether any logit of the row is infinite or NaN. logits [rows, vocab]
     float32."""
-    # A sum is finite exactly if its float32 terms are, but for overflow far beyond any logit.
+    # A float32 sum is finite if and only if all terms are, short of overflow far beyond any logit.
     return ~logits.sum(-1).isfinite()
 
 
@@ -56,11 +56,11 @@ def penalize(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
-    """In place, at each (row, token) that occurs in prompt or output, without repeats: l > 0 ? l /
-    repetition : l * repetition, then less frequency * count and less presence if count > 0.
+    """Apply penalties in place: l = l / repetition if l > 0 else l * repetition; then l -=
+    frequency * count, and l -= presence if count > 0.
 
-    logits [rows, vocab] float32; all others [entries]; output_counts are occurrences in the output
-    alone.
+    logits [rows, vocab] float32; all others [entries], one entry per (row, token) of prompt and
+    output, without repeats; output_counts: occurrences in the output alone.
     """
     found = logits[rows, tokens]
     found = torch.where(found > 0, found / repetition, found * repetition)
@@ -72,22 +72,22 @@ def penalize(
 def add_bias(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor
 ) -> None:
-    """In place: logits[row, token] += bias, [entries] each without repeats; -inf forbids a
+    """Add in place: logits[row, token] += bias. All [entries], without repeats; -inf forbids a
     token."""
     logits[rows, tokens] += bias
 
 
 @op
 def forbid(logits: torch.Tensor, forbidden: torch.Tensor) -> None:
-    """In place: -inf where forbidden. logits [rows, vocab] float32, forbidden [rows, vocab]
+    """Set -inf in place where forbidden. logits [rows, vocab] float32, forbidden [rows, vocab]
     bool."""
     logits.masked_fill_(forbidden, float("-inf"))
 
 
 @op
 def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> None:
-    """In place: -inf below each row's k-th largest. top_k [rows] int64, in [1, vocab]; equals of
-    the k-th stay."""
+    """Set -inf in place below each row's k-th largest logit. top_k [rows] int64 in [1, vocab]; ties
+    with the k-th stay."""
     largest = logits.topk(int(top_k.max()), dim=-1).values
     threshold = largest.gather(1, top_k[:, None] - 1)
     logits.masked_fill_(logits < threshold, float("-inf"))
@@ -95,10 +95,10 @@ def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> None:
 
 @op
 def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
-    """In place: -inf outside the smallest set of most likely tokens whose probabilities reach top_p
-    [rows] in (0, 1].
+    """Set -inf in place outside the smallest set of most likely tokens with a total probability of
+    at least top_p [rows] in (0, 1].
 
-    Equals enter by ascending id. The likeliest token always stays.
+    Ties enter by ascending id. The likeliest token always stays.
     """
     vocab_size = logits.shape[-1]
     total = logits.logsumexp(-1)
@@ -118,11 +118,10 @@ def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
 def _nucleus(
     logits: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor, num_candidates: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Size of each row's set and the logit of its last member; a size of num_candidates + 1 if
-    those do not reach top_p.
+    """Size of each row's set and the logit of its last member; the size is num_candidates + 1 if
+    the candidates do not reach top_p.
 
-    total [rows] is the rows' logsumexp, so that candidates alone have the probabilities that they
-    have in the whole row.
+    total [rows]: logsumexp of the whole rows, which gives candidates their true probabilities.
     """
     best = logits.topk(num_candidates, dim=-1).values
     probabilities = (best - total[:, None]).exp()
@@ -135,15 +134,15 @@ def _nucleus(
 
 @op
 def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
-    """In place: -inf where a probability is below min_p [rows] in [0, 1] times that of the
+    """Set -inf in place where a probability is below min_p [rows] in [0, 1] times that of the
     likeliest token."""
     gap = logits - logits.amax(-1, keepdim=True)
     logits.masked_fill_(gap < min_p.log()[:, None], float("-inf"))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32-bit words in which every input bit flips each output bit about half the
-    time."""
+    """A bijection of 32-bit words: each input bit flips each output bit with a probability of about
+    1/2."""
     first, second = (m - (1 << 32) if m >> 31 else m for m in _MULTIPLIERS)
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * first
@@ -153,7 +152,8 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def hash_uniform(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Uniform numbers in (0, 1), [rows, num_tokens] float32; keys [rows, 2] int32 random words."""
+    """Uniform numbers in (0, 1), [rows, num_tokens] float32. keys: [rows, 2] int32, random
+    words."""
     counter = torch.arange(num_tokens, dtype=torch.int32, device=keys.device) * (_WEYL - (1 << 32))
     word = _mix(counter[None, :] ^ keys[:, :1])
     word = _mix(word ^ keys[:, 1:])
@@ -164,16 +164,16 @@ def hash_uniform(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 @op
 def gumbel_argmax(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """logits [rows, vocab] float32, scaled, -inf where filtered; keys [rows, 2] int32 -> [rows]
-    int64."""
+    """Sample: logits [rows, vocab] float32, scaled, -inf where filtered; keys [rows, 2] int32 ->
+    ids [rows] int64."""
     uniform = hash_uniform(keys, logits.shape[-1])
     noise = -torch.log(-torch.log1p(-uniform))
     return (logits + noise).argmax(-1)
 
 
 class Draw(NamedTuple):
-    """How a row is drawn from. temperature: 0 for the likeliest token, whatever the others say.
-    top_k 0, top_p 1 and min_p 0 keep all; they follow in that order. key: two words, int32."""
+    """Sampling parameters of a row. temperature 0: the likeliest token, without filters. top_k 0,
+    top_p 1 and min_p 0 keep all; filters run in this order. key: two int32 words."""
 
     temperature: float
     top_k: int
@@ -184,11 +184,11 @@ class Draw(NamedTuple):
 
 @op
 def draw_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row, and the same but NOT_FINITE where a logit of the row is none: [rows]
-    int64 each. Does not wait for the device.
+    """Draw a token per row; also return the same with NOT_FINITE for rows that are not all finite:
+    [rows] int64 each. Does not wait for the device.
 
-    logits [rows, vocab] float32, which are not changed. The id that is given for a row that is not
-    finite is any of [0, vocab).
+    logits [rows, vocab] float32, unchanged. The first result of a row that is not all finite is
+    some id in [0, vocab).
     """
     device = logits.device
     drawn = [row for row, draw in enumerate(draws) if draw.temperature]
@@ -198,12 +198,12 @@ def draw_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor
     index = to_device(torch.tensor(drawn), device)
     temperature = to_device(torch.tensor([s.temperature for s in settings]), device)
     keys = to_device(torch.tensor([s.key for s in settings], dtype=torch.int32), device)
-    # Relative to the likeliest, so that no temperature, however low, makes an infinity of it.
+    # Subtract the maximum, so that no temperature, however low, overflows to infinity.
     part = logits[index]
     scaled = (part - part.amax(-1, keepdim=True)) / temperature[:, None]
     _filter(scaled, settings)
-    # Where logits are no numbers, any token: the next step reads its embedding before anybody can
-    # know.
+    # Clamp for rows that are not finite: the next step may read the token's embedding before the
+    # error is noticed.
     chosen = gumbel_argmax(scaled, keys).clamp_(0, scaled.shape[-1] - 1)
     if len(drawn) < len(draws):
         chosen = logits.argmax(-1).index_copy_(0, index, chosen)
@@ -211,7 +211,7 @@ def draw_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor
 
 
 def _filter(scaled: torch.Tensor, draws: Sequence[Draw]) -> None:
-    """Filters, in place, each on the rows that ask for it. scaled [len(draws), vocab]."""
+    """Run the filters in place, each on the rows that set it. scaled [len(draws), vocab]."""
     vocab_size = scaled.shape[-1]
     top_k = {row: draw.top_k for row, draw in enumerate(draws) if 0 < draw.top_k < vocab_size}
     top_p = {row: draw.top_p for row, draw in enumerate(draws) if draw.top_p < 1.0}
@@ -227,7 +227,7 @@ def _keep(
     dtype: torch.dtype,
     keep: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
-    """Run one filter on the rows that `values` names."""
+    """Run one filter on the rows that are keys of `values`."""
     if not values:
         return
     argument = to_device(torch.tensor(list(values.values()), dtype=dtype), scaled.device)

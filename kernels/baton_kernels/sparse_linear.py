@@ -1,9 +1,9 @@
-"""Linear layers whose weights are 2:4 sparse, on GPUs that multiply half of them: y = x W^T (+
-bias) (+ residual).
+"""Linear layers with 2:4 sparse weights, on GPUs with sparse matrix units: y = x W^T (+ bias) (+
+residual).
 
-Of each four inputs that follow each other an output has two weights at most. torch compresses them
-to those two and their places, 9/16 of the bytes in 16 bits, and multiplies by cuSPARSELt or
-CUTLASS. The twin is the dense product: zeros add nothing.
+Each output has at most two nonzero weights in each four consecutive inputs. torch stores those two
+and their positions (9/16 of the bytes in 16 bits) and multiplies by cuSPARSELt or CUTLASS. The twin
+is the dense product with zeros.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from baton_kernels.epilogue import finish
 
 _LEAST_CAPABILITY = (8, 0)
-#: What both libraries want outputs and inputs to be multiples of, in 16 bits.
+#: Both libraries need multiples of this many outputs and inputs in 16 bits.
 _TILE = (32, 64)
 
 
 def can_run_sparse(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Whether SparseLinear is for a weight of this `shape` [num_out, num_in], if it is sparse."""
+    """Whether SparseLinear supports a sparse weight of `shape` [num_out, num_in]."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     is_whole = all(size % least == 0 for size, least in zip(shape, _TILE, strict=True))
@@ -32,7 +32,8 @@ def is_sparse(weight: torch.Tensor) -> bool:
 
 
 class SparseLinear:
-    """baton_kernels.linear.Linear of a weight that `can_run_sparse` and `is_sparse` take."""
+    """Linear layer (baton_kernels.linear.Linear) with a weight for which `can_run_sparse` and
+    `is_sparse` hold."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.num_out, self.num_in = weight.shape

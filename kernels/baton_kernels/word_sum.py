@@ -1,8 +1,6 @@
-"""A checksum that any number of threads compute in parts, in any order: a sum over the data's
-words.
+"""A checksum that threads can compute in parts, in any order: a sum over the data's words.
 
-With w[i] the data's words (8 bytes, little endian; the last one filled up with zeros), all of it
-modulo 2^64:
+w[i] are the data's words (8 bytes, little endian; the last zero-padded); arithmetic is modulo 2^64:
 
     k[i] = key + i * STEP                             key = blend(seed + STEP)
     sum  = sum over i of spread(w[i] ^ k[i]) * (k[i] | 1)
@@ -10,10 +8,10 @@ modulo 2^64:
     blend(x) = spread(x) again spread
     checksum = blend(sum + num_bytes * STEP)
 
-Every step from a word to the sum can be undone, so that a change within one word, whichever bits it
-flips, always changes the checksum. Other damage (words that trade places or move, the same bits
-flipped in several words, another length) passes with a probability of about 2^-64. Neither seed nor
-sum is secret: it is against faults, not against forgers.
+Every step from a word to the sum is invertible, so any change within one word changes the checksum.
+Other damage (words that trade places or move, the same bits flipped in several words, another
+length) passes with a probability of about 2^-64. It detects faults, not forgery: neither seed nor
+sum is secret.
 
 Origin: the shifts and multiplications are those of the finalisers of MurmurHash3 and splitmix64
 (public domain), with their constants; the factor k[i] | 1 keeps equal differences of two words from
@@ -34,19 +32,19 @@ SECOND = 0x94D049BB133111EB
 
 
 def key_of(seed: int) -> int:
-    """The key of a payload's sum. seed: any 64 bits."""
+    """Key of a payload's sum. seed: any 64 bits."""
     return _blend(seed + STEP)
 
 
 def checksum_of(total: int, num_bytes: int) -> int:
-    """The checksum of data of `num_bytes`, from the sum over its words, signed or not."""
+    """Finish a checksum: `total` is the sum over the words, signed or unsigned."""
     return _blend(total + num_bytes * STEP)
 
 
 @op
 def word_sum(words: torch.Tensor, key: int, first_word: int = 0) -> torch.Tensor:
-    """The sum over int64 words [n], of which the first is number `first_word` of its data: int64
-    [], on their device."""
+    """Sum over int64 words [n]; the first has index `first_word` in its data. Returns int64 [], on
+    their device."""
     keys = torch.arange(len(words), device=words.device).add_(first_word)
     keys = keys.mul_(_signed(STEP)).add_(_signed(key))
     x = words ^ keys
@@ -70,20 +68,19 @@ def host_checksum(data: torch.Tensor, seed: int) -> int:
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """uint8 [8 * n] as int64 [n]; a copy if it does not lie at a multiple of 8 bytes of its
-    memory."""
+    """View uint8 [8 * n] as int64 [n]; copies if not aligned to 8 bytes."""
     if data.storage_offset() % WORD_BYTES:
         data = data.clone()
     return data.view(torch.int64)
 
 
 def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 bits to the right by so many, zeros from the left."""
+    """Logical right shift of int64."""
     return (x >> count) & ((1 << 64 - count) - 1)
 
 
 def _signed(value: int) -> int:
-    """64 bits as int64 has them."""
+    """Reinterpret 64 unsigned bits as int64."""
     return (value & MASK) - ((value & 1 << 63) << 1)
 
 

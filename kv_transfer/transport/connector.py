@@ -18,14 +18,8 @@ from baton.v1 import kv_pb2
 from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.frame import Frame
 from kv_transfer.ticket import Endpoint, local_host_id
-from kv_transfer.transport.base import (
-    Connection,
-    Connector,
-    TransportConfig,
-    TransportError,
-    transport_named,
-)
-from kv_transfer.transport.loopback import LoopbackHub
+from kv_transfer.transport.base import Hub, TransportConfig, transport_named
+from kv_transfer.transport.connection import Connection, Connector, TransportError
 
 #: How long an endpoint that gave no answer comes after all others.
 SHUN_S = 60.0
@@ -53,7 +47,7 @@ def _allowed(transport: str) -> tuple[KvTransport, ...]:
 
 def make_connector(
     transport: str = AUTO,
-    hub: LoopbackHub | None = None,
+    hub: Hub | None = None,
     send_timeout_s: float = 10.0,
     tls: TlsFiles | None = None,
     clock: Callable[[], float] = time.monotonic,

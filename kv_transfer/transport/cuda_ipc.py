@@ -25,7 +25,8 @@ from baton.v1 import kv_pb2
 from kv_transfer.device_memory import DeviceArea, DeviceBytes, DeviceMemory
 from kv_transfer.frame import FrameError
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
+from kv_transfer.transport.base import Dial, Transport, TransportConfig
+from kv_transfer.transport.connection import Staged, TransportError
 from kv_transfer.transport.unix_stream import (
     UnixConnection,
     UnixListener,

@@ -10,7 +10,8 @@ from baton.errors import ConfigError
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.receiver import Receiver
 from kv_transfer.ticket import Endpoint
-from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
+from kv_transfer.transport.base import Dial, Hub, Listener, Transport, TransportConfig
+from kv_transfer.transport.connection import Connection, Staged, TransportError
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -134,21 +135,21 @@ class LoopbackConnection:
             self._session.on_close(message)
 
 
-def _listen(config: TransportConfig) -> LoopbackListener:
+def _listen(config: TransportConfig) -> Listener:
     return _hub_of(config).listen(config.worker_id)
 
 
 def _dialer(config: TransportConfig) -> Dial:
     hub = _hub_of(config)
 
-    def dial(name: str, timeout_s: float) -> LoopbackConnection:
+    def dial(name: str, timeout_s: float) -> Connection:
         del timeout_s
         return hub.connect(name)
 
     return dial
 
 
-def _hub_of(config: TransportConfig) -> LoopbackHub:
+def _hub_of(config: TransportConfig) -> Hub:
     if config.hub is None:
         raise ConfigError.of("kv_transport", "loopback", "needs a hub; only tests have one")
     return config.hub

@@ -40,9 +40,10 @@ from kv_transfer.device_memory import DeviceArea, DeviceMemory, Payload
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.receiver import Land, Receiver
 from kv_transfer.ticket import Endpoint
-from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
+from kv_transfer.transport.base import Dial, Transport, TransportConfig
+from kv_transfer.transport.connection import Staged, TransportError
 from kv_transfer.transport.stream import ServerStream, SlottedConnection, StreamListener
-from kv_transfer.transport.tcp import bind, connected, tune
+from kv_transfer.transport.tcp_stream import bind, connected, tune
 
 #: Longer than any sender waits for a write of its own.
 QUARANTINE_S = 60.0

@@ -23,7 +23,8 @@ from collections import deque
 from baton.v1 import kv_pb2
 from kv_transfer.frame import FrameError
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
+from kv_transfer.transport.base import Dial, Transport, TransportConfig
+from kv_transfer.transport.connection import Staged, TransportError
 from kv_transfer.transport.unix_stream import (
     UnixConnection,
     UnixListener,

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.v1 import kv_pb2
-from kv_transfer.device_memory import Payload
+from kv_transfer.device_memory import Payload, check_device
 from kv_transfer.frame import (
     HANDSHAKE_VERSION,
     PREAMBLE_BYTES,
@@ -37,7 +37,7 @@ from kv_transfer.frame import (
 from kv_transfer.kv_secret import FrameSeal, Seals, receiver_seals, sender_seals
 from kv_transfer.receiver import Land, Receiver, ReceiverSession
 from kv_transfer.ticket import Endpoint
-from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.connection import Staged, TransportError
 
 _READ_BYTES = 64 * 1024
 
@@ -426,6 +426,9 @@ class StreamListener:
                 stream.close()
         except OSError as error:
             _log.warning("a KV connection ended before its first frame: %s", error)
+        except RuntimeError:
+            check_device(receiver.config.pool, receiver.config.on_device_lost)
+            raise
         finally:
             sock.close()
             with self._lock:

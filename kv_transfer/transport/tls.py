@@ -17,9 +17,10 @@ from baton.rpc.peer_names import check_peer_names
 from baton.rpc.tls import TlsFiles, check_files, watched
 from kv_transfer.receiver import Receiver
 from kv_transfer.ticket import Endpoint
-from kv_transfer.transport.base import Dial, TransportConfig, TransportError
+from kv_transfer.transport.base import Dial, TransportConfig
+from kv_transfer.transport.connection import TransportError
 from kv_transfer.transport.stream import StreamListener, send_all, set_socket_timeout
-from kv_transfer.transport.tcp import TcpConnection, TcpServerStream, bind, connected
+from kv_transfer.transport.tcp_stream import TcpConnection, TcpServerStream, bind, connected
 
 _NAME_KINDS = frozenset({"DNS", "URI"})
 _READ_BYTES = 256 * 1024

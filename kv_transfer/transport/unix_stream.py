@@ -20,7 +20,7 @@ from kv_transfer.frame import Frame, FrameBuffer, FrameError, encode
 from kv_transfer.kv_secret import receiver_seals
 from kv_transfer.receiver import Land, Receiver
 from kv_transfer.ticket import Endpoint, local_host_id
-from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.connection import TransportError
 from kv_transfer.transport.stream import ServerStream, SlottedConnection, StreamListener
 
 _FD = struct.Struct("@i")

@@ -137,6 +137,26 @@ def test_no_global_statement() -> None:
     assert found(SHIPPED_FILES, of_type(ast.Global)) == []
 
 
+def family_branches(nodes: Nodes) -> Iterator[ast.AST]:
+    """Comparisons of a family's name, or of config.family."""
+    for node in nodes:
+        if isinstance(node, ast.Compare) and (
+            (isinstance(node.left, ast.Name) and node.left.id == "family")
+            or (isinstance(node.left, ast.Attribute) and node.left.attr == "family")
+        ):
+            yield node
+
+
+def test_the_walk_finds_branches_on_a_family() -> None:
+    guilty = "if family == 'x': ...\nif config.family in y: ...\nfamily in FAMILIES.get(family)\n"
+    assert len(list(family_branches(nodes_in(guilty)))) == 3
+
+
+def test_no_branch_on_a_family() -> None:
+    """What is a family's own is in its file."""
+    assert found(list(sources("engine")), family_branches) == []
+
+
 def test_every_module_says_what_it_is() -> None:
     def rule(nodes: Nodes) -> list[ast.AST]:
         module = nodes[0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from bench import stream_memory
-from bench.stream_memory import Kind, left_by, new_prompts
+from bench.stream_memory import Kind, new_prompts, retained_by
 
 
 async def test_the_slope_is_of_the_streams_after_the_warm_up(
@@ -24,7 +24,7 @@ async def test_the_slope_is_of_the_streams_after_the_warm_up(
         return 10**8 + 100 * len(prompts) + 50_000 * min(len(prompts), 200)
 
     monkeypatch.setattr(stream_memory, "resident_bytes", size)
-    left = await left_by(Kind("any", 1, stream), 2000)
+    left = await retained_by(Kind("any", 1, stream), 2000)
     assert len(prompts) == left.num_streams == 2000
     assert left.bytes_each == pytest.approx(100)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from baton.client.calls import Connections, GenerateCalls, Settings
 from baton.client.results import chunk_of, completion_of
 from baton.errors import BatonError
+from baton.rpc.channel import aio_channel
 from baton.types import FinishReason, TokenLogprobs
 from baton.v1 import inference_pb2, sampling_pb2
 
@@ -21,9 +22,9 @@ def position(token_id: int) -> sampling_pb2.PositionLogprobs:
     return sampling_pb2.PositionLogprobs(chosen=chosen)
 
 
-def calls() -> GenerateCalls[None]:
+def calls() -> GenerateCalls:
     """Of a stream that nothing was sent for."""
-    connections = Connections[None](lambda _: None, ("127.0.0.1:1",))
+    connections = Connections(aio_channel, ("127.0.0.1:1",))
     request = inference_pb2.GenerateRequest()
     return GenerateCalls(connections, Settings.of("127.0.0.1:1", 1.0, (), 0), request, "r", None)
 

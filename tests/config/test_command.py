@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from baton.cli.main import app as baton
 from baton.config import DecodeOptions, GatewayOptions, Options, PrefillOptions, ServeOptions
 from baton.config.command import ADVANCED, option_command, to_arguments
 from baton.config.load import flag_of
@@ -50,6 +51,20 @@ def test_advanced_options_are_shown_by_help_all_alone(cls: type[Options]) -> Non
     assert advanced
     assert not any(f"{flag} " in short for flag in advanced)
     assert all(f"{flag} " in long for flag in advanced)
+
+
+def test_help_lists_at_most_60_options() -> None:
+    group: Any = typer.main.get_command(baton)
+    context = typer.Context(group)
+    commands: dict[str, Any] = {
+        name: group.get_command(context, name) for name in group.list_commands(context)
+    }
+    counts = {
+        name: sum(not getattr(param, "hidden", False) for param in command.params)
+        for name, command in commands.items()
+    }
+    assert counts.keys() >= {"serve", "gateway", "prefill", "decode"}
+    assert max(counts.values()) <= 60, counts
 
 
 def test_each_advanced_option_is_one_of_ours() -> None:

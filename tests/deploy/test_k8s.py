@@ -1,12 +1,11 @@
-"""The Kubernetes manifests: their options are ones that the processes take, their probes ones that
-they answer, and the chart makes the same of them. `make test-chart` has helm and kubectl for it."""
+"""The Helm chart: its options are ones that the processes take, its probes ones that they answer.
+`make test-chart` has helm and Kubernetes's schemas for it."""
 
 from __future__ import annotations
 
-import json
+import functools
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,71 +15,21 @@ from baton import __version__
 from tests.support.command_options import options_of
 from tests.support.compose_file import ROOT
 
-K8S = ROOT / "deploy" / "k8s"
 CHART = ROOT / "deploy" / "helm" / "baton"
 TIERS = ("gateway", "prefill", "decode")
 PROMETHEUS = {
     "namespaceSelector": {},
     "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
 }
-#: What the cluster would say for a value that it knows only when the pod runs.
+#: Values that a cluster fills in when the pod runs.
 FIELD_VALUES = {"metadata.name": "decode-0", "status.podIP": "10.0.0.7"}
-OVERLAYS = ("base", "gpu", "rdma", "model")
-#: The chart's values for what an overlay is.
+EVERYTHING = "--set=autoscaling.enabled=true,podMonitor.enabled=true"
+#: Options of helm, by where engines run and how KV travels.
 VALUES = {
     "base": (),
-    "gpu": ("values-gpu.yaml",),
-    "rdma": ("values-gpu.yaml", "values-rdma.yaml"),
+    "gpu": (f"--values={CHART / 'values-gpu.yaml'}",),
+    "rdma": tuple(f"--values={CHART / name}" for name in ("values-gpu.yaml", "values-rdma.yaml")),
 }
-
-
-def manifests(name: str) -> list[Any]:
-    return list(yaml.safe_load_all((K8S / "base" / f"{name}.yaml").read_text()))
-
-
-def policy_of(name: str) -> Any:
-    """The network policy by that name."""
-    (found,) = (one for one in manifests("network-policy") if one["metadata"]["name"] == name)
-    return found
-
-
-def workload(name: str) -> Any:
-    (found,) = (one for one in manifests(name) if one["kind"] in ("Deployment", "StatefulSet"))
-    return found
-
-
-def shared_environment() -> dict[str, str]:
-    kustomization = yaml.safe_load((K8S / "base" / "kustomization.yaml").read_text())
-    (config,) = kustomization["configMapGenerator"]
-    return dict(literal.split("=", 1) for literal in config["literals"])
-
-
-def environment(container: Any) -> dict[str, str]:
-    own = {
-        one["name"]: one.get("value") or FIELD_VALUES[one["valueFrom"]["fieldRef"]["fieldPath"]]
-        for one in container["env"]
-    }
-    return {**shared_environment(), **own}
-
-
-def kustomized(folder: Path) -> list[Any]:
-    """What `kubectl apply -k` would apply."""
-    program = shutil.which("kubectl")
-    if program is None:
-        pytest.skip("no kubectl here")
-    command = [program, "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
-
-
-def charted(*options: str) -> list[Any]:
-    """What `helm install x` would install; names without that x."""
-    done = helm("template", "x", str(CHART), *options)
-    assert done.returncode == 0, done.stderr
-    text = done.stdout.replace("x-baton", "baton").replace("name: x-", "name: ")
-    text = text.replace("serviceName: x-", "serviceName: ").replace("//x-redis", "//redis")
-    return [one for one in yaml.safe_load_all(text) if one]
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -90,57 +39,43 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
 
 
-def with_monitoring_and_autoscaling(tmp_path: Path) -> list[Any]:
-    """An overlay of a user's, as deploy/k8s/README.md has it."""
+@functools.cache
+def charted(*options: str) -> tuple[Any, ...]:
+    """The manifests that `helm install x` would apply; names without the release's x."""
+    done = helm("template", "x", str(CHART), *options)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.replace("x-baton", "baton").replace("name: x-", "name: ")
+    text = text.replace("serviceName: x-", "serviceName: ").replace("//x-redis", "//redis")
+    return tuple(one for one in yaml.safe_load_all(text) if one)
+
+
+def manifest(kind: str, name: str) -> Any:
+    (found,) = (one for one in charted() if (one["kind"], one["metadata"]["name"]) == (kind, name))
+    return found
+
+
+def workload(name: str) -> Any:
+    return manifest("StatefulSet" if name in ("prefill", "decode") else "Deployment", name)
+
+
+def environment(container: Any, manifests: tuple[Any, ...]) -> dict[str, str]:
+    (config,) = (one for one in manifests if one["kind"] == "ConfigMap")
     own = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": ["../k8s/base"],
-        "components": ["../k8s/monitoring", "../k8s/autoscaling"],
+        one["name"]: one.get("value") or FIELD_VALUES[one["valueFrom"]["fieldRef"]["fieldPath"]]
+        for one in container["env"]
     }
-    shutil.copytree(K8S, tmp_path / "k8s")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "kustomization.yaml").write_text(yaml.safe_dump(own))
-    return kustomized(tmp_path / "own")
-
-
-def comparable(manifest: Any) -> Any:
-    """What must be alike in a kustomized and a charted manifest: not the order of options, nor
-    labels and names of a release."""
-    text = json.dumps(manifest["spec"] if "spec" in manifest else manifest["data"])
-    spec = json.loads(text)
-    spec.pop("replicas", None)
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, list):
-            return [clean(one) for one in value]
-        if not isinstance(value, dict):
-            return value
-        cleaned = {name: clean(one) for name, one in value.items()}
-        for name in ("labels", "matchLabels", "selector"):
-            if isinstance(cleaned.get(name), dict):
-                cleaned[name].pop("app.kubernetes.io/instance", None)
-                cleaned[name].pop("app.kubernetes.io/part-of", None)
-        if not cleaned.get("matchLabels", True):
-            del cleaned["matchLabels"]
-        cleaned.pop("annotations", None)
-        if "configMapRef" in cleaned:
-            cleaned["configMapRef"] = {"name": "baton"}
-        if "args" in cleaned and cleaned["args"][0] in TIERS:
-            cleaned["args"] = sorted(cleaned["args"])
-        return cleaned
-
-    return clean(spec)
+    return {**config["data"], **own}
 
 
 @pytest.mark.few_cases(1)
-@pytest.mark.parametrize("overlay", ["base", "gpu", "rdma"])
-def test_kustomize_builds_it_and_its_options_are_accepted(overlay: str) -> None:
-    built = [one for one in kustomized(K8S / overlay) if one["kind"] == "StatefulSet"]
+@pytest.mark.parametrize("overlay", VALUES)
+def test_the_chart_renders_and_its_options_are_accepted(overlay: str) -> None:
+    manifests = charted(*VALUES[overlay])
+    built = [one for one in manifests if one["kind"] == "StatefulSet"]
     assert len(built) == 2
     for one in built:
         (container,) = one["spec"]["template"]["spec"]["containers"]
-        options = options_of(container["args"], environment(container))
+        options = options_of(container["args"], environment(container, manifests))
         limits = container["resources"]["limits"]
         assert (options.device == "cuda") is ("nvidia.com/gpu" in limits) is (overlay != "base")
         assert (options.kv_transport == "nixl") is (overlay == "rdma")
@@ -149,25 +84,19 @@ def test_kustomize_builds_it_and_its_options_are_accepted(overlay: str) -> None:
         assert container["image"] == f"baton-worker:{__version__}-{kind}"
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_manifests_have_the_schema_of_a_cluster(overlay: str) -> None:
+@pytest.mark.parametrize("overlay", VALUES)
+def test_the_chart_has_the_schema_of_a_cluster(overlay: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    for manifest in kustomized(K8S / overlay):
-        kubernetes_validate.validate(manifest, "1.34", strict=True)
-
-
-def test_the_chart_has_the_schema_of_a_cluster() -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    for manifest in charted("--set=autoscaling.enabled=true"):
-        if "keda" not in manifest["apiVersion"]:
-            kubernetes_validate.validate(manifest, "1.34", strict=True)
+    for one in charted(*VALUES[overlay], EVERYTHING):
+        if one["kind"] not in ("ScaledObject", "PodMonitor"):
+            kubernetes_validate.validate(one, "1.34", strict=True)
 
 
 @pytest.mark.parametrize("name", TIERS)
 def test_a_pod_is_confined_probed_over_grpc_and_may_drain(name: str) -> None:
     spec = workload(name)["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    options = options_of(container["args"], environment(container))
+    options = options_of(container["args"], environment(container, charted()))
     assert spec["terminationGracePeriodSeconds"] >= options.drain_timeout_s + 5
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
@@ -190,16 +119,16 @@ def test_pods_meet_by_the_registry_however_many_they_are() -> None:
     options = {}
     for name in TIERS:
         (container,) = workload(name)["spec"]["template"]["spec"]["containers"]
-        options[name] = options_of(container["args"], environment(container))
+        options[name] = options_of(container["args"], environment(container, charted()))
     assert (options["gateway"].prefill_workers, options["gateway"].decode_workers) == ((), ())
-    (service,) = (one for one in manifests("redis") if one["kind"] == "Service")
+    service = manifest("Service", "redis")
     (port,) = service["spec"]["ports"]
     registry = f"redis://{service['metadata']['name']}:{port['port']}/0"
     assert {one.registry for one in options.values()} == {registry}
     for name in ("prefill", "decode"):
         # A name would be that of all pods.
         assert options[name].advertised_host == FIELD_VALUES["status.podIP"]
-        (headless,) = (one for one in manifests(name) if one["kind"] == "Service")
+        headless = manifest("Service", workload(name)["spec"]["serviceName"])
         assert workload(name)["spec"]["serviceName"] == headless["metadata"]["name"]
 
 
@@ -212,7 +141,7 @@ def test_redis_is_confined_keeps_nothing_and_only_batons_pods_reach_it() -> None
     pairs = dict(zip(command[1::2], command[2::2], strict=True))
     assert (pairs["--save"], pairs["--appendonly"]) == ("", "no")
     assert all("persistentVolumeClaim" not in volume for volume in spec["volumes"])
-    policy = policy_of("redis")["spec"]
+    policy = manifest("NetworkPolicy", "redis")["spec"]
     labels = workload("redis")["spec"]["template"]["metadata"]["labels"]
     assert policy["podSelector"]["matchLabels"].items() <= labels.items()
     (rule,) = policy["ingress"]
@@ -221,12 +150,12 @@ def test_redis_is_confined_keeps_nothing_and_only_batons_pods_reach_it() -> None
 
 
 def test_prometheus_reaches_metrics_and_clients_the_two_doors_and_nobody_else_anything() -> None:
-    baton, metrics = policy_of("workers")["spec"]["ingress"]
+    baton, metrics = manifest("NetworkPolicy", "workers")["spec"]["ingress"]
     assert metrics == {"from": [PROMETHEUS], "ports": [{"protocol": "TCP", "port": "metrics"}]}
     (pods,) = baton["from"]
     assert set(pods["podSelector"]["matchExpressions"][0]["values"]) == set(TIERS)
-    anyone, metrics = policy_of("gateway")["spec"]["ingress"]
-    (service,) = (one for one in manifests("gateway") if one["kind"] == "Service")
+    anyone, metrics = manifest("NetworkPolicy", "gateway")["spec"]["ingress"]
+    service = manifest("Service", "gateway")
     doors = {port["targetPort"] for port in service["spec"]["ports"]}
     assert doors == {"grpc", "http"}
     assert anyone.keys() == {"ports"}
@@ -235,7 +164,11 @@ def test_prometheus_reaches_metrics_and_clients_the_two_doors_and_nobody_else_an
 
 
 def test_one_pod_of_a_tier_is_disrupted_at_a_time() -> None:
-    budgets = {one["metadata"]["name"]: one["spec"] for one in manifests("disruption")}
+    budgets = {
+        one["metadata"]["name"]: one["spec"]
+        for one in charted()
+        if one["kind"] == "PodDisruptionBudget"
+    }
     assert budgets.keys() == set(TIERS)
     for name, budget in budgets.items():
         labels = workload(name)["spec"]["template"]["metadata"]["labels"]
@@ -243,8 +176,8 @@ def test_one_pod_of_a_tier_is_disrupted_at_a_time() -> None:
         assert budget["maxUnavailable"] == 1
 
 
-def test_the_operator_finds_every_pod_that_has_metrics_and_has_the_alerts(tmp_path: Path) -> None:
-    built = with_monitoring_and_autoscaling(tmp_path)
+def test_the_operator_finds_every_pod_that_has_metrics() -> None:
+    built = charted(EVERYTHING)
     (monitor,) = (one for one in built if one["kind"] == "PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     wanted = monitor["spec"]["selector"]["matchLabels"]
@@ -256,14 +189,10 @@ def test_the_operator_finds_every_pod_that_has_metrics_and_has_the_alerts(tmp_pa
             if wanted.items() <= pod["metadata"]["labels"].items() and endpoint["port"] in ports:
                 found.add(one["metadata"]["name"])
     assert found == set(TIERS)
-    (rules,) = (one for one in built if one["kind"] == "PrometheusRule")
-    alerts = yaml.safe_load((ROOT / "deploy" / "otel" / "alerts.yaml").read_text())
-    assert rules["spec"] == alerts
 
 
-@pytest.mark.slow
-def test_what_is_scaled_is_there(tmp_path: Path) -> None:
-    built = with_monitoring_and_autoscaling(tmp_path)
+def test_what_is_scaled_is_there() -> None:
+    built = charted(EVERYTHING)
     names = {(one["kind"], one["metadata"]["name"]) for one in built}
     scalers = [one for one in built if one["kind"] in ("ScaledObject", "HorizontalPodAutoscaler")]
     assert {one["metadata"]["name"] for one in scalers} == set(TIERS)
@@ -273,34 +202,19 @@ def test_what_is_scaled_is_there(tmp_path: Path) -> None:
     # Their queries: tests/telemetry/test_board.py.
 
 
-def test_the_model_is_fetched_into_the_claim_that_the_pods_mount() -> None:
-    (claim,) = yaml.safe_load_all((K8S / "model" / "claim.yaml").read_text())
-    job = yaml.safe_load((K8S / "model" / "fetch.yaml").read_text())
-    for one in (job, *(workload(name) for name in TIERS)):
-        spec = one["spec"]["template"]["spec"]
-        claims = [
-            volume["persistentVolumeClaim"]["claimName"]
-            for volume in spec["volumes"]
-            if "persistentVolumeClaim" in volume
-        ]
-        assert claims == [claim["metadata"]["name"]]
-        assert spec["securityContext"]["runAsUser"] == 10001
-
-
-@pytest.mark.few_cases(1)
-@pytest.mark.parametrize("overlay", VALUES)
-def test_the_chart_makes_what_kustomize_makes(overlay: str) -> None:
-    plain = {
-        (one["kind"], one["metadata"]["name"].partition("-t")[0]): one
-        for one in kustomized(K8S / overlay)
-    }
-    values = [f"--values={CHART / name}" for name in VALUES[overlay]]
-    chart = {(one["kind"], one["metadata"]["name"]): one for one in charted(*values)}
-    (config,) = (key for key in plain if key[0] == "ConfigMap")
-    plain["ConfigMap", "baton"] = plain.pop(config)
-    assert chart.keys() == plain.keys()
-    for key, manifest in chart.items():
-        assert comparable(manifest) == comparable(plain[key]), key
+@pytest.mark.parametrize("name", TIERS)
+def test_pods_mount_the_claim_of_the_model(name: str) -> None:
+    spec = workload(name)["spec"]["template"]["spec"]
+    claims = [
+        volume["persistentVolumeClaim"]["claimName"]
+        for volume in spec["volumes"]
+        if "persistentVolumeClaim" in volume
+    ]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert claims == [values["model"]["claimName"]]
+    assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["fsGroup"]) == (
+        10001,
+    ) * 2
 
 
 def test_the_chart_refuses_values_that_it_does_not_have() -> None:

@@ -21,7 +21,7 @@ from engine.distill.training import Progress, learning_rate_scale, sample_batch
 from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.torch.head_runner import open_head
-from engine.torch.medusa_runner import open_medusa
+from engine.torch.medusa import open_medusa
 from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 from worker_core.speculation.draft_model import DraftModelProposer, check_specs, check_tokenizers

@@ -40,6 +40,7 @@ _LARGE_NUMBER = re.compile(r"[0-9_]{5,}|0[xXoObB]")
 def requests() -> Target:
     """Requests of clients, from their bytes to what the tiers get."""
     from baton.v1 import inference_pb2
+    from gateway.intake.rules import ModelFacts
     from gateway.intake.validator import (
         Ids,
         Tokenized,
@@ -48,7 +49,6 @@ def requests() -> Target:
         check_tokenize,
         resolve,
     )
-    from gateway.intake.violations import ModelFacts
 
     facts = ModelFacts(
         "m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=8, max_token_chars=8
@@ -187,7 +187,7 @@ def grammars() -> Target:
 
 def templates() -> Target:
     """A model's chat template, rendered for a short conversation."""
-    from gateway.intake.chat_renderer import make_answer
+    from gateway.chat.template import make_answer
 
     question: Mapping[str, Any] = {
         "messages": [{"role": "user", "num_chars": 2}, {"role": "assistant", "num_chars": 3}],
@@ -276,8 +276,8 @@ def safetensors() -> Target:
 
 def http_bodies() -> Target:
     """Bodies of the HTTP port: a letter for the path, then JSON; up to the requests they mean."""
+    from gateway.chat.style import chat_style
     from gateway.http.chat import ChatBody, ChatFormat
-    from gateway.http.chat_style import chat_style
     from gateway.http.completions import CompletionBody, CompletionFormat
     from gateway.http.messages import MessagesBody, MessagesFormat
     from gateway.http.responses import ResponsesBody, ResponsesFormat

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from baton.errors import EngineFault, InvalidRequest
-from gateway.intake.chat import ChatRenderer
+from gateway.chat.renderer import ChatRenderer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -71,7 +71,7 @@ async def test_a_render_that_nobody_is_left_to_kill_ends_by_itself() -> None:
     start = {"template": TEMPLATE, "special_tokens": {}, "answer_timeout_s": 0.2}
     endless = {"messages": [{"role": "endless", "num_chars": 1}], "text": "x"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway.intake.chat_renderer", stdin=asyncio.subprocess.PIPE
+        sys.executable, "-m", "gateway.chat.template", stdin=asyncio.subprocess.PIPE
     )
     assert process.stdin is not None
     process.stdin.write(f"{json.dumps(start)}\n{json.dumps(endless)}\n".encode())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.intake.chat_renderer import make_answer
+from gateway.chat.template import make_answer
 
 MESSAGES = [
     {"role": "system", "content": "  Be <brief> & 'kind'.\n"},

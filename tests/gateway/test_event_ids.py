@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.http.event_ids import EventIds
+from gateway.http.generation import EventIds
 
 Chunk = inference_pb2.GenerateResponse
 

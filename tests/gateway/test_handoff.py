@@ -1,4 +1,4 @@
-"""A sequence's way from its source to its home, message by message."""
+"""A sequence's way from its source to its owner, message by message."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_source_is_opened_with_the_ticket_and_the_home_with_its_source() -> 
         await world.emit("d", Offered(b"t", 0))
         assert world.links["p"].commands == [("open", KvSource.LOCAL, b"t")]
         await prefilled(world, 10)
-        assert world.tokens_of(0) == [10], "before the home has the KV"
+        assert world.tokens_of(0) == [10], "before the owner has the KV"
         await world.emit("p", HandedOff())
         await world.emit("d", COMMITTED, one(0, 10), one(1, 11))
         assert world.tokens_of(0) == [10, 11]
@@ -186,7 +186,7 @@ def test_once_the_home_has_the_kv_its_word_counts(event: SequenceEvent) -> None:
 
 
 def test_what_the_source_did_not_live_to_report_is_not_waited_for() -> None:
-    """Though the home has the KV: what the source would have reported besides is lost with it."""
+    """Though the owner has the KV: what the source would have reported besides is lost with it."""
 
     async def test(world: StubWorld) -> None:
         await world.emit("d", Offered(b"t", 0), COMMITTED, one(0, 10))

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2, sampling_pb2
+from gateway.chat.harmony import HarmonyParser
+from gateway.chat.style import chat_style
+from gateway.chat.tools import CallArguments, CallBegins, Content, Part, Thought
 from gateway.http.chat import ChatBody, ChatFormat
-from gateway.http.chat_style import chat_style
-from gateway.http.harmony import HarmonyParser
 from gateway.http.requests import validated
-from gateway.http.tools import CallArguments, CallBegins, Content, Part, Thought
 
 #: What ends a message, or begins the next.
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
+from gateway.chat.style import chat_style
 from gateway.http.chat import ChatBody, ChatFormat
-from gateway.http.chat_style import chat_style
 from gateway.http.completions import CompletionBody, CompletionFormat
 from gateway.http.json_body import MAX_NODES
 from tests.support.http_bodies import parsed

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
 from baton.v1 import inference_pb2
+from gateway.chat.style import chat_style
 from gateway.http.chat import ChatBody, ChatFormat
-from gateway.http.chat_style import chat_style
-from gateway.http.generation import Answer, Format
+from gateway.http.format import Answer, Format
 from gateway.http.messages import MessagesBody, MessagesFormat
 from gateway.http.requests import ModelBody
 from gateway.http.responses import ResponsesBody, ResponsesFormat

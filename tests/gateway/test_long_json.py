@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from gateway.http import long_json
-from gateway.http.long_json import MAX_DEPTH, PIECE_BYTES, read_long_json
+from gateway.http import json_body
+from gateway.http.json_body import MAX_DEPTH, PIECE_BYTES, read_long_json
 from tests.support.virtual_loop import run_virtual
 
 SMALLEST_PIECE = 24
@@ -135,7 +135,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         seen.append(len(data))
         return from_json(data, **options)
 
-    monkeypatch.setattr(long_json, "from_json", watched)
+    monkeypatch.setattr(json_body, "from_json", watched)
     yield seen
     assert seen
 

@@ -29,7 +29,7 @@ from baton.rpc.status import from_rpc_error
 from baton.service import ReadyReport
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from gateway.intake.child_process import ChildProcess
+from gateway.intake.child import ChildProcess
 from gateway.long_work import let_others_run
 from gateway.server import serve_gateway
 from gateway.serving import Serving
@@ -45,9 +45,9 @@ MEGABYTE = 1_000_000
 MAX_MODEL_LEN = MEGABYTE + 2
 PIECE = 65_536
 MODULES = (
-    "gateway.http.app",
+    "gateway.http.format",
     "gateway.http.json_body",
-    "gateway.intake.long_fields",
+    "gateway.intake.validator",
     "gateway.links.grpc_link",
     "gateway.long_work",
     "gateway.serving",

@@ -65,11 +65,11 @@ def after(
     placed = {sequence.key: sequence for sequence in sequences}
     for transfer in transfers:
         sequence = placed[transfer.key]
-        home, target = by_address[sequence.address], by_address[transfer.address]
-        by_address[home.address] = replace(
-            home,
-            num_available_blocks=home.num_available_blocks + sequence.num_blocks_at(home),
-            num_sequences=home.num_sequences - 1,
+        owner, target = by_address[sequence.address], by_address[transfer.address]
+        by_address[owner.address] = replace(
+            owner,
+            num_available_blocks=owner.num_available_blocks + sequence.num_blocks_at(owner),
+            num_sequences=owner.num_sequences - 1,
         )
         by_address[target.address] = replace(
             target,
@@ -91,8 +91,8 @@ def test_only_short_workers_are_relieved_and_only_by_roomy_ones(
     before = {memory.address: memory for memory in found}
     now = {memory.address: memory for memory in after(found, sequences, transfers)[0]}
     for transfer in transfers:
-        home, target = before[sequences[transfer.key].address], now[transfer.address]
-        assert home.num_available_blocks < SHORT * home.num_blocks
+        owner, target = before[sequences[transfer.key].address], now[transfer.address]
+        assert owner.num_available_blocks < SHORT * owner.num_blocks
         assert target.num_available_blocks >= PLENTY * target.num_blocks
         assert target.num_sequences <= target.max_num_seqs
 
@@ -106,8 +106,8 @@ def test_the_worst_ranked_go_first_and_no_more_than_needed(
     ranks = [sequences[transfer.key].rank for transfer in transfers]
     assert ranks == sorted(ranks, reverse=True)
     for count in range(len(transfers)):
-        home = sequences[transfers[count].key].address
-        part = {m.address: m for m in after(found, sequences, transfers[:count])[0]}[home]
+        owner = sequences[transfers[count].key].address
+        part = {m.address: m for m in after(found, sequences, transfers[:count])[0]}[owner]
         assert part.num_available_blocks < RELIEVED * part.num_blocks
 
 

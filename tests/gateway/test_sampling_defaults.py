@@ -11,9 +11,9 @@ from baton.errors import ConfigError
 from baton.types import Sampling
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.completions import CompletionBody, CompletionFormat
+from gateway.intake.rules import ModelFacts
 from gateway.intake.sampling_defaults import sampling_defaults
 from gateway.intake.validator import Ids, Tokenized, check_request, resolve
-from gateway.intake.violations import ModelFacts
 from tests.support.http_bodies import parsed
 
 FILE = {

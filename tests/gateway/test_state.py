@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from baton.commands import Abort, HandOff, Pause, Resume
 from baton.events import (
     Committed,
     Deferred,
@@ -37,7 +38,6 @@ from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
 from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
-    Abort,
     AbortSource,
     Action,
     Assignment,
@@ -46,12 +46,10 @@ from gateway.request.assignment import (
     Deliver,
     EndMigration,
     Fail,
-    HandOff,
     Open,
     OpenSource,
-    Pause,
     Place,
-    Resume,
+    SendCommand,
     SetTimer,
     State,
     Update,
@@ -149,17 +147,17 @@ class Rig:
             case OpenSource(assignment, _, ticket):
                 source = self.sources[assignment] = self.open(assignment, is_source=True)
                 source.ticket = self.tickets.pop(ticket)
-            case Pause(assignment, number):
+            case SendCommand(assignment, number, Pause()):
                 self.opened_alone(assignment, number).stage = "pausing"
-            case HandOff(assignment, number, ticket):
+            case SendCommand(assignment, number, HandOff(ticket)):
                 origin = self.opened_alone(assignment, number)
                 if origin.stage == "paused":
                     origin.ticket, origin.stage = self.tickets.pop(ticket), "sending"
-            case Resume(assignment, number):
+            case SendCommand(assignment, number, Resume()):
                 origin = self.opened_alone(assignment, number)
                 if origin.stage in ("paused", "pausing"):
                     origin.stage = "running"
-            case Abort(assignment, number):
+            case SendCommand(assignment, number, Abort()):
                 assert self.homes[assignment].forked, "not before they fork"
                 self.homes[assignment].ended.add(number)
             case AbortSource(assignment):
@@ -217,10 +215,10 @@ class Rig:
         for opened in self.opened:
             for number, event in self.words_of(opened):
                 yield partial(self.say, opened, number, event)
-            home = opened.ticket
+            owner = opened.ticket
             is_sent = opened.stage in ("computing", "running", "sending")
-            if home is not None and home.stage == "offered" and is_sent:
-                yield partial(self.arrive, home)
+            if owner is not None and owner.stage == "offered" and is_sent:
+                yield partial(self.arrive, owner)
         for choice in self.news:
             yield partial(self.deliver, choice)
             yield partial(self.deliver, choice)
@@ -302,9 +300,9 @@ class Rig:
         return [*ends, (0, NOT_HANDED_OFF)] if self.rng.random() < 0.2 else ends
 
     @staticmethod
-    def arrive(home: Opened) -> None:
-        """All KV is at the home, which has not said so yet."""
-        home.stage, home.has_kv = "arrived", True
+    def arrive(owner: Opened) -> None:
+        """All KV is at the owner, which has not said so yet."""
+        owner.stage, owner.has_kv = "arrived", True
 
     # What happens
 
@@ -404,7 +402,7 @@ class Rig:
                     assert assignment in self.timers
                 case State.RESERVING:
                     assert placement is not None
-                    is_answered_at_once = placement.home.tier is Tier.DECODE
+                    is_answered_at_once = placement.owner.tier is Tier.DECODE
                     assert (assignment in self.timers) == is_answered_at_once
                 case State.DELIVERING:
                     assert (assignment in self.timers) != assignment.is_prefill_awaited

@@ -160,17 +160,17 @@ async def test_words_are_told_in_every_way_that_the_text_may_hold_them() -> None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words = Tokenizer(tokenizer, FACTS)
     # " do" is a token of its own; " x" ends with the token of "x", which tells it already.
-    assert await words.ways_to_write(["do", " do", "x", "dx"]) == (
+    assert await words.encode_word_variants(["do", " do", "x", "dx"]) == (
         ((3,), (4,)),
         ((3,), (4,)),
         ((5,),),
         ((1, 5),),
     )
-    assert await words.ways_to_write([" "]) == (((0,),),)
-    many = await words.ways_to_write(["do"] * 1000)
+    assert await words.encode_word_variants([" "]) == (((0,),),)
+    many = await words.encode_word_variants(["do"] * 1000)
     assert many == (((3,), (4,)),) * 1000
 
 
 async def test_a_word_of_nothing_that_the_tokenizer_knows_has_no_tokens() -> None:
     words = Tokenizer(HfTokenizer(models.BPE({"a": 0}, [])), FACTS)
-    assert await words.ways_to_write(["?"]) == (((),),)
+    assert await words.encode_word_variants(["?"]) == (((),),)

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gateway.http.chat import ChatBody, ChatFormat
-from gateway.http.chat_style import chat_style
-from gateway.http.reasoning import ReasoningSplitter
-from gateway.http.requests import validated
-from gateway.http.tools import (
+from gateway.chat.reasoning import ReasoningSplitter
+from gateway.chat.style import chat_style
+from gateway.chat.tools import (
     REQUIRED_FORMAT,
     TOOL_FORMATS,
     CallArguments,
@@ -26,6 +24,8 @@ from gateway.http.tools import (
     ToolParser,
     format_of_template,
 )
+from gateway.http.chat import ChatBody, ChatFormat
+from gateway.http.requests import validated
 
 NAMES = st.from_regex(r"[a-z_][a-z0-9_.-]{0,12}", fullmatch=True)
 VALUES = st.recursive(

@@ -15,17 +15,21 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import OPTIONS
 from baton.types import BeamParams, EarlyStopping
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.intake.long_fields import LongFields, ReadIds, read_ids, read_prompt, read_several
 from gateway.intake.request import ValidatedRequest
+from gateway.intake.rules import ModelFacts
 from gateway.intake.validator import (
     Ids,
+    LongFields,
+    ReadIds,
     Tokenized,
     check_detokenize,
     check_request,
     check_tokenize,
+    read_ids,
+    read_prompt,
+    read_several,
     resolve,
 )
-from gateway.intake.violations import ModelFacts
 from tests.support.virtual_loop import run_virtual
 
 FACTS = ModelFacts(

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.commands import Abort
 from baton.errors import WorkerLost
 from baton.events import Failed, Offered, SequenceEvent
 from baton.types import KvSource, Tier
@@ -211,8 +212,8 @@ async def test_an_abort_reaches_the_worker_and_silences_it() -> None:
             events: list[SequenceEvent] = []
             handle = link.open(make_spec("a"), KvSource.LOCAL, [events.append])
             await worker.wait_until_holding(1)
-            link.abort(handle)
-            link.abort(handle)
+            link.send(handle, Abort())
+            link.send(handle, Abort())
             await worker.wait_until_holding(0)
             num_events = len(events)
             worker.is_holding = False

@@ -11,7 +11,8 @@ import tokenizers
 from baton.v1 import sampling_pb2
 from engine.grammar import FreeText, Grammar, GrammarVocabulary, Matcher, load_vocabulary
 from engine.grammar.matcher import compile_grammar
-from gateway.http.chat_style import ChoiceOfTools, chat_style, choice_of_tools, free_text_of
+from gateway.chat.style import ChoiceOfTools, chat_style, free_text_of
+from gateway.http.conversation import choice_of_tools
 from gateway.intake.grammars import GrammarCompiler
 
 MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"

@@ -15,7 +15,7 @@ from engine.grammar import (
     Grammar,
     GrammarVocabulary,
     Matcher,
-    MatcherOrder,
+    MatcherFuture,
     Matchers,
     with_grammar_ready,
 )
@@ -28,20 +28,20 @@ def sampling(pattern: str) -> Sampling:
 
 
 def matcher_of(matchers: Matchers, sampling: Sampling) -> Matcher:
-    order = matchers.order(sampling)
-    return order.matcher()
+    matcher_future = matchers.submit(sampling)
+    return matcher_future.matcher()
 
 
 @dataclass
 class Waiting:
     """Something that a step may compute."""
 
-    order: MatcherOrder | None
+    matcher_future: MatcherFuture | None
 
 
 def test_sequences_of_one_grammar_go_their_own_ways() -> None:
-    order = sim_matchers().order(sampling("ab"))
-    first, second = order.matcher(), order.matcher()
+    matcher_future = sim_matchers().submit(sampling("ab"))
+    first, second = matcher_future.matcher(), matcher_future.matcher()
     first.advance(ord("a"))
     assert ids_of(first.allowed()) == [ord("b")]
     assert ids_of(second.allowed()) == [ord("a")]
@@ -59,7 +59,7 @@ def test_a_grammar_is_compiled_beside_the_caller_and_once() -> None:
 
     matchers = Matchers(load, ThreadPoolExecutor(1))
     try:
-        first, again, other = (matchers.order(sampling(p)) for p in ("ab", "ab", "cd"))
+        first, again, other = (matchers.submit(sampling(p)) for p in ("ab", "ab", "cd"))
         assert first.compiled is again.compiled
         assert not first.is_ready
         slow, quick = Waiting(first), Waiting(None)
@@ -81,8 +81,8 @@ def test_nobody_waits_where_there_is_nobody() -> None:
 
 def test_few_grammars_are_kept_and_a_forgotten_one_still_serves_who_ordered_it() -> None:
     matchers = Matchers(small_vocabulary, InlineExecutor(), num_kept=2)
-    orders = [matchers.order(sampling(pattern)) for pattern in ("a", "b", "c", "a", "d")]
-    made = [order.matcher() for order in orders if order]
+    futures = [matchers.submit(sampling(pattern)) for pattern in ("a", "b", "c", "a", "d")]
+    made = [matcher_future.matcher() for matcher_future in futures if matcher_future]
     assert [ids_of(matcher.allowed()) for matcher in made] == [[ord(c)] for c in "abcad"]
     assert len(matchers._compiled) == 2
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import sampling_pb2
-from gateway.intake.sampling_rules import sampling_violations
-from gateway.intake.violations import ModelFacts
+from gateway.intake.rules import ModelFacts, sampling_violations
 
 FACTS = ModelFacts(
     "m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=8, max_token_chars=8

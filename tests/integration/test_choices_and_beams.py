@@ -132,10 +132,12 @@ async def test_bad_words_do_not_come() -> None:
         word
         for token_id in output
         if (word := tokenizer.decode([token_id], False))
-        and any(ways == (token_id,) for ways in (await tokenizer.ways_to_write([word]))[0])
+        and any(ways == (token_id,) for ways in (await tokenizer.encode_word_variants([word]))[0])
     ]
     assert words
-    ways = tuple(dict.fromkeys(ids for w in await tokenizer.ways_to_write(words) for ids in w))
+    ways = tuple(
+        dict.fromkeys(ids for w in await tokenizer.encode_word_variants(words) for ids in w)
+    )
     possible = tuple(ids for ids in ways if max(ids) < VOCAB)
     wanted = oracle_tokens(PROMPT, Sampling(max_tokens=12, bad_words=possible), VOCAB)
     assert wanted != output

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baton.client import SamplingParams
+from baton.commands import Abort, HandOff, Pause, Resume
 from baton.events import Deferred, Failed, LocalPrefill
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import sequence_service_pb2
@@ -19,14 +20,11 @@ from kv_transfer.ticket import parse_ticket
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 from tests.support.tickets import ticket_of
 from worker_core.commands import (
-    Abort,
     Command,
-    HandOff,
-    Known,
+    KnownSequences,
     Open,
-    Pause,
-    Resume,
     StreamClosed,
+    StreamCommand,
     StreamEvent,
 )
 from worker_core.loop import EngineLoop
@@ -140,11 +138,11 @@ async def test_a_stream_whose_worker_is_full_goes_on_and_ends_what_it_has() -> N
             deferred.set()
     assert [(handle, type(event)) for handle, event in answers] == [(3, Deferred), (4, Deferred)]
     assert told == [
-        Pause(0, 1),
-        Resume(0, 1),
-        HandOff(0, 1, b"t"),
-        Abort(0, 2),
-        Known(0, frozenset({1})),
+        StreamCommand(0, 1, Pause()),
+        StreamCommand(0, 1, Resume()),
+        StreamCommand(0, 1, HandOff(b"t")),
+        StreamCommand(0, 2, Abort()),
+        KnownSequences(0, frozenset({1})),
         StreamClosed(0),
     ]
 

@@ -9,7 +9,7 @@ import torch
 from baton_kernels import linear
 from baton_kernels.linear import FusedLinear, pack_linear
 from baton_kernels.sparse_linear import SparseLinear, can_run_sparse, is_sparse
-from engine.quantization.sparsity import prune
+from bench.quantized_checkpoints import prune
 
 CUDA = torch.device("cuda")
 

@@ -29,12 +29,13 @@ from engine.kv.tensors.grouped import GroupedKvPool
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.kv_secret import KvSecret
-from kv_transfer.receiver import RunningReceiver, open_receiver
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import OfferedTicket, TicketEvent
-from kv_transfer.transport.base import Connector, TransportConfig
+from kv_transfer.transport.base import TransportConfig
+from kv_transfer.transport.connection import Connector
 from kv_transfer.transport.connector import make_connector
+from kv_transfer.transport.listeners import RunningReceiver, open_receiver
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.device_double import DeviceArrayPool
 

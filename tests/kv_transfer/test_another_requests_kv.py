@@ -37,7 +37,6 @@ from kv_transfer import receiver
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.frame import place_checksum
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
-from kv_transfer.receiver import open_receiver
 from kv_transfer.send_connection import Cancel, Finish, Send, SendDone
 from kv_transfer.sender import Sender
 from kv_transfer.ticket import (
@@ -51,8 +50,10 @@ from kv_transfer.ticket import (
     ticket_message,
 )
 from kv_transfer.ticket_table import TicketRules
-from kv_transfer.transport.base import Connector, TransportConfig
+from kv_transfer.transport.base import TransportConfig
+from kv_transfer.transport.connection import Connector
 from kv_transfer.transport.connector import make_connector
+from kv_transfer.transport.listeners import open_receiver
 from tests.support.kv_transports import REMOTE
 
 pytestmark = pytest.mark.parametrize("transport", REMOTE)

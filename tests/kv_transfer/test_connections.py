@@ -14,7 +14,7 @@ from engine.kv.range import KvRange
 from kv_transfer.frame import Frame
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import Endpoint, TicketCommitted
-from kv_transfer.transport.base import Connection, Connector, Staged
+from kv_transfer.transport.connection import Connection, Connector, Staged
 from tests.kv_transfer.conftest import PATIENCE_S, Rig
 
 BLOCKS = (1, 2, 3)

@@ -25,16 +25,16 @@ from kv_transfer.device_memory import warm_up_copies
 from kv_transfer.frame import encode
 from kv_transfer.handshake import ReceiverConfig
 from kv_transfer.kv_secret import KvSecret
-from kv_transfer.receiver import (
+from kv_transfer.send_connection import Send
+from kv_transfer.ticket import Endpoint, TicketAborted, TicketCommitted
+from kv_transfer.transport.connection import TransportError
+from kv_transfer.transport.connector import make_connector, usable
+from kv_transfer.transport.cuda_ipc import CudaIpcConnection, RetiredAreas
+from kv_transfer.transport.listeners import (
     DEFAULT_MAX_CHUNK_BYTES,
     DEFAULT_NUM_CREDITS,
     open_receiver,
 )
-from kv_transfer.send_connection import Send
-from kv_transfer.ticket import Endpoint, TicketAborted, TicketCommitted
-from kv_transfer.transport.base import TransportError
-from kv_transfer.transport.connector import make_connector, usable
-from kv_transfer.transport.cuda_ipc import CudaIpcConnection, RetiredAreas
 from tests.support.device_double import DeviceArrayPool, DoubleMemory
 
 PATIENCE_S = 30.0

@@ -19,7 +19,7 @@ from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Begin, Cancel, Finish, Send, SendConnection
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import Endpoint, KvTicket, TicketAborted
-from kv_transfer.transport.base import Staged
+from kv_transfer.transport.connection import Staged
 from kv_transfer.transport.connector import make_connector
 from tests.support.tickets import ticket_of
 

@@ -158,7 +158,7 @@ def test_a_stranger_costs_no_staging(make_rig: Any, monkeypatch: pytest.MonkeyPa
         touched.append(num_bytes)
         return bytearray(num_bytes)
 
-    monkeypatch.setattr("kv_transfer.transport.tcp._touched", touch)
+    monkeypatch.setattr("kv_transfer.transport.tcp_stream._touched", touch)
     rig = make_rig("tcp", source_secret=SECRET, target_secret=SECRET)
     with knock(rig) as stranger:
         stranger.sendall(hello())

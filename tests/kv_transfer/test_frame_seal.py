@@ -19,7 +19,7 @@ from kv_transfer.frame import PREAMBLE_BYTES, Frame, FrameBuffer, FrameError, en
 from kv_transfer.kv_secret import SEAL_BYTES, KvSecret, receiver_seals, sender_seals
 from kv_transfer.send_connection import Cancel, FetchPrefix, Finish, Send
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
-from kv_transfer.transport.tcp import TcpConnection, TcpServerStream
+from kv_transfer.transport.tcp_stream import TcpConnection, TcpServerStream
 
 SECRET = KvSecret(b"0123456789abcdef")
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32

@@ -32,7 +32,7 @@ from kv_transfer.kv_secret import KvSecret, new_nonce, read_kv_secret
 from kv_transfer.receiver import Receiver, ReceiverSession
 from kv_transfer.ticket import Endpoint, TicketAborted, TicketCommitted, TicketEvent
 from kv_transfer.ticket_table import TicketRules, TicketTable
-from kv_transfer.transport.base import Connection, Connector, Staged
+from kv_transfer.transport.connection import Connection, Connector, Staged
 from tests.support.kv_transports import ALL
 
 SECRET, OTHER = KvSecret(b"0123456789abcdef"), KvSecret(b"0123456789abcdeF")

@@ -28,7 +28,8 @@ from kv_transfer.handshake import SenderConfig
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketAborted
-from kv_transfer.transport.base import TransportConfig, TransportError
+from kv_transfer.transport.base import TransportConfig
+from kv_transfer.transport.connection import TransportError
 from kv_transfer.transport.connector import make_connector
 from kv_transfer.transport.nixl import QUARANTINE_S, TRANSPORT, NixlConnection, Quarantine
 
@@ -45,7 +46,7 @@ import sys, time
 from engine.kv.tensors.array import ArrayKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from kv_transfer.handshake import ReceiverConfig
-from kv_transfer.receiver import open_receiver
+from kv_transfer.transport.listeners import open_receiver
 
 layout = KvLayout("m", 3, 2, 4, "int64", 4)
 running = open_receiver(

@@ -74,7 +74,7 @@ def test_every_missing_token_arrives_and_nothing_else_changes(
         event = rig.event()
         assert isinstance(event, TicketCommitted)
         num_tokens, num_cached, number = offered.pop(event.ticket_id)
-        assert (event.num_tokens, event.firsts) == (num_tokens, (Sample(number),))
+        assert (event.num_tokens, event.first_tokens) == (num_tokens, (Sample(number),))
         assert event.num_bytes == (num_tokens - num_cached) * rig.source.layout.token_bytes
         assert event.transfer_exposed_ms >= 0
         rig.running.tickets.release(event.ticket_id)

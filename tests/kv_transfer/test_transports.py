@@ -33,8 +33,11 @@ FOLDER = Path(__file__).parents[2] / "kv_transfer" / "transport"
 SHARED = {
     "__init__",
     "base",
+    "connection",
     "connector",
+    "listeners",
     "stream",
+    "tcp_stream",
     "tls",
     "unix_stream",
 }

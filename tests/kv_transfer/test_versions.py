@@ -37,11 +37,11 @@ from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.frame import PREAMBLE_BYTES, FrameError, decode_header, decode_preamble, encode
 from kv_transfer.handshake import ReceiverConfig, SenderConfig, agreed_version
-from kv_transfer.receiver import RunningReceiver, open_receiver
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketCommitted, TicketEvent
 from kv_transfer.transport.connector import make_connector
+from kv_transfer.transport.listeners import RunningReceiver, open_receiver
 
 FROZEN = Path(__file__).parents[1] / "frozen" / "0.1.0"
 FRAMES: dict[str, str] = json.loads((FROZEN / "kv_frames.json").read_text())
@@ -236,7 +236,7 @@ def test_a_sender_of_another_release_hands_over(running, events, messages, is_la
         assert peer.expect("KvCommitted").ticket_id == ticket.ticket_id
     event = events.get(timeout=PATIENCE_S)
     assert isinstance(event, TicketCommitted)
-    assert event.firsts == (FIRST,)
+    assert event.first_tokens == (FIRST,)
     got = np.concatenate([pool.data[3], pool.data[1][:, :, :, :2]], axis=3)
     np.testing.assert_array_equal(got, kv)
 

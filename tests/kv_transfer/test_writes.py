@@ -15,9 +15,9 @@ from engine.kv.range import KvRange
 from kv_transfer.frame import PREAMBLE_BYTES, FrameBuffer, decode_header, decode_preamble
 from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import TicketCommitted
-from kv_transfer.transport.base import Staged
+from kv_transfer.transport.connection import Staged
 from kv_transfer.transport.stream import StreamConnection
-from kv_transfer.transport.tcp import TcpConnection
+from kv_transfer.transport.tcp_stream import TcpConnection
 
 PATIENCE_S = 30.0
 RENEW = kv_pb2.KvRenew(ticket_ids=[1])
@@ -92,7 +92,7 @@ def test_the_commit_rides_with_the_last_chunk(make_rig, monkeypatch):
     assert [name for name, more in sent if more and name != "KvBegin"] == ["KvChunk"]
     at = sent.index(("KvChunk", True))
     assert sent[at + 1] == ("KvCommit", False)
-    assert rig.event().firsts == (Sample(7),)
+    assert rig.event().first_tokens == (Sample(7),)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

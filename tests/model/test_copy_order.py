@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from engine.kv.tensors.copy_order import HostOrder, StreamOrder, copy_order
+from baton.types import KvLayout
+from engine.kv.range import KvRange
+from engine.kv.tensors.copy_order import CopyOrder, HostOrder, StreamOrder, copy_order
+from engine.kv.tensors.device_copy import PagedDeviceCopy
+from engine.kv.tensors.paged import TorchKvPool
+from engine.kv.tensors.pinned_staging import PinnedStagingBuffer
+from kv_transfer.wire_format import wire_format
+from tests.support.device_double import DoubleMemory
 
 DEVICE = torch.device("cuda:0")
 
@@ -85,6 +93,15 @@ def test_copies_without_a_mark_wait_for_nothing(engine: FakeStream) -> None:
     assert calls == ["synchronize"]
 
 
+def test_the_device_is_asked_on_the_threads_own_stream(engine: FakeStream) -> None:
+    order = StreamOrder(DEVICE)
+    order.synchronize()
+    with order.copying():
+        calls = own_calls(engine)
+    assert calls == ["synchronize", "synchronize"]
+    assert not engine.calls
+
+
 def test_a_copy_that_fails_is_over_all_the_same(engine: FakeStream) -> None:
     order = StreamOrder(DEVICE)
     seen: list[list[object]] = []
@@ -120,3 +137,70 @@ def test_each_thread_has_one_stream_of_its_own(engine: FakeStream) -> None:
 def test_the_cpu_has_no_order_to_keep() -> None:
     assert isinstance(copy_order(torch.device("cpu")), HostOrder)
     assert HostOrder().mark() is None
+
+
+class CachingAllocator:
+    """As torch's: freed memory is given out again to the stream that it was freed on, at once,
+    since what is queued there runs before the new owner's kernels. One block was
+    freed on the engine's stream, where a kernel that writes it is still queued."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: FakeStream, num_bytes: int) -> None:
+        self._engine, self._empty = engine, torch.empty
+        self.freed = self._empty(num_bytes, dtype=torch.uint8)
+        monkeypatch.setattr(torch, "empty", self.empty)
+
+    def empty(self, *size: Any, **options: Any) -> torch.Tensor:
+        if size == (len(self.freed),) and torch.cuda.current_stream(DEVICE) is self._engine:
+            return self.freed
+        return self._empty(*size, **options)
+
+    def run_queued(self) -> None:
+        """The engine's stream comes to a kernel that was queued before the block was freed."""
+        self.freed.fill_(0xA5)
+
+
+PIECE = KvRange(0, 8, 0, 2)
+
+
+def copy_of(order: CopyOrder) -> tuple[TorchKvPool, PagedDeviceCopy]:
+    pool = TorchKvPool(KvLayout("m", 2, 2, 8, "float32", 4), 2, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    pool._blocks.copy_(torch.randint(0, 256, pool._blocks.shape, generator=generator))
+    return pool, PagedDeviceCopy(pool.layout, pool._blocks, order, DoubleMemory())
+
+
+@pytest.mark.parametrize("num_before", [0, 4], ids=["first use", "growth"])
+def test_no_kernel_of_the_engine_writes_what_a_thread_copies_through(
+    engine: FakeStream, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    """Memory that the engine freed may still be written by kernels of its stream, which no copy
+    waits for: a thread's staging memory is of the stream that copies."""
+    source, copy = copy_of(StreamOrder(DEVICE))
+    wire = wire_format("float32", source.layout)
+    wanted = bytearray(wire.num_bytes(PIECE))
+    copy_of(HostOrder())[1].pack_to_host((0, 1), PIECE, wire, memoryview(wanted))
+    if num_before:
+        small = KvRange(0, num_before, 0, 2)
+        room = memoryview(bytearray(wire.num_bytes(small)))
+        copy.pack_to_host((0,), small, wire, room)
+    allocator = CachingAllocator(monkeypatch, engine, len(wanted))
+    to_host, to_device = PinnedStagingBuffer.to_host, PinnedStagingBuffer.to_device
+
+    def after_a_kernel(method: Callable[..., None]) -> Callable[..., None]:
+        def late(buffer: PinnedStagingBuffer, *copied: Any) -> None:
+            if method is to_host:
+                allocator.run_queued()
+            method(buffer, *copied)
+            allocator.run_queued()
+
+        return late
+
+    monkeypatch.setattr(PinnedStagingBuffer, "to_host", after_a_kernel(to_host))
+    monkeypatch.setattr(PinnedStagingBuffer, "to_device", after_a_kernel(to_device))
+    sent = bytearray(len(wanted))
+    copy.pack_to_host((0, 1), PIECE, wire, memoryview(sent))
+    assert sent == wanted
+    target, back = copy_of(StreamOrder(DEVICE))
+    target._blocks.zero_()
+    back.unpack_from_host((0, 1), PIECE, wire, memoryview(wanted))
+    assert torch.equal(target._blocks, source._blocks)

@@ -21,14 +21,12 @@ from baton.errors import ConfigError, TensorMismatch, UnsupportedModel
 from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from baton_kernels.linear import PlainLinear
+from bench.quantized_checkpoints import Scheme, encode, quantize_checkpoint
 from engine import choose_source, native_source
 from engine.families.read import parse_config
 from engine.families.registry import FAMILIES
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.range import KvRange
-from engine.quantization.encode import encode
-from engine.quantization.quantize import quantize_checkpoint
-from engine.quantization.scheme import Scheme
 from engine.quantization.weight import StoredWeight
 from engine.ranks.team import RankTeam
 from engine.torch import load

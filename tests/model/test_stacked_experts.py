@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel, UnsupportedSetting
 from baton.types import Sampling
 from baton_kernels.gated_activation import ALPHA, LIMIT
+from bench.quantized_checkpoints import quantize_checkpoint
 from engine.families.gpt_oss import CLAMPED_SILU
 from engine.families.read import parse_config
-from engine.quantization.quantize import quantize_checkpoint
 from engine.torch.stacked_experts import decode_mxfp4
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine

@@ -17,7 +17,7 @@ from gateway.http.json_body import MAX_FIELDS, MAX_MEMBERS, MAX_NODES, MAX_VALUE
 from gateway.http.messages import MessagesBody
 from gateway.http.requests import Body
 from gateway.http.responses import ResponsesBody
-from gateway.intake.long_fields import MAX_MESSAGES
+from gateway.intake.validator import MAX_MESSAGES
 from tests.support.http_connection import Answer, Connection
 from tests.support.live_tiers import LiveSystem
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from gateway.http.chat_style import chat_style
+from gateway.chat.style import chat_style
 from gateway.http.messages import MessagesBody, MessagesFormat
 from tests.openai_api.world import MESSAGES
 from tests.support.http_bodies import parsed

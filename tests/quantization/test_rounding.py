@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.quantized_checkpoints import round_to_float8, round_to_integers
 from engine.quantization.packing import pack, unpack
-from engine.quantization.rounding import round_to_float8, round_to_integers
 from engine.quantization.weight import QuantizedWeight, stack
 
 

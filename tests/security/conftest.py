@@ -11,8 +11,8 @@ from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, WorkerIdentity
 from engine.kv.tensors.array import ArrayKvPool
 from kv_transfer.handshake import ReceiverConfig
-from kv_transfer.receiver import RunningReceiver, open_receiver
 from kv_transfer.transport.base import TransportConfig
+from kv_transfer.transport.listeners import RunningReceiver, open_receiver
 from tests.support.certificates import Authority
 
 

@@ -23,7 +23,7 @@ from baton.supervisor.plan import plan_workers
 from baton.types import Sampling
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from engine.oracle import oracle_tokens
-from kv_transfer.transport.base import Connection, TransportError
+from kv_transfer.transport.connection import Connection, TransportError
 from kv_transfer.transport.tls import client_contexts, connect_tls
 from tests.support.certificates import Authority, as_options
 from tests.support.live_tiers import decode_worker, gateway, prefill_worker

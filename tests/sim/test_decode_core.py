@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from baton.commands import Abort
 from baton.events import Deferred, Failed, LocalPrefill, Offered
 from baton.types import BeamParams, KvSource, Sample, Sampling, SequenceSpec
 from engine.interface import Batch, LayersDone
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
-from worker_core.commands import Abort, Open
+from worker_core.commands import Open, StreamCommand
 
 
 def worker(**shape: int) -> SimDecode:
@@ -28,7 +29,7 @@ def test_nothing_is_told_of_a_sequence_after_it_was_given_up() -> None:
     decoder.submit(Open(0, 1, spec_of("a", 10), KvSource.PREFILL))
     (offered,) = decoder.step().events
     assert isinstance(offered.event, Offered)
-    decoder.submit(Abort(0, 1))
+    decoder.submit(StreamCommand(0, 1, Abort()))
     assert not decoder.step().events
     assert decoder.inbox, "the ticket's end is on its way to the core"
     assert not decoder.step().events
@@ -45,7 +46,7 @@ def test_a_new_sequence_waits_while_the_running_ones_need_the_blocks_that_are_le
     decoder.submit(Open(0, 3, SequenceSpec("c", (9,), Sampling()), KvSource.LOCAL))
     answers = [e.event for e in decoder.step().events if e.handle == 3]
     assert isinstance(answers[0], Deferred)
-    decoder.submit(Abort(0, 1))
+    decoder.submit(StreamCommand(0, 1, Abort()))
     decoder.submit(Open(0, 4, SequenceSpec("d", (9,), Sampling()), KvSource.LOCAL))
     answers = [e.event for e in decoder.step().events if e.handle == 4]
     assert isinstance(answers[0], LocalPrefill)
@@ -92,7 +93,7 @@ def test_nobody_comes_in_before_those_that_were_swapped_out() -> None:
     (answer,) = [e.event for e in decoder.step().events if e.handle == 3]
     assert isinstance(answer, Deferred)
     assert "swapped out" in answer.reason
-    decoder.submit(Abort(0, 2))
+    decoder.submit(StreamCommand(0, 2, Abort()))
     decoder.submit(Open(0, 4, small, KvSource.LOCAL))
     answers = [e.event for e in decoder.step().events if e.handle == 4]
     assert isinstance(answers[0], LocalPrefill)

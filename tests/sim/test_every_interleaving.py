@@ -65,7 +65,7 @@ def no_coverage_check(patch: pytest.MonkeyPatch) -> None:
 
     def commit(self: Ticket, commit: Commit) -> TicketCommitted:
         self.state = TicketState.COMMITTED
-        return TicketCommitted(self.ticket_id, commit.num_tokens, commit.firsts, 0.0, 0)
+        return TicketCommitted(self.ticket_id, commit.num_tokens, commit.first_tokens, 0.0, 0)
 
     patch.setattr(Ticket, "commit", commit)
 

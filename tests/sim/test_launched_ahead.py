@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.commands import Abort, Pause, Resume
 from baton.events import Failed, Paused, Tokens
 from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
 from engine.oracle import oracle_tokens
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
 from tests.support.watched_launches import Watch, check_blocks_in_flight
-from worker_core.commands import Abort, Command, Open, Pause, Resume, StreamClosed
+from worker_core.commands import Command, Open, StreamClosed, StreamCommand
 
 VOCAB = 1000
 
@@ -52,7 +53,7 @@ class World:
         for addressed in step.events:
             self._hear(addressed.handle, addressed.event)
         while self.paused:
-            self.submit(Resume(0, self.paused.pop()))
+            self.submit(StreamCommand(0, self.paused.pop(), Resume()))
         self.check()
         return step.is_idle
 
@@ -146,7 +147,7 @@ def test_what_was_computed_after_a_stop_token_is_thrown_away() -> None:
     assert world.told[other] == world.expected(other)
 
 
-@pytest.mark.parametrize("end", [Abort(0, 1), StreamClosed(0)])
+@pytest.mark.parametrize("end", [StreamCommand(0, 1, Abort()), StreamClosed(0)])
 def test_blocks_of_what_is_given_up_are_kept_until_the_launch_that_writes_them_is_collected(
     end: Command,
 ) -> None:
@@ -239,10 +240,10 @@ def test_outputs_are_those_of_each_request_alone(
                 prompt = range(number, 2 * number + 1)
                 world.open(plain(f"r{next(numbers)}", *prompt, stops=stops))
             case "abort" if number in world.specs and number not in world.ends:
-                world.submit(Abort(0, number))
+                world.submit(StreamCommand(0, number, Abort()))
                 given_up.add(number)
             case "pause" if number in world.specs and number not in given_up:
-                world.submit(Pause(0, number))
+                world.submit(StreamCommand(0, number, Pause()))
         if kind == "step":
             world.step()
     world.run()

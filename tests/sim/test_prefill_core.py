@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from baton.commands import Abort, Resume
 from baton.errors import Cancelled, EngineFault, HandoffFailed, PeerMismatch
 from baton.events import Failed, HandedOff, NotHandedOff, Prefilled, Tokens
 from baton.types import KvSource, Sample, Sampling, SequenceSpec
@@ -20,7 +21,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.recording_sender import RecordingSender
 from tests.support.sim_tiers import EagerFetches, SimPrefill, sim_matchers
 from worker_core.admission import CoreLimits
-from worker_core.commands import Abort, Destination, Open, Resume
+from worker_core.commands import Destination, Open, StreamCommand
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
 from worker_core.policy import prefill_policy
@@ -120,7 +121,7 @@ def test_blocks_that_a_fetch_may_still_write_stay_leased_after_the_sender_had_it
     piece = KvRange(0, 8, 0, NUM_LAYERS)
     assert isinstance(worker.tickets.pin(ticket.ticket_id, ticket.epoch, 1, piece), tuple)
 
-    core.step([Abort(0, 1)])
+    core.step([StreamCommand(0, 1, Abort())])
     core.step([SendDone((0, 1), Cancelled("given up"), 0)])
     assert pool.counts().leased == 3
     assert not worker.inbox
@@ -163,7 +164,10 @@ def test_a_sequence_whose_handoff_failed_may_decode_on() -> None:
     assert not core.step([]).events
     tokens = [
         sample.token_id
-        for events in (core.step([Resume(0, 1)]).events, *(core.step([]).events for _ in range(9)))
+        for events in (
+            core.step([StreamCommand(0, 1, Resume())]).events,
+            *(core.step([]).events for _ in range(9)),
+        )
         for event in events
         if isinstance(event.event, Tokens)
         for sample in event.event.samples

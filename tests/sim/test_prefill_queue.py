@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from baton.commands import Abort
 from baton.errors import HandoffFailed
 from baton.events import Failed, LocalPrefill, Prefilled, Tokens
 from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
@@ -16,7 +17,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.recording_sender import RecordingSender
 from tests.support.sim_tiers import EagerFetches, SimPrefill, sim_matchers
 from worker_core.admission import CoreLimits
-from worker_core.commands import Abort, Command, Destination, Open, StreamEvent
+from worker_core.commands import Command, Destination, Open, StreamCommand, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
 from worker_core.policy import prefill_policy
@@ -124,7 +125,7 @@ def test_a_key_is_new_once_its_handoff_has_ended() -> None:
 def test_a_prompt_that_waits_for_blocks_is_given_up_without_a_trace() -> None:
     worker = Worker(num_blocks=3)
     worker.step(open_(1, arrival_ns=1), open_(2, arrival_ns=2))
-    worker.step(Abort(0, 2))
+    worker.step(StreamCommand(0, 2, Abort()))
     assert worker.sender.aborted == [(0, 2)]
     worker.step(SendDone((0, 2), HandoffFailed("given up"), 0), SendDone((0, 1), None, 0))
     load = worker.core.step([]).load
@@ -144,9 +145,9 @@ def test_a_queued_prompt_whose_handoff_fails_is_reported() -> None:
 def test_what_was_given_up_is_given_up_once() -> None:
     worker = Worker()
     worker.step(open_(1))
-    worker.step(Abort(0, 1))
+    worker.step(StreamCommand(0, 1, Abort()))
     worker.step(SendDone((0, 1), HandoffFailed("given up"), 0))
-    worker.step(Abort(0, 1))
+    worker.step(StreamCommand(0, 1, Abort()))
     assert worker.sender.aborted == [(0, 1)]
 
 

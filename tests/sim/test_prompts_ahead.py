@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.commands import Abort
 from baton.errors import BY_REASON
 from baton.events import Failed, HandedOff, Preempted, Tokens
 from baton.types import KvSource, Sample, Sampling, SequenceSpec
@@ -22,7 +23,7 @@ from kv_transfer.sender import KvSender
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimPrefill, SimShape
 from tests.support.watched_launches import Watch, check_blocks_in_flight
-from worker_core.commands import Abort, Destination, Open
+from worker_core.commands import Destination, Open, StreamCommand
 
 VOCAB = 1000
 POISON = 777
@@ -279,7 +280,7 @@ def test_each_prompt_leaves_as_it_would_alone(
             case "open":
                 world.open(prompt_of(number, first=next(firsts)))
             case "abort" if 10 * number in world.specs:
-                world.worker.submit(Abort(0, 10 * number))
+                world.worker.submit(StreamCommand(0, 10 * number, Abort()))
                 given_up.add(10 * number)
             case "step":
                 world.step()

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.commands import Abort, HandOff, Pause
 from baton.config import DecodeOptions
 from baton.errors import (
     ConfigError,
@@ -35,8 +36,9 @@ from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.memory_plan import MemoryPlan, format_bytes
 from engine.torch.engine import TorchEngine
-from engine.torch.head_runner import MAX_IDLE_LAUNCHES, MAX_WAITING, HiddenStates, open_head
-from engine.torch.medusa_runner import open_medusa
+from engine.torch.head_runner import open_head
+from engine.torch.hidden_states import MAX_IDLE_LAUNCHES, MAX_WAITING, HiddenStates
+from engine.torch.medusa import open_medusa
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.engines import load_engine
 from tests.support.grammar_walks import allowed_after, ids_of
@@ -49,7 +51,7 @@ from tests.support.tiny_heads import (
 )
 from tests.support.tiny_models import Family, make_tiny_model
 from worker_core.build import build_decode_engine
-from worker_core.commands import Abort, HandOff, Open, Pause
+from worker_core.commands import Open, StreamCommand
 from worker_core.speculation.head import HeadProposer
 from worker_core.speculation.interface import NO_PROPOSAL, DraftRequest, Proposal, Proposer
 from worker_core.speculation.medusa import MedusaProposer
@@ -610,7 +612,7 @@ def test_tokens_are_those_of_the_target_alone(
         for event in worker.step().events:
             if isinstance(event.event, Tokens):
                 outputs.setdefault(event.handle, []).extend(s.token_id for s in event.event.samples)
-    worker.submit(Abort(0, 9))
+    worker.submit(StreamCommand(0, 9, Abort()))
     run(worker, outputs, set(range(len(SPECS))))
     assert {handle: tuple(outputs[handle]) for handle in alone} == alone
     assert rig.drafts[0].num_drafts > 20
@@ -689,7 +691,7 @@ def check_move(target: Path, head: HeadFiles, alone: dict[int, tuple[int, ...]])
                         finished = bool(finish)
                         if len(output) >= 5 and not has_paused:
                             has_paused = True
-                            here.submit(Pause(0, 0))
+                            here.submit(StreamCommand(0, 0, Pause()))
                     case Paused():
                         moved = SequenceSpec(
                             spec.request_id,
@@ -699,7 +701,7 @@ def check_move(target: Path, head: HeadFiles, alone: dict[int, tuple[int, ...]])
                         )
                         there.submit(Open(0, 1, moved, KvSource.HANDOFF))
                     case Offered(ticket):
-                        here.submit(HandOff(0, 0, ticket))
+                        here.submit(StreamCommand(0, 0, HandOff(ticket)))
                     case Committed():
                         num_drafts_before = rig.drafts[1].num_drafts
     assert tuple(output) == alone[2]

@@ -8,7 +8,7 @@ from opentelemetry.trace import NoOpTracer
 
 from baton.events import Tokens
 from baton.telemetry import Telemetry
-from baton.telemetry.histograms import SdkHistograms
+from baton.telemetry.metrics import SdkHistograms
 from baton.types import Sample
 from worker_core.commands import StreamEvent
 from worker_core.recorder import WorkerRecorder

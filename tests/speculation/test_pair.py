@@ -54,7 +54,6 @@ def test_tokenizers_with_other_ids_are_refused(tmp_path: Path) -> None:
     [
         ({"speculative_method": "draft"}, "--speculative-model"),
         ({"speculative_method": "ngram", "speculative_model": "x"}, "--speculative-model"),
-        ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "--prompt-lookup-max"),
         ({"num_speculative_tokens": 0}, "--num-speculative-tokens"),
         ({"speculative_method": "eagle"}, "--speculative-model"),
         ({"speculative_method": "medusa"}, "--speculative-model"),

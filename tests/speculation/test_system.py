@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from baton.commands import Abort
 from baton.events import LocalPrefill, Prefilled, Tokens
 from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
 from engine.oracle import oracle_tokens
@@ -17,7 +18,7 @@ from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_system import History, System
 from tests.support.sim_tiers import SimDecode, SimShape
 from tests.support.virtual_loop import run_virtual
-from worker_core.commands import Abort, Open
+from worker_core.commands import Open, StreamCommand
 from worker_core.speculation.interface import DraftRequest
 
 VOCAB = 1000
@@ -183,6 +184,6 @@ def test_an_aborted_sequence_leaves_nothing_behind() -> None:
     worker.submit(Open(0, 1, SequenceSpec("a", (1, 2), Sampling(max_tokens=50)), KvSource.LOCAL))
     for _ in range(4):
         worker.step()
-    worker.submit(Abort(0, 1))
+    worker.submit(StreamCommand(0, 1, Abort()))
     worker.step()
     assert worker.pool.counts().leased == 0

@@ -4,7 +4,7 @@ answer."""
 from __future__ import annotations
 
 from kv_transfer.frame import Frame
-from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.connection import Staged, TransportError
 from kv_transfer.transport.loopback import LoopbackConnection, LoopbackHub, LoopbackListener
 
 

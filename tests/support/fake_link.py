@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from baton.commands import Abort, SequenceCommand
 from baton.events import Failed, SequenceEvent, is_last
 from baton.types import KvSource, SequenceSpec
 from gateway.links.worker_link import Sink
@@ -20,13 +21,7 @@ class Commanded(Protocol):
         self, handle: int, spec: SequenceSpec, source: KvSource, num_handles: int, send_to: bytes
     ) -> None: ...
 
-    def on_abort(self, handle: int) -> None: ...
-
-    def on_pause(self, handle: int) -> None: ...
-
-    def on_hand_off(self, handle: int, ticket: bytes) -> None: ...
-
-    def on_resume(self, handle: int) -> None: ...
+    def on_command(self, handle: int, command: SequenceCommand) -> None: ...
 
 
 class _Pipe:
@@ -80,18 +75,9 @@ class FakeLink:
         self._there.put(self._worker.on_open, first, spec, source, len(sinks), send_to)
         return first
 
-    def abort(self, handle: int) -> None:
-        if self._sinks.pop(handle, None) is not None:
-            self._there.put(self._worker.on_abort, handle)
-
-    def pause(self, handle: int) -> None:
-        self._there.put(self._worker.on_pause, handle)
-
-    def hand_off(self, handle: int, ticket: bytes) -> None:
-        self._there.put(self._worker.on_hand_off, handle, ticket)
-
-    def resume(self, handle: int) -> None:
-        self._there.put(self._worker.on_resume, handle)
+    def send(self, handle: int, command: SequenceCommand) -> None:
+        if not isinstance(command, Abort) or self._sinks.pop(handle, None) is not None:
+            self._there.put(self._worker.on_command, handle, command)
 
     def emit(self, handle: int, event: SequenceEvent) -> None:
         """The worker reports something."""

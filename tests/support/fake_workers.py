@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from baton.commands import Abort, HandOff, Pause, Resume, SequenceCommand
 from baton.events import (
     Committed,
     Deferred,
@@ -217,34 +218,33 @@ class FakeDecode:
                 _Sequence(handle, spec, set(range(num_handles)), self._num_blocks(spec)), source
             )
 
-    def on_abort(self, handle: int) -> None:
+    def on_command(self, handle: int, command: SequenceCommand) -> None:
+        sequence = self._sequences.get(handle)
+        match command:
+            case Abort():
+                self._abort(handle)
+            case Pause() if sequence is not None and not self.ignores_pauses:
+                self._pause(sequence)
+            case Resume() if sequence is not None and not sequence.is_moving:
+                sequence.is_paused = False
+                self._start_steps()
+            case HandOff(ticket) if sequence is not None and sequence.is_paused:
+                sequence.is_moving = True
+                self._loop.call_later(self.transfer_s, self._hand_off_to, sequence, ticket)
+
+    def _abort(self, handle: int) -> None:
         for sequence in list(self._sequences.values()):
             if handle - sequence.handle in sequence.choices:
                 sequence.choices.remove(handle - sequence.handle)
                 if not sequence.choices:
                     self._free(sequence)
 
-    def on_pause(self, handle: int) -> None:
-        sequence = self._sequences.get(handle)
-        if sequence is None or self.ignores_pauses:
-            return
+    def _pause(self, sequence: _Sequence) -> None:
         if sequence.is_running and not sequence.spec.sampling.beam:
             sequence.is_paused = True
-            self._emit(handle, Paused())
+            self._emit(sequence.handle, Paused())
         else:
-            self._emit(handle, NotHandedOff("HANDOFF_FAILED", "it does not decode"))
-
-    def on_resume(self, handle: int) -> None:
-        sequence = self._sequences.get(handle)
-        if sequence is not None and not sequence.is_moving:
-            sequence.is_paused = False
-            self._start_steps()
-
-    def on_hand_off(self, handle: int, ticket: bytes) -> None:
-        sequence = self._sequences.get(handle)
-        if sequence is not None and sequence.is_paused:
-            sequence.is_moving = True
-            self._loop.call_later(self.transfer_s, self._hand_off_to, sequence, ticket)
+            self._emit(sequence.handle, NotHandedOff("HANDOFF_FAILED", "it does not decode"))
 
     # What the test does to it.
 
@@ -582,21 +582,14 @@ class FakePrefill:
         self.max_pending_tokens = max(self.max_pending_tokens, pending)
         prompt.work = self._loop.create_task(self._compute(prompt))
 
-    def on_abort(self, handle: int) -> None:
+    def on_command(self, handle: int, command: SequenceCommand) -> None:
+        if not isinstance(command, Abort):
+            raise NotImplementedError
         for prompt in list(self._prompts.values()):
             if handle - prompt.handle in prompt.choices:
                 prompt.choices.remove(handle - prompt.handle)
                 if not prompt.choices:
                     self._forget(prompt)
-
-    def on_pause(self, handle: int) -> None:
-        raise NotImplementedError
-
-    def on_hand_off(self, handle: int, ticket: bytes) -> None:
-        raise NotImplementedError
-
-    def on_resume(self, handle: int) -> None:
-        raise NotImplementedError
 
     # Inside.
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 from baton.v1 import kv_pb2
 from kv_transfer.frame import Frame
-from kv_transfer.transport.base import Connection, Staged, TransportError
+from kv_transfer.transport.connection import Connection, Staged, TransportError
 from kv_transfer.transport.loopback import LoopbackHub
 
 FAULTS = ("flip", "stale", "lose", "repeat", "break")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from unittest.mock import patch
 
+from baton.commands import Abort
 from baton.errors import HandoffFailed, NoWorkers, RetriableError
 from baton.events import Failed, SequenceEvent, is_last
 from baton.types import FinishReason, KvLayout, KvSource, Sampling, SequenceSpec, Tier
@@ -35,7 +36,6 @@ from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
 from gateway.output.output import ChoiceOutput
 from gateway.request.assignment import (
-    Abort,
     AbortSource,
     Action,
     Assignment,
@@ -46,6 +46,7 @@ from gateway.request.assignment import (
     Open,
     OpenSource,
     Place,
+    SendCommand,
     SetTimer,
     Update,
 )
@@ -59,7 +60,7 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.send_connection import SendConnection, Task
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import PrefixRequested, TicketCommitted, TicketEvent
-from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.connection import Staged, TransportError
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.explore import Digest, Found, explore
 from tests.support.fake_workers import make_info
@@ -317,7 +318,7 @@ class Request:
                 self._open(assignment, self.world.decode, source, b"")
             case OpenSource(assignment, ticket=ticket):
                 self._open(assignment, self.world.prefill, KvSource.LOCAL, ticket)
-            case Abort(assignment):
+            case SendCommand(assignment, _, Abort()):
                 self._abort(assignment, is_source=False)
             case AbortSource(assignment):
                 self._abort(assignment, is_source=True)
@@ -349,7 +350,7 @@ class Request:
         self.num_places -= 1
         fleet = self.world.fleet
         workers = fleet.workers
-        # Beyond one block the home computes it: the prefill worker's memory may be one block.
+        # Beyond one block the owner computes it: the prefill worker's memory may be one block.
         prefill = workers["p0"] if assignment.spec.num_tokens <= PROMPT_TOKENS else None
         placement = Placement(fleet, self.num_places, prefill, workers["d0"], 5, 2, 1)
         self.placements.append(placement)
@@ -377,7 +378,7 @@ class Request:
         if opened is not None:
             node, handle = opened
             if node.sinks.pop(handle, None) is not None:
-                node.commands.append(core_commands.Abort(0, handle))
+                node.commands.append(core_commands.StreamCommand(0, handle, Abort()))
 
     def _deliver(self, choice: Choice) -> None:
         self.perform(self.state.on_delivery(choice))

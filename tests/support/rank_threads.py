@@ -9,11 +9,11 @@ import threading
 from dataclasses import replace
 
 from engine.ranks.rank_spec import RankSpec
-from engine.ranks.team import Member
+from engine.ranks.team import RankProcess
 from engine.torch.follower import follow
 
 
-def start_thread(spec: RankSpec) -> Member:
+def start_thread(spec: RankSpec) -> RankProcess:
     """See engine.ranks.team.start_process."""
     ours, theirs = socket.socketpair()
     own = replace(spec, kv_fd=os.dup(spec.kv_fd), meeting_fd=os.dup(spec.meeting_fd))
@@ -34,4 +34,4 @@ def start_thread(spec: RankSpec) -> Member:
         thread.join()
         return 0
 
-    return Member(thread.name, ours, wait)
+    return RankProcess(thread.name, ours, wait)

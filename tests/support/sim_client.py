@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from baton.commands import Abort, HandOff, Pause, Resume
 from baton.events import (
     Committed,
     Deferred,
@@ -24,7 +25,7 @@ from baton.events import (
 )
 from baton.types import FinishReason, KvSource, SequenceSpec
 from tests.support.sim_tiers import SimDecode, SimPrefill
-from worker_core.commands import Abort, HandOff, Pause, Resume
+from worker_core.commands import StreamCommand
 
 
 class Choice(NamedTuple):
@@ -40,7 +41,7 @@ class Stay:
     part of."""
 
     spec: SequenceSpec
-    home: SimDecode
+    owner: SimDecode
     first: int
     group: SequenceSpec
     has_parted: bool = False
@@ -103,18 +104,18 @@ class SimClient:
 
     def abort(self, handle: int) -> None:
         stay = self.live.pop(handle)
-        stay.home.submit(Abort(0, handle))
+        stay.owner.submit(StreamCommand(0, handle, Abort()))
         if not any(other.first == stay.first for other in self.live.values()):
             for worker in self.prefills:
                 for offset in range(stay.group.num_choices):
-                    worker.submit(Abort(0, stay.first + offset))
+                    worker.submit(StreamCommand(0, stay.first + offset, Abort()))
 
     def move(self) -> None:
         movable = sorted(h for h, s in self.live.items() if s.has_parted and not s.is_moving)
         if movable:
             handle = self.rng.choice(movable)
             self.live[handle].is_moving = True
-            self.live[handle].home.submit(Pause(0, handle))
+            self.live[handle].owner.submit(StreamCommand(0, handle, Pause()))
 
     def step_decode(self, worker: SimDecode) -> None:
         for addressed in worker.step().events:
@@ -135,8 +136,8 @@ class SimClient:
         spec = stay.spec
         match event:
             case Offered(ticket) if stay.moves_from is not None:
-                home = self.live[stay.moves_from].home
-                home.submit(HandOff(0, stay.moves_from, ticket))
+                owner = self.live[stay.moves_from].owner
+                owner.submit(StreamCommand(0, stay.moves_from, HandOff(ticket)))
             case Offered(ticket):
                 worker = self.rng.choice(self.prefills)
                 worker.open(0, stay.first, stay.group, send_to=ticket)
@@ -153,7 +154,7 @@ class SimClient:
             case Deferred() | Preempted():
                 self.return_to_queue(handle)
             case Paused():
-                others = [worker for worker in self.decodes if worker is not stay.home]
+                others = [worker for worker in self.decodes if worker is not stay.owner]
                 target = self.rng.choice(others or self.decodes)
                 source = KvSource.HANDOFF
                 self.place(self.resumed(stay), target, source, moves_from=handle)
@@ -182,7 +183,7 @@ class SimClient:
         """The move came to nothing."""
         if stay := self.live.get(handle):
             stay.is_moving = False
-            stay.home.submit(Resume(0, handle))
+            stay.owner.submit(StreamCommand(0, handle, Resume()))
 
     def return_to_queue(self, handle: int) -> None:
         """Its sequence is gone from the worker: what has no tokens goes together, all else
@@ -242,7 +243,7 @@ class SimClient:
         stay = self.live[handle]
         self.put(stay, token_index, token_id)
         if finish is not FinishReason.NONE:
-            stay.home.submit(Abort(0, handle))
+            stay.owner.submit(StreamCommand(0, handle, Abort()))
             self.end(handle, finish)
 
     def put(self, stay: Stay, index: int, token_id: int) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.commands import Abort, SequenceCommand
 from baton.events import SequenceEvent, is_last
 from baton.types import (
     KvLayout,
@@ -48,15 +49,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import sim_matchers
 from tests.support.virtual_loop import run_virtual
 from worker_core.admission import CoreLimits
-from worker_core.commands import (
-    Abort,
-    Command,
-    Destination,
-    HandOff,
-    Open,
-    Pause,
-    Resume,
-)
+from worker_core.commands import Command, Destination, Open, StreamCommand
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.loop import HEARTBEAT_S
 from worker_core.policy import Policy
@@ -272,18 +265,9 @@ class LoadNode:
         self._take(Open(0, first, spec, source, destination))
         return first
 
-    def abort(self, handle: int) -> None:
-        if self._sinks.pop(handle, None) is not None:
-            self._take(Abort(0, handle))
-
-    def pause(self, handle: int) -> None:
-        self._take(Pause(0, handle))
-
-    def hand_off(self, handle: int, ticket: bytes) -> None:
-        self._take(HandOff(0, handle, ticket))
-
-    def resume(self, handle: int) -> None:
-        self._take(Resume(0, handle))
+    def send(self, handle: int, command: SequenceCommand) -> None:
+        if not isinstance(command, Abort) or self._sinks.pop(handle, None) is not None:
+            self._take(StreamCommand(0, handle, command))
 
 
 @dataclass

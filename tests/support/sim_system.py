@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from baton.commands import Abort, SequenceCommand
 from baton.events import Failed, SequenceEvent, is_last
 from baton.types import KvLayout, KvSource, SequenceSpec, Tier, WorkerIdentity, WorkerInfo
 from baton.v1 import inference_pb2
@@ -26,7 +27,7 @@ from gateway.routing.migrator import Migrator
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape, SimWorker
-from worker_core.commands import Abort, Drain, HandOff, Known, Pause, Resume
+from worker_core.commands import Drain, KnownSequences, StreamCommand
 from worker_core.loop import HEARTBEAT_S
 from worker_core.speculation.interface import Speculation
 
@@ -78,7 +79,7 @@ class WorkerNode:
 
     def turn(self) -> bool:
         # More often than a gateway does, so that what it forgets is found in the step after.
-        self.worker.inbox.append(Known(0, frozenset(self.sinks)))
+        self.worker.inbox.append(KnownSequences(0, frozenset(self.sinks)))
         step = self.worker.step()
         self.worker.pool.check_integrity()
         assert step.load.num_orphan_blocks == step.load.num_orphan_sequences == 0
@@ -110,18 +111,9 @@ class WorkerNode:
         self.worker.open(0, first, spec, source, send_to)
         return first
 
-    def abort(self, handle: int) -> None:
-        if self.sinks.pop(handle, None) is not None:
-            self.worker.submit(Abort(0, handle))
-
-    def pause(self, handle: int) -> None:
-        self.worker.submit(Pause(0, handle))
-
-    def hand_off(self, handle: int, ticket: bytes) -> None:
-        self.worker.submit(HandOff(0, handle, ticket))
-
-    def resume(self, handle: int) -> None:
-        self.worker.submit(Resume(0, handle))
+    def send(self, handle: int, command: SequenceCommand) -> None:
+        if not isinstance(command, Abort) or self.sinks.pop(handle, None) is not None:
+            self.worker.submit(StreamCommand(0, handle, command))
 
     def drain(self) -> None:
         self.worker.submit(Drain())

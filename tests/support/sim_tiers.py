@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
@@ -17,9 +17,9 @@ from baton.errors import BatonError
 from baton.types import KvSource, SequenceSpec, WorkerIdentity
 from engine.grammar import Matchers
 from engine.interface import Engine
-from engine.kv.groups.group import SlotTable
-from engine.kv.groups.state import STATE, StateSlots
-from engine.kv.groups.window import WINDOWED, WindowSlots
+from engine.kv.groups.group import GroupAllocator, SlotTable
+from engine.kv.groups.state import StateSlots
+from engine.kv.groups.window import WindowSlots
 from engine.kv.layout import groups_of
 from engine.kv.pool import BlockPool
 from engine.oracle import (
@@ -106,11 +106,6 @@ def _engine(shape: SimShape) -> OracleEngine:
     )
 
 
-def _slots(engine: Engine) -> WindowSlots | None:
-    table = engine.kv.slot_tables.get(WINDOWED)
-    return WindowSlots(table) if table else None
-
-
 class EnoughSlots(StateSlots):
     """Fails where a slot is looked for and there is none: nobody who has a place in the batch lacks
     one."""
@@ -130,20 +125,23 @@ class EnoughSlots(StateSlots):
         self.fewest = min(self.fewest, super().num_available)
 
 
-def _state_slots(engine: Engine) -> EnoughSlots | None:
-    table = engine.kv.slot_tables.get(STATE)
-    return EnoughSlots(table) if table else None
+def _allocators(engine: Engine) -> list[GroupAllocator]:
+    """Of groups that lie apart, whatever their kinds."""
+    found = []
+    for number, table in engine.kv.slot_tables.items():
+        own = engine.kv.groups[number].allocator(table)
+        found.append(EnoughSlots(table) if isinstance(own, StateSlots) else own)
+    return found
 
 
-def _pool(
-    shape: SimShape, engine: Engine, slots: WindowSlots | None, states: StateSlots | None
-) -> BlockPool:
+def _pool(shape: SimShape, engine: Engine, allocators: Sequence[GroupAllocator]) -> BlockPool:
+    groups = engine.kv.groups
     return BlockPool(
         shape.num_pool_blocks or shape.num_blocks,
-        engine.kv.groups,
+        groups,
         secret=bytes(32),
-        allocators=[each for each in (slots, states) if each],
-        enable_prefix_caching=shape.enable_prefix_caching and not states,
+        allocators=allocators,
+        enable_prefix_caching=shape.enable_prefix_caching and not groups.cannot_rewind,
     )
 
 
@@ -220,9 +218,12 @@ class SimWorker:
     def __post_init__(self) -> None:
         identity = WorkerIdentity(self.name, self.boot)
         self.engine = self.given_engine or _engine(self.shape)
-        self.slots = _slots(self.engine)
-        self.state_slots = _state_slots(self.engine)
-        self.pool = _pool(self.shape, self.engine, self.slots, self.state_slots)
+        allocators = _allocators(self.engine)
+        self.slots = next((each for each in allocators if isinstance(each, WindowSlots)), None)
+        self.state_slots = next(
+            (each for each in allocators if isinstance(each, EnoughSlots)), None
+        )
+        self.pool = _pool(self.shape, self.engine, allocators)
         self.listener, self.tickets = _open_tickets(
             self.hub, identity, self.engine, self.submit, self.clock, self.lease_s, self.seed
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from baton.commands import Abort, HandOff, Pause, Resume, SequenceCommand
 from baton.events import SequenceEvent, is_last
 from baton.types import KvSource, SequenceSpec
 from gateway.links.worker_link import Sink
@@ -34,18 +35,16 @@ class StubLink:
         self.commands.append(("open", source, send_to) if send_to else ("open", source))
         return first
 
-    def abort(self, handle: int) -> None:
-        if self._sinks.pop(handle, None) is not None:
-            self.commands.append(("abort", handle))
-
-    def pause(self, handle: int) -> None:
-        self.commands.append(("pause", handle))
-
-    def hand_off(self, handle: int, ticket: bytes) -> None:
-        self.commands.append(("hand_off", handle, ticket))
-
-    def resume(self, handle: int) -> None:
-        self.commands.append(("resume", handle))
+    def send(self, handle: int, command: SequenceCommand) -> None:
+        match command:
+            case Abort() if self._sinks.pop(handle, None) is not None:
+                self.commands.append(("abort", handle))
+            case Pause():
+                self.commands.append(("pause", handle))
+            case HandOff(ticket):
+                self.commands.append(("hand_off", handle, ticket))
+            case Resume():
+                self.commands.append(("resume", handle))
 
     def emit(self, event: SequenceEvent, handle: int = 1) -> None:
         """What the worker reports; nothing if nobody listens any more."""

@@ -23,14 +23,14 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from baton.telemetry import TelemetrySettings, names, open_telemetry
-from baton.telemetry.histograms import (
+from baton.telemetry.metrics import (
     SEQUENCE_BOUNDS_S,
     HistogramReader,
     ObservableHistograms,
     SdkHistograms,
     SecondsHistograms,
+    observe_build,
 )
-from baton.telemetry.metrics import observe_build
 from baton.telemetry.otlp import OtlpProtocol, metric_reader
 from baton.telemetry.prometheus import PrometheusMetrics, prometheus_metrics
 from tests.support.otlp_receiver import OtlpReceiver, otlp_http_receiver

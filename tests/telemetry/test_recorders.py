@@ -15,13 +15,14 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from baton.commands import Abort
 from baton.events import Offered, Prefilled, Tokens, is_last
 from baton.telemetry import Telemetry
-from baton.telemetry.histograms import SdkHistograms
+from baton.telemetry.metrics import SdkHistograms
 from baton.types import BlockCounts, KvSource, Sampling, SequenceSpec, WorkerLoad
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
-from worker_core.commands import Abort, Command, StreamEvent
+from worker_core.commands import Command, StreamCommand, StreamEvent
 from worker_core.loop import LoadBoard
 from worker_core.recorder import WorkerRecorder
 from worker_core.telemetry import observe_worker
@@ -124,8 +125,8 @@ class Tiers:
 
     def cancel(self, handle: int) -> None:
         self.end(handle, "cancelled")
-        self.decode.submit(Abort(0, handle))
-        self.prefill.submit(Abort(0, handle))
+        self.decode.submit(StreamCommand(0, handle, Abort()))
+        self.prefill.submit(StreamCommand(0, handle, Abort()))
 
     def end(self, handle: int, how: str) -> None:
         del self.live[handle]
@@ -157,7 +158,7 @@ class Tiers:
         self.num_prefilled += isinstance(event, Prefilled)
         if isinstance(event, Tokens) and event.finish and handle in self.live:
             self.end(handle, "finished on P")
-            self.decode.submit(Abort(0, handle))
+            self.decode.submit(StreamCommand(0, handle, Abort()))
 
     def _happened(self, addressed: StreamEvent) -> None:
         handle, event = addressed.handle, addressed.event

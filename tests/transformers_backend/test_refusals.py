@@ -22,7 +22,6 @@ from baton.types import Sampling
 from engine.checkpoint import check_checkpoint
 from engine.choose_source import model_source
 from engine.families.read import choose_implementation
-from engine.quantization.quantize import quantize_checkpoint
 from tests.support.architectures import REFUSED, make_checkpoint, write_config
 from tests.support.drive_engine import generate, token_ids
 from tests.support.quantized_models import FORMATS, quantize
@@ -73,13 +72,6 @@ def test_formats_of_weights_that_are_turned_are_refused_but_gptq(tmp_path: Path)
     rounded = quantize(path, tmp_path / "fp8", *FORMATS["fp8"], lambda *_: False)
     with pytest.raises(UnsupportedModel, match=r"GPT2LMHeadModel .*quant_method=fp8.*gptq is read"):
         load(rounded)
-
-
-def test_our_own_quantisation_is_for_our_own_families(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "dense", "gpt2")
-    with pytest.raises(UnsupportedModel, match=r"'gpt2'.*served as it is, or as other tools"):
-        quantize_checkpoint(path, tmp_path / "new", "int8")
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.commands import Abort
 from baton.types import KvSource, Sampling, SequenceSpec
 from engine.kv.layout import whole_blocks
 from engine.kv.lease import BlockLease
@@ -14,7 +15,7 @@ from engine.kv.ledger import BlockOwner, ListBlocks, num_orphan_blocks, take_led
 from engine.kv.pool import BlockPool
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimPrefill
-from worker_core.commands import Abort, Known, Open
+from worker_core.commands import KnownSequences, Open, StreamCommand
 
 quick = settings(deadline=None, database=None, max_examples=80)
 NUM_BLOCKS, BLOCK_SIZE = 12, 2
@@ -99,10 +100,10 @@ def test_what_a_gateway_has_forgotten_is_ended_and_counted():
     for handle, source in ((1, KvSource.LOCAL), (2, KvSource.PREFILL), (3, KvSource.LOCAL)):
         worker.submit(Open(0, handle, spec_of(f"r{handle}", 10), source))
     worker.submit(Open(1, 9, spec_of("another gateway's", 10), KvSource.LOCAL))
-    worker.submit(Known(0, frozenset({3})))
+    worker.submit(KnownSequences(0, frozenset({3})))
     assert worker.step().load.num_orphan_sequences == 2
     told = []
-    worker.submit(Known(0, frozenset({3})))
+    worker.submit(KnownSequences(0, frozenset({3})))
     worker.submit(ListBlocks(told.append))
     load = worker.step().load
     assert load.num_orphan_sequences == 2
@@ -114,9 +115,9 @@ def test_a_sequence_is_known_by_any_of_its_choices():
     worker = SimDecode(LoopbackHub(), lambda: 0.0)
     spec = replace(spec_of("three", 10), num_choices=3)
     worker.submit(Open(0, 4, spec, KvSource.PREFILL))
-    worker.submit(Known(0, frozenset({6})))
+    worker.submit(KnownSequences(0, frozenset({6})))
     assert worker.step().load.num_orphan_sequences == 0
-    worker.submit(Known(0, frozenset({7})))
+    worker.submit(KnownSequences(0, frozenset({7})))
     assert worker.step().load.num_orphan_sequences == 1
 
 
@@ -124,6 +125,6 @@ def test_what_was_given_up_is_no_orphan():
     worker = SimDecode(LoopbackHub(), lambda: 0.0)
     worker.submit(Open(0, 1, spec_of("waits", 10), KvSource.PREFILL))
     worker.step()
-    worker.submit(Abort(0, 1))
-    worker.submit(Known(0, frozenset()))
+    worker.submit(StreamCommand(0, 1, Abort()))
+    worker.submit(KnownSequences(0, frozenset()))
     assert worker.step().load.num_orphan_sequences == 0

@@ -51,10 +51,12 @@ class Tickets:
 
 
 @pytest.mark.parametrize(
-    ("firsts", "answer"), [((Sample(1),), LocalPrefill), ((), Offered)], ids=["prefills", "moves"]
+    ("first_tokens", "answer"),
+    [((Sample(1),), LocalPrefill), ((), Offered)],
+    ids=["prefills", "moves"],
 )
 def test_prompts_that_come_late_from_the_prefill_tier_are_computed_here_from_then_on(
-    firsts: tuple[Sample, ...], answer: type[object]
+    first_tokens: tuple[Sample, ...], answer: type[object]
 ) -> None:
     """A sequence that only moves, without first tokens, says nothing of prefills."""
     now_s = 0.0
@@ -77,7 +79,7 @@ def test_prompts_that_come_late_from_the_prefill_tier_are_computed_here_from_the
     for number in range(1, 9):
         assert isinstance(open_next(number), Offered)
         now_s += 1.0
-        admission.on_committed(TicketCommitted(number, NUM_TOKENS, firsts, 0.0, 0))
-        if number >= 4 and firsts:
+        admission.on_committed(TicketCommitted(number, NUM_TOKENS, first_tokens, 0.0, 0))
+        if number >= 4 and first_tokens:
             break
     assert isinstance(open_next(10), answer)

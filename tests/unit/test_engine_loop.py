@@ -61,7 +61,7 @@ async def test_every_command_is_taken_once_and_in_order() -> None:
     await whole.wait()
     await loop.stop()
     assert seen == list(range(1000))
-    assert not loop.is_running
+    assert not loop._thread.is_alive()
     assert loop.ended.is_set()
 
 
@@ -108,7 +108,7 @@ async def test_a_core_that_fails_ends_the_loop_and_says_so() -> None:
     loop.submit(1)
     await loop.ended.wait()
     await loop.stop()
-    assert not loop.is_running
+    assert not loop._thread.is_alive()
 
 
 class CountingEngine(OracleEngine):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.commands import Abort, HandOff, Pause, Resume, SequenceCommand
 from baton.events import (
     AddressedEvent,
     Committed,
@@ -31,6 +33,8 @@ from baton.types import (
 )
 from baton.v1 import sequence_service_pb2
 from baton.wire import (
+    command_from_proto,
+    command_to_proto,
     layout_from_proto,
     layout_to_proto,
     load_from_proto,
@@ -84,6 +88,14 @@ def test_a_step_comes_out_as_it_went_in(
         *changes,
         *entries,
     ]
+
+
+@pytest.mark.parametrize("command", [Abort(), Pause(), HandOff(b"ticket"), Resume()])
+@pytest.mark.parametrize("handle", [0, 7])
+def test_a_command_comes_out_as_it_went_in(handle: int, command: SequenceCommand) -> None:
+    data = command_to_proto(handle, command).SerializeToString()
+    message = sequence_service_pb2.ServeRequest.FromString(data)
+    assert command_from_proto(message) == (handle, command)
 
 
 def test_a_layout_says_its_parts_where_they_are_not_keys_and_values() -> None:

@@ -2,6 +2,7 @@
 those that are right.
 
     interface      what the core asks for, and what proposes
+    proposer       what proposers have in common that take time
     ngram          drafts from what the sequence's own tokens repeat
     draft_model    drafts by a smaller model
     head           drafts by a head over the target's hidden states

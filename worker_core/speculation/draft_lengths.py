@@ -222,7 +222,7 @@ class DraftCosts:
     about the next. A size that was hardly ever asked for goes by the nearest one that was."""
 
     def __init__(self) -> None:
-        self._firsts: defaultdict[int, deque[float]] = defaultdict(_last_few)
+        self._first_draft_times: defaultdict[int, deque[float]] = defaultdict(_last_few)
         self._shares: deque[float] = _last_few()
         self._first_s: dict[int, float] = {}
         """The middle ones, of sizes with enough calls: a step asks for many prices."""
@@ -237,10 +237,10 @@ class DraftCosts:
             if len(self._shares) >= _FEWEST_CALLS:
                 self._share = _middle(self._shares)
         elif num_drafts:
-            firsts = self._firsts[size]
-            firsts.append(seconds / self._times(num_drafts))
-            if len(firsts) >= _FEWEST_CALLS:
-                self._first_s[size] = _middle(firsts)
+            first_draft_times = self._first_draft_times[size]
+            first_draft_times.append(seconds / self._times(num_drafts))
+            if len(first_draft_times) >= _FEWEST_CALLS:
+                self._first_s[size] = _middle(first_draft_times)
 
     def seconds(self, num_sequences: int, num_drafts: int) -> float:
         """See Proposer.cost_s; 0 of what was never measured."""

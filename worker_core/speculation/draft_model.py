@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,8 @@ from engine.interface import (
 )
 from engine.kv.lease import BlockLease
 from engine.kv.pool import BlockPool
-from worker_core.speculation.draft_lengths import DraftCosts
-from worker_core.speculation.interface import (
-    NO_PROPOSAL,
-    NOTHING,
-    DraftRequest,
-    Estimate,
-    Proposal,
-)
+from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate, Proposal
+from worker_core.speculation.proposer import Job, TimedProposer
 
 
 def check_specs(target: EngineSpec, draft: EngineSpec) -> None:
@@ -98,23 +92,12 @@ class _Draft:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """A request while drafts are made for it. token_ids: the sequence's, with the drafts so far.
-    max_num_new: most tokens of it in one forward; one that lags further behind is caught up a piece
-    at a time, and has no drafts until then."""
+class _Job(Job):
+    """max_num_new: most tokens of it in one forward; one that lags further behind is caught up a
+    piece at a time, and has no drafts until then."""
 
-    request: DraftRequest
     draft: _Draft
-    token_ids: list[int]
     max_num_new: int
-
-    @property
-    def drafts(self) -> tuple[int, ...]:
-        return tuple(self.token_ids[len(self.request.token_ids) :])
-
-    @property
-    def num_drafts(self) -> int:
-        return len(self.token_ids) - len(self.request.token_ids)
 
     @property
     def num_missing(self) -> int:
@@ -143,7 +126,7 @@ class _Job:
         )
 
 
-class DraftModelProposer:
+class DraftModelProposer(TimedProposer):
     """Implements Proposer."""
 
     def __init__(
@@ -155,32 +138,21 @@ class DraftModelProposer:
     ) -> None:
         """pool: over the engine's blocks. max_num_batched_tokens: of one forward. clock: in
         seconds."""
+        super().__init__(clock)
         self._engine = engine
         self._pool = pool
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._clock = clock
         self._drafts: OrderedDict[Hashable, _Draft] = OrderedDict()  # used longest ago first
-        self._costs = DraftCosts()
 
     def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
         return [self._estimate(request) for request in requests]
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        start_s = self._clock()
+    def _draft(self, requests: Sequence[DraftRequest]) -> Mapping[Hashable, Proposal]:
         jobs = self._start(requests)
         working = list(jobs.values())
         while working:
             working = self._extend(working)
-        longest = max((request.max_num_drafts for request in requests), default=0)
-        if jobs:
-            self._costs.observe(len(requests), longest, self._clock() - start_s)
-        return [
-            Proposal(jobs[request.key].drafts) if request.key in jobs else NO_PROPOSAL
-            for request in requests
-        ]
-
-    def cost_s(self, num_sequences: int, num_drafts: int) -> float:
-        return self._costs.seconds(num_sequences, num_drafts)
+        return {key: Proposal(job.drafts) for key, job in jobs.items()}
 
     def forget(self, key: Hashable) -> None:
         draft = self._drafts.pop(key, None)
@@ -203,7 +175,7 @@ class DraftModelProposer:
                 continue
             draft.cut_back(request.token_ids)
             if budget > 0:
-                job = _Job(request, draft, list(request.token_ids), budget)
+                job = _Job(request, list(request.token_ids), draft, budget)
                 budget -= job.num_new
                 jobs[request.key] = job
         return jobs

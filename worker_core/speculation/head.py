@@ -5,13 +5,12 @@ computed. Its KV of drafts is made of states of its own, so that it is dropped a
 and made again of the target's states once the drafts are accepted, in the same step that gives the
 next draft.
 
-States are kept from when drafts are asked for until they have not been for a while. Then a head
-begins anew, with the tokens from there on.
+A head that states are kept for again begins anew, with the tokens from there on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,8 +18,8 @@ from baton.types import Sampling
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.lease import BlockLease
 from engine.kv.pool import BlockPool
-from worker_core.speculation.draft_lengths import DraftCosts
-from worker_core.speculation.interface import NO_PROPOSAL, NOTHING, DraftRequest, Estimate, Proposal
+from worker_core.speculation.interface import DraftRequest, Proposal
+from worker_core.speculation.proposer import Job, States, StatesProposer
 
 if TYPE_CHECKING:
     import torch
@@ -41,21 +40,6 @@ class Head(Protocol):
     ) -> tuple[tuple[tuple[int, ...], ...], torch.Tensor] | None: ...
 
 
-class States(Protocol):
-    """See engine.torch.head_runner.HiddenStates."""
-
-    @property
-    def is_kept(self) -> bool: ...
-
-    def start(self) -> None: ...
-
-    def first(self, key: Hashable, token_ids: Sequence[int]) -> int | None: ...
-
-    def take(self, key: Hashable, token_ids: Sequence[int]) -> tuple[int, torch.Tensor]: ...
-
-    def forget(self, key: Hashable) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Context:
     """What the head has of a sequence: KV of the tokens [first, first + num_computed) is in the
@@ -68,25 +52,13 @@ class _Context:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """A request while drafts are made for it. token_ids: the sequence's, with the drafts so far;
-    states: for those that are not computed."""
+class _Job(Job):
+    """states: for the tokens that are not computed."""
 
-    request: DraftRequest
     context: _Context
-    token_ids: list[int]
     num_computed: int
     states: torch.Tensor
     alternatives: list[tuple[int, ...]] = field(default_factory=list)
-
-    @property
-    def proposal(self) -> Proposal:
-        drafts = self.token_ids[len(self.request.token_ids) :]
-        return Proposal(tuple(drafts), tuple(self.alternatives))
-
-    @property
-    def num_drafts(self) -> int:
-        return len(self.token_ids) - len(self.request.token_ids)
 
     def next_slice(self) -> SequenceSlice:
         context, request = self.context, self.request
@@ -102,7 +74,7 @@ class _Job:
         return SequenceSlice(new, self.num_computed, context.lease.block_ids, (row,))
 
 
-class HeadProposer:
+class HeadProposer(StatesProposer):
     """Implements Proposer."""
 
     def __init__(
@@ -113,46 +85,21 @@ class HeadProposer:
         clock: Callable[[], float],
         widths: Sequence[int] = (),
     ) -> None:
-        """states: of the target's sequences, by the keys of requests. pool: over the head's blocks.
-        clock: in seconds. widths: tokens to propose for each place, as far as it is not one."""
-        self._widths = widths
-        self._head, self._states, self._pool = head, states, pool
-        self._clock = clock
+        """pool: over the head's blocks. The others: see StatesProposer."""
+        super().__init__(states, clock, widths)
+        self._head, self._pool = head, pool
         self._contexts: dict[Hashable, _Context] = {}
-        self._costs = DraftCosts()
 
-    def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
-        """Where states are not kept, what they would make possible."""
-        return [
-            Estimate(request.max_num_drafts)
-            if not self._states.is_kept or self._can_draft(request)
-            else NOTHING
-            for request in requests
-        ]
+    def forget(self, key: Hashable) -> None:
+        super().forget(key)
+        self._drop(key)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        if not self._states.is_kept:
-            self._states.start()
-            return [NO_PROPOSAL] * len(requests)
-        start_s = self._clock()
+    def _draft(self, requests: Sequence[DraftRequest]) -> Mapping[Hashable, Proposal]:
         jobs = {request.key: job for request in requests if (job := self._start(request))}
         working = list(jobs.values())
         while working:
             working = self._extend(working)
-        longest = max((request.max_num_drafts for request in requests), default=0)
-        if jobs:
-            self._costs.observe(len(requests), longest, self._clock() - start_s)
-        return [
-            jobs[request.key].proposal if request.key in jobs else NO_PROPOSAL
-            for request in requests
-        ]
-
-    def cost_s(self, num_sequences: int, num_drafts: int) -> float:
-        return self._costs.seconds(num_sequences, num_drafts)
-
-    def forget(self, key: Hashable) -> None:
-        self._states.forget(key)
-        self._drop(key)
+        return {k: Proposal(job.drafts, tuple(job.alternatives)) for k, job in jobs.items()}
 
     def _drop(self, key: Hashable) -> None:
         context = self._contexts.pop(key, None)
@@ -194,7 +141,7 @@ class HeadProposer:
             self._drop(key)
             return None
         job = _Job(
-            request, context, list(request.token_ids), context.num_computed, self._head.fuse(states)
+            request, list(request.token_ids), context, context.num_computed, self._head.fuse(states)
         )
         context.num_computed = num_tokens - context.first
         return job

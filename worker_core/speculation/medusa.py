@@ -7,20 +7,19 @@ drafted for from its second step on, wherever it comes to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from engine.interface import SampleRow
-from worker_core.speculation.draft_lengths import DraftCosts
-from worker_core.speculation.head import States
-from worker_core.speculation.interface import NO_PROPOSAL, NOTHING, DraftRequest, Estimate, Proposal
+from worker_core.speculation.interface import NO_PROPOSAL, DraftRequest, Proposal
+from worker_core.speculation.proposer import States, StatesProposer
 
 if TYPE_CHECKING:
     import torch
 
 
 class Heads(Protocol):
-    """See engine.torch.medusa_runner.MedusaRunner."""
+    """See engine.torch.medusa.MedusaHeads."""
 
     @property
     def num_heads(self) -> int: ...
@@ -33,7 +32,7 @@ class Heads(Protocol):
     ) -> tuple[tuple[tuple[int, ...], ...], ...] | None: ...
 
 
-class MedusaProposer:
+class MedusaProposer(StatesProposer):
     """Implements Proposer."""
 
     def __init__(
@@ -43,55 +42,29 @@ class MedusaProposer:
         clock: Callable[[], float],
         widths: Sequence[int] = (),
     ) -> None:
-        """states: of the target's sequences, by the keys of requests. clock: in seconds. widths:
-        tokens to propose for each place, as far as it is not one."""
-        self._widths = widths
-        self._heads, self._states, self._clock = heads, states, clock
-        self._costs = DraftCosts()
+        """See StatesProposer."""
+        super().__init__(states, clock, widths, heads.num_heads)
+        self._heads = heads
 
-    def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
-        """Where states are not kept, what they would make possible."""
-        return [
-            Estimate(min(request.max_num_drafts, self._heads.num_heads))
-            if not self._states.is_kept or self._can_draft(request)
-            else NOTHING
-            for request in requests
-        ]
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        if not self._states.is_kept:
-            self._states.start()
-            return [NO_PROPOSAL] * len(requests)
-        start_s = self._clock()
+    def _draft(self, requests: Sequence[DraftRequest]) -> Mapping[Hashable, Proposal]:
         able = [request for request in requests if self._can_draft(request)]
         if not able:
-            return [NO_PROPOSAL] * len(requests)
+            return {}
         longest = min(max(request.max_num_drafts for request in able), self._heads.num_heads)
         states = [self._states.take(r.key, r.token_ids)[1][-1:] for r in able]
         widest = max(self._widths[:longest], default=1)
         drafts = self._heads.draft(states, [_rows(request, longest) for request in able], widest)
-        self._costs.observe(len(requests), longest, self._clock() - start_s)
         if drafts is None:
-            return [NO_PROPOSAL] * len(requests)
-        found = {
+            return dict.fromkeys([request.key for request in able], NO_PROPOSAL)
+        return {
             request.key: self._proposal(own[: request.max_num_drafts])
             for request, own in zip(able, drafts, strict=True)
         }
-        return [found.get(request.key, NO_PROPOSAL) for request in requests]
-
-    def cost_s(self, num_sequences: int, num_drafts: int) -> float:
-        return self._costs.seconds(num_sequences, num_drafts)
-
-    def forget(self, key: Hashable) -> None:
-        self._states.forget(key)
 
     def _proposal(self, places: Sequence[tuple[int, ...]]) -> Proposal:
         """places: of each, its tokens, the likeliest first."""
         others = [own[1:width] for own, width in zip(places, self._widths, strict=False)]
         return Proposal(tuple(own[0] for own in places), tuple(others))
-
-    def _can_draft(self, request: DraftRequest) -> bool:
-        return self._states.first(request.key, request.token_ids) is not None
 
 
 def _rows(request: DraftRequest, num_drafts: int) -> list[SampleRow]:

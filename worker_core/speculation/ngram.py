@@ -1,5 +1,6 @@
 """Drafts by prompt lookup: what followed the last tokens when they occurred before, in the prompt
-or in the output. A draft's confidence is the length of the match: the longer, the surer.
+or in the output. A draft's confidence is the length of the match: how often drafts behind matches
+of a length are right, and so which lengths are worth drafting from, is learned.
 
 Positions of equal n-grams of the shortest length are chained, latest first, as match finders of
 LZ77 compressors do: a token costs one dictionary entry when it is added, and a search looks at a
@@ -11,6 +12,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate, Proposal
+
+#: Tokens of the shortest match, and of the longest that is told from shorter ones.
+MIN_TOKENS, MAX_TOKENS = 2, 5
 
 #: Positions that a search compares, latest first.
 MAX_NUM_CANDIDATES = 16
@@ -81,7 +85,7 @@ def continuation(token_ids: Sequence[int], match: Match, num_tokens: int) -> tup
 class NgramProposer:
     """Implements Proposer. Costs microseconds a sequence: drafts come with the estimate."""
 
-    def __init__(self, min_tokens: int, max_tokens: int) -> None:
+    def __init__(self, min_tokens: int = MIN_TOKENS, max_tokens: int = MAX_TOKENS) -> None:
         """min_tokens, max_tokens: shortest and longest n-gram that is looked up."""
         self._min_tokens = min_tokens
         self._max_tokens = max_tokens

@@ -55,8 +55,7 @@ def build_speculation(
     most, widths = options.num_speculative_tokens, options.tree_widths
     match speculative_method(options, engine.spec):
         case "ngram":
-            proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
-            return Speculator(proposer, most, clock)
+            return Speculator(NgramProposer(), most, clock)
         case "draft":
             return Speculator(_draft_model(options, engine, clock), most, clock)
         case "eagle" | "mtp":
@@ -131,7 +130,7 @@ def _head(options: DecodeOptions, target: Engine, clock: Callable[[], float]) ->
 
 
 def _medusa(options: DecodeOptions, target: Engine, clock: Callable[[], float]) -> MedusaProposer:
-    from engine.torch.medusa_runner import open_medusa
+    from engine.torch.medusa import open_medusa
 
     engine, files = _watchable(options, target)
     heads, states = open_medusa(engine, files)

@@ -6,8 +6,11 @@ from engine.kv.groups.state import StateGroup
 from engine.kv.groups.window import WindowGroup
 from engine.kv.range import ALL
 
-#: In the order in which a sequence's pieces are sent. To add one: its file, and its entry here.
-KINDS: tuple[type[LayerGroup], ...] = (FullGroup, WindowGroup, StateGroup)
+#: Each takes its layers from those that the kinds before it have left. To add a kind: its file, and
+#: its entry here.
+KINDS: tuple[type[LayerGroup], ...] = (WindowGroup, StateGroup, FullGroup)
 
-#: What KvRange.group may be.
-GROUP_NUMBERS = frozenset({ALL, *(kind.number for kind in KINDS)})
+
+def is_known(number: int) -> bool:
+    """Whether KvRange.group may be this."""
+    return number == ALL or any(kind.number == number for kind in KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from baton.types import KvLayout
@@ -16,10 +17,9 @@ class FullGroup(LayerGroup):
     number: ClassVar[int] = FULL
 
     @classmethod
-    def of(cls, layout: KvLayout) -> FullGroup | None:
-        """See LayerGroup."""
-        layers = sorted(set(range(layout.num_layers)).difference(layout.windowed_layers))
-        return cls(layers, layout.token_layer_bytes) if layers else None
+    def of(cls, layout: KvLayout, rest: Sequence[int]) -> FullGroup | None:
+        """See LayerGroup: all that are left."""
+        return cls(rest, layout.token_layer_bytes) if rest else None
 
     def kept_start(self, num_tokens: int) -> int:  # noqa: ARG002
         """See LayerGroup."""

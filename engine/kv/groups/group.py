@@ -54,8 +54,14 @@ class LayerGroup(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, layout: KvLayout) -> LayerGroup | None:
-        """This kind's group of a layout; None if no layer is of this kind."""
+    def of(cls, layout: KvLayout, rest: Sequence[int]) -> LayerGroup | None:
+        """This kind's group of a layout; None if no layer is of this kind. rest: layers with rows
+        of tokens that no kind before this one has taken, ascending."""
+
+    @classmethod
+    def is_sound(cls, layout: KvLayout) -> bool:  # noqa: ARG003
+        """Whether the fields of a peer's layout that describe this kind agree with each other."""
+        return True
 
     @property
     def num_layers(self) -> int:

@@ -30,10 +30,16 @@ class StateGroup(LayerGroup):
     cannot_rewind: ClassVar[str] = "layers with a state, which cannot go back"
 
     @classmethod
-    def of(cls, layout: KvLayout) -> StateGroup | None:
+    def of(cls, layout: KvLayout, rest: Sequence[int]) -> StateGroup | None:
         """See LayerGroup."""
+        del rest
         layers = range(layout.num_state_layers)
         return cls(layers, layout.state_layer_bytes) if layers else None
+
+    @classmethod
+    def is_sound(cls, layout: KvLayout) -> bool:
+        """See LayerGroup."""
+        return bool(layout.num_state_layers) == bool(layout.state_layer_bytes)
 
     def kept_start(self, num_tokens: int) -> int:
         """See LayerGroup."""

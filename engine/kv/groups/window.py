@@ -45,10 +45,16 @@ class WindowGroup(LayerGroup):
         self.window = window
 
     @classmethod
-    def of(cls, layout: KvLayout) -> WindowGroup | None:
+    def of(cls, layout: KvLayout, rest: Sequence[int]) -> WindowGroup | None:
+        """See LayerGroup."""
+        layers = [layer for layer in rest if layer in layout.windowed_layers]
+        return cls(layers, layout.token_layer_bytes, layout.window) if layers else None
+
+    @classmethod
+    def is_sound(cls, layout: KvLayout) -> bool:
         """See LayerGroup."""
         layers = layout.windowed_layers
-        return cls(layers, layout.token_layer_bytes, layout.window) if layers else None
+        return bool(layout.window) == bool(layers) and all(n < layout.num_layers for n in layers)
 
     def kept_start(self, num_tokens: int) -> int:
         """See LayerGroup."""

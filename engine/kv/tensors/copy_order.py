@@ -23,6 +23,10 @@ class CopyOrder(Protocol):
         """See KvPool."""
         ...
 
+    def synchronize(self) -> None:
+        """See KvPool."""
+        ...
+
     def copying(self) -> AbstractContextManager[None]:
         """For the calling thread's copies. What is started in the context is over at its end."""
         ...
@@ -57,6 +61,11 @@ class StreamOrder:
         """See KvPool."""
         if mark is not None:
             self._stream().wait_event(cast(torch.Event, mark))
+
+    def synchronize(self) -> None:
+        """See KvPool. A context that has failed reports it at every call, so that the thread's own
+        stream answers for the device; a wait for all of it would wait for the engine's steps."""
+        self._stream().synchronize()
 
     @contextmanager
     def copying(self) -> Iterator[None]:

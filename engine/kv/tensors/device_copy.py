@@ -67,7 +67,7 @@ _MAX_RUN_ELEMENTS = 1 << 14
 
 
 class PagedDeviceCopy:
-    """See kv_transfer.device_memory.PagedDeviceCopy. Payloads are uint8 [bytes], contiguous, at a
+    """See kv_transfer.device_memory.DeviceCopy. Payloads are uint8 [bytes], contiguous, at a
     multiple of 8 bytes. Thread-safe for distinct blocks.
 
     A row of a plain pool is one token's head, [head_dim] elements; a row of one with scales is a
@@ -142,8 +142,8 @@ class PagedDeviceCopy:
     ) -> None:
         """Fill `data`, in host memory, from the blocks. Raises what pack does."""
         self._check(block_ids, piece, wire, data.nbytes)
-        payload = self._pinned.staging(data.nbytes)
         with self._order.copying():
+            payload = self._pinned.staging(data.nbytes)
             self._pack(block_ids, piece, wire, payload, 0)
             self._pinned.to_host(payload, data)
 
@@ -152,8 +152,8 @@ class PagedDeviceCopy:
     ) -> None:
         """Write `data`, in host memory, into the blocks. Raises what pack does."""
         self._check(block_ids, piece, wire, data.nbytes)
-        payload = self._pinned.staging(data.nbytes)
         with self._order.copying():
+            payload = self._pinned.staging(data.nbytes)
             self._pinned.to_device(data, payload)
             self._unpack(block_ids, piece, wire, payload, 0)
 

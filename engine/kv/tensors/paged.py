@@ -50,6 +50,7 @@ class TorchKvPool(PackedPool):
         self._is_host = device.type == "cpu"
         self._order = copy_order(device)
         self.mark, self.follow = self._order.mark, self._order.follow
+        self.synchronize = self._order.synchronize
         """See KvPool."""
         memory = memory if memory is not None else _fresh(num_blocks * layout.block_bytes, device)
         heads = (layout.num_parts, layout.num_kv_heads)

@@ -25,7 +25,10 @@ class PinnedStagingBuffer:
         self._own = threading.local()
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes] on the device, of the calling thread: overwritten by its next call."""
+        """uint8 [num_bytes] on the device, of the calling thread: overwritten by its next call.
+
+        Memory of the current stream, which must be the one that copies: another stream's may have
+        been freed with kernels queued that still write it, and this one would not wait for them."""
         staging: torch.Tensor | None = getattr(self._own, "staging", None)
         if staging is None or len(staging) < num_bytes:
             staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

@@ -1,4 +1,4 @@
-// What attention over the paged KV pool is asked for, and where a step's keys and values lie.
+// Arguments of attention over the paged KV pool, and access to the keys and values of a step.
 #pragma once
 #include "calls.h"
 #include "stored.h"
@@ -7,10 +7,10 @@
 namespace {
 
 constexpr long kStep = 64;
-constexpr int kGroup = 16;  // keys that lie one after the other, and go through vectors together
-// Vectors that fit into a level's registers: half of them are kept for sums.
+constexpr int kGroup = 16;  // consecutive keys that are processed together as one vector
+// Vectors that fit into a level's registers; half of them hold sums.
 constexpr int kVectors = kNumRegisters / kParts;
-constexpr long kMaxDim = 576;  // of multi-head latent attention as DeepSeek has it; others have up to 256
+constexpr long kMaxDim = 576;  // multi-head latent attention of DeepSeek; other models have up to 256
 constexpr float kLowest = -1e30f;  // below any score, and finite: kLowest - kLowest is 0
 
 // Rows [first, first + rows) of a sequence's tokens x heads per KV head.
@@ -21,17 +21,17 @@ struct Task {
     long first_step() const { return oldest / kStep * kStep; }
 };
 
-// What both products of attention multiply, by T: pairs of bfloat16 where the CPU has a product of them. All else is
-// widened to float32 first, when rows are turned, so that products run at the pace of float32.
+// Operand type of both products of attention, by T: pairs of bfloat16 if the CPU multiplies them. Other types are
+// widened to float32 first, when rows are transposed, so that products run at float32 speed.
 template <class T>
 using Operand = std::conditional_t<kHasBf16Dot && std::is_same_v<T, BF16>, BF16, F32>;
 
-// Elements of a row in one word of an operand.
+// Elements of a row per operand word.
 template <class T>
 constexpr long kPerWord = Operand<T>::per_word;
 
-// Calls take(w, words) for each word w of 16 rows of operands, in order: words has that of each row. row(j, d): where row
-// j's elements from d on are.
+// Calls take(w, words) for each word w of 16 rows of operands, in order; words holds that word of each row. row(j, d):
+// address of row j's elements from d on.
 template <class T, class F, class G>
 ALWAYS_INLINE void for_words(long dim, F&& row, G&& take) {
     constexpr bool is_split = std::is_same_v<T, BF16> && kPerWord<T> == 1;
@@ -62,7 +62,7 @@ void turn(long dim, int32_t* words, F&& row) {
     for_words<T>(dim, row, [&](long w, i32x16 v) { store_words(words + w * 16, v); });
 }
 
-// Turns a group of keys, and fetches another.
+// Transposes a group of keys and prefetches another.
 template <class T>
 OUTLINED void turn_keys(const typename T::element* keys, const typename T::element* ahead, long dim, int32_t* words) {
     turn<T>(dim, words, [&](int j, long d) {
@@ -71,7 +71,7 @@ OUTLINED void turn_keys(const typename T::element* keys, const typename T::eleme
     });
 }
 
-// Where a row of a task lies in query and out, and its token's position.
+// Offset of a task's row in query and out, and the position of its token.
 struct Place {
     long at, position, head;
 
@@ -86,7 +86,7 @@ struct Place {
 // Bytes from a key to its value.
 inline long to_values(const Attention& c) { return (c.parts - 1) * c.kv_heads * c.head_bytes; }
 
-// Calls f(position, row of the pool, where its scale is) for a task's keys at positions [begin, end).
+// Calls f(position, row of the pool, its scale) for a task's keys at positions [begin, end).
 template <class F>
 void for_keys(const Attention& c, const Task& t, long begin, long end, F&& f) {
     const int64_t* table = c.tables + c.table_at[t.seq];
@@ -100,23 +100,23 @@ void for_keys(const Attention& c, const Task& t, long begin, long end, F&& f) {
     }
 }
 
-// A step's keys and values, in groups of 16. Keys that no row sees are absent: they may lie in blocks that were given up, and
-// what is in their place may be any number, but for values before `begin`, which are zero.
+// A step's keys and values, in groups of 16. Keys that no row sees are absent: their blocks may have been freed, so
+// their place may hold any number, except that values before `begin` are zero.
 template <class T>
 struct Step {
     using E = typename T::element;
 
     const Task* task;
     long first;         // position of key 0, divisible by kStep
-    int begin, end;     // keys [begin, end) are there
-    const E* keys[kStep / kGroup];    // [16][dim] each; for an absent group those of another
+    int begin, end;     // keys [begin, end) are present
+    const E* keys[kStep / kGroup];    // [16][dim] each; an absent group points to another group
     const E* values[kStep / kGroup];
-    bool is_taken[kStep / kGroup];    // to be put there, from the pool
+    bool is_taken[kStep / kGroup];    // to be copied from the pool to keys[g] and values[g]
 
     int low() const { return begin / kGroup; }
     int high() const { return (end + kGroup - 1) / kGroup; }
 
-    // Groups lie in the pool, or else will lie in memory [2][kStep][dim].
+    // Points groups into the pool, or into memory [2][kStep][dim] if they have to be copied.
     OUTLINED void locate(const Attention& c, const Task& t, long at, E* memory) {
         task = &t;
         first = at;
@@ -141,7 +141,7 @@ struct Step {
         }
     }
 
-    // Copies the groups that do not lie in the pool as they are wanted, and meanwhile fetches those of the next step.
+    // Copies the groups that cannot be read from the pool directly, and prefetches those of the next step.
     OUTLINED void take(const Attention& c, const Step& next, E* memory) const {
         const auto take_row = take_row_of<T>(c.stored);
         const long to_value = to_values(c);
@@ -164,7 +164,7 @@ struct Step {
         }
     }
 
-    // As for_keys, for a group's keys that are there.
+    // Like for_keys, for the present keys of a group.
     template <class F>
     void for_group(const Attention& c, int g, F&& f) const {
         const long from = first + (g * kGroup > begin ? g * kGroup : begin);
@@ -173,8 +173,8 @@ struct Step {
     }
 };
 
-// Calls attend(step, the one after it) for all steps that a task's rows see keys of. The last one's next is the first of
-// the task after, or itself: steps fetch the memory of the next.
+// Calls attend(step, next step) for all steps with keys that the task's rows see. The next of the last step is the
+// first step of the next task, or the step itself: steps prefetch the memory of their next.
 template <class T, class F>
 void for_steps(const Attention& c, const Task& t, const Task* after, F&& attend) {
     alignas(64) typename T::element taken[2 * kStep * kMaxDim];
@@ -194,10 +194,10 @@ void for_steps(const Attention& c, const Task& t, const Task* after, F&& attend)
     }
 }
 
-// Scores are taken to the base of 2.
+// Scores are to base 2.
 inline float scale_of(const Attention& c) { return c.scale * kLog2E; }
 
-// A row's top at first: its sink, whose weight is 1 then, or less than any score.
+// Initial maximum of a row: its sink, with weight 1, or a value below any score.
 inline float first_top(const Attention& c, long head) { return c.sinks ? c.sinks[head] * kLog2E : kLowest; }
 
 inline float slope_of(const Attention& c, long head) { return c.slopes ? c.slopes[head] * kLog2E : 0.0f; }
@@ -209,7 +209,7 @@ inline f32x16 tanh(f32x16 x) {
     return select(less(x, zeros()), zeros() - y, y);
 }
 
-// What some models do with scores to the base of 2. distance: from a row's position to the key's, 0 or less.
+// Score terms of some models, to base 2. distance: from a row's position to the key's, at most 0.
 inline f32x16 with_terms(const Attention& c, f32x16 x, f32x16 slope, f32x16 distance) {
     if (c.softcap) {
         const float cap = c.softcap * kLog2E;

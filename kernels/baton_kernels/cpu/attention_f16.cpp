@@ -1,4 +1,4 @@
-// A file of its own, so that compilers take the types side by side.
+// Separate file, so that the types compile in parallel.
 #include "attention_tasks.h"
 
 template void attend<F16>(const Attention& c, int threads);

@@ -1,19 +1,19 @@
-// A few rows of one sequence and KV head, such as those of a decode step: keys in lanes. The same operations on the same
-// numbers in the same order as in attention_many_rows.h, so that it does not matter which of the two a row runs by.
+// Attention of a few rows of one sequence and KV head, such as a decode step's: keys in lanes. Runs the same operations
+// on the same numbers in the same order as attention_many_rows.h, so that both give the same bits.
 #pragma once
 #include "attention.h"
 
 namespace {
 
-// Dimensions as sums are kept: see Values.
+// Order of dimensions in sums: see Values.
 constexpr long padded(long dim) { return (dim + 31) / 32 * 32; }
 
-// At most this many of a task's few rows are multiplied at a time: their sums, of one vector or two, fit into the registers.
+// Maximum rows of a task that are multiplied at a time: their sums, one or two vectors each, fit into the registers.
 constexpr int kTileRows = kVectors / 2 < 8 ? kVectors / 2 : 8;
 constexpr int kPairedRows = kVectors / 4 < 8 ? kVectors / 4 : 8;
 
 alignas(64) constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-// The first lane alone.
+// The first lane only.
 alignas(64) constexpr float kSinkWeight[16] = {1};
 
 template <class T, int R>
@@ -24,12 +24,13 @@ struct Rows {
     long position[R];
     float slope[R];
     float top[R];
-    f32x16 sum[R];            // the sum of weights is that of the lanes
+    f32x16 sum[R];            // the sum of weights, one part per lane
     alignas(64) float out[R][kMaxDim];
     alignas(64) float weight[R][kStep];
 
-    // Scores of a group of keys at positions from `at`, of all rows, and fetches another group; -inf for keys that a row does
-    // not see. As many rows as their sums fit into the registers, so that keys are turned and multiplied in one go.
+    // Scores of a group of keys at positions from `at`, for all rows; -inf for keys that a row does not see. Prefetches
+    // another group. Handles as many rows at a time as have sums in registers, so that keys are transposed and
+    // multiplied in one pass.
     void score_keys(const E* keys, const E* ahead, long at, int lane, const Attention& c) {
         f32x16 s[R];
         UNROLLED for (int r = 0; r < R; r++) s[r] = zeros();
@@ -47,7 +48,7 @@ struct Rows {
         finish_scores<R>(s, at, lane, c, 0);
     }
 
-    // The same of turned keys, for rows [first, first + N).
+    // The same for transposed keys and rows [first, first + N).
     template <int N>
     void score(const int32_t* words, long at, int lane, const Attention& c, int first) {
         f32x16 s[N];
@@ -62,7 +63,7 @@ struct Rows {
     template <int N>
     void finish_scores(const f32x16 (&s)[N], long at, int lane, const Attention& c, int first) {
         UNROLLED for (int i = 0; i < N; i++) {
-            // Lanes in (newest - window, newest]; clamped, which changes no comparison with 0..15.
+            // Lanes in (newest - window, newest]; clamping changes no comparison with 0..15.
             const int r = first + i;
             const long newest = position[r] - at, oldest = c.window ? newest - c.window : -1;
             const mask16 seen = greater(splat(clamp(newest + 1)), lane_numbers()) &
@@ -74,7 +75,7 @@ struct Rows {
         }
     }
 
-    // Scores of the keys in lanes [first, end), both divisible by 16, become weights.
+    // Turns scores of the keys in lanes [first, end), both divisible by 16, into weights.
     void soften(int first, int end, long dim) {
         for (int r = 0; r < R; r++) {
             f32x16 largest = splat(top[r]);
@@ -99,7 +100,7 @@ struct Rows {
     static int clamp(long x) { return x < -1 ? -1 : x > 16 ? 16 : (int)x; }
 };
 
-// Calls f(first row, how many) for tiles of a task's R rows; how many is a constant.
+// Calls f(first row, count) for tiles of a task's R rows; count is a constant.
 template <int R, int Most = kTileRows, int First = 0, class F>
 void for_tiles(F&& f) {
     constexpr int N = R - First < Most ? R - First : Most;
@@ -107,7 +108,7 @@ void for_tiles(F&& f) {
     if constexpr (First + N < R) for_tiles<R, Most, First + N>(f);
 }
 
-// out[r] [dim] += weight[r][j] * values[j], key by key, by operands. Sums are kept in the order in which products come.
+// out[r] [dim] += weight[r][j] * values[j], key by key. Sums are kept in the order in which products produce them.
 template <class P>
 struct Values;
 
@@ -116,7 +117,7 @@ struct Values<F32> {
     template <class T, int R>
     static void add(Rows<T, R>& rows, const Step<T>& step, const Step<T>& next, long dim) {
         for_tiles<R>([&](int first, auto n) {
-            // Vectors of dimensions at a time.
+            // Vectors of dimensions per tile.
             constexpr int room = kVectors / 2 / n.value, D = room >= 4 ? 4 : room >= 2 ? 2 : 1;
             long d = 0;
             if constexpr (D > 1)
@@ -126,7 +127,7 @@ struct Values<F32> {
         });
     }
 
-    // Rows [first, first + N) and D vectors of dimensions from d on. If there is one it may be cut short.
+    // Rows [first, first + N) and D vectors of dimensions from d on. With D = 1 the vector may be partial.
     template <class T, int R, int N, int D>
     static void add_tile(Rows<T, R>& rows, const Step<T>& step, const Step<T>& next, long dim, int first, long d) {
         using E = typename T::element;
@@ -157,7 +158,7 @@ struct Values<F32> {
 #if defined(HAS_BF16_DOT)
 template <>
 struct Values<BF16> {
-    // Two keys at a time, weights rounded to bfloat16.
+    // Two keys at a time; weights are rounded to bfloat16.
     template <class T, int R>
     static void add(Rows<T, R>& rows, const Step<T>& step, const Step<T>& next, long dim) {
         alignas(64) uint16_t narrow[R][kStep];
@@ -183,7 +184,7 @@ struct Values<BF16> {
             const uint16_t *value = step.values[g] + d, *ahead = next.values[g] + d;
             for (int j = 0; j < end; j += 2, value += 2 * dim, ahead += 2 * dim) {
                 i32x16 first, second;
-                // The last key of an odd number has no partner.
+                // With an odd number of keys the last one has no partner.
                 BF16::load_pairs(value, value + dim, dim - d, j + 1 < end, first, second);
                 fetch(ahead);
                 fetch(ahead + dim);

@@ -1,6 +1,6 @@
-// Many rows of one sequence and KV head, such as a prompt's: rows in lanes, so that maxima and sums are lane by lane, and both
-// products are small matrix products. Every row takes its sums in the order of attention_few_rows.h, so
-// that it does not matter which of the two a row runs by.
+// Attention of many rows of one sequence and KV head, such as a prompt's: rows in lanes, so that maxima and sums are
+// lane by lane, and both products are small matrix products. Every row takes its sums in the order of
+// attention_few_rows.h, so that both give the same bits.
 #pragma once
 #include "attention.h"
 
@@ -10,7 +10,7 @@ namespace {
 template <class P, int N, int C>
 inline void multiply(f32x16 (&sums)[C][N], const int32_t* a, long plane, const int32_t* b, long stride,
                      long count) {
-    f32x16 own[C][N];  // GCC keeps these in registers; what a reference names it stores after each product
+    f32x16 own[C][N];  // GCC keeps a local array in registers, but stores to a reference after each product
     UNROLLED for (int i = 0; i < C; i++)
         UNROLLED for (int n = 0; n < N; n++) own[i][n] = sums[i][n];
     for (long k = 0; k < count; k++, a += 16, b += stride) {
@@ -25,7 +25,7 @@ inline void multiply(f32x16 (&sums)[C][N], const int32_t* a, long plane, const i
         UNROLLED for (int n = 0; n < N; n++) sums[i][n] = own[i][n];
 }
 
-// N x 16 rows of a task; the last ones may be none, and are then like its last row.
+// N x 16 rows of a task; missing rows repeat the last one.
 template <class T, int N>
 class ManyRows {
     using E = typename T::element;
@@ -39,20 +39,20 @@ class ManyRows {
     const Attention& c;
     const Task& t;
     const long num_words = c.dim / kPerWord<T>;
-    const long stride = (c.dim + 15) / 16 * 16;      // of a line of values
+    const long stride = (c.dim + 15) / 16 * 16;      // elements per line of values
     i32x16 position[N];
-    f32x16 place[N], slope[N];                       // position as a number with a fraction
+    f32x16 place[N], slope[N];                       // position as a float
     f32x16 top[N], largest[N];
     alignas(64) int32_t query[N * kPlane];           // [N][words][16 rows]
     alignas(64) int32_t keys[kPlane];                // [words][16 keys]
     alignas(64) int32_t values[kStep / kPerWord<T> * kMaxDim];  // [keys or pairs][stride]
     alignas(64) float score[kStep][N][16];
     alignas(64) int32_t weight[N * kWeightPlane];    // [N][keys or pairs][16 rows]
-    alignas(64) float sum[16][N][16];                // of the keys at positions that are alike modulo 16
+    alignas(64) float sum[16][N][16];                // sums over the keys with equal position modulo 16
     alignas(64) float out[kMaxDim][N][16];
 
     const long first_position = Place(c, t, 0).position;
-    long at[N * 16];                                 // where rows lie in query and out
+    long at[N * 16];                                 // offsets of rows in query and out
 
 public:
     ManyRows(const Attention& call, const Task& task) : c(call), t(task) {
@@ -75,7 +75,7 @@ public:
             place[n] = F32::load(places);
             slope[n] = F32::load(slopes);
             top[n] = largest[n] = F32::load(tops);
-            // Lane 0 of attention_few_rows.h has a sink's weight.
+            // Lane 0 has the sink's weight, as in attention_few_rows.h.
             for (int i = 0; i < 16; i++) F32::store(sum[i][n], splat(c.sinks && i == 0 ? 1.0f : 0.0f));
             for (long d = 0; d < stride; d++) F32::store(out[d][n], zeros());
         }
@@ -96,7 +96,7 @@ public:
 
     void finish() {
         for (int n = 0; n < N; n++) {
-            for (int half = 8; half > 0; half /= 2)  // as reduce_add
+            for (int half = 8; half > 0; half /= 2)  // same order as reduce_add
                 for (int i = 0; i < half; i++)
                     F32::store(sum[i][n], F32::load(sum[i][n]) + F32::load(sum[i + half][n]));
             for (long d = 0; d < c.dim; d += 16) write(n, d);
@@ -104,7 +104,7 @@ public:
     }
 
 private:
-    // Scores of kColumns keys, from `key` of `keys` on: those of the step's lanes from low + key on. Rows from vector n on.
+    // Scores of kColumns keys, from `key` of `keys` on (the step's lanes from low + key on), for rows from vector n on.
     void find_scores(long first, int low, int key, int n) {
         f32x16 s[kColumns][kTileRows];
         UNROLLED for (int j = 0; j < kColumns; j++)
@@ -124,7 +124,7 @@ private:
             }
     }
 
-    // Which of 16 rows see the key at a position.
+    // Mask of the 16 rows that see the key at a position.
     mask16 seen(long key, int n) const {
         const i32x16 now = splat((int32_t)key);
         const mask16 is_past = greater(position[n] + splat(1), now);
@@ -132,7 +132,7 @@ private:
         return is_past & greater(now, position[n] - splat((int32_t)c.window));
     }
 
-    // Values of a group become lines of words, and another's are fetched. Those past the newest key are zero.
+    // Turns values of a group into lines of words and prefetches another group. Values past the newest key are zero.
     void turn_values(const Step<T>& step, const Step<T>& next, int g) {
         const int count = step.end - g * kGroup;
         for (int j = 0; j < kGroup; j += kPerWord<T>) {
@@ -151,7 +151,7 @@ private:
         }
     }
 
-    // Scores of the step become weights.
+    // Turns scores of the step into weights.
     void soften(int n, int low, int high) {
         if (any(less(top[n], largest[n]))) shrink(n);
         int32_t* own = weight + n * kWeightPlane;
@@ -181,7 +181,7 @@ private:
         for (long d = 0; d < c.dim; d++) F32::store(out[d][n], F32::load(out[d][n]) * by);
     }
 
-    // Of rows from vector n on; from line `first` of weights and values on.
+    // For rows from vector n on; weights and values from line `first` on.
     void add_values(long first, long count, int n) {
         for (long d = 0; d < c.dim; d += kColumns) {
             f32x16 s[kColumns][kTileRows];

@@ -1,17 +1,17 @@
-// Causal attention over the paged KV pool, read where the blocks lie. Only keys of another type than is computed in, of
-// blocks that are no multiple of 16 tokens, or at the edge of a window are copied first, 64 at a time.
+// Causal attention over the paged KV pool, read in place. Keys are copied first, 64 at a time, only if their type is
+// not the compute type, if a block is no multiple of 16 tokens, or at the edge of a window.
 //
-// Each step has the next one's keys and values brought into the L2 cache, line by line as it reads its own; the last step of a
-// task those of the thread's next task.
+// Each step prefetches the keys and values of the next one into the L2 cache, line by line while it reads its own. The
+// last step of a task prefetches for the thread's next task.
 //
-// A task is up to kTaskRows query rows (tokens x the heads that share a KV head) of one sequence and KV head. It walks over
-// the keys in steps of 64 at positions divisible by 64, with the running maximum and sum of the online softmax (Milakov
-// and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashAttention, Dao et al. 2022, section 3.1).
-// A row's result depends on its query and the keys that it sees alone: not on the rows beside it, the chunk or the batch.
+// A task is up to kTaskRows query rows (tokens x heads that share a KV head) of one sequence and KV head. It processes
+// keys in steps of 64, at positions divisible by 64, with the running maximum and sum of the online softmax (Milakov
+// and Gimelshein 2018, "Online normalizer calculation for softmax"; FlashAttention, Dao et al. 2022, section 3.1). A
+// row's result depends on its query and the keys that it sees alone, not on other rows, the chunk or the batch.
 //
-// A few rows, such as those of a decode step, run with keys in lanes (attention_few_rows.h), many with rows in lanes
-// (attention_many_rows.h).
-// Both do the same operations on the same numbers in the same order: a row is the same to the bit by either.
+// Few rows (a decode step) run with keys in lanes (attention_few_rows.h), many with rows in lanes
+// (attention_many_rows.h). Both run the same operations on the same numbers in the same order, so their results are
+// bit-identical.
 #pragma once
 #include "attention_few_rows.h"
 #include "attention_many_rows.h"
@@ -35,7 +35,7 @@ void run(const Attention& c, const Task& t, const Task* after) {
     }
 }
 
-// Task number i of all.
+// Task i of the call.
 Task task_of(const Attention& c, long i) {
     long low = 0, high = c.num_seqs;
     while (high - low > 1) {
@@ -52,7 +52,7 @@ Task task_of(const Attention& c, long i) {
 
 }  // namespace
 
-// Each thread takes a task while it still has one to run, so that it can fetch what comes next.
+// Each thread reserves its next task before it runs the current one, to prefetch for it.
 template <class T>
 void attend(const Attention& c, int threads) {
     const long num_tasks = c.task_at[c.num_seqs];

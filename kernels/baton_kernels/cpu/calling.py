@@ -1,4 +1,4 @@
-"""The types that native kernels compute in and store, and how they number them: the enumeration
+"""Element types that native kernels compute in and store, and their numbers in the enumeration
 `Stored` of simd.h."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-#: By type, of what the native kernels read and write.
+#: Numbers of the dtypes that native kernels read and write.
 STORED_NUMBERS = MappingProxyType(
     {
         torch.float32: 0,
@@ -17,5 +17,5 @@ STORED_NUMBERS = MappingProxyType(
         torch.float8_e4m3fn: 4,
     }
 )
-#: Those that they compute in.
+#: Dtypes that native kernels compute in.
 NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})

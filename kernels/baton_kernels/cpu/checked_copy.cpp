@@ -1,8 +1,8 @@
-// Blocks of a pool to and from one contiguous payload, and the payload's xxh3_64 (the published algorithm, for inputs of
-// more than 240 bytes) on the way: each byte is read once.
+// Copies between blocks of a pool and one contiguous payload, and computes the payload's xxh3_64 (the published
+// algorithm, for inputs of more than 240 bytes) in the same pass: each byte is read once.
 //
-// A whole block is one piece; of others, the rows of each head are. Pieces are multiples of 64 bytes, the stripes of
-// the hash.
+// A whole block is one piece; otherwise each head's rows are one. Pieces are multiples of 64 bytes, the stripe of the
+// hash.
 #include "calls.h"
 #include "words.h"
 
@@ -14,7 +14,7 @@ constexpr uint64_t prime64_1 = 0x9E3779B185EBCA87, prime64_2 = 0xC2B2AE3D27D4EB4
 constexpr uint64_t prime64_3 = 0x165667B19E3779F9, prime64_4 = 0x85EBCA77C2B2AE63;
 constexpr uint64_t prime64_5 = 0x27D4EB2F165667C5;
 
-// The algorithm's own secret, to which the seed is added and from which it is taken by turns.
+// The algorithm's constant secret; the seed is alternately added and subtracted.
 constexpr uint8_t default_secret[secret_bytes] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
     0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
@@ -30,13 +30,13 @@ constexpr uint8_t default_secret[secret_bytes] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-// Into memory that will be read again soon, from a cache.
+// Cached copy, into memory that is read again soon.
 struct Cached {
     static void store(char* p, u64x8 v) { store_u64(p, v); }
     static void finish() {}
 };
 
-// Past the caches, into memory that nobody reads soon: saves reading what is overwritten. Aligned to 64 bytes.
+// Streaming copy, into memory that is not read soon: avoids reading the lines to overwrite. Aligned to 64 bytes.
 struct Streamed {
     static void store(char* p, u64x8 v) { stream_u64(p, v); }
     static void finish() { end_stream(); }
@@ -45,7 +45,7 @@ struct Streamed {
 struct Hash {
     alignas(64) char secret[secret_bytes];
     u64x8 sums;
-    long stripe = 0;  // within its block
+    long stripe = 0;  // within its block of stripes
     long num_bytes = 0;
 
     explicit Hash(uint64_t seed) {
@@ -74,7 +74,7 @@ struct Hash {
         sums = multiply_by(mixed ^ secret_at(secret_bytes - stripe_bytes), prime32_1);
     }
 
-    // Copy stripes that are not the payload's last.
+    // Copies stripes, except the payload's last one.
     template <class Target>
     void copy(const char* source, char* target, long num_stripes) {
         num_bytes += num_stripes * stripe_bytes;
@@ -89,7 +89,7 @@ struct Hash {
         }
     }
 
-    // Copy the last stripe; the hash of all.
+    // Copies the last stripe and returns the hash of all.
     template <class Target>
     uint64_t finish(const char* source, char* target) {
         const u64x8 data = load_u64(source);
@@ -112,11 +112,11 @@ struct Hash {
     }
 };
 
-// Pieces of a payload, of which the last one finishes the hash.
+// Pieces of a payload; the last one finishes the hash.
 template <class Target>
 struct Pass {
     Hash hash;
-    long left;  // bytes of the payload that are still to come
+    long left;  // remaining bytes of the payload
     uint64_t checksum = 0;
 
     Pass(uint64_t seed, long payload_bytes) : hash(seed), left(payload_bytes) {}
@@ -129,7 +129,7 @@ struct Pass {
     }
 };
 
-// Give the pieces of a range to copy(in the pool, in the payload, bytes), in the payload's order.
+// Calls copy(address in the pool, address in the payload, bytes) for each piece of a range, in the payload's order.
 template <class Copy>
 void for_pieces(const KvRange& range, char* packed, Copy copy) {
     const auto give = [&](char* in_pool, long num_bytes) {

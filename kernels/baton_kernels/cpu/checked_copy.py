@@ -1,9 +1,8 @@
-"""Blocks' rows to and from a contiguous payload, and the payload's xxh3_64 in the same pass over
-its bytes.
+"""Copies rows of blocks to and from a contiguous payload and computes the payload's xxh3_64 in the
+same pass.
 
-Twin: copy, then xxhash.xxh3_64_intdigest(payload, seed). One pass reads each byte once, and on the
-way into the pool it writes past the caches, which a copy of numpy does for single pieces of many
-megabytes only.
+Twin: copy, then xxhash.xxh3_64_intdigest(payload, seed). Each byte is read once, and writes into
+the pool bypass the caches (numpy's copy does so only for single pieces of many megabytes).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from baton_kernels.cpu.library import library
 
-#: The kernel copies vectors of so many bytes.
+#: Bytes per vector that the kernel copies.
 _STRIPE_BYTES = 64
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
@@ -35,9 +34,9 @@ class KvRangeCall(ctypes.Structure):
 def checked_copy_of(
     pool: torch.Tensor, row_bytes: int, block_size: int
 ) -> NativeCheckedCopy | None:
-    """Of a pool [blocks, layers, parts, kv_heads, head_bytes] uint8 in host memory, where the last
-    are block_size rows and whatever belongs to all of them; None without the native library, or for
-    blocks that it cannot copy."""
+    """Checked copy for a pool [blocks, layers, parts, kv_heads, head_bytes] uint8 in host memory.
+    head_bytes holds block_size rows and data of the whole block. None without the native library,
+    or for blocks that it cannot copy."""
     native = library()
     layer_bytes = pool[0, 0].nbytes
     if native is None or layer_bytes % _STRIPE_BYTES or pool.data_ptr() % _STRIPE_BYTES:
@@ -46,8 +45,8 @@ def checked_copy_of(
 
 
 class NativeCheckedCopy:
-    """Ranges are the caller's to check. Thread-safe for distinct blocks; no call holds the GIL
-    while it copies."""
+    """Copies between blocks and payloads. Ranges are not checked here. Thread-safe for distinct
+    blocks; the GIL is released while copying."""
 
     def __init__(
         self, native: ctypes.CDLL, pool: torch.Tensor, row_bytes: int, block_size: int
@@ -63,9 +62,9 @@ class NativeCheckedCopy:
         self._row_bytes = row_bytes
         self._block_size = block_size
         has_rows_only = self._head_bytes == block_size * row_bytes
-        #: Whether a part of a block's rows can be copied, too.
+        #: Whether a part of a block's rows can be copied.
         self.copies_rows = has_rows_only and not row_bytes % _STRIPE_BYTES
-        #: Shorter payloads are hashed in another way, and copied by others.
+        #: Minimum payload length: xxh3 hashes shorter ones differently.
         self.min_bytes = 241
 
     def gather(
@@ -77,10 +76,10 @@ class NativeCheckedCopy:
         seed: int,
     ) -> int:
         """Fill `packed` with the rows of a range, one block after the other, each [layers, parts,
-        kv_heads, tokens]; its xxh3_64.
+        kv_heads, tokens], and return its xxh3_64.
 
-        tokens: the first, counted from the first block's beginning, and how many; whole blocks
-        unless `copies_rows`. layers: the first, and how many.
+        tokens: (first, count), counted from the first block's beginning; whole blocks unless
+        `copies_rows`. layers: (first, count).
         """
         return self._call(
             self._native.baton_checked_gather, block_ids, tokens, layers, packed, seed
@@ -94,7 +93,7 @@ class NativeCheckedCopy:
         packed: memoryview,
         seed: int,
     ) -> int:
-        """The inverse; the xxh3_64 of the very bytes that were written."""
+        """Inverse of gather. Returns the xxh3_64 of the bytes written."""
         return self._call(
             self._native.baton_checked_scatter, block_ids, tokens, layers, packed, seed
         )

@@ -1,5 +1,5 @@
-// Mixtures of experts: formulas in baton_kernels/experts.py. A row's result depends on the row alone, and of the weights of
-// experts only those are read that some row goes to: rows are sorted by expert, and each group is one product.
+// Mixtures of experts: formulas in baton_kernels/experts.py. Rows are sorted by expert, and each expert's rows are one
+// product, so that only the weights of chosen experts are read. A row's result depends on the row alone.
 #include "calls.h"
 #include "stored.h"
 #include <string.h>
@@ -8,7 +8,7 @@ namespace {
 
 constexpr long kMaxExperts = 1024;
 
-// x[n] -> softmax or sigmoid; room for whole vectors.
+// x[n] -> softmax or sigmoid; x has room for whole vectors.
 void score(const float* logits, long n, bool is_sigmoid, float* scores) {
     const f32x16 one = splat(1.0f);
     if (is_sigmoid) {
@@ -27,7 +27,7 @@ void score(const float* logits, long n, bool is_sigmoid, float* scores) {
     for (long i = 0; i < n; i++) scores[i] /= sum;
 }
 
-// The index of the largest, of equal ones the first, of those that are not taken; it is taken then.
+// Index of the largest untaken value (ties go to the lower index); marks it as taken.
 long take_largest(const float* x, long n, bool* taken) {
     long best = -1;
     for (long i = 0; i < n; i++)

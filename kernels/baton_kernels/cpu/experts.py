@@ -17,7 +17,7 @@ from baton_kernels.experts import route as route_op
 from baton_kernels.layer import Routing
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-#: As in experts.cpp.
+#: Same value as in experts.cpp.
 MAX_EXPERTS = 1024
 
 

@@ -18,12 +18,12 @@ _FORMATS = {8: Format.INT8, 4: Format.INT4}
 
 
 def can_pack_integers(bits: int, group_size: int) -> bool:
-    """Whether NativeIntLinear takes such weights here."""
+    """Whether NativeIntLinear supports such weights here."""
     return bits in _FORMATS and group_size % (32 // bits) == 0 and library() is not None
 
 
 class NativeIntLinear:
-    """baton_kernels.linear.Linear, for weights that `can_pack_integers` takes."""
+    """Linear layer (baton_kernels.linear.Linear) for weights that `can_pack_integers` accepts."""
 
     def __init__(
         self,
@@ -35,8 +35,7 @@ class NativeIntLinear:
         allocate: Allocate = host_memory,
     ) -> None:
         """levels [num_out, num_in] uint8 in [0, 2^bits); scales and zeros [num_out, groups]
-        float32, zeros None if all are 2^(bits - 1). allocate: gives the memory of what is
-        packed."""
+        float32, zeros None if all are 2^(bits - 1). allocate: allocates the packed weight."""
         self.num_out, self.num_in = levels.shape
         num_groups = scales.shape[1]
         self._packed = tiles(_words(levels, bits), allocate)
@@ -54,7 +53,7 @@ class NativeIntLinear:
             zero=float(1 << (bits - 1)),
             bias=None if self._bias is None else self._bias.data_ptr(),
         )
-        #: Of the memory that baton_linear needs within, per row.
+        #: Scratch bytes per row that baton_linear needs.
         self.scratch_row_bytes = scratch_row_bytes(self._call)
 
     def __call__(
@@ -68,7 +67,7 @@ class NativeIntLinear:
 
     @property
     def address(self) -> int:
-        """Of the `Weights`, which live as long as this."""
+        """Address of the `Weights`, valid as long as this object."""
         return ctypes.addressof(self._call)
 
 

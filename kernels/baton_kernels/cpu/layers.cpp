@@ -1,9 +1,9 @@
-// A decoder's layers, one call for any run of their stages. A layer has three:
+// Decoder layers: one call runs any number of consecutive stages. A layer has three:
 //   0  norm, queries, keys and values, RoPE; keys and values go into the KV pool
 //   1  attention
 //   2  output layer, norm, gate and up, SwiGLU, down
-// After those of the last layer there is one more: the norm of what it gives, in its place.
-// Each stage is the operations of this library, one after the other, as engine.torch.decoder calls them one by one.
+// The stage after the last layer's is the final norm, in place. Each stage calls the operations of this library in the
+// order of engine.torch.decoder.
 #include "calls.h"
 
 namespace {

@@ -1,8 +1,8 @@
-"""A decoder's layers in native code, in one call for any run of them: see layers.cpp for the stages
-of a layer.
+"""Decoder layers in native code: one call runs any number of consecutive layers. See layers.cpp for
+the stages of a layer.
 
-The same operations as those of baton_kernels one by one, so results are the same to the bit; what
-is saved is the price of calls, which is most of a decode step of a small model.
+Results are bit-identical to calling the ops of baton_kernels one by one. Fewer calls save most of a
+small model's decode step.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NativeLayer = Layer[NativeForm, torch.Tensor]
 
 
 class StepKv(NamedTuple):
-    """A pool, its scales if it has any, and a step's tokens in it: first_rows as
-    kv_write.head_rows takes them."""
+    """A pool, its scales if it is quantised, and the rows of a step's tokens in it: first_rows as
+    in kv_write.head_rows."""
 
     pool: torch.Tensor
     scales: torch.Tensor | None
@@ -48,10 +48,10 @@ class StepKv(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """A step's metadata: as baton_kernels.rope_kv_write and paged_attention take it.
+    """Metadata of a step, in the form that baton_kernels.rope_kv_write and paged_attention take.
 
-    kv: of all layers; or, if `windowed` is that of those with a window, of the others. Layers are
-    numbered within the pool that they are in. plans: by window.
+    kv: pool of all layers, or, if `windowed` is set, of the layers without a window; `windowed`:
+    pool of the layers with one. Layers are numbered within their pool. plans: by window.
     """
 
     kv: StepKv
@@ -61,7 +61,7 @@ class StepMetadata:
     windowed: StepKv | None = None
 
     def kv_of(self, window: int | None) -> StepKv:
-        """Of the layers with that window."""
+        """KV of the layers with that window."""
         return self.kv if window is None or self.windowed is None else self.windowed
 
 
@@ -94,7 +94,7 @@ class _Stages(ctypes.Structure):
 
 
 def row_bytes(layer: NativeLayer, itemsize: int) -> dict[str, int]:
-    """By what the stages of a layer need within, bytes for each token of a step."""
+    """Scratch bytes per token of a step, by the stage's buffer."""
     attention, mlp, shape = _attention(layer), _mlp(layer), layer.attention.shape
     widths = {
         "normalised": attention.qkv.num_in,
@@ -109,8 +109,8 @@ def row_bytes(layer: NativeLayer, itemsize: int) -> dict[str, int]:
 
 
 def native_layer(layer: Layer[Linear, torch.Tensor]) -> NativeLayer | None:
-    """The layer as NativeLayers takes it; None if it has a part that they do not know, or a linear
-    layer of another form."""
+    """Convert a layer for NativeLayers; None if it has an unsupported part or form of linear
+    layer."""
     attention = layer.attention
     if not isinstance(attention, Attention):
         return None
@@ -132,7 +132,7 @@ def native_layer(layer: Layer[Linear, torch.Tensor]) -> NativeLayer | None:
 
 
 def can_run(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether NativeLayers is for layers that compute in `dtype` over such a pool."""
+    """Whether NativeLayers supports layers that compute in `dtype` over such a pool."""
     is_stored = pool_dtype in STORED_NUMBERS
     return (
         dtype in NATIVE_DTYPES and is_stored and head_dim <= MAX_HEAD_DIM and library() is not None
@@ -140,11 +140,12 @@ def can_run(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
 
 
 class NativeLayers:
-    """Runs layers for which `can_run` holds. Keeps the memory of the largest step so far; one step
-    at a time."""
+    """Runs layers for which `can_run` holds. Keeps scratch memory for the largest step so far; runs
+    one step at a time."""
 
     def __init__(self, layers: Sequence[NativeLayer], norm: Norm[torch.Tensor]) -> None:
-        """layers: of one shape but for windows. norm: of the last one's results."""
+        """layers: of equal shape, except for windows. norm: applied to the results of the last
+        layer."""
         self._layers, self._norm = tuple(layers), norm
         self._windows = tuple(dict.fromkeys(layer.attention.shape.window for layer in layers))
         self._table = (_Layer * len(layers))(*(self._entry(layer) for layer in layers))
@@ -170,14 +171,14 @@ class NativeLayers:
             eps=norm.eps,
             is_wide=False,
         )
-        """What steps have in common, with room for _max_rows."""
+        """Arguments common to all steps, with scratch memory for _max_rows."""
 
     def begin(
         self, hidden: torch.Tensor, mixed: torch.Tensor, step: StepMetadata, max_rows: int
     ) -> RunningLayers:
         """Start a step over hidden [tokens, hidden_size], which layers change in place. mixed
-        [tokens, heads * head_dim] is what attention gives to the rest of its layer. Both are
-        contiguous. max_rows: most rows that the step goes on with."""
+        [tokens, heads * head_dim] receives the attention outputs. Both are contiguous. max_rows:
+        maximum rows after `goes_on_with`."""
         calls = [step.plans[window].call for window in self._windows]
         kvs = [step.kv_of(window) for window in self._windows]
         for attention, kv in zip(calls, kvs, strict=True):
@@ -187,7 +188,7 @@ class NativeLayers:
         numbers = self._in_one_pool if step.windowed is None else self._in_two_pools
         max_rows = max(max_rows, hidden.shape[0])
         if max_rows > self._max_rows:
-            # Memory for what the stages need within, each part at a multiple of 64 bytes.
+            # Scratch buffers of the stages, each aligned to 64 bytes.
             sizes = {name: -(-max_rows * size // 64) * 64 for name, size in self._row_bytes.items()}
             self._workspace = torch.empty(sum(sizes.values()), dtype=torch.uint8)
             at = self._workspace.data_ptr()
@@ -220,7 +221,7 @@ class NativeLayers:
 
 @dataclass(slots=True)
 class RunningLayers:
-    """A step under way. kept, tensors: own what the call points at."""
+    """A step in progress. kept, tensors: keep the memory alive that the call points at."""
 
     call: _Stages
     kept: object
@@ -228,15 +229,14 @@ class RunningLayers:
     tensors: tuple[torch.Tensor, ...] = ()
 
     def goes_on_with(self, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
-        """These rows alone from now on, of the step's tokens and with repeats: at most as many as
-        it began for."""
+        """Continue with these rows of the step's tokens, repeats allowed; at most `max_rows`."""
         self.tensors = hidden, mixed
         self.call.tokens = hidden.shape[0]
         self.call.hidden, self.call.mixed = hidden.data_ptr(), mixed.data_ptr()
 
     def run(self, first: int, end: int) -> None:
-        """Stages [first, end), counted over all layers, and past them one more: the norm of what
-        they give, in its place."""
+        """Run stages [first, end), counted over all layers. The stage after the last layer's is the
+        final norm, in place."""
         loaded().baton_layers(
             ctypes.addressof(self.call), first, end, self.dtype, torch.get_num_threads()
         )
@@ -247,12 +247,12 @@ def _has_head_norms(norm: Norm[torch.Tensor] | None, head_dim: int) -> bool:
 
 
 def _attention(layer: NativeLayer) -> Attention[NativeForm, torch.Tensor]:
-    """Which native_layer saw to."""
+    """The attention part; native_layer has checked its type."""
     return cast("Attention[NativeForm, torch.Tensor]", layer.attention)
 
 
 def _mlp(layer: NativeLayer) -> Mlp[NativeForm]:
-    """native_layer lets no mixture of experts pass."""
+    """The MLP; native_layer rejects mixtures of experts."""
     return cast("Mlp[NativeForm]", layer.mlp)
 
 

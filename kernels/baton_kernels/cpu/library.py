@@ -1,10 +1,10 @@
-"""The native library: the sources beside this file, built by a C++ compiler once per CPU level, and
-the best one of this machine loaded.
+"""The native library: built from the C++ sources in this folder once per CPU level. The best level
+of this machine is loaded.
 
-A wheel and an image have every level of their architecture, built beforehand by `python -m
-baton_kernels.cpu.library`, beside the sources. Where the one that is needed is missing it is built
-on first use. BATON_CPU_LEVEL forces a lower level, or `none`: then, without a compiler, or on a CPU
-that has no level, the torch twins run.
+Wheels and images contain all levels of their architecture, built by `python -m
+baton_kernels.cpu.library`. A missing level is built on first use. BATON_CPU_LEVEL forces a lower
+level, or `none`. The torch twins run with `none`, without a compiler, and on CPUs below every
+level.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _FOLDER = Path(__file__).parent
 _SOURCES = tuple(sorted(_FOLDER.glob("*.cpp")))
 _HEADERS = tuple(sorted(_FOLDER.glob("*.h")))
 _CPU_INFO = Path("/proc/cpuinfo")
-#: Forces a level that is lower than the machine's best.
+#: Forces a level lower than the machine's best.
 LEVEL_VARIABLE = "BATON_CPU_LEVEL"
 NO_LEVEL = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What the sources are compiled for, and a CPU must have to run it."""
+    """A target of compilation and the CPU features that it needs."""
 
     architecture: str
-    #: As /proc/cpuinfo has them.
+    #: Names of /proc/cpuinfo.
     instructions: frozenset[str]
     flags: tuple[str, ...]
 
@@ -54,7 +54,7 @@ def _x86(names: tuple[str, ...]) -> Level:
     return Level("x86_64", frozenset(names), tuple(f"-m{name.replace('_', '')}" for name in names))
 
 
-#: By name, the best of each architecture first. AMX would be one more, before these.
+#: By name, best of each architecture first. AMX would come before these.
 LEVELS = {
     "avx512_bf16": _x86(_AVX512_BF16),
     "avx512": _x86(_AVX512),
@@ -64,7 +64,7 @@ LEVELS = {
     ),
     "neon": Level("aarch64", frozenset({"asimd"}), ()),
 }
-#: No contraction: a result must not depend on what a compiler fuses.
+#: No contraction: results must not depend on which operations a compiler fuses.
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-fno-exceptions", "-fno-rtti", "-fopenmp", "-fPIC", "-shared"),
@@ -101,14 +101,14 @@ _FUNCTIONS = {
 
 
 class LevelError(ValueError):
-    """BATON_CPU_LEVEL names no level, or one that this machine lacks."""
+    """BATON_CPU_LEVEL is no known level, or one that this machine lacks."""
 
 
 def levels_of_machine(
     cpu_info: Path = _CPU_INFO, architecture: str | None = None
 ) -> tuple[str, ...]:
-    """Levels that this CPU has, as Linux describes it, best first. architecture: by default that of
-    this machine."""
+    """Levels that this CPU supports by its /proc/cpuinfo, best first. architecture: defaults to
+    this machine's."""
     if not cpu_info.is_file():
         return ()
     lines = cpu_info.read_text().splitlines()
@@ -123,7 +123,8 @@ def levels_of_machine(
 
 
 def choose_level(forced: str | None, available: tuple[str, ...]) -> str:
-    """The level to run at, of those that the machine has, best first. Raises LevelError."""
+    """Choose the forced level, or the first of `available` (the machine's levels, best first).
+    Raises LevelError."""
     if not forced:
         return available[0] if available else NO_LEVEL
     if forced in (*available, NO_LEVEL):
@@ -136,33 +137,33 @@ def choose_level(forced: str | None, available: tuple[str, ...]) -> str:
 
 @cache
 def chosen_level() -> str:
-    """The level that this process is to run at. Raises LevelError."""
+    """The level that this process should run at. Raises LevelError."""
     return choose_level(os.environ.get(LEVEL_VARIABLE), levels_of_machine())
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The chosen level's library, its functions declared; None where it cannot be had. A first call
-    may take seconds to build it. Raises LevelError."""
+    """The library of the chosen level with its functions declared; None if it cannot be loaded. The
+    first call may build it, which takes seconds. Raises LevelError."""
     found = _load()
     return None if isinstance(found, str) else found
 
 
 def why_none() -> str:
-    """Why there is no library, by another try to load it; empty if there is one. Raises
+    """Try to load the library again and return the reason for failure; empty if it loads. Raises
     LevelError."""
     found = _load()
     return found if isinstance(found, str) else ""
 
 
 def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The library, or the reason why there is none."""
     name = chosen_level()
     if name == NO_LEVEL:
         return f"{LEVEL_VARIABLE}={NO_LEVEL}" if levels_of_machine() else "this CPU has no level"
     try:
         path = find_or_build(name)
-        # Loaded after torch, so that both use one OpenMP runtime: they ask for the same file name.
+        # Load after torch, so that both share one OpenMP runtime (they request the same file name).
         found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return _reason(error)
@@ -173,14 +174,14 @@ def _load() -> ctypes.CDLL | str:
 
 
 def level() -> str:
-    """The level that kernels run at; "none" where the torch twins do. Loads the library. Raises
+    """The level of the kernels, "none" for the torch twins. Loads the library. Raises
     LevelError."""
     return NO_LEVEL if library() is None else chosen_level()
 
 
 @cache
 def loaded() -> ctypes.CDLL:
-    """The library, where it is known to be there. Raises RuntimeError where it is not."""
+    """The library. Raises RuntimeError if it is not loaded."""
     found = library()
     if found is None:
         raise RuntimeError("there are no native CPU kernels on this machine")
@@ -199,7 +200,7 @@ def _cache_folder() -> Path:
 
 
 def file_name(level_name: str) -> str:
-    """Of a level's library, built from these very sources."""
+    """File name of a level's library, with a digest of the sources."""
     digest = hashlib.blake2b("\0".join(_command(level_name)).encode(), digest_size=8)
     for path in (*_SOURCES, *_HEADERS):
         digest.update(path.read_bytes())
@@ -207,7 +208,8 @@ def file_name(level_name: str) -> str:
 
 
 def find_or_build(level_name: str) -> Path:
-    """A level's library: beside the sources, or in a folder that no one else may write to."""
+    """Path of a level's library: beside the sources, or in a folder that only this user can write
+    to."""
     name = file_name(level_name)
     if (_FOLDER / name).is_file():
         return _FOLDER / name
@@ -217,7 +219,7 @@ def find_or_build(level_name: str) -> Path:
     if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
         raise PermissionError(f"{folder}: others may write to it")
     if not (folder / name).is_file():
-        # Of several processes that start at once one builds it, and the others wait.
+        # Lock: if several processes start at once, one builds and the others wait.
         lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -230,16 +232,16 @@ def find_or_build(level_name: str) -> Path:
 
 
 def _command(level_name: str) -> tuple[str, ...]:
-    """What a compiler is asked, but for files."""
+    """Compiler arguments without file names."""
     return *_FLAGS, *LEVELS[level_name].flags
 
 
 def build(
     level_name: str, path: Path, compiler: str | None = None, sources: Sequence[Path] = _SOURCES
 ) -> None:
-    """Build a library for a level, by default that of the kernels, whatever this CPU has. compiler:
-    by default this machine's own. Raises FileNotFoundError without one, subprocess.SubprocessError
-    if it fails, OSError."""
+    """Compile a library (by default the kernels) for any level, also one that this CPU lacks.
+    compiler: defaults to this machine's. Raises FileNotFoundError without one,
+    subprocess.SubprocessError if it fails, OSError."""
     compiler = compiler or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler (c++, g++ or clang++)")
@@ -251,10 +253,10 @@ def build(
             _run(*command, f"-I{_FOLDER}", "-c", source, "-o", made)
             return made
 
-        # A compiler has one core for a file.
+        # The compiler uses one core per file.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compiled, sources))
-        # Moved into place whole: of two processes that build, each finds a whole file.
+        # Rename into place, so that concurrent builders and readers see complete files only.
         built = Path(scratch) / path.name
         _run(*command, *objects, "-o", built)
         built.replace(path)
@@ -265,7 +267,7 @@ def _run(*command: str | Path) -> None:
 
 
 def build_all(folder: Path) -> list[Path]:
-    """Build what is missing in `folder` of this architecture's levels; the paths of all. Raises as
+    """Build the missing levels of this architecture in `folder`; return the paths of all. Raises as
     `build` does."""
     names = [name for name, of in LEVELS.items() if of.architecture == platform.machine()]
     paths = [folder / file_name(name) for name in names]

@@ -1,34 +1,34 @@
 // y = x W^T (+ bias) (+ residual), with W packed once and read as one stream.
 //
-// Outputs come in tiles of 64, four vectors of 16 lanes. A packed tile is [words of k][64 outputs][32 bits]: a word holds
-// the 1, 2, 4 or 8 values of k of one output (float32, bfloat16 or float16, int8, int4). A word of float16 is two planes:
-// 16 outputs at one k, then the same at the next. Every output is one chain of additions in ascending k, whatever the number
-// of rows, of threads, and whichever rows run together: a row's result does not depend on the batch.
+// Outputs come in tiles of 64, four vectors of 16 lanes. A packed tile is [words of k][64 outputs][32 bits]: a word
+// holds 1, 2, 4 or 8 values of k for one output (float32, bfloat16 or float16, int8, int4). A word of float16 is two
+// planes: 16 outputs at one k, then the same at the next. Every output is one chain of additions in ascending k for any
+// number of rows and threads, so a row's result does not depend on the batch.
 //
-// Where the CPU has no product of 16-bit floats these are widened in registers, so that a step of a few rows costs what
-// its bytes cost; for many rows a chunk of the tile is widened once, into the cache.
+// If the CPU cannot multiply 16-bit floats they are widened in registers, so that a step with few rows still reads 16
+// bits per weight; for many rows a chunk of the tile is widened once, into the cache.
 #include "calls.h"
 #include "simd.h"
 #include <type_traits>
 
 namespace {
 
-constexpr long kTile = 64, kWordBytes = kTile * 4;  // of a tile's word of k
+constexpr long kTile = 64, kWordBytes = kTile * 4;  // bytes of one word of k in a tile
 constexpr int kVectors = kTile / 16;
-constexpr bool kIsWide = kNumRegisters * kPartLanes >= 512;  // 24 vectors of sums fit into registers, and else 6
-constexpr long kMaxRows = 6;        // rows of a register tile
-constexpr long kMaxIntRows = 4;     // the same for integers, whose sums compilers copy at every step
-constexpr long kMostRows = 264;     // rows that a task takes through a tile, if it widens the tile for them
-constexpr long kChunkRows = 96;     // the same if it does not: so that they stay in the L2 cache
-constexpr long kFewRows = 48;       // fewer are not cut for the sake of more tasks
-constexpr long kTasks = 8;          // that a thread should have of many rows, so that none waits long for another
-constexpr long kRowsAhead = 8;      // from a row that is written to one that is fetched
-constexpr long kChunkValues = 256;  // of k that all rows go through before the next
-constexpr long kSmallChunk = 64;    // the same where panels are few, so that it stays in the L1 cache
-constexpr long kFewValues = kIsWide ? 64 : 128;  // the same of what is widened: 16 or 8 KiB
-constexpr long kStop = 4;           // words of k, after which memory may be fetched: 8 make CPUs wait
-constexpr long kPackWords = 16;     // of k that are packed at a time: a line of the cache of each row
-constexpr long kRowPad = 16;        // words, so that rows do not fall into the same lines of the cache
+constexpr bool kIsWide = kNumRegisters * kPartLanes >= 512;  // 24 vectors of sums fit into registers; otherwise 6
+constexpr long kMaxRows = 6;        // rows per register tile
+constexpr long kMaxIntRows = 4;     // the same for integers: compilers copy their sums at every step
+constexpr long kMostRows = 264;     // maximum rows that a task runs through a tile, if it widens the tile for them
+constexpr long kChunkRows = 96;     // the same if it does not: they have to stay in the L2 cache
+constexpr long kFewRows = 48;       // fewer rows are not split to get more tasks
+constexpr long kTasks = 8;          // tasks wanted per thread for many rows, for balance
+constexpr long kRowsAhead = 8;      // distance in rows from the row written to the row prefetched
+constexpr long kChunkValues = 256;  // values of k that all rows run through before the next chunk
+constexpr long kSmallChunk = 64;    // the same for few panels: the chunk stays in the L1 cache
+constexpr long kFewValues = kIsWide ? 64 : 128;  // the same for widened chunks: 16 or 8 KiB
+constexpr long kStop = 4;           // words of k between prefetches: at 8 CPUs stall
+constexpr long kPackWords = 16;     // words of k packed at a time: one cache line per row
+constexpr long kRowPad = 16;        // words of padding, so that rows do not map to the same cache lines
 
 enum Format { kF32, kBF16, kF16, kI8, kI4 };
 
@@ -39,17 +39,17 @@ struct constant {
 
 struct Call {
     const Weights* w;
-    const int32_t* x;             // [rows][stride]: words as the weights' product takes them
+    const int32_t* x;             // [rows][stride]: words in the layout of the weights' product
     long stride;
     const float* x_scales;        // [rows]; integers only
-    const int32_t* x_sums;        // [rows][groups]: sums of the int8; integers only
+    const int32_t* x_sums;        // [rows][groups]: sums of the int8 inputs; integers only
     const void* residual;         // [rows][num_out] or null
     void* out;                    // [rows][num_out]
     long rows;
     bool out_is_f32;
 };
 
-// How a vector of packed words of 16 outputs is multiplied: as `steps` vectors, each by one broadcast word of x.
+// Multiplies a vector of packed words of 16 outputs: as `steps` vectors, each by one broadcast word of x.
 template <class T>
 struct Factors;
 
@@ -87,13 +87,13 @@ struct Factors<F16> {
     }
 };
 
-// Lines of memory that are fetched meanwhile: `lines` of them every kStop words.
+// Memory to prefetch meanwhile: `lines` cache lines per kStop words.
 struct Ahead {
     const char* line;
     int lines;
 };
 
-// sums[R][V vectors of a tile] += x W over some words of k; `stride` bytes lie between words of W.
+// sums[R][V vectors of a tile] += x W over some words of k; `stride`: bytes between words of W.
 template <class K, int R, int V>
 void float_panel(const char* w, long stride, const int32_t* x, long x_stride, long words, float* sums,
                  Ahead& ahead) {
@@ -128,7 +128,7 @@ UNROLLED
         for (int j = 0; j < V; j++) F32::store(sums + r * kTile + j * 16, s[r][j]);
 }
 
-// One group of k: sums += scale * (sum of w x - zero * sum of x), the inner sums being exact.
+// One group of k: sums += scale * (sum of w x - zero * sum of x); the inner sums are exact.
 template <bool IsInt4, int R, int V>
 void int_panel(const char* w, const int32_t* x, long stride, long quads, float* sums,
                const float* scale, const float* zero, const float* zero_dot) {
@@ -177,7 +177,7 @@ void with_rows(long rows, F&& f) {
 
 constexpr long num_panels(long rows, long most) { return (rows + most - 1) / most; }
 
-// Panels of nearly equal height, of at most `most` rows.
+// Splits rows into panels of nearly equal height, at most `most` rows each.
 template <class F>
 void for_panels(long rows, long most, F&& f) {
     const long panels = num_panels(rows, most);
@@ -188,20 +188,20 @@ void for_panels(long rows, long most, F&& f) {
     }
 }
 
-// Vectors of outputs of a register tile of R rows.
+// Vectors of outputs in a register tile of R rows.
 constexpr int vectors_of(int rows) {
     if (kIsWide) return kVectors;
     return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
 
-// A tile's words where they lie, all rows through a chunk before the next.
+// Multiplies a tile's words in place; all rows run through a chunk before the next.
 template <class K>
 void stream_tile(const Call& c, const char* w, long words, long first, long rows, float* sums) {
     const long panels = num_panels(rows, kMaxRows);
     const long slices = kVectors / vectors_of(panels == 1 ? rows : kMaxRows);
     const long calls = panels * slices;
     const long chunk = (slices > 1 ? kSmallChunk : kChunkValues) / K::steps;
-    // One panel alone reads as fast as memory gives. Several pause the reading, unless they fetch what comes next.
+    // A single panel reads at memory speed. Several panels interrupt the reading, unless they prefetch the next chunk.
     for (long k = 0; k < words; k += chunk) {
         const long count = words - k < chunk ? words - k : chunk;
         const char* now = w + k * kWordBytes;
@@ -209,7 +209,7 @@ void stream_tile(const Call& c, const char* w, long words, long first, long rows
         for_panels(rows, kMaxRows, [&](long row, auto r) {
             constexpr int R = decltype(r)::value, V = vectors_of(R);
             const int32_t* x = c.x + (first + row) * c.stride + k * K::steps;
-            // A chunk is followed by one of its size; where this is the last of all, fetching past it does nothing.
+            // The next chunk has the same size; prefetching past the very last one is harmless.
             if (ahead.line >= now + 2 * count * kWordBytes) ahead.lines = 0;
             for (int j = 0; j < kVectors; j += V)
                 float_panel<K, R, V>(now + j * 64, kWordBytes, x, c.stride, count,
@@ -218,7 +218,8 @@ void stream_tile(const Call& c, const char* w, long words, long first, long rows
     }
 }
 
-// Some words of V vectors of a tile become float32, or stay what one instruction multiplies: [words * steps][V vectors].
+// Widens some words of V vectors of a tile to float32, or copies them if one instruction multiplies them: [words *
+// steps][V vectors].
 template <class K, int V>
 void widen_slice(const char* w, long words, float* out) {
     for (long k = 0; k < words; k++, w += kWordBytes, out += K::steps * V * 16)
@@ -231,7 +232,7 @@ UNROLLED
         }
 }
 
-// stream_tile for many rows: what a register tile takes of a chunk is widened first, for all of them.
+// stream_tile for many rows: widens the words of a register tile once per chunk, for all rows.
 template <class K, long kValues>
 void widen_tile(const Call& c, const char* w, long words, long first, long rows, float* sums) {
     constexpr int V = vectors_of(kMaxRows);
@@ -303,7 +304,7 @@ template <class T, class Out>
 void finish(const Call& c, long tile, long first, long rows, const float* sums) {
     const long num_out = c.w->num_out;
     for (long r = 0; r < rows; r++) {
-        // Rows lie too far apart for CPUs to see what comes next.
+        // Rows are too far apart for the hardware prefetcher.
         const long ahead = (first + r + kRowsAhead) * num_out + tile * kTile;
         if (r + kRowsAhead < rows) fetch_tile((typename Out::element*)c.out + ahead);
         if (r + kRowsAhead < rows && c.residual) fetch_tile((const typename T::element*)c.residual + ahead);
@@ -333,7 +334,7 @@ void run_task(const Call& c, long tile, long first, long rows) {
         finish<T, T>(c, tile, first, rows, sums);
 }
 
-// Symmetric int8 by row: x is about q * scale with |q| <= 127.
+// Symmetric int8 per row: x is about q * scale with |q| <= 127.
 template <class T>
 void quantize_row(const typename T::element* x, long num_in, long group_size, int8_t* q,
                   float* scale, int32_t* sums) {
@@ -351,7 +352,7 @@ void quantize_row(const typename T::element* x, long num_in, long group_size, in
     }
 }
 
-// Words of x that a row takes in scratch memory, as the product takes them.
+// Words of scratch memory per row of x, in the layout of the product.
 long row_words(const Weights& w) {
     return (w.format >= kI8 ? w.num_in / 4 * kQuadWords : w.num_in) + kRowPad;
 }
@@ -378,7 +379,7 @@ void quantize(Call& c, const typename T::element* x, char* scratch, int threads)
     c.x_sums = sums;
 }
 
-// x as float32.
+// Widens x to float32.
 template <class T>
 void widen(Call& c, const typename T::element* x, char* scratch, int threads) {
     const long num_in = c.w->num_in, stride = row_words(*c.w);
@@ -391,7 +392,7 @@ void widen(Call& c, const typename T::element* x, char* scratch, int threads) {
     c.stride = stride;
 }
 
-// Of `most` rows, or fewer so that there are tasks for all threads; whole register tiles but for the last.
+// Rows per task: `most`, or fewer to give every thread tasks; whole register tiles, except for the last.
 long rows_of_task(long rows, long tiles, int threads, long most) {
     const long wanted = (kTasks * threads + tiles - 1) / tiles, possible = rows / kFewRows;
     const long needed = (rows + most - 1) / most, more = wanted < possible ? wanted : possible;
@@ -418,7 +419,7 @@ void linear(Call& c, const void* x_, char* scratch, int threads) {
     const long chunks = (c.rows + chunk - 1) / chunk;
     const long tasks = tiles * chunks;
     long taken = 0;
-    // A thread takes the next as it is done with one: the cores of a shared machine are not equally fast.
+    // Threads take tasks dynamically: cores of a shared machine differ in speed.
 #pragma omp parallel num_threads(threads) if (threads > 1)
     for (long task; (task = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < tasks;) {
         const long first = task % chunks * chunk, left = c.rows - first;
@@ -428,7 +429,7 @@ void linear(Call& c, const void* x_, char* scratch, int threads) {
 
 }  // namespace
 
-// Bytes of scratch memory for each row.
+// Scratch bytes per row.
 extern "C" void baton_linear_scratch(const Weights* w, int64_t* row_bytes) {
     const bool is_quantized = w->format >= kI8;
     const bool is_widened = (w->format == kBF16 && Factors<BF16>::steps > 1) || w->format == kF16;
@@ -445,8 +446,8 @@ extern "C" void baton_pack(const int32_t* words, long num_out, long num_words, i
         int32_t* out = packed + (tile * num_words + first) * kTile;
         for (long output = 0; output < kTile; output++) {
             const long row = tile * kTile + output;
-            // Rows are read as lines of the cache and written within a few pages: whatever their distance, no two of
-            // them fight for the same lines.
+            // Reads whole cache lines of rows and writes within a few pages, so that rows at any distance do not evict
+            // each other's lines.
             for (long k = 0; k < count; k++) out[k * kTile + output] = row < num_out ? words[row * num_words + first + k] : 0;
         }
     }

@@ -1,5 +1,5 @@
-"""Linear layers in native code: weights packed once, read as one stream. See linear.cpp for layouts
-and order of sums."""
+"""Linear layers in native code: weights are packed once and read as one stream. See linear.cpp for
+layouts and the order of sums."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.library import library, loaded
 from baton_kernels.cpu.memory import Allocate, host_memory
 
-#: Outputs of a packed tile.
+#: Outputs per packed tile.
 TILE = 64
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
 class Format(IntEnum):
-    """As in linear.cpp."""
+    """Same values as in linear.cpp."""
 
     F32 = 0
     BF16 = 1
@@ -47,18 +47,18 @@ class Weights(ctypes.Structure):
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether NativeLinear takes the weight [num_out, num_in] here."""
+    """Whether NativeLinear supports the weight [num_out, num_in] here."""
     is_whole = weight.shape[1] * weight.element_size() % 4 == 0
     return weight.dtype in NATIVE_DTYPES and is_whole and library() is not None
 
 
 class NativeLinear:
-    """baton_kernels.linear.Linear, for weights that `can_pack` takes."""
+    """Linear layer (baton_kernels.linear.Linear) for weights that `can_pack` accepts."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, allocate: Allocate = host_memory
     ) -> None:
-        """allocate: gives the memory of the packed weight."""
+        """allocate: allocates the packed weight."""
         self.num_out, self.num_in = weight.shape
         if weight.dtype == torch.float16:
             weight = _in_planes(weight)
@@ -71,7 +71,7 @@ class NativeLinear:
             data=self._packed.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
         )
-        #: Of the memory that baton_linear needs within, per row.
+        #: Scratch bytes per row that baton_linear needs.
         self.scratch_row_bytes = scratch_row_bytes(self._call)
 
     def __call__(
@@ -85,12 +85,12 @@ class NativeLinear:
 
     @property
     def address(self) -> int:
-        """Of the `Weights`, which live as long as this."""
+        """Address of the `Weights`, valid as long as this object."""
         return ctypes.addressof(self._call)
 
 
 def scratch_row_bytes(weights: Weights) -> int:
-    """Bytes of scratch memory that baton_linear needs for each row."""
+    """Scratch bytes per row that baton_linear needs."""
     found = ctypes.c_int64()
     loaded().baton_linear_scratch(ctypes.addressof(weights), ctypes.addressof(found))
     return found.value
@@ -137,9 +137,9 @@ def tiles(words: torch.Tensor, allocate: Allocate) -> torch.Tensor:
 
 
 def _in_planes(weight: torch.Tensor) -> torch.Tensor:
-    """float16 [num_out, num_in], padded to whole vectors of 16 outputs and reordered: where tiles()
-    has the words of 16 outputs at two values of k, these are 16 outputs at the one and the same 16
-    at the other, for CPUs widen them in that order."""
+    """Pad float16 [num_out, num_in] to whole vectors of 16 outputs and reorder it: tiles() stores
+    16 outputs at two values of k; here the first half holds the 16 outputs at one k and the second
+    half at the other, the order in which CPUs widen float16."""
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % 16))
     pairs = padded.reshape(-1, 8, 2, weight.shape[1] // 2, 2)
     return pairs.permute(0, 4, 1, 3, 2).reshape(padded.shape)

@@ -1,4 +1,4 @@
-"""baton_kernels.paged_attention in native code: no KV is gathered, and a row's result does not
+"""baton_kernels.paged_attention in native code: KV is read in place, and a row's result does not
 depend on the batch."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton_kernels.paged_attention import paged_attention as attention_op
 from baton_kernels.paged_attention import plan_attention as plan_op
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
-#: As in attention_tasks.h.
+#: Same value as in attention_tasks.h.
 _TASK_ROWS = 64
 MAX_HEAD_DIM = 576
 
@@ -44,10 +44,10 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A step's sequences, for the layers with one window. call: all but query, out, scales, layer
-    and a layer's terms are filled in.
+    """Sequences of a step, for the layers with one window. call: arguments except query, out,
+    scales, layer and the layer's terms.
 
-    numbers: what the call's pointers point into.
+    numbers: keeps the arrays alive that `call` points into.
     """
 
     call: _Call
@@ -69,7 +69,7 @@ def plan_attention(
     if dtype not in NATIVE_DTYPES or stored is None or head_dim > MAX_HEAD_DIM:
         return plan_op.twin(slices, pool, num_heads, scale, window, dtype)
     _, num_layers, num_parts, num_kv_heads, block_size, _ = pool.shape
-    # first_row, num_tokens, start, table_at, task_at and tables, one after the other.
+    # Arrays first_row, num_tokens, start, table_at, task_at and tables, concatenated.
     first_rows, counts, starts, block_tables = zip(*slices, strict=True)
     group = num_heads // num_kv_heads
     tasks = (-(-count * group // _TASK_ROWS) * num_kv_heads for count in counts)
@@ -117,5 +117,5 @@ def paged_attention(
     loaded().baton_attention(
         ctypes.addressof(call), STORED_NUMBERS.get(query.dtype), torch.get_num_threads()
     )
-    # Of a pool of one part whole rows are added up.
+    # A pool of one part sums whole rows; the value is their beginning.
     return out[..., : value.shape[2]]

@@ -1,4 +1,5 @@
-// The small operations between matrix products, one pass each. Formulas: the files of baton_kernels that are named alike.
+// Pointwise operations between matrix products, one pass each. Formulas: the files of baton_kernels with the same
+// names.
 #include "calls.h"
 #include "stored.h"
 
@@ -28,7 +29,7 @@ void rms_norm(const void* x_, const void* weight_, bool is_wide, float eps, void
     }
 }
 
-// g * sigmoid(x). sigmoid(x) = 1 / (1 + e) for x >= 0 and e / (1 + e) below, with e = exp(-|x|) <= 1.
+// g * sigmoid(x): sigmoid(x) = 1 / (1 + e) for x >= 0 and e / (1 + e) below, with e = exp(-|x|) <= 1.
 template <class Exponent>
 ALWAYS_INLINE f32x16 times_sigmoid(f32x16 g, f32x16 x) {
     const f32x16 one = splat(1.0f), e = Exponent::exp2(abs(x) * splat(-kLog2E));

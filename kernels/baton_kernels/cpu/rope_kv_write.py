@@ -39,7 +39,7 @@ def call_over(
     rows: torch.Tensor,
     row_stride: int,
 ) -> RopeKvWriteCall:
-    """What the calls of a step have in common. The pool's dtype has a stored_number.
+    """Arguments common to the calls of a step. The pool's dtype must have a stored_number.
 
     rows: the tokens' rows of the first head, row_stride elements apart.
     """

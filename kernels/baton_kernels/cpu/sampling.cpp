@@ -1,5 +1,4 @@
-// Tokens from logits: the likeliest, and draws, of which the filters look at the best tokens alone. See
-// baton_kernels/sampling.py, which defines them.
+// Argmax and draws from logits; filters of draws look at the best tokens only. Defined by baton_kernels/sampling.py.
 #include <math.h>
 
 #include <algorithm>
@@ -11,13 +10,13 @@
 namespace {
 
 constexpr long lanes = 16, unrolled = 4;
-constexpr long block = unrolled * lanes;  // tokens of which only the largest logit is kept at first
-constexpr long small = 1 << 18;           // logits that are not worth a second thread
+constexpr long block = unrolled * lanes;  // tokens per block; the first pass keeps the maximum of each block only
+constexpr long small = 1 << 18;           // logits below which a second thread does not pay
 constexpr float infinity = __builtin_inff();
 
 struct Best {
     f32x16 value = splat(-infinity);
-    i32x16 id = splat(0);  // the lowest that has it in this lane
+    i32x16 id = splat(0);  // lowest id with the maximum of this lane
 
     void see(f32x16 values, i32x16 ids, mask16 larger) {
         value = select(larger, values, value);
@@ -26,7 +25,7 @@ struct Best {
     void see(f32x16 values, i32x16 ids) { see(values, ids, less(value, values)); }
 };
 
-// The lowest id of the largest value.
+// Lowest id of the largest value.
 template <int N>
 int32_t best_id(const Best (&best)[N]) {
     float largest = -infinity;
@@ -47,7 +46,7 @@ ALWAYS_INLINE i32x16 ids_from(long first) { return lane_numbers() + splat((int32
 
 void checked_argmax(const float* row, long vocab, int64_t* chosen, int64_t* verdict) {
     Best best[unrolled];
-    f32x16 zero[unrolled];  // NaN from the first value on that is not finite
+    f32x16 zero[unrolled];  // NaN from the first non-finite value on
     for (f32x16& z : zero) z = zeros();
     long i = 0;
     for (; i + block <= vocab; i += block)
@@ -67,8 +66,8 @@ void checked_argmax(const float* row, long vocab, int64_t* chosen, int64_t* verd
     *verdict = of_all == 0 ? *chosen : -1;
 }
 
-// Of x > 0 that is no subnormal: x = m * 2^e with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh((m - 1) / (m + 1)) by its
-// series, whose rest is less than 2e-9 of it.
+// log(x) for normal x > 0: x = m * 2^e with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh((m - 1) / (m + 1)) by its
+// series, with a relative truncation error below 2e-9.
 ALWAYS_INLINE f32x16 log(f32x16 x) {
     const i32x16 root = splat(0x3F3504F3), one = splat(0x3F800000);  // bits of sqrt(1/2) and 1
     const i32x16 above = bits_of(x) - root;
@@ -89,7 +88,7 @@ ALWAYS_INLINE i32x16 mix(i32x16 x) {
     return x ^ (x >> 16);
 }
 
-// Of the tokens in a row's draw: `hash_uniform` of the twin, and its noise to a few units in the last place.
+// Noise of the tokens of a row's draw: the twin's `hash_uniform`, and Gumbel noise to a few units in the last place.
 struct Noise {
     i32x16 first, second;
 
@@ -100,7 +99,7 @@ struct Noise {
         const mask16 is_high = greater(splat((int32_t)0), word);
         const f32x16 number = to_float(word) + select(is_high, splat(0x1p32f), splat(0.5f));
         const f32x16 u = min(max(number * splat(0x1p-32f), splat(0x1p-33f)), splat(1 - 0x1p-24f));
-        // -log(1 - u), right however small u is (Kahan).
+        // -log(1 - u), accurate for small u (Kahan).
         const f32x16 one = splat(1.0f), rest = one - u;
         const mask16 is_tiny = equal(rest, one);
         const f32x16 exact = log(rest) * (u / select(is_tiny, one, rest - one));
@@ -117,13 +116,13 @@ struct Candidate {
     }
 };
 
-// A row that is drawn from: logits less the largest, over the temperature.
+// A row to draw from: (logits - maximum) / temperature.
 struct Row {
     const float* logits;
     long vocab;
     float temperature, largest = -infinity;
     bool is_finite;
-    std::vector<float> maxima;  // of the logits of each block
+    std::vector<float> maxima;  // maxima of the blocks of logits
 
     Row(const float* logits, long vocab, float temperature)
         : logits(logits), vocab(vocab), temperature(temperature), maxima((vocab + block - 1) / block) {
@@ -148,7 +147,7 @@ struct Row {
         return select(first_lanes(vocab - i), values, splat(-infinity));
     }
 
-    // The sum of exp(scaled).
+    // Sum of exp(scaled).
     double total() const {
         double sum = 0;
         for (long i = 0; i < vocab;) {
@@ -160,8 +159,8 @@ struct Row {
         return sum;
     }
 
-    // Some of the best, in order: at least `wanted` of them, with all that are equal to the last of these; all if fewer
-    // blocks have as many. Returns whether they are all.
+    // Collects best tokens in order: at least `wanted`, with all ties of the last; all tokens if there are fewer
+    // than `wanted` blocks. Returns whether it collected all.
     bool best(long wanted, std::vector<Candidate>& found) const {
         float bound = -infinity;
         if (wanted <= (long)maxima.size()) {
@@ -190,14 +189,14 @@ double total_of(const std::vector<Candidate>& tokens) {
     return total;
 }
 
-// Where a row's tokens end that are kept: those above `scaled`, and of those that are equal to it the ids up to `id`.
+// Cutoff of a row: keeps tokens above `scaled`, and those equal to it with ids up to `id`.
 struct End {
     float scaled;
     int32_t id;
 };
 
-// Of the smallest set of the best tokens whose exp(scaled) reach `mass`: by the sums of stretches of the scale, of which
-// only that one is sorted in which it ends.
+// Cutoff of the smallest set of best tokens with a total of exp(scaled) of at least `mass`. Sums are taken over
+// intervals of the scale; only the interval with the cutoff is sorted.
 End end_of_nucleus(const Row& row, double mass) {
     constexpr long stretches = 1024, per_unit = 16;
     const f32x16 lowest = splat((float)(1 - stretches) / per_unit);
@@ -242,7 +241,7 @@ int32_t draw_of(const std::vector<Candidate>& kept, const Noise& noise) {
             const Candidate c = i + k < kept.size() ? kept[i + k] : Candidate{-infinity, 0};
             values[k] = c.scaled, ids[k] = c.id;
         }
-        // Not in the order of their ids: of equals, the lowest id.
+        // Candidates are not ordered by id: on ties, choose the lowest id.
         const i32x16 words = load_words(ids);
         const f32x16 noisy = F32::load(values) + noise.of(words);
         const mask16 is_lower = equal(best[0].value, noisy) & greater(best[0].id, words);
@@ -251,9 +250,9 @@ int32_t draw_of(const std::vector<Candidate>& kept, const Noise& noise) {
     return best_id(best);
 }
 
-// Of all tokens up to the end.
+// Draws from all tokens up to the cutoff.
 int32_t draw_of_all(const Row& row, End end, const Noise& noise) {
-    constexpr int apart = 2;  // chains of instructions that a processor may overlap
+    constexpr int apart = 2;  // independent chains of instructions that a processor overlaps
     Best best[apart];
     const f32x16 last = splat(end.scaled);
     for (long i = 0; i < row.vocab; i += apart * lanes)
@@ -266,7 +265,7 @@ int32_t draw_of_all(const Row& row, End end, const Noise& noise) {
     return best_id(best);
 }
 
-// top_k 0, top_p 1 and min_p 0: none.
+// Cutoff of the filters; top_k 0, top_p 1 and min_p 0 keep all.
 int32_t draw(const Row& row, long top_k, float top_p, float min_p, const Noise& noise) {
     constexpr long few = 64;
     constexpr int32_t any_id = INT32_MAX - 1;
@@ -274,7 +273,7 @@ int32_t draw(const Row& row, long top_k, float top_p, float min_p, const Noise& 
     std::vector<Candidate> best;
     if (top_k) {
         row.best(top_k, best);
-        if (best.empty()) return 0;  // nothing is a number
+        if (best.empty()) return 0;  // no logit is a number
         const float last = best[std::min((size_t)top_k, best.size()) - 1].scaled;
         while (best.back().scaled < last) best.pop_back();
     } else if (top_p == 1) {
@@ -282,7 +281,7 @@ int32_t draw(const Row& row, long top_k, float top_p, float min_p, const Noise& 
     }
     if (top_p < 1) {
         const double mass = top_p * (top_k ? total_of(best) : row.total());
-        // Mostly a nucleus is among few tokens, and those in few blocks.
+        // A nucleus mostly has few tokens, in few blocks.
         const bool is_whole = top_k || row.best(std::min(few, (long)row.maxima.size() / 4 + 1), best);
         double before = 0;
         size_t num = 0;

@@ -1,5 +1,5 @@
-"""The likeliest tokens, and draws, natively, in one pass over the logits or a few; the other
-operations are their twins."""
+"""Argmax and draws in native code, in one or a few passes over the logits; all other operations run
+as torch twins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checked_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def draw_rows(
     logits: torch.Tensor, draws: Sequence[twin.Draw]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the twin. The noise is the twin's to a few units in the last place."""
+    """See the twin. The noise agrees with the twin's to a few units in the last place."""
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         return twin.draw_rows.twin(logits, draws)
     num_rows, vocab_size = logits.shape

@@ -1,24 +1,24 @@
-// Vectors of 16 float32 lanes over memory that is float32, bfloat16 or float16, at every CPU level.
+// Vectors of 16 float32 lanes over float32, bfloat16 or float16 memory, at every CPU level.
 //
-// A level is what the compiler builds for; a vector is held in kParts registers of kPartLanes lanes, so that
-// packed layouts, lanes and the order of sums are the same everywhere. What GCC's vector extension cannot say, or says
-// badly, is in the one file that is included per level: simd_avx512.h, simd_avx2.h or simd_neon.h.
+// The compiler's target sets the level. A vector is held in kParts registers of kPartLanes lanes, so that packed
+// layouts, lanes and the order of sums are the same at every level. Operations that GCC's vector extension lacks, or
+// compiles badly, are in the one file that each level includes: simd_avx512.h, simd_avx2.h or simd_neon.h.
 #pragma once
 #include <stdint.h>
 #include <string.h>
 
-// As baton_kernels.cpu.calling numbers the types that KV is stored in.
+// KV storage types, as numbered by baton_kernels.cpu.calling.
 enum Stored : long { kFloat32, kBfloat16, kFloat16, kInt8, kFp8 };
 
 constexpr float kLog2E = 1.44269504f;
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
-// What many templates call, and compilers would copy into each.
+// For functions that many templates call: keeps compilers from inlining a copy into each.
 #define OUTLINED __attribute__((noinline))
 
-// Each level defines: kPartLanes, kNumRegisters, PartF (float), PartI (int32), PartMask, Half (16 values of 16 bits), and
-// operations on these. HAS_BF16_DOT: among them is part_dot_bf16, products of pairs of bfloat16 in one instruction.
-// HAS_QUAD_DOT: part_dot_quads, the same of four bytes; without it there is part_dot_pairs.
+// Each level defines: kPartLanes, kNumRegisters, PartF (float), PartI (int32), PartMask, Half (16 values of 16 bits),
+// and operations on these. HAS_BF16_DOT: defines part_dot_bf16, products of pairs of bfloat16 in one instruction.
+// HAS_QUAD_DOT: defines part_dot_quads, the same for four bytes; levels without it define part_dot_pairs.
 #if defined(__AVX512F__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__)
@@ -37,20 +37,20 @@ constexpr bool kHasBf16Dot = false;
 #endif
 
 #define FOR_PARTS _Pragma("GCC unroll 4") for (int i = 0; i < kParts; i++)
-// Before loops over arrays of vectors that are to stay in registers: compilers must unroll them early for that.
+// Before loops over arrays of vectors that should stay in registers: compilers must unroll these early.
 #define UNROLLED _Pragma("GCC unroll 16")
 
 struct f32x16 {
     PartF part[kParts];
 };
-struct i32x16 {  // int32, or 32 bits of anything; >> is logical
+struct i32x16 {  // int32, or any 32 bits; >> is logical
     PartI part[kParts];
 };
 struct mask16 {
     PartMask part[kParts];
 };
 
-// In memory: any alignment, whatever type it was written as.
+// Memory access at any alignment, whatever the type of its objects (may_alias).
 typedef PartI LoosePart __attribute__((aligned(1), may_alias));
 typedef Half LooseHalf __attribute__((aligned(1), may_alias));
 
@@ -73,7 +73,7 @@ ALWAYS_INLINE i32x16 lane_numbers() {
     return v;
 }
 
-// Reinterpreting 32 bits, not converting.
+// Reinterprets 32 bits; no conversion.
 ALWAYS_INLINE i32x16 bits_of(f32x16 v) {
     i32x16 w;
     FOR_PARTS w.part[i] = (PartI)v.part[i];
@@ -129,7 +129,7 @@ PER_PART(f32x16, abs, f32x16)
 PER_PART(f32x16, floor, f32x16)
 PER_PART(i32x16, to_int, f32x16)      // to the nearest, ties to even
 PER_PART(f32x16, to_float, i32x16)
-PER_TWO_PARTS(f32x16, max, f32x16)    // a > b ? a : b, so that b if either is NaN
+PER_TWO_PARTS(f32x16, max, f32x16)    // a > b ? a : b; b if either is NaN
 PER_TWO_PARTS(f32x16, min, f32x16)    // a < b ? a : b
 PER_TWO_PARTS(mask16, less, f32x16)   // false if either is NaN
 PER_TWO_PARTS(mask16, equal, f32x16)
@@ -166,7 +166,7 @@ ALWAYS_INLINE mask16 first_lanes(long count) {
     return greater(splat((int32_t)(count < 0 ? 0 : count > 16 ? 16 : count)), lane_numbers());
 }
 
-// Of the lanes, halves onto each other: 16 to 8, to 4, to 2, to 1. The same order at every level.
+// Folds lanes in halves: 16 to 8, to 4, to 2, to 1. The same order at every level.
 ALWAYS_INLINE float reduce_add(f32x16 v) {
     for (int n = kParts / 2; n > 0; n /= 2)
         for (int i = 0; i < n; i++) v.part[i] = v.part[i] + v.part[i + n];
@@ -178,7 +178,7 @@ ALWAYS_INLINE float reduce_max(f32x16 v) {
     return part_reduce_max(v.part[0]);
 }
 
-// Rows of a 16 x 16 matrix of 32-bit words become its columns.
+// Transposes a 16 x 16 matrix of 32-bit words.
 ALWAYS_INLINE void transpose(i32x16 (&v)[16]) {
     UNROLLED for (int row = 0; row < kParts; row++)
         UNROLLED for (int column = 0; column <= row; column++) {
@@ -196,7 +196,7 @@ ALWAYS_INLINE void transpose(i32x16 (&v)[16]) {
         }
 }
 
-// 16 words of 32 bits. Any alignment; `count` of them, the others zero or not written.
+// 16 words of 32 bits, at any alignment; with `count`, the other words are zero or not written.
 ALWAYS_INLINE i32x16 load_words(const void* p) {
     i32x16 v;
     FOR_PARTS v.part[i] = ((const LoosePart*)p)[i];
@@ -205,7 +205,7 @@ ALWAYS_INLINE i32x16 load_words(const void* p) {
 ALWAYS_INLINE void store_words(void* p, i32x16 v) {
     FOR_PARTS((LoosePart*)p)[i] = v.part[i];
 }
-// The same of 16 bits each.
+// The same for 16 bits.
 ALWAYS_INLINE Half load_half(const void* p) { return *(const LooseHalf*)p; }
 ALWAYS_INLINE void store_half(void* p, Half v) { *(LooseHalf*)p = v; }
 
@@ -253,7 +253,7 @@ ALWAYS_INLINE void store_half(void* p, Half v, long count) {
 }
 #endif
 
-// 16 bytes, sign- or zero-extended; stores the low byte of each word.
+// 16 bytes, sign- or zero-extended; stores write the low byte of each word.
 ALWAYS_INLINE i32x16 load_i8(const void* p, long count = 16) {
     int8_t bytes[16] = {};
     if (count < 16) {
@@ -289,8 +289,8 @@ ALWAYS_INLINE f32x16 exp2_nonpositive(f32x16 x, const float (&coefficients)[N]) 
     return v;
 }
 
-// Has a line of memory brought into the L2 cache. In assembly, for GCC 12 takes functions of nothing but a prefetch to do
-// nothing, and drops their calls.
+// Prefetches a cache line into L2. Written in assembly: GCC 12 considers functions that only prefetch to be empty and
+// drops calls of them.
 ALWAYS_INLINE void fetch(const void* line) {
 #if defined(__x86_64__)
     asm volatile("prefetcht1 %0" : : "m"(*(const char*)line));
@@ -302,7 +302,7 @@ ALWAYS_INLINE void fetch(const void* line) {
 struct F32 {
     using element = float;
     static constexpr long stored = kFloat32;
-    static constexpr int per_word = 1;  // elements in the 32 bits that one lane multiplies at a time
+    static constexpr int per_word = 1;  // elements in the 32 bits that a lane multiplies at a time
     static f32x16 load(const float* p) { return float_of_bits(load_words(p)); }
     static f32x16 load(const float* p, long count) { return float_of_bits(load_words(p, count)); }
     static void store(float* p, f32x16 v) { store_words(p, bits_of(v)); }
@@ -341,10 +341,10 @@ struct BF16 {
     static f32x16 exp2(f32x16 x) {
         return exp2_nonpositive(x, {7.70670604e-2f, 2.27644971e-1f, 6.95116791e-1f});
     }
-    // The first and the second of each lane's pair, widened.
+    // The first and the second value of each lane's pair, widened.
     static f32x16 even(i32x16 words) { return float_of_bits(words << 16); }
     static f32x16 odd(i32x16 words) { return float_of_bits(words & splat((int32_t)0xFFFF0000)); }
-    // Pairs, rounded.
+    // Rounded pairs.
     static i32x16 pairs(f32x16 even, f32x16 odd) {
 #if defined(__AVX512BF16__)
         return {{part_pairs(even.part[0], odd.part[0])}};
@@ -354,7 +354,7 @@ struct BF16 {
                               (part_bf16_bits(odd.part[i]) & part_splat((int32_t)0xFFFF0000));
         return v;
     }
-    // sum + a0 * b0 + a1 * b1, lane by lane, each lane being a pair of bfloat16
+    // sum + a0 * b0 + a1 * b1 per lane; each lane is a pair of bfloat16
     static f32x16 step(f32x16 sum, i32x16 a, i32x16 b) {
 #if defined(HAS_BF16_DOT)
         FOR_PARTS sum.part[i] = part_dot_bf16(sum.part[i], a.part[i], b.part[i]);
@@ -364,7 +364,7 @@ struct BF16 {
 #endif
     }
 #if defined(HAS_BF16_DOT)
-    // Pairs of the first `count` of 32 elements of two rows, in an order that costs least; without b, of a and zero.
+    // Pairs of the first `count` of 32 elements of two rows, in the cheapest order; without b, pairs of a and zero.
     static void load_pairs(const uint16_t* a, const uint16_t* b, long count, bool has_b, i32x16& low,
                            i32x16& high) {
 #if defined(__AVX512BF16__)
@@ -377,7 +377,7 @@ struct BF16 {
         FOR_PARTS high.part[i] = part_pairs_of_halves(a_high, b_high, i);
 #endif
     }
-    // Lanes of low and high as load_pairs orders them -> the first 16 in order, or the last.
+    // Lanes of low and high in the order of load_pairs -> the first 16 in order, or the last 16.
     static f32x16 in_order(f32x16 low, f32x16 high, bool is_last) {
 #if defined(__AVX512BF16__)
         return {{part_in_order(low.part[0], high.part[0], is_last)}};
@@ -403,11 +403,11 @@ struct F16 {
     static void store(uint16_t* p, f32x16 v, long count) { store_half(p, narrow(v), count); }
     static void store(uint16_t* p, f32x16 v, f32x16 w) { store(p, v), store(p + 16, w); }
     static f32x16 round(f32x16 v) { return widen(narrow(v)); }
-    // Relative error as that of F32: less than a thousandth of what rounding to float16 may lose.
+    // Relative error as for F32: less than a thousandth of the rounding error of float16.
     static f32x16 exp2(f32x16 x) { return F32::exp2(x); }
 };
 
-// Calls f with an object of the type that a number of `Stored` stands for, of those that are computed in.
+// Calls f with an object of the compute type for a number of `Stored`.
 template <class F>
 static inline void with_type(long stored, F&& f) {
     switch (stored) {
@@ -417,8 +417,8 @@ static inline void with_type(long stored, F&& f) {
     }
 }
 
-// Products of four unsigned bytes of each lane, `Quads`, and four signed ones, exact. The signed ones are kQuadWords words
-// as `spread_quads` makes them.
+// Exact products of four unsigned bytes (`Quads`) and four signed bytes per lane. The signed ones are kQuadWords words
+// made by `spread_quads`.
 #if defined(HAS_QUAD_DOT)
 constexpr int kQuadWords = 1;
 #else

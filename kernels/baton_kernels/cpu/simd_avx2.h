@@ -1,4 +1,4 @@
-// Registers of 8 lanes: AVX2, FMA and F16C. Included by simd.h alone.
+// Registers of 8 lanes: AVX2, FMA and F16C. Included by simd.h only.
 #pragma once
 #include <immintrin.h>
 
@@ -40,7 +40,7 @@ ALWAYS_INLINE float part_reduce_max(PartF v) {
     return two[0] > two[1] ? two[0] : two[1];
 }
 
-// x - floor(x), and p * 2^floor(x) for x <= 0: 0 below 2^-126, whose exponent's field is 0 by then.
+// x - floor(x), and p * 2^floor(x) for x <= 0; flushes to 0 below 2^-126, where the exponent field is 0.
 ALWAYS_INLINE PartF part_bounded(PartF x) { return part_max(part_splat(-127.0f), x); }
 ALWAYS_INLINE PartF part_fraction(PartF x) { return part_bounded(x) - part_floor(part_bounded(x)); }
 ALWAYS_INLINE PartF part_scale(PartF p, PartF x) {
@@ -82,7 +82,7 @@ ALWAYS_INLINE __m128i eight_of_half(Half v, int i) {
 ALWAYS_INLINE PartI part_of_half(Half v, int i) {
     return (PartI)_mm256_cvtepu16_epi32(eight_of_half(v, i));
 }
-// The bits of a float32 whose upper half is the bfloat16 nearest to v; the lower half is anything.
+// Bits of a float32 with the bfloat16 nearest to v in the upper half; the lower half is arbitrary.
 ALWAYS_INLINE PartI part_bf16_bits(PartF v) {
     const PartI bits = (PartI)v;
     const PartI rounded = bits + part_splat(0x7FFF) + (part_shift_right(bits, 16) & part_splat(1));

@@ -1,4 +1,4 @@
-// Registers of 16 lanes: AVX-512 F, BW, VL and DQ, and BF16 where the level has it. Included by simd.h alone.
+// Registers of 16 lanes: AVX-512 F, BW, VL and DQ, and BF16 at levels that have it. Included by simd.h only.
 #pragma once
 #include <immintrin.h>
 
@@ -72,7 +72,7 @@ ALWAYS_INLINE void part_transpose(PartI (&rows)[16]) {
 
 // Part i of 16 values of 16 bits, zero-extended.
 ALWAYS_INLINE PartI part_of_half(Half v, int) { return (PartI)_mm512_cvtepu16_epi32(v); }
-// The bits of a float32 whose upper half is the bfloat16 nearest to v; the lower half is anything.
+// Bits of a float32 with the bfloat16 nearest to v in the upper half; the lower half is arbitrary.
 ALWAYS_INLINE PartI part_bf16_bits(PartF v) {
 #if defined(__AVX512BF16__)
     return (PartI)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)), 16);
@@ -123,7 +123,7 @@ ALWAYS_INLINE PartF part_in_order(PartF low, PartF high, bool is_last) {
 
 #if defined(__AVX512VNNI__)
 #define HAS_QUAD_DOT
-// sum + the four unsigned bytes of w by the four signed ones of x
+// sum + products of the four unsigned bytes of w and the four signed ones of x
 ALWAYS_INLINE PartI part_dot_quads(PartI sum, PartI w, PartI x) {
     return (PartI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }

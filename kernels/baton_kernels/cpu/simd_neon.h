@@ -1,4 +1,4 @@
-// Registers of 4 lanes: any aarch64, and BF16 and I8MM where the level has them. Included by simd.h alone.
+// Registers of 4 lanes: any aarch64, and BF16 and I8MM at levels that have them. Included by simd.h only.
 #pragma once
 #include <arm_neon.h>
 
@@ -39,7 +39,7 @@ ALWAYS_INLINE float part_reduce_max(PartF v) {
     return even > odd ? even : odd;
 }
 
-// x - floor(x), and p * 2^floor(x) for x <= 0: 0 below 2^-126, whose exponent's field is 0 by then.
+// x - floor(x), and p * 2^floor(x) for x <= 0; flushes to 0 below 2^-126, where the exponent field is 0.
 ALWAYS_INLINE PartF part_bounded(PartF x) { return part_max(part_splat(-127.0f), x); }
 ALWAYS_INLINE PartF part_fraction(PartF x) { return part_bounded(x) - part_floor(part_bounded(x)); }
 ALWAYS_INLINE PartF part_scale(PartF p, PartF x) {
@@ -75,7 +75,7 @@ ALWAYS_INLINE uint16x4_t four_of_half(Half v, int i) {
 }
 // Part i of 16 values of 16 bits, zero-extended.
 ALWAYS_INLINE PartI part_of_half(Half v, int i) { return (PartI)vmovl_u16(four_of_half(v, i)); }
-// The bits of a float32 whose upper half is the bfloat16 nearest to v; the lower half is anything.
+// Bits of a float32 with the bfloat16 nearest to v in the upper half; the lower half is arbitrary.
 ALWAYS_INLINE PartI part_bf16_bits(PartF v) {
     const PartI bits = (PartI)v;
     const PartI rounded = bits + part_splat(0x7FFF) + (part_shift_right(bits, 16) & part_splat(1));
@@ -104,7 +104,7 @@ ALWAYS_INLINE Half half_of_floats_f16(const PartF (&v)[4]) {
 ALWAYS_INLINE PartF part_dot_bf16(PartF sum, PartI a, PartI b) {
     return (PartF)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 }
-// Part i of 16 pairs, the values of a being the first.
+// Part i of 16 pairs; the values of a come first.
 ALWAYS_INLINE PartI part_pairs_of_halves(Half a, Half b, int i) {
     const uint16x4_t x = four_of_half(a, i), y = four_of_half(b, i);
     return (PartI)vcombine_u16(vzip1_u16(x, y), vzip2_u16(x, y));
@@ -113,7 +113,7 @@ ALWAYS_INLINE PartI part_pairs_of_halves(Half a, Half b, int i) {
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 #define HAS_QUAD_DOT
-// sum + the four unsigned bytes of w by the four signed ones of x
+// sum + products of the four unsigned bytes of w and the four signed ones of x
 ALWAYS_INLINE PartI part_dot_quads(PartI sum, PartI w, PartI x) {
     return (PartI)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)x);
 }

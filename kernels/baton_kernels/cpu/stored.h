@@ -1,11 +1,11 @@
-// Element types that KV is stored in, 16 lanes at a time, and rows of them. Formulas: baton_kernels/quantize_rows.py.
+// Storage types of KV, 16 lanes at a time, and rows of them. Formulas: baton_kernels/quantize_rows.py.
 #pragma once
 #include "simd.h"
 
 namespace {
 
-// Each type: bytes of an element; limit, the largest magnitude of a code, or 0 if there are no scales; load and store of the
-// first `count` of 16.
+// Each type defines: bytes per element; limit, the largest magnitude of a code, or 0 without scales; load and store of
+// the first `count` of 16.
 template <class T>
 struct StoredAs {
     using E = typename T::element;
@@ -38,11 +38,11 @@ struct StoredFp8 {
         const i32x16 nan = splat(0x7FC00000);
         return float_of_bits(select(equal(magnitude, splat(0x7F)), nan, number) | sign);
     }
-    // |v| at most 448, but for the rounding of a division by the scale. To the nearest, ties to even.
+    // |v| is at most 448, up to the rounding of a division by the scale. Rounds to nearest, ties to even.
     static void store(char* p, f32x16 v, long count) {
         const f32x16 size = abs(v);
         const i32x16 magnitude = bits_of(size);
-        // 20 bits of the mantissa are dropped, and the bias becomes 7.
+        // Drops 20 bits of the mantissa and changes the bias to 7.
         const i32x16 up = ((magnitude >> 20) & splat(1)) + splat(0x7FFFF);
         const i32x16 normal = ((magnitude + up) >> 20) - splat((127 - 7) << 3);
         const i32x16 small = to_int(size * splat(512.0f));
@@ -57,13 +57,13 @@ float row_scale(const typename T::element* row, long dim) {
     f32x16 peaks = splat(0x1p-100f), zero = zeros();
     for (long d = 0; d < dim; d += 16) {
         const f32x16 size = abs(T::load(row + d, dim - d));
-        zero = zero + (size - size);  // NaN from the first on that is not finite
+        zero = zero + (size - size);  // NaN from the first non-finite value on
         peaks = max(peaks, size);
     }
     return reduce_add(zero) == 0 ? reduce_max(peaks) / S::limit : __builtin_nanf("");
 }
 
-// Writes a row [dim] into the pool; *scale is its scale's place there, if it has one.
+// Writes a row [dim] into the pool; *scale: address of its scale, if there are scales.
 template <class T, class S>
 void put_row(const typename T::element* row, long dim, char* out, float* scale) {
     if constexpr (S::limit > 0) {
@@ -79,7 +79,7 @@ void put_row(const typename T::element* row, long dim, char* out, float* scale) 
     }
 }
 
-// Reads a row [dim] of the pool, rounded to the type that is computed in.
+// Reads a row [dim] of the pool, rounded to the compute type.
 template <class T, class S>
 void take_row(const char* row, const float* scale, long dim, typename T::element* out) {
     const f32x16 by = splat(S::limit > 0 ? *scale : 1.0f);

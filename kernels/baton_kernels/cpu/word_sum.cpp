@@ -16,7 +16,7 @@ u64x8 term(u64x8 words, u64x8 keys) {
 
 }  // namespace
 
-// words [count]; key: that of the first of them.
+// words [count]; key: key of the first word.
 extern "C" void baton_word_sum(const uint64_t* words, long count, uint64_t key, uint64_t* sum) {
     const uint64_t numbers[lanes] = {0, 1, 2, 3, 4, 5, 6, 7};
     const u64x8 offsets = load_u64(numbers) * splat_word(step);

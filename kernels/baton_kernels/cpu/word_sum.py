@@ -1,4 +1,4 @@
-"""The sum over words, natively: see the twin. Runs on the calling thread, without the GIL."""
+"""baton_kernels.word_sum in native code. Runs on the calling thread, without the GIL."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-// Vectors of 8 words of 64 bits, at every CPU level: what copies and checksums of the KV channel are computed in. Their results go
-// over the wire, and are the same at each level.
+// Vectors of 8 words of 64 bits, for copies and checksums of KV transfer. Results go over the wire and are the same at
+// every CPU level.
 //
-// As in simd.h, a vector is held in as many registers as the level needs.
+// As in simd.h, a vector takes as many registers as the level needs.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -36,7 +36,7 @@ WORDS_INLINE u64x8 splat_word(uint64_t x) {
     FOR_REGISTERS v.reg[r] = WordRegister{} + x;
     return v;
 }
-// Any alignment.
+// At any alignment.
 WORDS_INLINE u64x8 load_u64(const void* p) {
     u64x8 v;
     FOR_REGISTERS memcpy(&v.reg[r], (const char*)p + r * WORD_REGISTER_BYTES, WORD_REGISTER_BYTES);
@@ -45,7 +45,8 @@ WORDS_INLINE u64x8 load_u64(const void* p) {
 WORDS_INLINE void store_u64(void* p, u64x8 v) {
     FOR_REGISTERS memcpy((char*)p + r * WORD_REGISTER_BYTES, &v.reg[r], WORD_REGISTER_BYTES);
 }
-// Past the caches where there is such a store; aligned to 64 bytes. Arm's cores see by themselves that lines are written whole.
+// Streaming store (bypasses caches) where the CPU has one; aligned to 64 bytes. Arm cores detect fully written lines
+// themselves.
 WORDS_INLINE void stream_u64(void* p, u64x8 v) {
     FOR_REGISTERS {
         char* at = (char*)p + r * WORD_REGISTER_BYTES;
@@ -58,7 +59,7 @@ WORDS_INLINE void stream_u64(void* p, u64x8 v) {
 #endif
     }
 }
-// Orders streamed stores before all that follow.
+// Orders streaming stores before all later stores.
 WORDS_INLINE void end_stream() {
 #if defined(__x86_64__)
     _mm_sfence();
@@ -80,7 +81,7 @@ WORDS_INLINE u64x8 operator>>(u64x8 v, int count) {
     FOR_REGISTERS v.reg[r] = v.reg[r] >> count;
     return v;
 }
-// The lower half of each word by its upper half.
+// Product of the lower and the upper half of each word.
 WORDS_INLINE u64x8 multiply_halves(u64x8 v) {
     FOR_REGISTERS {
 #if defined(__AVX512F__)
@@ -96,7 +97,7 @@ WORDS_INLINE u64x8 multiply_halves(u64x8 v) {
     }
     return v;
 }
-// Modulo 2^64, by 32 bits.
+// Product with 32 bits, modulo 2^64.
 WORDS_INLINE u64x8 multiply_by(u64x8 v, uint32_t factor) {
     FOR_REGISTERS {
 #if defined(__AVX512DQ__)
@@ -115,7 +116,7 @@ WORDS_INLINE u64x8 multiply_by(u64x8 v, uint32_t factor) {
     }
     return v;
 }
-// Neighbours 0 and 1, 2 and 3, ... change places.
+// Swaps neighbours: 0 and 1, 2 and 3, ...
 WORDS_INLINE u64x8 swap_neighbours(u64x8 v) {
     FOR_REGISTERS {
 #if defined(__AVX512F__)

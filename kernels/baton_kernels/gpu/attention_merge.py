@@ -1,9 +1,9 @@
-"""What attention kernels share: items, the running softmax over tiles of keys, and how partial
-results over ranges of keys are put together.
+"""Shared by the attention kernels: items, the running softmax over tiles of keys, and the merge of
+partial results over ranges of keys.
 
     out = sum_i 2^(lse_i) part_i / sum_i 2^(lse_i), in order of i
 
-A program takes one head of one token whose keys were split: see attention_plan.Launch.
+A program merges one head of one token with split keys: see attention_plan.Launch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import triton.language as tl
 
 from baton_kernels.gpu.attention_plan import MERGE_FIELDS, Launch
 
-#: Partial results that are taken at once.
+#: Partial results that are merged at a time.
 MERGE_PARTS = 16
 
 
 @triton.jit
 def read_item(items_ptr, ITEM: tl.constexpr):
-    """The fields of this program's item, see attention_plan."""
+    """Read the fields of this program's item; see attention_plan."""
     item = items_ptr + tl.program_id(0) * ITEM
     return (
         tl.load(item),
@@ -35,11 +35,10 @@ def read_item(items_ptr, ITEM: tl.constexpr):
 
 @triton.jit
 def online_softmax(s, peak, total, MASKED: tl.constexpr):
-    """Take scores s [rows, keys], in base 2, into the running peak and total [rows]. Returns the
-    keys' weights, by what earlier sums fade, and both anew."""
+    """Update the running peak and total [rows] with scores s [rows, keys], in base 2. Returns the
+    keys' weights, the factor by which earlier sums shrink, and the new peak and total."""
     new_peak = tl.maximum(peak, tl.max(s, 1))
-    # A row that has seen no key yet keeps its peak of -inf: the difference of two such would be
-    # NaN.
+    # A row that has seen no key keeps its peak of -inf; subtracting two of these would give NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(peak - base)
@@ -90,8 +89,8 @@ def _merge(
 
 
 def merge_parts(launch: Launch, out: torch.Tensor) -> None:
-    """Write the rows of out [tokens, heads, dim] whose results are in parts; of these the first
-    `dim` elements count."""
+    """Merge parts into their rows of out [tokens, heads, dim]; only the first `dim` elements of a
+    part are used."""
     if not len(launch.merges):
         return
     num_blocks, (num_heads, dim) = launch.part.shape[1], out.shape[1:]

@@ -1,5 +1,5 @@
-"""How a step's attention is cut into the work of programs, on the host, once per step and window:
-see paged_attention."""
+"""Splits a step's attention into work items for programs: on the host, once per step and window.
+See paged_attention."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from baton_kernels.paged_attention import AttentionSlice, PlacedTables
 
 #: Rows (tokens * heads that share a KV head) of the largest tile.
 MAX_ROWS = 128
-#: Keys of one item of a sequence with few new rows, and how many these are at most.
+#: Keys per item of a sequence with few new rows, and the maximum number of these rows.
 SPLIT_TOKENS = 512
 MAX_SPLIT_ROWS = 64
-#: Of a sequence with more: keys of one item for each of its tiles, rounded up to a power of two, so
-#: that partial results do not grow with rows; and how many tiles it has at most. Those of one with
-#: more still are programs enough, and its keys are not split.
+#: The same for sequences with more rows: keys per item for each tile of the sequence, rounded up to
+#: a power of two, so that partial results do not grow with rows; and the maximum number of tiles.
+#: Sequences with more tiles give enough programs, so their keys are not split.
 LONG_SPLIT_TOKENS = 2048
 MAX_SPLIT_TILES = 8
-#: Rows of the largest tile over a pool of one part, where a row's sums are 512 elements: with 64
-#: registers spill. No more heads than that are in a block.
+#: Rows of the largest tile over a pool of one part: with 512 sums per row, 64 rows would spill
+#: registers. Also the maximum number of heads per block.
 MAX_LATENT_ROWS = 32
-#: Rows of a tile that is the same for all sequences; and more keys than any sequence has.
+#: Rows of the tile used for all sequences; and a number of keys that no sequence reaches.
 _FIXED_ROWS = 64
 _UNSPLIT = 1 << 30
 #: int32 fields of an item: first row of the batch, number of tokens, position of the first, first
 #: entry of the block table, first key, end of the keys, index of the partial result or -1.
 ITEM_FIELDS = 7
-#: int32 fields of a merge: row of the batch, the token's place in its tile, first partial result,
-#: number of them.
+#: int32 fields of a merge: row of the batch, index of the token in its tile, first partial result,
+#: number of partial results.
 MERGE_FIELDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """BLOCK_M rows by block_n keys, and how it is compiled. block_n divides SPLIT_TOKENS. is_fixed:
-    it is that of all sequences, and no keys are split."""
+    """A tile of BLOCK_M rows by block_n keys, and its compile options. block_n divides
+    SPLIT_TOKENS. is_fixed: used for all sequences, without splitting keys."""
 
     block_m: int
     block_n: int
@@ -51,14 +51,14 @@ class Tile:
 
     @property
     def split_tokens(self) -> int:
-        """Keys of one item of a sequence with one new token."""
+        """Keys per item of a sequence with one new token."""
         return _UNSPLIT if self.is_fixed else SPLIT_TOKENS
 
 
 def head_blocks(pool: torch.Tensor, num_heads: int) -> int:
-    """Blocks of equally many heads, of which a program takes one. Those that share a KV head are a
-    block; in a pool of one part, where all share one row, there are as few blocks as hold up to
-    MAX_LATENT_ROWS heads."""
+    """Number of blocks of heads; all blocks have equally many heads, and a program runs one. Heads
+    that share a KV head form a block. In a pool of one part, all heads share one row: the fewest
+    blocks with at most MAX_LATENT_ROWS heads each."""
     num_kv_heads = pool.shape[3]
     if pool.shape[2] == 2:
         return num_kv_heads
@@ -67,11 +67,11 @@ def head_blocks(pool: torch.Tensor, num_heads: int) -> int:
 
 
 def choose_tile(num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
-    """The tile for a sequence with so many new rows, of `dtype`: what shared memory and registers
-    hold without spilling.
+    """The largest tile for `num_rows` new rows of `dtype` that fits shared memory and registers
+    without spilling.
 
-    Of float32 less fits, because its products are not the tensor cores', and of 8-bit codes too,
-    which are widened first.
+    float32 fits less, because its products do not run on tensor cores; so do 8-bit codes, which are
+    widened first.
     """
     size = 4 if dtype == torch.float32 else pool.element_size()
     if pool.shape[2] == 1:
@@ -84,15 +84,15 @@ def choose_tile(num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
 
 
 def _latent_tile(num_rows: int, size: int) -> Tile:
-    """Of a pool of one part: keys are loaded once, and are values, too. size: bytes of what is
-    multiplied, or of codes."""
+    """The tile for a pool of one part: keys are loaded once and are values, too. size: bytes per
+    element of the operands, or of codes."""
     block_m = min(MAX_LATENT_ROWS, max(16, triton.next_power_of_2(num_rows)))
     return Tile(block_m, 16 if size == 4 else 32, 8, 3)
 
 
 def fixed_tile(_num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
-    """One tile for sequences of any number of new rows, by which a row's bits depend neither on the
-    batch nor on how many tokens of its own sequence are computed at once."""
+    """One tile for any number of new rows: a row's bits depend neither on the batch nor on the
+    chunk in which it is computed."""
     return replace(choose_tile(_FIXED_ROWS, pool, dtype), is_fixed=True)
 
 
@@ -101,8 +101,8 @@ class Launch:
     """Items of one tile size.
 
     items [items, ITEM_FIELDS] int32; merges [merges, MERGE_FIELDS] int32; part [parts, blocks of
-    heads, block_m, head_dim] and lse [parts, blocks of heads, block_m] float32, written and read
-    within one call: layers share them. Blocks of heads: see head_blocks.
+    heads, block_m, head_dim] and lse [parts, blocks of heads, block_m] float32, scratch memory of
+    one call, shared by layers. Blocks of heads: see head_blocks.
     """
 
     tile: Tile
@@ -114,8 +114,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What the layers with one window do in one step. table: all block tables one after the other,
-    int32."""
+    """Plan of one step, shared by the layers with one window. table: all block tables,
+    concatenated, int32."""
 
     scale: float
     window: int | None
@@ -134,11 +134,11 @@ def list_items(
     *,
     choose: Callable[[int, torch.Tensor, torch.dtype], Tile] = choose_tile,
 ) -> AttentionPlan:
-    """plan_attention, where the host lists all items: see the twin. One copy to the device, of them
-    and what is not `placed` of tables.
+    """plan_attention with all items listed by the host: see the twin. Items and the tables that are
+    not `placed` go to the device in one copy.
 
-    choose: the tile for a number of rows. Raises ValueError if more than a tile's rows share a KV
-    head.
+    choose: returns the tile for a number of rows. Raises ValueError if more heads share a KV head
+    than a tile has rows.
     """
     num_blocks, head_dim = head_blocks(pool, num_heads), pool.shape[5]
     group = num_heads // num_blocks
@@ -147,7 +147,7 @@ def list_items(
     if placed is None:
         begins: Sequence[int] = [0, *accumulate(len(part.block_table) for part in slices)]
         for part in slices:
-            # Tables of the engine's are of the same type, and copied as they are.
+            # The engine's tables have the same type and are copied without conversion.
             numbers.extend(part.block_table)
     else:
         begins = placed.begins
@@ -187,18 +187,17 @@ def num_items(position: int, window: int | None, tile: Tile) -> int:
 
 
 def most_items(num_tokens: int, window: int | None, tile: Tile) -> int:
-    """Items that one new token can have at most, whose sequence has up to `num_tokens` tokens with
-    it."""
+    """Maximum number of items of one new token in sequences of up to `num_tokens` tokens."""
     split = tile.split_tokens
     reach = num_tokens if window is None else min(num_tokens, window + split - 1)
     return -(-reach // split)
 
 
 class WorkList:
-    """Items and merges of one tile size, while a plan is made."""
+    """Items and merges of one tile size, while a plan is built."""
 
     def __init__(self, tile: Tile, group: int, window: int | None) -> None:
-        """group: heads of a block, see head_blocks. Raises ValueError if a tile has fewer rows."""
+        """group: heads per block, see head_blocks. Raises ValueError if a tile has fewer rows."""
         if group > tile.block_m:
             raise ValueError(f"{group} heads share a KV head; at most {tile.block_m} can")
         self._tokens_per_tile = tile.block_m // group
@@ -211,7 +210,8 @@ class WorkList:
         self.num_parts = 0
 
     def add(self, part: AttentionSlice, first_entry: int) -> None:
-        """Cut a sequence. first_entry: where its block table begins in the plan's."""
+        """Split a sequence into items. first_entry: start of its block table in the plan's
+        table."""
         split = self._split(part.num_tokens)
         for offset in range(0, part.num_tokens, self._tokens_per_tile):
             count = min(self._tokens_per_tile, part.num_tokens - offset)
@@ -220,8 +220,8 @@ class WorkList:
             self._add_tile(part.first_row + offset, count, position, first_entry, step)
 
     def _split(self, num_tokens: int) -> int | None:
-        """Keys of an item of a sequence with so many new tokens: of nothing else, so that a row
-        does not depend on the batch. None if they are not split."""
+        """Keys per item of a sequence, None if its keys are not split. Depends on its number of new
+        tokens alone, so that a row does not depend on the batch."""
         if self._is_fixed:
             return None
         if num_tokens <= self._max_split_tokens:
@@ -248,5 +248,5 @@ class WorkList:
             self.num_parts += len(begins)
 
     def ordered(self) -> list[tuple[int, ...]]:
-        """Items, those with most keys first: what starts last should be short."""
+        """Items, longest key range first, so that the last programs to start are short."""
         return sorted(self.items, key=lambda item: item[4] - item[5])

@@ -1,15 +1,15 @@
-"""Products by each row's own expert: y[r] = W[e(r)] x[r // repeat]: see the twin.
+"""Grouped linear layers, y[r] = W[e(r)] x[r // repeat]: see the twin.
 
-    x [rows / repeat, num_in]; chosen: rows experts in all; y [rows, num_out]
+x [rows / repeat, num_in]; chosen: one expert per row; y [rows, num_out]
 
-Experts in float8 are multiplied as quantized_linear does: x is rounded to float8, too, a run of
-inputs that share scales at a time, and each step's sum is scaled. So are integers of 4 and 8 bits:
-a level less its zero is multiplied as it is, and the sum of each run is scaled.
+float8 experts run as in quantized_linear: x is rounded to float8, too, one group of inputs at a
+time, and the sum of each group is scaled. Integers of 4 and 8 bits: level minus zero is multiplied
+unscaled, and the sum of each run is scaled.
 
-Rows are sorted by expert, and each expert's are cut into tiles of ROWS, which programs find by the
-tiles' numbers: how many rows an expert has is known on the device alone, so that nothing waits for
-the host and a graph can hold it. There are as many programs as tiles there can be at most; those
-that have none end at once. Weights are reached by their addresses.
+Rows are sorted by expert, and the rows of each expert are cut into tiles of ROWS. Row counts stay
+on the device, so nothing waits for the host and CUDA graphs can capture the launch: it has as many
+programs as there can be tiles, and programs without a tile return at once. Weights are read through
+their addresses.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from baton_kernels.experts import grouped_linear as grouped_op
 from baton_kernels.gpu.quantize_rows import quantize_rows
 
 COLUMNS, DEPTH = 64, 64
-#: Of integers, whose levels of a whole run are in registers at once.
+#: Output columns per integer tile; the levels of a whole run are in registers at once.
 INT_COLUMNS = 32
 
 
 @triton.jit
 def _expert_of(tile, tile_end_ptr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr):
-    """A tile's expert, EXPERTS if there is no such tile, and the number of that expert's first
+    """Expert of a tile (EXPERTS if there is no such tile), and the index of that expert's first
     tile."""
     experts = tl.arange(0, EXPERTS_BLOCK)
     ends = tl.load(tile_end_ptr + experts, mask=experts < EXPERTS, other=2147483647)
@@ -38,8 +38,8 @@ def _expert_of(tile, tile_end_ptr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.cons
 
 @triton.jit
 def _rows_of(tile, order_ptr, first_ptr, ROWS: tl.constexpr):
-    """Which rows the tile has, and which of its places have one. tile: its expert, and its number
-    among that expert's."""
+    """Rows of a tile, and a mask of the places that hold one. tile: (expert, index among the
+    expert's tiles)."""
     expert, number = tile
     sorted_rows = tl.load(first_ptr + expert) + number * ROWS + tl.arange(0, ROWS)
     is_row = sorted_rows < tl.load(first_ptr + expert + 1)
@@ -50,7 +50,7 @@ def _rows_of(tile, order_ptr, first_ptr, ROWS: tl.constexpr):
 def _store(
     sums, rows, is_row, columns, expert, biases_ptr, y_ptr, num_out, HAS_BIASES: tl.constexpr
 ):
-    """y = sums and the expert's bias."""
+    """Store y = sums + the expert's bias."""
     is_column = columns < num_out
     if HAS_BIASES:
         bias = tl.load(biases_ptr + expert * num_out + columns, mask=is_column, other=0.0)
@@ -109,8 +109,8 @@ def _grouped_int_linear(
     BITS: tl.constexpr, RUN: tl.constexpr, RUN_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A step takes one run; of 4 bits, its first half in the low ones, the second in the high.
-    RUN_BLOCK: bytes of levels in a run, padded to a power of two."""
+    """Each loop step handles one run; 4-bit runs have their first half in the low nibbles and the
+    second in the high. RUN_BLOCK: bytes of levels in a run, padded to a power of two."""
     tile = tl.program_id(0)
     expert, before = _expert_of(tile, tile_end_ptr, EXPERTS, EXPERTS_BLOCK)
     if expert >= EXPERTS:
@@ -152,7 +152,7 @@ def _grouped_int_linear(
 def grouped_linear(
     x: torch.Tensor, chosen: torch.Tensor, experts: GroupedLinear, repeat: int
 ) -> torch.Tensor:
-    """See the twin, which runs experts that are not all of one kind."""
+    """See the twin, which runs mixed kinds of experts."""
     if experts.addresses is None:
         return grouped_op.twin(x, chosen, experts, repeat)
     x, num_experts, num_rows = x.contiguous(), len(experts.linears), chosen.numel()

@@ -1,11 +1,11 @@
-"""Linear layers whose rows do not depend on each other: see the twin.
+"""Batch-invariant linear layers: see the twin.
 
     x [rows, num_in]; weight [num_out, num_in]; bias [num_out]; residual, y [rows, num_out]
 
-A program makes BLOCK_M rows by BLOCK_N outputs. The tile follows from the numbers' type alone,
-inputs are taken in order by one program, and a row is not told from one that is not there: so its
-bits are the same in any batch, and at any place in it. The price is that a few rows leave most of
-a tile empty, and that a narrow layer has few programs.
+A program computes BLOCK_M rows by BLOCK_N outputs. The tile depends on the dtype alone, one program
+sums all inputs in order, and padding rows are computed like real ones, so a row's bits are the same
+in any batch and at any place in it. The cost: few rows leave most of a tile empty, and narrow
+layers have few programs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _fixed_linear(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, output tiles): programs that share weights follow each other."""
+    """Grid (row tiles, output tiles): programs that share weights are adjacent."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ins = tl.arange(0, BLOCK_K)
@@ -50,7 +50,8 @@ def fixed_linear(
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """See the twin. Weight, bias and residual must be contiguous, and rows of x in themselves."""
+    """See the twin. Weight, bias and residual must be contiguous; rows of x must be contiguous but
+    may be apart."""
     if x.stride(1) != 1:
         raise ValueError("rows of x are not contiguous")
     num_rows, num_in = x.shape

@@ -1,7 +1,7 @@
 """Gated activations: y = f(gate) * up: see the twins.
 
-gate_up [tokens, 2 * dim], the gate first -> [tokens, dim]. f, and what comes of up, are rounded to
-the dtype before they are multiplied, as the twins' are.
+gate_up [tokens, 2 * dim], the gate first -> [tokens, dim]. f(gate) and the factor from up are
+rounded to the dtype before they are multiplied, as in the twins.
 """
 
 from __future__ import annotations

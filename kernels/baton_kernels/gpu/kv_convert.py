@@ -1,12 +1,12 @@
-"""Turn KV of a token range between a pool's element type and a payload's: see the twin.
+"""Converts KV of a token range between the element types of pool and payload: see the twin.
 
     float:       value
     run scales:  codes of a head's run, times one scale = max(|values|, LEAST_PEAK) / LIMIT
     row scales:  the same for each token of a head
 
-A program takes one head's elements of one run, [tokens, head_dim] at once. Codes are rounded by
-integer operations and additions that every compiler leaves alone, and divisions are IEEE's, so that
-bits are the host's. Scales in a payload lie anywhere, and are moved byte by byte.
+A program handles one head of one run, [tokens, head_dim] at once. Rounding uses integer operations
+and additions that no compiler reorders, and divisions are IEEE, so that results are bit-identical
+to the host's. Scales in a payload are unaligned and moved byte by byte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAST_PEAK = tl.constexpr(twins.LEAST_PEAK)
 _UP = tl.constexpr(2.0**120)
 _DOWN = tl.constexpr(2.0**-120)
 _HALF_EVEN = tl.constexpr(1.5 * 2.0**23)
-#: How elements lie.
+#: Forms of elements and scales, as listed above.
 _FLOAT, _RUN_SCALES, _ROW_SCALES = 0, 1, 2
 FLOAT = tl.constexpr(_FLOAT)
 RUN_SCALES = tl.constexpr(_RUN_SCALES)
@@ -36,7 +36,7 @@ _POINTERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 @triton.jit
 def _values(bits, KIND: tl.constexpr):
-    """float32 of an element's bits."""
+    """Decode element bits to float32."""
     if KIND == "float32":
         values = bits.to(tl.float32, bitcast=True)
     elif KIND == "bfloat16":
@@ -47,7 +47,7 @@ def _values(bits, KIND: tl.constexpr):
         values = bits.to(tl.float32)
     else:
         code = bits.to(tl.uint32) & 0xFF
-        # Times 2^-120 a float32 has the exponent bits of its fp8, subnormal ones included.
+        # Scaled by 2^-120, a float32 has the exponent bits of its fp8, subnormals included.
         size = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * _UP
         size = tl.where((code & 0x7F) == 0x7F, float("nan"), size)
         values = tl.where((code & 0x80) != 0, -size, size)
@@ -56,7 +56,7 @@ def _values(bits, KIND: tl.constexpr):
 
 @triton.jit
 def _bits(values, KIND: tl.constexpr):
-    """Of the nearest element. Codes: of what is within their limits."""
+    """Bits of the nearest element. Codes must be within their limits."""
     if KIND == "float32":
         nearest = values.to(tl.int32, bitcast=True)
     elif KIND == "bfloat16":
@@ -76,7 +76,7 @@ def _bits(values, KIND: tl.constexpr):
 
 @triton.jit
 def _load_scale(ptr, there):
-    """ptr: uint8, of the first byte."""
+    """Load a float32 scale. ptr: uint8, its first byte."""
     bits = tl.load(ptr, mask=there, other=0).to(tl.uint32)
     bits |= tl.load(ptr + 1, mask=there, other=0).to(tl.uint32) << 8
     bits |= tl.load(ptr + 2, mask=there, other=0).to(tl.uint32) << 16
@@ -106,7 +106,7 @@ def _store(
     ptr, values, inside, scale_ptr, there, KIND: tl.constexpr, FORM: tl.constexpr,
     LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Of RUN_SCALES the first row's place has the scale of all."""
+    """Store elements. For RUN_SCALES the scale of the run is in the first row."""
     if FORM != FLOAT:
         peaks = tl.max(tl.where(inside, magnitude(values), 0.0), 1)
         if FORM == RUN_SCALES:
@@ -130,7 +130,7 @@ def _convert(
     WIRE: tl.constexpr, WIRE_FORM: tl.constexpr, WIRE_LIMIT: tl.constexpr,
     ENCODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (runs, layers * parts * kv_heads). Pointers of bytes: for scales."""
+    """Grid (runs, layers * parts * kv_heads). Byte pointers are used for scales."""
     run, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     run_first = tl.maximum((first_token // run_tokens + run) * run_tokens, first_token)
@@ -183,7 +183,7 @@ def kv_encode(
     conversion: Conversion,
     payload: torch.Tensor,
 ) -> None:
-    """See the twin. block_ids may be an int32 tensor there already."""
+    """See the twin. block_ids may be an int32 tensor on the device."""
     _launch(blocks, block_ids, runs, conversion, payload, is_encode=True)
 
 
@@ -194,7 +194,7 @@ def kv_decode(
     conversion: Conversion,
     payload: torch.Tensor,
 ) -> None:
-    """See the twin. block_ids may be an int32 tensor there already."""
+    """See the twin. block_ids may be an int32 tensor on the device."""
     _launch(blocks, block_ids, runs, conversion, payload, is_encode=False)
 
 

@@ -3,14 +3,14 @@
 packed [layers, parts, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size],
 first_layer + l, k, h, p % size] with p = first_token + t.
 
-kv_pack_summed, kv_unpack_summed: a payload of runs, see the twin, and its word_sum in the same
-pass: each program adds the sum of its own rows to the total, which does not depend on the order.
+kv_pack_summed, kv_unpack_summed: a payload of runs (see the twin) and its word_sum in the same
+pass. Each program adds the sum of its rows to the total, in any order.
 
-Rows of a block, layer, kind and head are together in the pool; heads lie stride elements apart: see
-kv_write.
+The pool keeps the rows of one block, layer, part and head contiguous; heads lie stride elements
+apart: see kv_write.
 
-A program copies TOKENS rows of head_dim elements of one layer, kind and head: contiguous on the
-packed side, and in runs of a block's tokens on the other.
+A program copies TOKENS rows of head_dim elements of one layer, part and head: contiguous in the
+payload, one piece per block in the pool.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _copy(
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
     UNPACK: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles, layers * parts * kv_heads). key, total_ptr: of SUM alone."""
+    """Grid (token tiles, layers * parts * kv_heads). key, total_ptr: used with SUM only."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     there = tokens < num_tokens
@@ -67,7 +67,7 @@ def _copy(
 
 @triton.jit
 def _terms(words, keys):
-    """What each word adds to a word_sum."""
+    """Terms of the words in a word_sum."""
     x = words ^ keys
     x = (x ^ (x >> 32)) * FIRST
     x = (x ^ (x >> 29)) * SECOND
@@ -82,7 +82,7 @@ def kv_pack(
     packed: torch.Tensor,
 ) -> None:
     """See the twin. `packed` may be on another device: then it is filled by one copy. block_ids may
-    be an int32 tensor there already."""
+    be an int32 tensor on the device."""
     runs = _one_run(first_token, first_layer, packed)
     if packed.device == pool.device and packed.is_contiguous():
         _launch(pool, block_ids, runs, packed, None, 0, is_unpack=False)
@@ -99,7 +99,8 @@ def kv_unpack(
     first_layer: int,
     packed: torch.Tensor,
 ) -> None:
-    """See the twin. `packed` may be on another device: then it comes over in one copy."""
+    """See the twin. `packed` may be on another device: then it is read by one copy. block_ids may
+    be an int32 tensor on the device."""
     there = packed.to(pool.device).contiguous()
     runs = _one_run(first_token, first_layer, packed)
     _launch(pool, block_ids, runs, there, None, 0, is_unpack=True)
@@ -112,7 +113,7 @@ def kv_pack_summed(
     payload: torch.Tensor,
     key: int,
 ) -> torch.Tensor:
-    """See the twin. `payload` may be another device's memory, if this one can write there."""
+    """See the twin. `payload` may be the memory of another device that this one can write to."""
     return _launch_summed(pool, block_ids, runs, payload, key, is_unpack=False)
 
 
@@ -123,7 +124,7 @@ def kv_unpack_summed(
     payload: torch.Tensor,
     key: int,
 ) -> torch.Tensor:
-    """See the twin. Each word is read once: what is summed is what was written."""
+    """See the twin. Each word is read once, so the sum is over the bytes written."""
     return _launch_summed(pool, block_ids, runs, payload, key, is_unpack=True)
 
 
@@ -170,6 +171,6 @@ def _launch(
 
 
 def _one_run(first_token: int, first_layer: int, packed: torch.Tensor) -> Runs:
-    """All of `packed` [layers, parts, kv_heads, tokens, head_dim]."""
+    """One run with all of `packed` [layers, parts, kv_heads, tokens, head_dim]."""
     num_tokens = packed.shape[3]
     return Runs(first_token, num_tokens, first_layer, packed.shape[0], first_token + num_tokens)

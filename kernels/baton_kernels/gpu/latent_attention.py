@@ -1,5 +1,5 @@
-"""Causal attention over a pool of one part, whose rows are keys and values in one, as those of
-multi-head latent attention are: see baton_kernels.layer.LatentAttention.
+"""Causal attention over a pool of one part (multi-head latent attention): each row is key and
+value. See baton_kernels.layer.LatentAttention.
 
 For a query at position p, of any head, over the rows j <= p of its sequence:
     s_j = q . row_j * scale
@@ -8,11 +8,10 @@ For a query at position p, of any head, over the rows j <= p of its sequence:
     query [tokens, heads, row]; out [tokens, heads, value_dim]; pool [blocks, layers, 1, 1,
     block_size, row]; scales, if the pool is quantised, [blocks, layers, 1, 1, block_size]
 
-Work is cut into items as that of paged_attention is, with its rules of which keys go to which item.
-All heads read the same rows, so that they are cut into blocks of GROUP heads (head_blocks), which
-with the item's tokens are the rows of one matrix; a program takes an item and a block. It loads a
-tile of keys once: the first VALUE_DIM elements are multiplied twice, as keys and as values, the
-others, the rotated ones, once.
+Work is split into items by the rules of paged_attention. All heads read the same rows: GROUP heads
+(see head_blocks) times the item's tokens are the rows of one matrix, and a program runs one item
+for one block of heads. It loads each tile of keys once: the first VALUE_DIM elements are used as
+keys and as values, the rotated rest as keys only.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ def _tile(
     ROW: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, MASKED: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Take keys [start, start + BLOCK_N), which are in blocks `block` [BLOCK_N], into the running
-    softmax. Keys from `end` on are not there. Returns the blocks of the next tile too, see
-    paged_attention."""
+    """Add keys [start, start + BLOCK_N), in blocks `block` [BLOCK_N], to the running softmax. Keys
+    from `end` on do not exist. Also returns the blocks of the next tile, see paged_attention."""
     keys = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_V)
     rest = VALUE_DIM + tl.arange(0, BLOCK_R)
@@ -50,7 +48,7 @@ def _tile(
     ahead = keys + BLOCK_N
     block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
     row_ptr = pool_ptr + (head * stride + offset * ROW)[:, None]
-    # Masked values are read as 0, not just weighted by 0: what an earlier owner left may be NaN.
+    # Read masked values as 0, not only weight them by 0: an earlier owner may have left NaN.
     if MASKED:
         k = tl.load(
             row_ptr + dims[None, :], mask=there[:, None] & (dims < VALUE_DIM)[None, :], other=0.0
@@ -91,9 +89,9 @@ def _attend_latent(
     ITEM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, blocks of heads). Writes `out`, or the partial result: part [parts, blocks of
-    heads, BLOCK_M, ROW], of which VALUE_DIM are used, and its log2-sum-exp [parts, blocks of heads,
-    BLOCK_M], float32."""
+    """Grid (items, blocks of heads). Writes `out`, or a partial result: part [parts, blocks of
+    heads, BLOCK_M, ROW] (VALUE_DIM elements of each ROW) and its log2-sum-exp [parts, blocks of
+    heads, BLOCK_M], float32."""
     head_block = tl.program_id(1)
     num_blocks = tl.num_programs(1)
     first_token, num_tokens, position, first_entry, begin, end, part = read_item(items_ptr, ITEM)
@@ -106,7 +104,7 @@ def _attend_latent(
     head = head_block * GROUP + rows % GROUP
     is_row = token < num_tokens
     inside = is_row[:, None] & (dims < VALUE_DIM)[None, :]
-    # Rows past the last token repeat nothing: they hold zeros, and are not written.
+    # Rows past the last token are zeros and are not written.
     q_row = q_ptr + ((first_token + token).to(tl.int64) * q_stride + head * ROW)[:, None]
     q = tl.load(q_row + dims[None, :], mask=inside, other=0.0)
     q_rest = tl.load(q_row + rest[None, :], mask=is_row[:, None] & (rest < ROW)[None, :], other=0.0)
@@ -117,7 +115,7 @@ def _attend_latent(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     keys = begin + tl.arange(0, BLOCK_N)
     block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
-    # Tiles that all queries see in full come first, and need no mask.
+    # Tiles that all queries see in full come first and need no mask.
     full_end = tl.maximum(begin, tl.minimum(position + 1, end) // BLOCK_N * BLOCK_N)
     for start in range(begin, full_end, BLOCK_N):
         acc, peak, total, block = _tile(
@@ -132,7 +130,7 @@ def _attend_latent(
             ROW, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_V, BLOCK_R, True, HAS_SCALES,
         )  # fmt: skip
 
-    # A row of a partial result may have seen no key: its peak is -inf, and its total 0.
+    # A row of a partial result may have seen no key: peak -inf, total 0.
     total = tl.where(total > 0.0, total, 1.0)
     acc = acc / total[:, None]
     if part < 0:
@@ -157,9 +155,9 @@ def attend_latent(
     value_dim: int,
     terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
-    """paged_attention over a pool of one part. query's heads and elements must be contiguous; its
-    tokens may be apart. Raises ValueError for a window or terms, which no such model has, and for a
-    pool of several heads."""
+    """paged_attention over a pool of one part. Heads and elements of query must be contiguous; its
+    tokens may be apart. Raises ValueError for a window, for score terms, and for a pool of several
+    heads."""
     num_tokens, num_heads, row = query.shape
     _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
     if num_kv_heads != 1 or plan.window is not None or not terms.is_none:

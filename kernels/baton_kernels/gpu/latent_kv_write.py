@@ -1,12 +1,12 @@
-"""Norm the latent, rotate what is to be rotated, put queries and rows together, and write the rows
-into the paged KV pool, in one pass: see the twin, and rope_kv_write, whose rounding this has.
+"""Normalises the latent, rotates the RoPE part, assembles queries and rows, and writes the rows
+into the paged KV pool, in one pass: see the twin. Rounds as rope_kv_write does.
 
-    absorbed [tokens, heads, rank], turned [tokens, heads, rope_dim], heads anywhere;
-    latent [tokens, rank + rope_dim], tokens anywhere; weight [rank]; cos, sin [tokens, rope_dim /
-    2]; rows [tokens] int64, as slot_rows gives them, negative for tokens that are written nowhere;
-    scales, if the pool is quantised, one float32 per row.
+absorbed [tokens, heads, rank], turned [tokens, heads, rope_dim], heads at any stride; latent
+[tokens, rank + rope_dim], tokens at any stride; weight [rank]; cos, sin [tokens, rope_dim / 2];
+rows [tokens] int64 from slot_rows, negative for tokens that are not written; scales, if the pool is
+quantised, one float32 per row.
 
-A program takes HEADS heads of one token; the first of a token's takes its row, too.
+A program handles HEADS heads of one token; the token's first program also writes its row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton_kernels.kv_write import head_stride
 from baton_kernels.layer import Norm
 from baton_kernels.quantize_rows import LIMITS
 
-#: Elements of queries that a program takes.
+#: Query elements per program.
 PROGRAM_ELEMENTS = 8192
 
 
@@ -121,7 +121,7 @@ def latent_kv_write(
     rows: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the twin. Elements of what is given must be contiguous; heads and tokens may be apart."""
+    """See the twin. Elements of the inputs must be contiguous; heads and tokens may be apart."""
     num_tokens, num_heads, rank = absorbed.shape
     half, block_size = turned.shape[2] // 2, pool.shape[4]
     if any(x.stride(-1) != 1 for x in (absorbed, turned, latent)):

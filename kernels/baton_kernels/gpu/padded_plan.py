@@ -1,11 +1,10 @@
-"""Attention plans at fixed addresses: a CUDA graph has its numbers of programs for good, so that a
-step's items are padded to them.
+"""Attention plans at fixed addresses, for CUDA graphs: a graph's number of programs is fixed, so a
+step's items are padded to it.
 
-An item of zeros has no tokens, and a merge of zeros no parts: their programs read and write
-nothing. A sequence that only
-fills the batch up has an item without keys, which writes zeros: what is computed from them is of no
-interest, but should not be what memory happens to hold. Real items are those of an eager plan, in
-the same tiles, so that a row gets the same bits whatever it is padded to.
+An item of zeros has no tokens and a merge of zeros no parts: their programs read and write nothing.
+A padding sequence has an item without keys, which writes zeros, so that later layers do not compute
+with uninitialised memory. Real items equal those of an eager plan, in the same tiles, so a row's
+bits do not depend on the padding.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from baton_kernels.gpu.attention_plan import (
 
 @dataclass(frozen=True, slots=True)
 class PlanRoom:
-    """How many items and merges a plan has, real and padding."""
+    """Numbers of items and merges of a plan, including padding."""
 
     num_items: int
     num_merges: int
 
     @property
     def num_fields(self) -> int:
-        """int32 numbers that describe all of them."""
+        """int32 fields of all items and merges."""
         return self.num_items * ITEM_FIELDS + self.num_merges * MERGE_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """One new token of each sequence, [seqs] int32: where it is, its row of the pool (negative for
-    a sequence that only fills the batch up), and where its block table begins in the plan's. rows:
-    of the batch; if there are no other sequences, from 0 on."""
+    """Sequences with one new token each, [seqs] int32: the token's position, its row in the pool
+    (negative for padding sequences), and the start of its block table in the plan's table. rows:
+    rows of the batch; defaults to 0, 1, 2, ..."""
 
     positions: torch.Tensor
     first_rows: torch.Tensor
@@ -53,8 +52,8 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Room for partial results, which the plans of all windows and sizes share: steps run one after
-    the other.
+    """Memory for partial results, shared by the plans of all windows and sizes: steps run one at a
+    time.
 
     part [parts, blocks of heads, block_m, head_dim], lse [parts, blocks of heads, block_m],
     float32: see head_blocks.
@@ -65,12 +64,12 @@ class Partials:
 
 
 def partial_bytes(pool: torch.Tensor, tile: Tile, num_heads: int) -> int:
-    """Of one partial result of so many heads."""
+    """Bytes of one partial result for `num_heads` heads."""
     return head_blocks(pool, num_heads) * tile.block_m * (pool.shape[5] + 1) * 4
 
 
 def empty_partials(num_parts: int, pool: torch.Tensor, tile: Tile, num_heads: int) -> Partials:
-    """Room for `num_parts` of so many heads, on the pool's device."""
+    """Memory for `num_parts` partial results of `num_heads` heads, on the pool's device."""
     shape = (num_parts, head_blocks(pool, num_heads), tile.block_m)
     part = torch.empty(*shape, pool.shape[5], dtype=torch.float32, device=pool.device)
     return Partials(part, torch.empty(shape, dtype=torch.float32, device=pool.device))
@@ -91,9 +90,9 @@ def _plan_items(
     MERGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MERGES: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_seqs): each writes the items and the merge of its sequence. All items but a
-    sequence's last come first, which have most keys; after the last ones, zeros. SEQS is a power of
-    two that is no less than num_seqs."""
+    """Grid (num_seqs): each program writes the items and the merge of one sequence. The last item
+    of each sequence, which has the fewest keys, comes after all others; zeros follow. SEQS: a power
+    of two, at least num_seqs."""
     row = tl.program_id(0)
     seqs = tl.arange(0, SEQS)
     there = seqs < num_seqs
@@ -134,7 +133,7 @@ def _plan_items(
         tl.store(to + 4, tl.maximum(key, low_key), mask=inside)
         tl.store(to + 5, tl.minimum(key + SPLIT, end), mask=inside)
         tl.store(to + 6, tl.where(own_count > 1, first_part + index, -1), mask=inside)
-    # Items of nothing, which all programs write a share of.
+    # Padding items of zeros, shared out among all programs.
     zero = tl.zeros([64], dtype=tl.int32)
     num_spare = (num_items - first_last - num_seqs) * ITEM
     spare = items_ptr + (first_last + num_seqs) * ITEM
@@ -149,8 +148,8 @@ def _plan_items(
 
 
 def plan_items(sequences: Sequences, plan: AttentionPlan) -> None:
-    """Fill the items and merges of a padded plan from what its sequences are: on the device, so
-    that the host's work for a step does not grow with their contexts. There is room for all."""
+    """Fill the items and merges of a padded plan on the device, so that host time per step does not
+    grow with context length. The plan must have room for all."""
     (launch,) = plan.launches
     num_seqs, rows = len(sequences.positions), sequences.rows
     _plan_items[(num_seqs,)](
@@ -174,9 +173,9 @@ def padded_plan(
     scale: float,
     window: int | None,
 ) -> AttentionPlan:
-    """The plan whose items and merges are in `fields` [room.num_fields], where plan_items puts
-    them, and its block tables in `table`, both int32, whenever it is run. `partials` has room for
-    `room.num_items` parts if there are any merges."""
+    """A plan that reads its items and merges from `fields` [room.num_fields], which plan_items
+    fills, and its block tables from `table`, both int32, at each run. `partials` must have room for
+    `room.num_items` parts if there are merges."""
     end_items = room.num_items * ITEM_FIELDS
     launch = Launch(
         tile,

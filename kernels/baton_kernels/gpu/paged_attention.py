@@ -2,26 +2,25 @@
 and verification.
 
 For a query at position p, head h, KV head g = h // GROUP, over positions j <= p, and j > p - window
-if there is a window:
-    s_j = q . k_j * scale   [softcap * tanh(s_j / softcap) if there is a soft-cap]
-    out = sum_j softmax_j(s_j + slope_h * (j - p)) v_j   [slopes: ALiBi]
-A sink is one more score, of a key whose value is 0. See ScoreTerms.
+if there is a window: s_j = q . k_j * scale [softcap * tanh(s_j / softcap) if there is a soft-cap]
+out = sum_j softmax_j(s_j + slope_h * (j - p)) v_j [slopes: ALiBi] A sink is one more score, for a
+key with the value 0. See ScoreTerms.
 
-Work is cut into items. An item is a run of one sequence's new tokens and a range of its keys; a
-program takes one item and one KV head, and the GROUP heads that share it are rows of one matrix:
-BLOCK_M rows = tokens * GROUP. Few rows (decode, verification) make many items of SPLIT_TOKENS keys
-each, somewhat more (a prompt's end, or what follows a cached prefix) items of LONG_SPLIT_TOKENS a
-tile, whose results attention_merge puts together. Softmax is taken online (Milakov and Gimelshein,
-2018; FlashAttention, Dao et al., 2022), in base 2.
+Work is split into items: a range of a sequence's new tokens and a range of its keys. A program runs
+one item for one KV head; the GROUP heads that share it are rows of one matrix: BLOCK_M rows =
+tokens * GROUP. Sequences with few rows (decode, verification) are split into items of SPLIT_TOKENS
+keys, those with somewhat more rows (the end of a prompt, or tokens after a cached prefix) into
+items of LONG_SPLIT_TOKENS keys per tile; attention_merge merges their results. Softmax is online
+(Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022), in base 2.
 
-What a row yields depends on its own sequence alone: ranges begin at multiples of their size, tiles
-at multiples of BLOCK_N, and both sizes follow from its own sequence's number of new tokens, never
-from the batch.
+A row's result depends on its own sequence alone: ranges start at multiples of their size, tiles at
+multiples of BLOCK_N, and both sizes depend on the sequence's number of new tokens, not on the
+batch.
 
-    query, out [tokens, heads, head_dim]; pool [blocks, layers, 2, kv_heads, block_size, head_dim];
-    scales, if the pool is quantised, [blocks, layers, 2, kv_heads, block_size]. A head here is a
-    block's rows of one layer, kind and KV head: they are together, and heads lie stride elements,
-    or scale_stride scales, apart.
+query, out [tokens, heads, head_dim]; pool [blocks, layers, 2, kv_heads, block_size, head_dim];
+scales, if the pool is quantised, [blocks, layers, 2, kv_heads, block_size]. "Head" here means the
+contiguous rows of one block, layer, part and KV head; heads lie stride elements, or scale_stride
+scales, apart.
 """
 
 from __future__ import annotations
@@ -71,11 +70,11 @@ def plan_attention(
     choose: Callable[[int, torch.Tensor, torch.dtype], Tile] = choose_tile,
     fill: Callable[[Sequences, AttentionPlan], None] = plan_items,
 ) -> AttentionPlan:
-    """See the twin. Where tables are placed, the items of sequences with one new token, which are
-    as many as their contexts are long, are made by the device: see plan_items, which is `fill`.
+    """See the twin. If tables are placed, the device makes the items of sequences with one new
+    token (`fill`, see plan_items), because their number grows with context length.
 
-    choose: the tile for a number of rows. Raises ValueError if more than a tile's rows share a KV
-    head.
+    choose: returns the tile for a number of rows. Raises ValueError if more heads share a KV head
+    than a tile has rows.
     """
     if placed is None:
         return list_items(slices, pool, num_heads, scale, window, dtype, choose=choose)
@@ -119,7 +118,7 @@ def _scores(
         s *= k_scale[None, :]
     s *= scale
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities.
+        # tanh(x) = 1 - 2 / (e^2x + 1), exact at both infinities.
         s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * _LOG2_E / softcap)) + 1.0))
     if HAS_SLOPES:
         s += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
@@ -135,10 +134,10 @@ def _tile(
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take keys [start, start + BLOCK_N), which are in blocks `block` [BLOCK_N], into the running
-    softmax. Keys from `end` on are not there, nor are those before `oldest`: the table may name
-    blocks of other sequences there. Returns the blocks of the next tile too: read here, a
-    tile ahead, they do not stand in the way of loading several tiles of keys ahead."""
+    """Add keys [start, start + BLOCK_N), in blocks `block` [BLOCK_N], to the running softmax. Keys
+    before `oldest` and from `end` on are masked: the table may name other sequences' blocks there.
+    Also returns the blocks of the next tile: read one tile ahead, they do not delay the prefetch of
+    keys."""
     keys = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     there = (keys >= oldest) & (keys < end) if HAS_WINDOW else keys < end
@@ -148,7 +147,7 @@ def _tile(
     block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
     at = (head * stride + offset * HEAD_DIM)[:, None] + dims[None, :]
     to_value = kind_heads * stride
-    # Masked values are read as 0, not just weighted by 0: what an earlier owner left may be NaN.
+    # Read masked values as 0, not only weight them by 0: an earlier owner may have left NaN.
     if MASKED:
         inside = there[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(pool_ptr + at, mask=inside, other=0.0)
@@ -193,7 +192,7 @@ def _attend(
     HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, kv_heads). Writes `out`, or the partial result: part [parts, kv_heads, BLOCK_M,
+    """Grid (items, kv_heads). Writes `out`, or a partial result: part [parts, kv_heads, BLOCK_M,
     HEAD_DIM] and its log2-sum-exp [parts, kv_heads, BLOCK_M], float32."""
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
@@ -205,7 +204,7 @@ def _attend(
     token = rows // GROUP
     head = kv_head * GROUP + rows % GROUP
     inside = (token < num_tokens)[:, None] & (dims < HEAD_DIM)[None, :]
-    # Rows past the last token repeat nothing: they hold zeros, and are not written.
+    # Rows past the last token are zeros and are not written.
     q_at = (first_token + token).to(tl.int64) * q_stride + head * HEAD_DIM
     q = tl.load(q_ptr + q_at[:, None] + dims[None, :], mask=inside, other=0.0)
     positions = position + token
@@ -218,14 +217,14 @@ def _attend(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     oldest = tl.maximum(position - window + 1, 0) if HAS_WINDOW else 0
     if HAS_SINKS:  # noqa: SIM102, the kernel has the inner test in it only then
-        # Of the items that share a tile's keys, the one that has the first takes the sink in.
+        # The item with a tile's first key adds the sink.
         if begin <= oldest:
             peak = tl.load(sinks_ptr + head) * _LOG2_E
             total += 1.0
     first_head = layer_head + kv_head
     keys = begin + tl.arange(0, BLOCK_N)
     block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
-    # Tiles that all queries see in full come first, and need no mask.
+    # Tiles that all queries see in full come first and need no mask.
     full_end = begin
     if not HAS_WINDOW:
         full_end = tl.maximum(begin, tl.minimum(position + 1, end) // BLOCK_N * BLOCK_N)
@@ -246,7 +245,7 @@ def _attend(
             True, HAS_WINDOW, HAS_SCALES, HAS_SOFTCAP, HAS_SLOPES, PRECISION,
         )  # fmt: skip
 
-    # A row of a partial result may have seen no key: its peak is -inf, and its total 0.
+    # A row of a partial result may have seen no key: peak -inf, total 0.
     total = tl.where(total > 0.0, total, 1.0)
     acc = acc / total[:, None]
     if part < 0:
@@ -270,7 +269,7 @@ def paged_attention(
     scales: torch.Tensor | None = None,
     terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
-    """See the twin. query's heads and elements must be contiguous; its tokens may be apart. New
+    """See the twin. Heads and elements of query must be contiguous; its tokens may be apart. New
     keys and values are read from the pool."""
     if pool.shape[2] == 1:
         return attend_latent(query, pool, scales, layer, plan, value.shape[2], terms)

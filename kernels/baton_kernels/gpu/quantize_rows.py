@@ -1,10 +1,10 @@
-"""Rows in 8 bits, each with one float32 scale.
+"""8-bit rows with one float32 scale each.
 
     scale = max(|x|, LEAST_PEAK) / LIMIT,   code = x / scale, rounded to the nearest int8 or
     float8_e4m3fn; NaN and 0 for a row that is not finite
     x, codes [rows, dim] contiguous; scales [rows]
 
-A program takes one row, BLOCK elements at a time, twice: for the maximum and for the codes.
+A program reads one row twice, BLOCK elements at a time: for the maximum and for the codes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LEAST_PEAK = tl.constexpr(twins.LEAST_PEAK)
 
 @triton.jit
 def magnitude(x):
-    """|x|, infinite for NaN, which a maximum may pass over."""
+    """|x|, infinite for NaN, which a maximum may ignore."""
     return tl.where(tl.abs(x) <= float("inf"), tl.abs(x), float("inf"))
 
 
 @triton.jit
 def scale_of(peak, LIMIT: tl.constexpr):
-    """The scale of a row by its largest magnitude."""
+    """Scale of a row from its largest magnitude."""
     return tl.where(peak < float("inf"), tl.maximum(peak, _LEAST_PEAK) / LIMIT, float("nan"))
 
 

@@ -6,12 +6,11 @@ or codes.
     fp8:  W[o, i] = code[o, i] * scale[g, o]
           codes [out, in] float8, and x in float8 with x_scales [rows, groups]
 
-A level less its zero is a small integer, exact in the dtype of x: it is multiplied as it is, and
-the scale is applied to the sum of each run. A program makes a tile of BLOCK_M rows by BLOCK_N
-outputs, whose size follows from the number of rows; each sum is taken over the inputs in order.
-Where few rows of int weights make too few programs, each takes a part of the inputs, and the parts
-are added in order by a kernel of their own (split-K): into how many follows from the layer's shape
-and the tile.
+Level minus zero is a small integer, exact in the dtype of x: it is multiplied unscaled, and the
+scale is applied to the sum of each run. A program computes a tile of BLOCK_M rows by BLOCK_N
+outputs; the number of rows sets its size, and each sum runs over the inputs in order. If few rows
+of int weights give too few programs, the inputs are split as well (split-K), and another kernel
+adds the parts in order; the number of parts depends on the layer's shape and the tile.
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ from baton_kernels.epilogue import finish
 from baton_kernels.gpu.quantize_rows import quantize_rows
 from baton_kernels.quantized_linear import IntWeight
 
-#: Programs that a product of few rows should have: some for each of a large GPU's multiprocessors.
+#: Programs wanted for a product of few rows: several per multiprocessor of a large GPU.
 _WANTED_PROGRAMS = 512
-#: Rows of a product whose inputs are split, at most: all of its tile.
+#: Maximum rows of a product with split inputs; all of them fit one tile.
 _MAX_SPLIT_ROWS = 64
-#: Runs that a program has at least, where inputs are split.
+#: Minimum runs per program with split inputs.
 _LEAST_RUNS = 4
-#: Outputs that one program adds the parts of.
+#: Outputs per program that adds the parts.
 _ADDED_OUTPUTS = 512
-#: More rows than this are multiplied by torch's own product of float8, where there is one.
+#: Above this number of rows torch's float8 product runs, where there is one.
 _MAX_OWN_FP8_ROWS = 16
-#: The least compute capability where it takes a scale for each row, and what sizes and results are.
+#: Minimum compute capability at which torch's product takes a scale per row, and its required sizes
+#: and result types.
 _SCALED_MM_CAPABILITY = (9, 0)
 _SCALED_MM_MULTIPLE = 16
 _SCALED_MM_DTYPE = torch.bfloat16
@@ -82,9 +82,9 @@ def _int_linear(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, output tiles, SPLITS). A step takes one run; of 4 bits, its first half in
-    the low ones, the second in the high. BLOCK_K: bytes of levels in a run, padded to a power of
-    two. y: if there are several SPLITS, their parts [SPLITS, rows, out] float32."""
+    """Grid (row tiles, output tiles, SPLITS). Each loop step handles one run; 4-bit runs have their
+    first half in the low nibbles and the second in the high. BLOCK_K: bytes of levels in a run,
+    padded to a power of two. y: with several SPLITS, the parts [SPLITS, rows, out] float32."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ins = tl.arange(0, BLOCK_K)
@@ -131,8 +131,8 @@ def _fp8_linear(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     IS_GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, output tiles). A step takes BLOCK_K inputs; if IS_GROUPED they are a group,
-    whose sum is scaled and added in float32."""
+    """Grid (row tiles, output tiles). Each loop step handles BLOCK_K inputs; if IS_GROUPED they are
+    one group: its sum is scaled and added in float32."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ins = tl.arange(0, BLOCK_K)
@@ -196,8 +196,8 @@ def int_linear(
 
 
 def num_splits(num_rows: int, num_out: int, num_runs: int) -> int:
-    """Into how many parts int_linear takes the inputs of a layer: a power of two, 1 where outputs
-    make programs enough. The same for all numbers of rows that have one tile."""
+    """Number of parts (a power of two) into which int_linear splits a layer's inputs; 1 if the
+    outputs give enough programs. Equal for all numbers of rows with the same tile."""
     if num_rows > _MAX_SPLIT_ROWS:
         return 1
     _, block_n, _, _ = _tile(num_rows)
@@ -239,23 +239,23 @@ def fp8_linear(
 def _takes_scaled_mm(
     x: torch.Tensor, codes: torch.Tensor, num_groups: int, out_dtype: torch.dtype | None
 ) -> bool:
-    """Whether torch's own product is for this one: of many rows, each with one scale, and where its
-    libraries have a kernel."""
+    """Whether torch's own product runs this one: many rows, one scale per row, and a size that its
+    libraries support."""
     is_fit = num_groups == 1 and all(size % _SCALED_MM_MULTIPLE == 0 for size in codes.shape)
     is_known = x.dtype == _SCALED_MM_DTYPE and out_dtype in (None, x.dtype)
     return is_fit and is_known and len(x) > _MAX_OWN_FP8_ROWS and has_scaled_mm(x.device)
 
 
 def has_scaled_mm(device: torch.device) -> bool:
-    """Whether torch multiplies float8 with a scale for each row and each output there."""
+    """Whether torch multiplies float8 with a scale per row and per output on the device."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= _SCALED_MM_CAPABILITY
 
 
 def _tile(num_rows: int) -> tuple[int, int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K and warps: many small programs for few rows, which only read
-    weights; large ones for many."""
+    """BLOCK_M, BLOCK_N, BLOCK_K and warps: many small programs for few rows, where reading weights
+    dominates; large ones for many rows."""
     if num_rows <= 16:
         return 16, 32, 128, 4
     if num_rows <= 64:

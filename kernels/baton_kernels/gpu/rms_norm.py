@@ -1,9 +1,9 @@
 """Root-mean-square normalisation: y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
-    x [outer, inner, dim], rows anywhere; weight [dim]; y [outer, inner, dim] contiguous
+x [outer, inner, dim], rows at any stride; weight [dim]; y [outer, inner, dim] contiguous
 
-A program takes as many rows as make about TILE_ELEMENTS elements. Each value is rounded where the
-twin rounds it. There is no form that adds a residual: linear layers do, in their epilogue.
+A program handles enough rows for about TILE_ELEMENTS elements. Values are rounded where the twin
+rounds them. Residuals are added by the epilogue of linear layers, not here.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Norm queries and keys head by head, where a model does, rotate them by their positions, and write
-keys and values into the paged KV pool, in one pass.
+"""Normalises queries and keys per head (in models that do), rotates them by their positions, and
+writes keys and values into the paged KV pool, in one pass.
 
     x = x / sqrt(mean(x^2) + eps) * weight   of a head; rounded where rms_norm's twin rounds
 
 A head vector is split in halves (a, b); with c, s the cosine and sine of its position's angles,
     a' = a c - b s,    b' = b c + a s        each product rounded to the dtype, as the twin's are.
 
-    query [tokens, heads, head_dim], key, value [tokens, kv_heads, head_dim], heads contiguous,
-    tokens anywhere; weights [head_dim]; cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads]
-    int64, as slot_rows gives them: BLOCK_SIZE rows of head_dim are together, such heads lie stride
-    elements apart; scales, if the pool is quantised, one float32 per row: see
-    baton_kernels.kv_write. Tokens without a slot have negative rows: nothing of them is written.
+query [tokens, heads, head_dim], key, value [tokens, kv_heads, head_dim], heads contiguous, tokens
+at any stride; weights [head_dim]; cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads] int64
+from slot_rows: BLOCK_SIZE rows of head_dim elements are contiguous, and these groups lie stride
+elements apart; scales, if the pool is quantised, one float32 per row: see baton_kernels.kv_write.
+Tokens without a slot have negative rows and are not written.
 
-A program takes one token.
+A program handles one token.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _norm(
     first, second, weight_ptr, eps, dims, dtype,
     HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Halves [heads, head_dim / 2] -> normed halves, float32 of values of `dtype`; as they are
-    without HAS_NORM. IS_WIDE: the weight is float32, whatever the dtype."""
+    """Halves [heads, head_dim / 2] -> normalised halves, float32 with values of `dtype`; unchanged
+    without HAS_NORM. IS_WIDE: the weight is float32 for any dtype."""
     if HAS_NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
@@ -85,7 +85,7 @@ def _store(
             second = tl.floor(second + 0.5)
         tl.store(pool_ptr + at, first.to(dtype), mask=inside)
         tl.store(pool_ptr + at + HALF, second.to(dtype), mask=inside)
-        # `inside` is uniform along a row but for the padding of head_dim.
+        # `inside` is uniform along a row, except for the padding of head_dim.
         at = head * scale_stride + offset
         tl.store(scales_ptr + at, scale, mask=tl.max(inside.to(tl.int32), 1) > 0)
 

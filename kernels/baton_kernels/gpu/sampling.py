@@ -1,7 +1,7 @@
-"""Choose tokens from logits without asking the device: top-k and top-p, which token_filter has, and
-the draw. The other filters are their twins.
+"""Draws tokens on the device without a host round trip: the draw itself, with top-k and top-p from
+token_filter. The other filters run as torch twins.
 
-    logits [rows, vocab] float32
+logits [rows, vocab] float32
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton_kernels.gpu.token_filter import keep_top_k, keep_top_p
 
 __all__ = ["gumbel_argmax", "keep_top_k", "keep_top_p"]
 
-#: Tokens that one program of the draw takes.
+#: Tokens per program of the draw.
 DRAW_BLOCK = 2048
 
 _WEYL = tl.constexpr(0x9E3779B1)
@@ -34,8 +34,7 @@ def _mix(x):
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x in (-1, 0], right to a few units in the last place however small x is
-    (Kahan)."""
+    """log(1 + x) for x in (-1, 0], to a few units in the last place even for tiny x (Kahan)."""
     one_more = 1.0 + x
     small = one_more == 1.0
     return tl.where(small, x, tl.log(one_more) * (x / tl.where(small, 1.0, one_more - 1.0)))
@@ -45,7 +44,7 @@ def _log1p(x):
 def _noisy_max(
     logits_ptr, keys_ptr, best_ptr, best_id_ptr, vocab_size, num_parts, BLOCK: tl.constexpr
 ):
-    """Grid (rows, parts): the largest logit plus noise of a part of the vocabulary, and the lowest
+    """Grid (rows, parts): the largest logit plus noise in a part of the vocabulary, and the lowest
     id that has it."""
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -54,7 +53,7 @@ def _noisy_max(
     first = tl.load(keys_ptr + 2 * row).to(tl.uint32, bitcast=True)
     second = tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True)
     word = _mix(_mix((ids.to(tl.uint32) * _WEYL) ^ first) ^ second)
-    # As the twin: a signed word to float, then to the middle of one of 2^32 equal cells.
+    # As in the twin: a signed word to float, then to the middle of one of 2^32 equal cells.
     signed = word.to(tl.int32, bitcast=True)
     unsigned = signed.to(tl.float32) + tl.where(signed < 0, 4294967296.0, 0.5)
     uniform = tl.minimum(tl.maximum(unsigned * 2.0**-32, 2.0**-33), 1.0 - 2.0**-24)
@@ -75,7 +74,7 @@ def _take_best(best_ptr, best_id_ptr, chosen_ptr, num_parts, BLOCK: tl.constexpr
 
 
 def gumbel_argmax(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """See the twin. The noise is the twin's to a few units in the last place."""
+    """See the twin. The noise agrees with the twin's to a few units in the last place."""
     _check(logits)
     if not keys.is_contiguous():
         raise ValueError("keys are not contiguous")

@@ -1,18 +1,18 @@
 """Keep a row's likeliest tokens: -inf for all others. See the twins.
 
 A row's threshold is found digit by digit in an order-preserving code of float32 (radix selection):
-of the codes that begin with the digits found so far, the mass of each next digit is added up, and
-the largest digit is taken with which enough mass lies at or above it. Mass is 1 a token for top-k,
-and its probability, not normalised, for top-p. There is no sort, and no row depends on another.
+among the codes with the digits found so far, the mass of each next digit is summed, and the largest
+digit with enough mass at or above it is chosen. A token's mass is 1 for top-k and its unnormalised
+probability for top-p. There is no sort, and rows are independent.
 
-A pass over the logits settles one digit of DIGIT_BITS. It is a launch of (rows, parts) programs,
-each of which reads PART tokens, once, so that a row is read by many multiprocessors, and leaves its
-masses by digit; the programs of the next launch add those of all parts, in order, and take the
-digit. Nothing is added by atomics: results do not depend on what runs when.
+Each pass over the logits finds one digit of DIGIT_BITS. A pass is one launch of (rows, parts)
+programs, so that many multiprocessors share a row; each reads PART tokens once and stores its
+masses by digit. The programs of the next launch add the masses of all parts, in order, and choose
+the digit. Without atomics, results do not depend on timing.
 
-    logits [rows, vocab] float32; sums [passes, rows, parts, DIGITS] float32; what each pass found:
-    codes [passes, rows] int32, the digits so far, and aboves [passes, rows] float32, the mass of
-    all codes above those that begin with them
+logits [rows, vocab] float32; sums [passes, rows, parts, DIGITS] float32; results of each pass:
+codes [passes, rows] int32, the digits so far, and aboves [passes, rows] float32, the mass of all
+codes above those with these digits
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-#: Tokens that a program takes, and how many of them at once.
+#: Tokens per program, and tokens that it reads at a time.
 PART = 4096
 CHUNK = 256
 DIGIT_BITS = tl.constexpr(4)
@@ -34,7 +34,7 @@ _ALL = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def _code(x):
-    """uint32 in the order of float32; both zeros have one code."""
+    """uint32 code in the order of float32; both zeros have the same code."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
     return bits ^ tl.where(bits >= _SIGN, _ALL, _SIGN)
 
@@ -56,7 +56,7 @@ def _peak(peaks_ptr, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _masses(sums_ptr, step, row, num_rows, num_parts, PARTS: tl.constexpr):
-    """[DIGITS]: those of pass `step`, of all parts."""
+    """Masses by digit [DIGITS] of pass `step`, summed over all parts."""
     parts = tl.arange(0, PARTS)
     digits = tl.arange(0, DIGITS)
     at = ((step * num_rows + row) * num_parts + parts)[:, None] * DIGITS + digits[None, :]
@@ -68,8 +68,8 @@ def _take_digit(
     sums_ptr, codes_ptr, aboves_ptr, wanted_ptr, step, row, num_rows, num_parts,
     PARTS: tl.constexpr, IS_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """What passes up to `step` have found: the code so far, the digit that the last one added to
-    it, the mass above, and how much is wanted."""
+    """State after passes up to `step`: the code so far, the last digit, the mass above, and the
+    mass wanted."""
     wanted = tl.load(wanted_ptr + row).to(tl.float32)
     if IS_SHARE:
         wanted *= tl.sum(_masses(sums_ptr, 0, row, num_rows, num_parts, PARTS), 0)
@@ -82,7 +82,7 @@ def _take_digit(
     digits = tl.arange(0, DIGITS)
     is_from = digits[None, :] >= digits[:, None]
     from_digit = above + tl.sum(tl.where(is_from, masses[None, :], 0.0), 1)
-    # By rounding, or where a logit is none, not even all may be enough: then all are kept.
+    # With rounding, or NaN among the logits, even all tokens may be too few: then keep all.
     digit = tl.max(tl.where(from_digit >= wanted, digits, 0), 0)
     above += tl.sum(tl.where(digits > digit, masses, 0.0), 0)
     return (code << DIGIT_BITS) | digit.to(tl.uint32), digit, above, wanted
@@ -106,8 +106,8 @@ def _add_up_digits(
     PART: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PASSES: tl.constexpr,
     IS_FIRST: tl.constexpr, IS_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, parts): pass `step`. counts [rows, parts, DIGITS] int32: of the last pass,
-    tokens, for equals at the threshold."""
+    """Grid (rows, parts): pass `step`. counts [rows, parts, DIGITS] int32: tokens by digit in the
+    last pass, for ties at the threshold."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     num_rows = tl.num_programs(0)
@@ -154,8 +154,8 @@ def _drop(
     vocab_size, num_parts,
     PART: tl.constexpr, PARTS: tl.constexpr, PASSES: tl.constexpr, IS_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, parts): -inf below the threshold; for top-p, of the tokens at it, those with the
-    lowest ids stay that are still missing."""
+    """Grid (rows, parts): set -inf below the threshold. top-p keeps as many of the tokens at the
+    threshold as are still needed, lowest ids first."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     threshold, digit, above, wanted = _take_digit(
@@ -187,13 +187,13 @@ def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> None:
 
 
 def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
-    """See the twin. Sums are taken in another order: a set whose probability is top_p to rounding
-    may be one larger."""
+    """See the twin. Sums are taken in another order: a set with a probability within rounding of
+    top_p may be one token larger."""
     _keep(logits, top_p, is_share=True)
 
 
 def _keep(logits: torch.Tensor, wanted: torch.Tensor, *, is_share: bool) -> None:
-    """wanted [rows]: tokens, or if is_share, of all probability."""
+    """wanted [rows]: number of tokens, or if is_share, fraction of the total probability."""
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         raise ValueError("logits are not contiguous float32")
     num_rows, vocab_size = logits.shape

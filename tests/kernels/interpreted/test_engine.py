@@ -11,8 +11,7 @@ import torch
 from baton.types import Sampling
 from baton_kernels.dispatch import Op
 from baton_kernels.quantized_linear import IntLinear, pack_int_weight
-from engine.quantization.quantize import quantize_checkpoint
-from engine.quantization.scheme import Scheme
+from bench.quantized_checkpoints import Scheme, quantize_checkpoint
 from engine.torch import load, native_decoder, packed
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine

@@ -1,0 +1,1 @@
+"""Conversations: rendered by a model's template, and what its outputs have beside text."""

@@ -1,0 +1,92 @@
+"""How a model's family writes calls of tools and thoughts, and what a request says of its tools.
+Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.v1 import inference_pb2, sampling_pb2
+from gateway.chat.harmony import ANSWERING, CHANNEL
+from gateway.chat.reasoning import BEGIN, END
+from gateway.chat.tools import TOOL_FORMATS, ToolFormat, format_of_template
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStyle:
+    """By the model's chat template, or by the gateway's options.
+
+    tool_format: None if calls are not looked for. has_thoughts: whether the model may think before
+    it answers. begins_with_thoughts: whether it always does, without a mark. is_harmony: whether
+    its answers have harmony's form: see harmony.py. developer_role: what the template calls that
+    role.
+    """
+
+    tool_format: ToolFormat | None
+    has_thoughts: bool
+    begins_with_thoughts: bool
+    is_harmony: bool
+    developer_role: str
+
+
+def chat_style(template: str, tool_call_parser: str, reasoning_parser: str) -> ChatStyle:
+    """The parsers: "auto" goes by the template, "none" is for none."""
+    form = format_of_template(template) if tool_call_parser == "auto" else tool_call_parser
+    is_thinking = reasoning_parser not in ("auto", "none")
+    is_auto = reasoning_parser == "auto"
+    is_harmony = reasoning_parser == "openai_gptoss" or (is_auto and CHANNEL in template)
+    return ChatStyle(
+        TOOL_FORMATS.get(form),
+        has_thoughts=is_thinking or is_harmony or (is_auto and END in template),
+        begins_with_thoughts=reasoning_parser == "deepseek_r1",
+        is_harmony=is_harmony,
+        developer_role="developer" if "developer" in template else "system",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOfTools:
+    """What the model may call. schemas: of arguments, JSON Schema, by name of tool. is_forced: it
+    must. name: the only one it may, if that is said."""
+
+    tools: tuple[inference_pb2.Tool, ...] = ()
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_forced: bool = False
+    name: str | None = None
+
+
+def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str, Any]:
+    """What an output must be that calls: the arguments of the one that is named, or a list of
+    calls."""
+    if choice.name is not None:
+        return choice.schemas[choice.name]
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": schema},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, schema in choice.schemas.items()
+    ]
+    most = {} if is_parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
+def free_text_of(style: ChatStyle, choice: ChoiceOfTools) -> sampling_pb2.FreeText | None:
+    """What an answer may have beside the text that it was asked to be: thoughts before it, a call
+    instead of it."""
+    may_call = bool(choice.tools) and not choice.is_forced
+    if style.is_harmony:
+        if choice.is_forced:  # is not in harmony's form
+            return None
+        return sampling_pb2.FreeText(end=ANSWERING, has_begun=True, may_be_all=may_call)
+    free = sampling_pb2.FreeText()
+    if style.has_thoughts:
+        free.begin, free.end, free.has_begun = BEGIN, END, style.begins_with_thoughts
+    if may_call and style.tool_format is not None:
+        free.instead.extend(style.tool_format.marks)
+        if style.tool_format.is_bare:
+            free.instead.extend(f'{{"name": "{tool.name}"' for tool in choice.tools)
+    return free if free.ListFields() else None

@@ -1,0 +1,248 @@
+"""The seam between the HTTP port and the formats of APIs, one file each: a format says what its
+paths are, what a body may have, how an answer and its events read, and how an error does. Shared
+parts of answers are here, too."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from baton.v1 import inference_pb2
+from gateway.chat.style import ChatStyle
+from gateway.http.connection import JSON, HttpRequest, HttpResponse
+from gateway.http.errors import FieldNames, HttpError
+from gateway.http.logprobs import BytesOf
+from gateway.http.requests import BodyT, GenerationBody, ModelBody, parsed
+from gateway.long_work import let_others_run
+from gateway.serving import Models, Serving, unique_request_id
+
+_MAX_WARNED = 8
+_MAX_WARNED_CHARS = 64
+
+_DONE = "data: [DONE]\n\n"
+
+#: In a JSON document of ASCII: some readers of lines take more than "\n" for the end of one.
+quoted = json.encoder.encode_basestring_ascii
+
+Chunk = inference_pb2.GenerateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How an API's clients read what is no answer, on all paths that begin with `prefix`.
+
+    id_headers: of an answer, each with the name of its request. shape: an error as they read it.
+    key_header: for API keys, besides authorization; empty for none. error_event: the line before
+    an error within a stream.
+    """
+
+    prefix: str
+    id_headers: tuple[str, ...]
+    shape: Callable[[HttpError], HttpError]
+    key_header: str = ""
+    error_event: str = ""
+
+
+#: Of every path that no other format claims.
+OPENAI = Dialect("", ("x-request-id",), lambda error: error)
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What handlers work with."""
+
+    models: Models
+    styles: Mapping[Serving, ChatStyle]
+
+    async def parsed(self, cls: type[BodyT], request: HttpRequest, response: HttpResponse) -> BodyT:
+        """The body's fields; those that are not known here are named in a header of the answer."""
+        max_model_len = max(serving.facts.max_model_len for serving in self.models)
+        num_bytes = len(request.body)
+        body = await parsed(cls, request.body, max_model_len)
+        request.body = b""
+        await let_others_run(num_bytes)
+        if body.unknown_fields:
+            names = [name[:_MAX_WARNED_CHARS] for name in body.unknown_fields[:_MAX_WARNED]]
+            shown = json.dumps(", ".join(names).replace('"', "").replace("\\", ""))
+            warning = f'299 baton {shown[:-1]}: ignored, not known here"'
+            response.headers.append(("warning", warning))
+        return body
+
+    def form(self, make: MakeFormat, body: ModelBody) -> tuple[Serving, Format]:
+        """The model that a body names, and what is made of the body. Raises BatonError."""
+        serving = self.models.of(body.model or "")
+        return serving, make(body, serving.tokenizer.bytes_of, self.styles[serving])
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One path with one method: what is documented of it, and what serves it.
+
+    method: in lower case. body: None if it is asked without one. is_open: it wants no key. make:
+    of what completes, its format; such an answer may be streamed. handle: of all else; None if the
+    application itself serves it.
+    """
+
+    path: str
+    method: str
+    summary: str
+    body: type[ModelBody] | None = None
+    answer: str = JSON
+    is_open: bool = False
+    make: MakeFormat | None = None
+    handle: Callable[[Door, HttpRequest, HttpResponse], Awaitable[None]] | None = None
+    dialect: Dialect = OPENAI
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What all chunks of an answer begin with."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """kind: OpenAI's `object`."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+class Format(Protocol):
+    """One kind of completion: what is asked of the tiers, and the form of the answer."""
+
+    id_prefix: str
+    dialect: Dialect
+    has_event_ids: bool
+    """Whether its events can have ids."""
+
+    @property
+    def body(self) -> GenerationBody:
+        """As it was sent."""
+
+    @property
+    def requests(self) -> Sequence[inference_pb2.GenerateRequest]:
+        """One for each prompt."""
+
+    @property
+    def field_names(self) -> FieldNames:
+        """What fields of its requests are called in errors."""
+
+    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+        """Before the first piece. prompt_token_ids: of one of its prompts."""
+
+    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
+        """A piece as server-sent events, if there is anything new. usage: members of the JSON to
+        put in, or nothing."""
+
+    def end(self, usage: Mapping[str, Any]) -> str:
+        """The last events of a stream."""
+
+    def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
+        """The whole answer. chunks: those of each prompt."""
+
+
+MakeFormat = Callable[[Any, BytesOf, ChatStyle], Format]
+
+
+def timing_of(chunk: Chunk) -> dict[str, Any]:
+    """Where a request's time went, in milliseconds, and by which workers; of its last piece.
+    first_token_ms: the parts of time_to_first_token_ms."""
+    timing, first = chunk.timing, chunk.timing.first_token
+    return {
+        "time_to_first_token_ms": round(timing.time_to_first_token_ms, 3),
+        "total_ms": round(timing.total_ms, 3),
+        "first_token_ms": {
+            "tokenize": round(first.tokenize_ms, 3),
+            "queue": round(first.queue_ms, 3),
+            "reserve": round(first.reserve_ms, 3),
+            "prefill": round(first.prefill_ms, 3),
+            "first_step": round(first.first_step_ms, 3),
+        },
+        "transfer_exposed_ms": round(timing.transfer_exposed_ms, 3),
+        "transfer_bytes": timing.transfer_bytes,
+        "prefill_worker": timing.prefill_worker,
+        "decode_worker": timing.decode_worker,
+        "num_resumes": timing.num_resumes,
+    }
+
+
+FINISHES: Mapping[int, str | None] = {0: None, 1: "stop", 2: "length"}
+
+
+def stop_reason(chunk: Chunk) -> str | int | None:
+    """vLLM's: the string or the token that ended the output, if the client had named it."""
+    match chunk.stop_cause.WhichOneof("kind"):
+        case "stop":
+            return chunk.stop_cause.stop
+        case "stop_token_id":
+            return chunk.stop_cause.stop_token_id
+    return None
+
+
+def by_choice(chunks: Sequence[Chunk]) -> Mapping[int, list[Chunk]]:
+    """The pieces of each choice of a prompt, choices in order."""
+    choices: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        choices.setdefault(chunk.choice, []).append(chunk)
+    return dict(sorted(choices.items()))
+
+
+class OpenAiFormat(ABC):
+    """What both of OpenAI's completions have in common; see Format."""
+
+    dialect = OPENAI
+    has_event_ids = True
+    kind: str
+    """OpenAI's `object`, of an answer; and of a piece of a stream."""
+    chunk_kind: str
+
+    def __init__(self, body: GenerationBody, bytes_of: BytesOf) -> None:
+        self._body = body
+        self._bytes_of = bytes_of
+        self._answer: Answer | None = None
+        self._head = ""
+        """What each event begins with, up to its choice's index."""
+
+    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:  # noqa: ARG002
+        self._answer = answer
+        fields = json.dumps(answer.fields(self.chunk_kind))
+        self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
+
+    def end(self, usage: Mapping[str, Any]) -> str:
+        """A piece that has the usage alone, if it is wanted, and OpenAI's sign."""
+        if not self._body.has_usage_chunk:
+            return _DONE
+        document = {**self._fields(self.chunk_kind), "choices": [], "usage": usage}
+        return f"data: {json.dumps(document)}\n\n{_DONE}"
+
+    def _fields(self, kind: str) -> dict[str, Any]:
+        return self._answer.fields(kind) if self._answer else {}
+
+
+async def send_json(
+    document: Any, request: HttpRequest, response: HttpResponse, dialect: Dialect = OPENAI
+) -> None:
+    """The whole answer. document: as text already, or to be written as JSON."""
+    text = document if isinstance(document, str) else json.dumps(document)
+    name_answer(unique_request_id(request.headers), response, dialect)
+    await response.send(HTTPStatus.OK, JSON, text.encode())
+
+
+def name_answer(request_id: str, response: HttpResponse, dialect: Dialect) -> str:
+    """Put the request's name into the headers; the one that is there already stays. Returns it."""
+    for name, value in response.headers:
+        if name == "x-request-id":
+            return value
+    response.headers += [(name, request_id) for name in dialect.id_headers]
+    return request_id
