@@ -165,6 +165,8 @@ def _forward_experts(
         inner = first[expert](hidden[places // num_chosen])
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         result = second[expert](inner)
-        results[places] = module.post_expert_norm(result) if module.has_post_expert_norm else result
+        # Older transformers have no such attribute.
+        has_norm = getattr(module, "has_post_expert_norm", False)
+        results[places] = module.post_expert_norm(result) if has_norm else result
     weighted = results * weights.reshape(-1, 1)
     return weighted.view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)
