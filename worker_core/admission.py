@@ -356,7 +356,7 @@ class Admission:
             if sequence.prefill:
                 sequence.prefill.num_fetched_tokens = num_missing
             return None
-        if committed.first_tokens:  # of a whole prefill, not only of a transfer
+        if committed.first_tokens:  # a complete prefill, not a migration
             self._costs.handoff.observe(num_missing, waited_s)
         event = Committed(committed.transfer_exposed_ms, committed.num_bytes)
         self._state.emit(sequence, event)
