@@ -120,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.compile", description=__doc__)
     parser.add_argument("--arch", type=int, choices=ARCHS, action="append", help="default: all")
     options = parser.parse_args(arguments)
+    print(f"Triton {triton.__version__}")
     print("arch  regs  stack  shared KiB  warps  stages  case / kernel")
     for arch in options.arch or ARCHS:
         for case in all_cases():

@@ -70,7 +70,7 @@ class Model:
         parameters = empty_parameters(config, setting.half, device)
         for _, target in parameters.targets():
             target.tensor.normal_(std=std, generator=setting.generator())
-        self.decoder = Decoder(config, pack_parameters(parameters, {}))
+        self.decoder = Decoder(config, pack_parameters(parameters))
         self.rope: Rope = make_rope(config, config.derived_max_len, device)
         dtype = str(setting.half).removeprefix("torch.")
         layout = KvLayout(
@@ -213,7 +213,7 @@ def check_engine(setting: Setting) -> Result:
         source = torch.Generator().manual_seed(setting.seed)
         for _, target in parameters.targets():
             target.fill(torch.randn(target.shape, generator=source) * 0.2)
-        decoder = Decoder(config, pack_parameters(parameters, {}))
+        decoder = Decoder(config, pack_parameters(parameters))
         layout = KvLayout("check", 1, config.num_kv_heads, config.head_dim, "float32", BLOCK_SIZE)
         pool = TorchKvPool(layout, 8, device).tensor
         rope = make_rope(config, 100, device)

@@ -15,12 +15,12 @@ from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_eager_ms
 from engine.cuda.graph_device import CalledGraphs, CudaGraphs, Graph, GraphDevice
 from engine.cuda.step_graphs import ReplayedSteps, plan_graphs
-from engine.quantization.weight import Float8Weight, StoredWeight
+from engine.quantization.weight import Float8Weight
 from engine.ranks.followers import NoFollowers
 from engine.torch.decoder import Decoder
 from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.engine import TorchEngine
-from engine.torch.packed import pack_parameters
+from engine.torch.packed import Packing, pack_parameters
 from engine.torch.parameters import empty_parameters
 from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
 
@@ -100,16 +100,16 @@ def _float8_decoder(model: Model, setting: Setting) -> Decoder:
     """Random weights by the model's config, with float8 linear layers."""
     meta = torch.device("meta")
     parameters = empty_parameters(model.config, setting.half, setting.device, of_linears=meta)
-    linears: dict[str, StoredWeight] = {}
+    packing = Packing(setting.device)
     for name, target in parameters.targets():
         if target.tensor.is_meta:
             codes = setting.randn(*target.shape).to(torch.float8_e4m3fn)
             num_out, num_in = target.shape
             scales = torch.full((num_out, 1), 0.02, device=setting.device)
-            linears[name.removesuffix(".weight")] = Float8Weight(codes, scales, num_in)
+            packing.keep(name.removesuffix(".weight"), Float8Weight(codes, scales, num_in))
         else:
             target.tensor.normal_(std=0.02, generator=setting.generator())
-    return Decoder(model.config, pack_parameters(parameters, linears))
+    return Decoder(model.config, pack_parameters(parameters, packing))
 
 
 def _decode(num_seqs: int, setting: Setting) -> Result:

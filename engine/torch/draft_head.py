@@ -4,7 +4,7 @@ At position t a head gets token t + 1 and the target's states at t; it predicts 
 state of its own, from which it drafts further. All heads have one decoder layer with its own KV;
 they differ in the layer's input.
 
-    eagle    h = fc(e | s), a layer whose attention has no norm before it; the target's output layer
+    eagle    h = fc(e | s), a layer without a norm before its attention; the target's output layer
              (EAGLE, arXiv 2401.15077). s: the target's last states, normalised.
     eagle3   h = fc(s), and attention over norm(e) | norm(h); a vocabulary of its own
              (EAGLE-3, arXiv 2503.01840). s: states at three of the target's layers, side by side.

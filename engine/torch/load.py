@@ -11,9 +11,9 @@ from baton_kernels.linear import keeps_float8, keeps_levels
 from engine.families.config import ModelConfig
 from engine.quantization.weight import Float8Weight, StoredWeight
 from engine.shard import WHOLE, Shard
-from engine.torch.packed import PackedParameters, pack_parameters
+from engine.torch.packed import PackedParameters, Packing, pack_parameters
 from engine.torch.parameters import empty_parameters
-from engine.torch.weights import Loaded, ProgressHook, load_weights, terminal_progress
+from engine.torch.weights import ProgressHook, load_weights, terminal_progress
 
 
 def keeps_stored_levels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -50,7 +50,7 @@ def load_parameters(
 ) -> tuple[PackedParameters, str]:
     """A rank's parameters, ready to run, and the digest of the whole checkpoint.
 
-    batch_invariant: see pack_parameters. progress: sees each tensor read; by default there is a bar
+    batch_invariant: see Packing. progress: sees each tensor read; by default there is a bar
     on a terminal. Files are mapped: what a rank does not keep takes no memory of its own. Raises
     ModelError.
     """
@@ -59,13 +59,17 @@ def load_parameters(
     parameters = empty_parameters(config, dtype, device, shard, of_linears)
     keeps = keeps_as_stored(dtype, device)
 
-    def load(hook: ProgressHook) -> Loaded:
-        return load_weights(folder, parameters, hook, config.quantization, keeps)
+    linears = [linear for layer in parameters.layers for linear in layer.linears]
+    packing = Packing(
+        device, [*linears, parameters.lm_head], keeps, batch_invariant=batch_invariant
+    )
+
+    def load(hook: ProgressHook) -> str:
+        return load_weights(folder, parameters, hook, config.quantization, packing)
 
     if progress is not None:
-        loaded = load(progress)
+        digest = load(progress)
     else:
         with terminal_progress() as show:
-            loaded = load(show)
-    packed = pack_parameters(parameters, loaded.quantized, batch_invariant=batch_invariant)
-    return packed, loaded.digest
+            digest = load(show)
+    return pack_parameters(parameters, packing), digest

@@ -90,8 +90,9 @@ def load_mtp_head(
     found = _empty_head(config, own, target.dtype, device)
     stored = config.model.quantization
     keeps = keeps_as_stored(target.dtype, device)
-    loaded = load_weights(folder, found, quantization=stored, keeps=keeps)
-    packing = Packing(device, loaded.quantized, is_fixed=False)
+    linears = [*found.layer.linears, found.fc, *([found.lm_head] if found.lm_head else ())]
+    packing = Packing(device, linears, keeps)
+    load_weights(folder, found, quantization=stored, keeper=packing)
     parts = HeadParts(
         fc=packing.linear(found.fc),
         layer=packing.layer(found.layer),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,21 +29,10 @@ class PackedParameters:
     lm_head: Linear
 
 
-def pack_parameters(
-    parameters: Parameters,
-    quantized: dict[str, StoredWeight],
-    *,
-    batch_invariant: bool = False,
-) -> PackedParameters:
-    """Pack layer by layer. `quantized`: weights that are not in `parameters`, by the checkpoint's
-    names.
-
-    Both are emptied on the way, so that no weight is in memory twice. Linear layers move to the
-    device of the norms; native CPU ones share an arena. batch_invariant: unquantised layers give
-    each row the same bits in any batch, as native CPU layers always do.
-    """
-    device = parameters.norm.weight.numbers.device
-    packing = Packing(device, quantized, is_fixed=batch_invariant and device.type != "cpu")
+def pack_parameters(parameters: Parameters, packing: Packing | None = None) -> PackedParameters:
+    """Packs layer by layer, and empties both: no weight is there twice. packing: of what is in
+    `parameters` alone if not given."""
+    packing = packing or Packing(parameters.device)
     layers: list[PackedLayer] = []
     while parameters.layers:
         layers.append(packing.layer(parameters.layers.pop(0)))
@@ -55,16 +45,52 @@ def pack_parameters(
 
 
 class Packing:
-    """Packs layers and linear layers one at a time. device: the target device; quantized: see
-    pack_parameters; is_fixed: use FixedLinear."""
+    """Packs layers and linear layers one by one, native ones of a CPU into one arena.
+
+    It is the Keeper of a checkpoint's quantised weights: a linear layer of these is packed once its
+    last tensor is read, so that the host holds few of them as they are stored.
+    """
 
     def __init__(
-        self, device: torch.device, quantized: dict[str, StoredWeight], *, is_fixed: bool
+        self,
+        device: torch.device,
+        linears: Iterable[DenseLinear] = (),
+        keeps: Callable[[StoredWeight], bool] = lambda _: True,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
+        """device: where all goes. linears: those to be packed as soon as they are read. keeps: see
+        Keeper. batch_invariant: layers that are not quantised give each row the same bits in any
+        batch, as a CPU's native ones do in any case."""
+        self.keeps = keeps
         self._device = device
-        self._is_fixed = is_fixed
-        self._quantized = quantized
+        self._is_fixed = batch_invariant and device.type != "cpu"
         self._allocate = Arena().take
+        self._kept: dict[str, StoredWeight] = {}
+        self._packed: dict[tuple[str, ...], Linear] = {}
+        self._waiting: dict[str, list[tuple[DenseLinear, set[str]]]] = {}
+        """By tensor, the linear layers that it is part of, each with all that it still lacks."""
+        for linear in linears:
+            missing = {name for name, _ in linear.targets()}
+            for name in missing:
+                self._waiting.setdefault(name, []).append((linear, missing))
+
+    @property
+    def kept(self) -> Mapping[str, StoredWeight]:
+        """By the checkpoint's names, weights that are not packed yet."""
+        return self._kept
+
+    def keep(self, layer: str, weight: StoredWeight) -> None:
+        """See Keeper."""
+        self._kept[layer] = weight
+
+    def on_filled(self, name: str) -> None:
+        """See Keeper. Raises UnsupportedModel."""
+        for linear, missing in self._waiting.pop(name, ()):
+            missing.discard(name)
+            names = linear.spec.names
+            if not missing and any(name in self._kept for name in names):
+                self._packed[names] = self._pack(linear)
 
     def layer(self, layer: DenseLayer) -> PackedLayer:
         """Raises UnsupportedModel."""
@@ -76,9 +102,12 @@ class Packing:
 
     def linear(self, linear: DenseLinear) -> Linear:
         """Raises UnsupportedModel."""
-        device, names, quantized = self._device, linear.spec.names, self._quantized
+        return self._packed.pop(linear.spec.names, None) or self._pack(linear)
+
+    def _pack(self, linear: DenseLinear) -> Linear:
+        device, names = self._device, linear.spec.names
         bias = None if linear.bias is None else linear.bias.to(device)
-        kept = [quantized.pop(name) for name in names if name in quantized]
+        kept = [self._kept.pop(name) for name in names if name in self._kept]
         if not kept:
             weight = linear.weight.to(device)
             if linear.spec.is_transposed:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import xxhash
@@ -59,13 +60,21 @@ class ShardProgress:
 ProgressHook = Callable[[ShardProgress], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """digest: of every tensor read, by name, type and bytes. quantized: by layer, weights that were
-    kept as they are stored."""
+class Keeper(Protocol):
+    """Takes quantised weights as they are stored, in place of the memory of a Fillable."""
 
-    digest: str
-    quantized: dict[str, StoredWeight]
+    @property
+    def keeps(self) -> Callable[[StoredWeight], bool]:
+        """Whether it takes such a weight; others are dequantised."""
+        ...
+
+    def keep(self, layer: str, weight: StoredWeight) -> None:
+        """A rank's part of the weight of a layer of the checkpoint."""
+        ...
+
+    def on_filled(self, name: str) -> None:
+        """The tensor is read: it is in the Fillable's memory, or was given to `keep`."""
+        ...
 
 
 def load_weights(
@@ -73,21 +82,22 @@ def load_weights(
     parameters: Fillable,
     progress: ProgressHook | None = None,
     quantization: QuantizationConfig | None = None,
-    keeps: Callable[[StoredWeight], bool] = lambda _: False,
-) -> Loaded:
+    keeper: Keeper | None = None,
+) -> str:
     """Fill `parameters` from `folder`. Quantised weights go there dequantised, but for those that
-    `keeps` wants as they are.
+    `keeper` takes as they are. Returns the digest of every tensor read, by name, type and bytes.
 
     Raises MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
     """
-    filling = _Filling(parameters, quantization, keeps)
+    filling = _Filling(parameters, quantization, keeper)
     pins = parameters.device.type == "cuda"
     digest = _read_shards(folder, filling.taker_of, progress, pins)
-    return Loaded(digest, filling.finish(folder))
+    filling.finish(folder)
+    return digest
 
 
 def digest_checkpoint(folder: Path, progress: ProgressHook | None = None) -> str:
-    """As Loaded.digest, of all tensors in `folder`. Raises UnsafeCheckpoint, ModelError."""
+    """As load_weights returns, of all tensors in `folder`. Raises UnsafeCheckpoint, ModelError."""
 
     def taker_of(*_: object) -> Take:
         """The digest is all that is wanted."""
@@ -104,7 +114,7 @@ def read_dequantized(
     progress: ProgressHook | None = None,
 ) -> tuple[dict[str, torch.Tensor], str]:
     """The tensors of the dense checkpoint that the one in `folder` stands for, by name: weights of
-    quantised layers in `dtype`, all others as they are; and the digest, as Loaded.digest.
+    quantised layers in `dtype`, all others as they are; and the digest, as load_weights returns.
 
     transposed: last parts of the names of layers whose dense weight is [in, out]. Raises
     MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
@@ -248,19 +258,18 @@ class _Filling:
         self,
         parameters: Fillable,
         quantization: QuantizationConfig | None,
-        keeps: Callable[[StoredWeight], bool],
+        keeper: Keeper | None,
     ) -> None:
         self._targets: dict[str, list[Target]] = {}
         for name, target in parameters.targets():
             self._targets.setdefault(name, []).append(target)
         self._ignores = parameters.ignores
-        self._keeps = keeps
+        self._keeper = keeper
         self._pending = None
         if quantization is not None:
             self._pending = PendingLayers(quantization, parameters.linear_names())
         self._stacked = StackedExperts() if parameters.has_stacked_experts else None
         self._filled: set[str] = set()
-        self._quantized: dict[str, StoredWeight] = {}
 
     def taker_of(self, name: str, tensor: torch.Tensor, path: Path) -> Take | None:
         """See TakerOf. Raises TensorMismatch of a tensor that has no place; so does what takes
@@ -297,10 +306,12 @@ class _Filling:
             raise TensorMismatch(f"{path.name}: {name!r}: {error}") from error
 
     def _fill(self, name: str, path: Path, tensor: torch.Tensor) -> None:
-        for target in self._targets_of(name, path):
+        targets = self._targets_of(name, path)
+        for target in targets:
             _check(name, tensor, target, path)
             target.fill(tensor)
-            self._filled.add(name)
+        if targets:
+            self._on_filled(name)
 
     def _targets_of(self, name: str, path: Path) -> Sequence[Target]:
         """None of them for a tensor that is rightly not read. Raises TensorMismatch of one that has
@@ -325,17 +336,28 @@ class _Filling:
         targets = self._targets[name]
         if weight.shape != targets[0].shape:
             raise _wrong_shape(name, weight.shape, targets[0], path)
-        if not isinstance(weight, torch.Tensor) and len(targets) == 1 and self._keeps(weight):
+        keeper = self._keeper
+        if (
+            keeper
+            and not isinstance(weight, torch.Tensor)
+            and len(targets) == 1
+            and keeper.keeps(weight)
+        ):
             parts = [weight.part(source.take) for source in targets[0].sources]
-            self._quantized[layer] = stack(parts)
+            keeper.keep(layer, stack(parts))
         else:
             whole = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
             for target in targets:
                 target.fill(whole)
-        self._filled.add(name)
+        self._on_filled(name)
 
-    def finish(self, folder: Path) -> dict[str, StoredWeight]:
-        """Once all tensors have come: see Loaded.quantized. Raises MissingTensor."""
+    def _on_filled(self, name: str) -> None:
+        self._filled.add(name)
+        if self._keeper:
+            self._keeper.on_filled(name)
+
+    def finish(self, folder: Path) -> None:
+        """Once all tensors have come. Raises MissingTensor."""
         if self._pending is not None:
             _refuse_unfinished(folder, self._pending)
         if self._stacked is not None and (halves := self._stacked.missing):
@@ -344,7 +366,6 @@ class _Filling:
                 "checkpoint is not whole"
             )
         _refuse_missing(folder, self._targets, self._filled)
-        return self._quantized
 
 
 def _check(name: str, tensor: torch.Tensor, target: Target, path: Path) -> None:

@@ -21,11 +21,11 @@ from engine.kv.range import KvRange
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from engine.memory_plan import token_bytes
 from engine.quantization.config import parse_quantization
-from engine.quantization.weight import QuantizedWeight, StoredWeight
+from engine.quantization.weight import QuantizedWeight
 from engine.shard import Alone, Shard
 from engine.torch.decoder import Decoder
 from engine.torch.native_decoder import NativeDecoder, make_decoder
-from engine.torch.packed import PackedParameters, pack_parameters
+from engine.torch.packed import PackedParameters, Packing, pack_parameters
 from engine.torch.parameters import empty_parameters
 from engine.torch.rope import make_rope
 from engine.torch.step import WindowedStep, pack_batch, window_tables
@@ -75,15 +75,15 @@ def parameters_of(config: ModelConfig, dtype: torch.dtype, bits: int | None) -> 
     for _, target in parameters.targets():
         target.tensor.normal_(std=0.3, generator=generator)
     if bits is None:
-        return pack_parameters(parameters, {})
-    quantized: dict[str, StoredWeight] = {}
+        return pack_parameters(parameters)
+    packing = Packing(CPU)
     for spec in (linear.spec for layer in parameters.layers for linear in layer.linears):
         for source in spec.sources:
             size = len(source.rows)
             levels = torch.randint(1 << bits, (size, spec.num_in), generator=generator)
             scales = torch.rand(size, 1, generator=generator) / (1 << bits)
-            quantized[source.name] = QuantizedWeight(levels.to(torch.uint8), scales, None, bits)
-    return pack_parameters(parameters, quantized)
+            packing.keep(source.name, QuantizedWeight(levels.to(torch.uint8), scales, None, bits))
+    return pack_parameters(parameters, packing)
 
 
 def batch_of(sampled: str) -> Batch:
