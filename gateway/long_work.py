@@ -29,7 +29,7 @@ class Pacer:
         self._size = 0
 
     async def advance(self, size: int) -> None:
-        """So many more bytes, characters or tokens."""
+        """Count `size` more bytes, characters or tokens, and pause if due."""
         self._size += size
         if self._size >= LONG_PIECE:
             done, self._size = self._size, 0

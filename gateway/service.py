@@ -55,7 +55,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.DetokenizeRequest,
         context: _Context,  # noqa: ARG002
     ) -> inference_pb2.DetokenizeResponse:
-        """Text of token ids."""
+        """Decode token ids to text."""
         serving = self._models.of(request.model)
         return inference_pb2.DetokenizeResponse(text=await serving.detokenize(request))
 

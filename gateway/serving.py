@@ -402,22 +402,22 @@ _MAX_NAME_CHARS = 40
 
 
 class Models:
-    """Belongs to one event loop. In the order of the command line; no two have a name in common."""
+    """Served models in command-line order; their names are disjoint. Belongs to one event loop."""
 
     def __init__(self, servings: Sequence[Serving], recorder: GatewayRecorder) -> None:
         self._servings = tuple(servings)
         self._recorder = recorder
         self._by_name = {name: serving for serving in servings for name in serving.facts.names}
-        """Without adapters, which workers report."""
+        """By model name and alias. Adapters are absent, since workers report them."""
 
     def __iter__(self) -> Iterator[Serving]:
         return iter(self._servings)
 
     def of(self, name: str) -> Serving:
-        """The model of that name, or with that adapter; of an empty name, the only one.
+        """Return the model with that name or adapter; for an empty name, the only model.
 
-        Raises ModelNotFound, naming those that are here; InvalidRequest if none is named among
-        several; and NoWorkers for an adapter's name, perhaps, before workers said what they have.
+        Raises ModelNotFound, naming the served models; InvalidRequest for an empty name with
+        several models; NoWorkers if the name may be an adapter of workers not reached yet.
         """
         serving = self._by_name.get(name)
         if serving is None and len(self._servings) == 1 and not name:

@@ -114,18 +114,18 @@ def device_memory_of(pool: KvPool) -> DeviceMemory | None:
     return copy.memory if copy else None
 
 
-#: Called in a transfer's thread; has the worker end.
+#: Called in a transfer's thread; makes the worker end.
 OnDeviceLost = Callable[[DeviceLost], None]
 
 
 def raise_device_lost(lost: DeviceLost) -> None:
-    """Where no engine loop can end the worker: ends the connection's thread."""
+    """Raises DeviceLost in the connection's thread, for uses without an engine loop."""
     raise lost
 
 
 def check_device(pool: KvPool, on_device_lost: OnDeviceLost) -> None:
-    """After a copy that failed: one handoff's fault if the device still works. If it does not,
-    every later one would fail as well, and `on_device_lost` is called."""
+    """Check the device after a failed copy. If it still works, the failure concerns one handoff;
+    otherwise `on_device_lost` is called, because all later copies would fail, too."""
     try:
         pool.synchronize()
     except RuntimeError as error:

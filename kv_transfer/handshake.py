@@ -158,9 +158,11 @@ def _difference(ours: KvLayout, theirs: KvLayout) -> tuple[str, str, str] | None
 class SenderConfig:
     """Settings shared by all connections of a sender. Times in seconds.
 
-    clock: monotonic. ack_timeout_s: bounds the wait for a credit, and for the answer to a commit.
-    max_chunk_bytes: a bound only, for a receiver says how large its chunks may be. secret: KV goes
-    only to workers that have it, too; None: to whoever a ticket names. rule: which receivers.
+    clock: monotonic.
+    ack_timeout_s: maximum wait for a credit, and for the answer to a commit.
+    max_chunk_bytes: upper limit; the receiver states its own.
+    secret: KV is sent only to workers that have it; None: to the worker that the ticket names.
+    rule: which receivers are allowed.
     on_device_lost: see check_device.
     """
 
@@ -256,11 +258,12 @@ class SenderSession:
 class ReceiverConfig:
     """Settings that a receiver applies to every sender.
 
-    num_credits: chunks in flight per connection; each has max_chunk_bytes of staging here. 0 of
-    either: open_receiver takes what suits memory of the host, or of the pool's device.
-    wire_dtype: what senders are asked to send, one of WIRE_DTYPES. secret: KV is taken only from
-    workers that have it, too; None: from whoever presents a ticket. rule: which senders it takes KV
-    of. on_device_lost: see check_device.
+    num_credits, max_chunk_bytes: chunks in flight per connection, and the staging memory of each;
+    0: open_receiver selects what suits host or device memory.
+    wire_dtype: requested from senders, one of WIRE_DTYPES.
+    secret: KV is accepted only from workers that have it; None: from any worker with a ticket.
+    rule: which senders are accepted.
+    on_device_lost: see check_device.
     """
 
     identity: WorkerIdentity

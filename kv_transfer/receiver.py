@@ -287,7 +287,7 @@ def _abort_of(ticket_id: int, epoch: int, rejection: Rejection) -> kv_pb2.KvAbor
 
 
 def place_of(chunk: kv_pb2.KvChunk) -> KvRange:
-    """Where a chunk belongs. Raises FrameError if it is of no group that this version knows."""
+    """The range of a chunk. Raises FrameError for an unknown group."""
     if not is_known(chunk.group):
         raise FrameError(f"a chunk of an unknown group {chunk.group}")
     place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)

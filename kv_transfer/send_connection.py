@@ -90,8 +90,8 @@ class FetchPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """All is computed: `first_tokens` follow `num_tokens` tokens, one for each choice; none if the
-    receiver knows what follows. prefill_end: when, by the sender's clock."""
+    """All KV is computed. `first_tokens` follow the `num_tokens` tokens, one per choice; empty if
+    the receiver knows them. prefill_end: end of the prefill on the sender's clock."""
 
     key: Hashable
     num_tokens: int

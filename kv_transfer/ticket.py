@@ -217,9 +217,9 @@ class OfferedTicket:
 class TicketCommitted:
     """All KV of `num_tokens` tokens is in the blocks, which the receiver of this event owns.
 
-    first_tokens: the token after them, of each choice; none if it is known there already.
-    whole_start: the first token that came in every group; groups that keep fewer than all tokens
-    may have none before it.
+    first_tokens: the following token of each choice; empty if known already.
+    whole_start: first token that all groups received; groups that keep fewer than all tokens may
+    lack KV before it.
     """
 
     ticket_id: int

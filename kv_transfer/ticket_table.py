@@ -52,11 +52,12 @@ def _draw_id() -> int:
 
 @dataclass(frozen=True, slots=True)
 class TicketRules:
-    """How tickets are made and how long they last.
+    """Creation and lifetime of tickets.
 
-    lease_s: how long a ticket waits for its commit, from its begin. offer_s: how long an offer
-    waits for its sender, never longer than the lease. secret: of the tickets' digests, 16 to 64
-    random bytes. draw_id: random numbers below 2^64.
+    lease_s: seconds that a ticket waits for its commit, from its begin.
+    offer_s: maximum wait of an offer for its sender, capped by the lease.
+    secret: of the tickets' digests, 16 to 64 random bytes.
+    draw_id: returns random numbers below 2^64.
     """
 
     lease_s: float = 30.0
@@ -79,8 +80,9 @@ class TicketTable:
         clock: Callable[[], float],
         mark: Callable[[], object] = lambda: None,
     ) -> None:
-        """on_event: called in any thread, holding no lock. clock: monotonic seconds. mark: of the
-        pool that the blocks are in, see KvPool."""
+        """on_event: called in any thread, without a lock held.
+        clock: monotonic seconds.
+        mark: of the pool of the blocks; see KvPool."""
         if not 16 <= len(rules.secret) <= 64:
             raise ValueError("the secret must have 16 to 64 bytes")
         self._identity = identity

@@ -263,10 +263,10 @@ class Admission:
         return lease
 
     def _reserve(self, lease: BlockLease, command: Open, first_token: int, num_tokens: int) -> bool:
-        """Reserve the blocks or slots of groups that release blocks. For a ticket: from
-        `first_token` on. For a local prompt: the maximum held while its chunks are computed, and
-        the tokens to fetch; state slots are taken as the prompt proceeds, see
-        LayerGroups.max_slots. Return False if there are too few."""
+        """Reserve blocks and slots beyond the lease's; return False if there are too few. For a
+        ticket: from `first_token` on. For a local prompt with groups that release blocks: the most
+        that is held while its chunks are computed, and the tokens to fetch; its state slots are
+        taken as it proceeds, see LayerGroups.max_slots."""
         groups = self._state.spec.groups
         if not self._is_computed_here(command, lease.num_cached_tokens):
             holds_prefix = lease.num_cached_tokens and not groups.keeps_all_blocks
@@ -356,7 +356,7 @@ class Admission:
             if sequence.prefill:
                 sequence.prefill.num_fetched_tokens = num_missing
             return None
-        if committed.first_tokens:  # of a whole prefill, not only of a transfer
+        if committed.first_tokens:  # a complete prefill, not a migration
             self._costs.handoff.observe(num_missing, waited_s)
         event = Committed(committed.transfer_exposed_ms, committed.num_bytes)
         self._state.emit(sequence, event)

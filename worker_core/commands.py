@@ -47,7 +47,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class StreamCommand:
-    """A command and the sequence of a gateway's stream that it is for."""
+    """A command for one sequence of a gateway's stream."""
 
     stream: int
     handle: int
@@ -56,8 +56,8 @@ class StreamCommand:
 
 @dataclass(frozen=True, slots=True)
 class KnownSequences:
-    """The handles of all outputs of a stream that its gateway waits for. Streams keep their order:
-    what it opened before this is here, and what it gave up before this is not."""
+    """All handles of a stream that its gateway still tracks. Commands keep their order, so a
+    sequence opened before this and missing from it was lost by the gateway."""
 
     stream: int
     handles: frozenset[int]

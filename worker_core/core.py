@@ -201,7 +201,7 @@ class WorkerCore:
             case KnownSequences():
                 self._end_orphans(command)
             case DeviceLost():
-                # Met by a transfer's thread: ends the worker as one that a step meets.
+                # Detected by a transfer's thread; ends the worker like a failure in a step.
                 raise command
 
     def _on_sent(self, done: SendDone) -> None:
@@ -215,7 +215,7 @@ class WorkerCore:
         self._handoffs.on_done(done, sequence)
 
     def _end_orphans(self, known: KnownSequences) -> None:
-        """Compare what is here with what a gateway knows."""
+        """End the sequences that a gateway has lost."""
         for group in orphans_of(self._state, known):
             _log.error("sequence %s is unknown to its gateway: ended", group.spec.request_id)
             self._num_orphans += 1

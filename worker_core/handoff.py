@@ -97,7 +97,7 @@ class Handoffs:
                 sent_ends.update(dict.fromkeys(alike, tokens.stop))
 
     def commit(self, sequence: WorkerSequence, first_tokens: tuple[Sample, ...]) -> None:
-        """The prompt is computed, and `first_tokens` follow it: it is handed off with them."""
+        """Commit the handoff of a computed prompt with its first tokens."""
         sequence.stage = Stage.HANDING_OFF
         num_tokens = sequence.spec.num_tokens
         for send in self._records(sequence.key, sequence.lease, num_tokens):

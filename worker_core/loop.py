@@ -109,7 +109,7 @@ class EngineLoop(Generic[CommandT, EventT]):
         return self._thread.is_alive()
 
     def is_alive(self) -> bool:
-        """Whether the loop turns: its thread runs, and its last heartbeat is recent."""
+        """Whether the thread runs and its last heartbeat is recent."""
         return self.is_running and self._heartbeat.age_s < self._heartbeat.max_age_s
 
     async def stop(self) -> None:

@@ -72,8 +72,8 @@ class OutputProcessor:
             self.produce_first_tokens(sequence, drawn)
 
     def _hand_off(self, sequence: WorkerSequence, first_tokens: tuple[Sample, ...]) -> None:
-        """The prompt is computed: its choices' first tokens are emitted, and go with the KV, unless
-        they end all choices."""
+        """Hand off a computed prompt: emit the first tokens and send them with the KV, unless they
+        end all choices."""
         spec = sequence.spec
         if spec.sampling.beam:
             self._handoffs.commit(sequence, first_tokens)
@@ -103,8 +103,7 @@ class OutputProcessor:
     def produce_first_tokens(
         self, sequence: WorkerSequence, first_tokens: tuple[Sample, ...]
     ) -> None:
-        """What follows the sequence as it was opened, one sample for each choice. Its choices, or
-        its beams, fork here."""
+        """Fork the choices or beams. first_tokens: one sample per choice."""
         if sequence.spec.sampling.beam:
             self._start_beams(sequence, first_tokens[0])
         elif sequence.spec.num_choices == 1:
@@ -124,7 +123,7 @@ class OutputProcessor:
         self._end_if_over(group)
 
     def _fork(self, group: WorkerSequence, first_tokens: tuple[Sample, ...]) -> None:
-        """Each choice becomes a sequence of its own, with the group's blocks."""
+        """Turn each choice into a sequence of its own that shares the group's blocks."""
         self._state.forget(group)
         num_computed = group.num_computed_tokens
         group.lease.index(group.token_ids, num_computed)

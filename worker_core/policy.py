@@ -11,8 +11,8 @@ from engine.interface import EngineSpec
 #: handoffs, but does not see whether prefill workers are idle.
 MAX_TAIL_TOKENS = 64
 
-#: Maximum slowdown of a decode step caused by prompt tokens beside it; ItlBudget learns how much
-#: less keeps the 99th percentile of inter-token latency.
+#: Maximum slowdown of a decode step by prompt tokens. ItlBudget learns the lower value that keeps
+#: the 99th percentile of inter-token latency.
 MAX_ITL_FACTOR = 10.0
 
 
@@ -56,8 +56,8 @@ class Policy:
 
 
 def learned_local_prefill(spec: EngineSpec) -> LocalPrefillPolicy:
-    """Prompts are shared with the prefill tier by load, which the gateways know. Of its own accord
-    the worker computes short missing tails only: until speeds are known, those up to a block."""
+    """Gateways share prompts between the tiers by load. Unasked, the worker computes only short
+    missing tails: at most a block until speeds are known."""
     block_size = spec.layout.block_size
     return LocalPrefillPolicy(
         block_size,
@@ -71,7 +71,7 @@ def learned_local_prefill(spec: EngineSpec) -> LocalPrefillPolicy:
 def pinned_local_prefill(
     num_tokens: int, max_itl_factor: float | None = MAX_ITL_FACTOR
 ) -> LocalPrefillPolicy:
-    """What misses up to so many tokens is computed here, and nothing else."""
+    """Compute up to `num_tokens` missing tokens here; never more."""
     return LocalPrefillPolicy(
         num_tokens,
         num_tokens,
@@ -82,8 +82,8 @@ def pinned_local_prefill(
 
 
 def prefill_policy() -> Policy:
-    """Prompts first, in chunks that do not hold up what decodes here while the decode tier is
-    full."""
+    """Prompts first, in chunks that limit the delay of sequences that decode here while the decode
+    tier is full."""
     local_prefill = pinned_local_prefill(0)
     return Policy(Tier.PREFILL, True, True, local_prefill)
 

@@ -237,7 +237,7 @@ class WorkerSequence:
         self.is_drawing_last = drawing_row is not None and is_last
 
     def collected(self, num_new: int) -> None:
-        """The oldest `num_new` tokens in flight are so no longer."""
+        """Remove the oldest `num_new` tokens from those in flight: their launch was collected."""
         self.num_launched_tokens -= num_new
         if not self.num_launched_tokens:
             self.drawing_row, self.is_drawing_last = None, False
@@ -252,8 +252,8 @@ class WorkerSequence:
         return self.lease.prepare_write(start, start + num_new)
 
     def follow_grammar(self) -> None:
-        """Bring the matcher up to the last token, and find what may come next. Raises
-        InvalidRequest if nothing may."""
+        """Advance the matcher to the last token and compute the allowed next tokens. Raises
+        InvalidRequest if there are none."""
         if self.matcher_future is None:
             return
         self.matcher = self.matcher or self.matcher_future.matcher()

@@ -259,7 +259,7 @@ def ledger_of(state: CoreState) -> BlockLedger:
 
 
 def orphans_of(state: CoreState, known: KnownSequences) -> list[SequenceGroup]:
-    """Sequences of a stream that its gateway does not know, and has not given up either."""
+    """Sequences of a stream that its gateway neither tracks nor has ended."""
     return [
         group
         for group in state.groups.values()

@@ -51,7 +51,7 @@ Grants = Sequence[tuple[SequenceGroup, int]]
 
 @dataclass(frozen=True, slots=True)
 class _InFlightStep:
-    """A launch that is not collected. begin_s: when it was launched."""
+    """A launch in flight. begin_s: time of the launch."""
 
     launched: Launched
     kv_sends: _KvSends
@@ -241,15 +241,14 @@ class Steps:
             num_rows += len(part.rows)
 
     def collect(self) -> bool:
-        """Wait for what is in flight, and hand out its tokens. Whether anything was."""
+        """Wait for the launch in flight and emit its tokens. Return whether there was one."""
         step, self._in_flight = self._in_flight, None
         if step:
             self._process_outcomes(step)
         return step is not None
 
     def _process_outcomes(self, step: _InFlightStep) -> None:
-        """Hand out what a launch drew; or throw it away, and what was launched after it, if it
-        failed."""
+        """Emit the tokens of a launch. If it failed, discard it and the launch after it."""
         self._beat(step.size.num_tokens)
         outcomes = try_collect(step.launched)
         begin_s = max(step.begin_s, self._collected_s)
@@ -266,7 +265,7 @@ class Steps:
                 self._output.advance(group, num_new, samples)
 
     def _discard(self, failed: _InFlightStep) -> None:
-        """A launch failed, whose sequences have been collected: no launch after it counts."""
+        """Discard the launch after a failed one."""
         self._has_failed = True
         over = [group for group, _ in failed.grants]
         after, self._in_flight = self._in_flight, None

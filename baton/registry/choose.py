@@ -1,4 +1,4 @@
-"""Which registry an option names."""
+"""Selects the registry of an option value."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from baton.registry.interface import Registry, StaticRegistry
 
 
 def make_registry(url: str | None, model: str = "") -> Registry:
-    """The registry at `url`; without one, the embedded one, with nobody on its list.
+    """The registry at `url`; without a URL, the embedded one with an empty list.
 
-    model: for gateways, the name of the model whose workers they look for. Raises ConfigError.
+    model: for gateways, the model to find workers of. Raises ConfigError.
     """
     if url is None:
         return StaticRegistry()
     try:
-        # Only a process that uses Redis needs its client.
+        # Imported on demand: the client of Redis.
         from baton.registry.redis import RedisRegistry
     except ImportError as error:
         fix = "install the redis package (pip install redis), or leave the option out"

@@ -1,4 +1,4 @@
-"""What a registry does for a gateway and for a worker, and the one that is embedded."""
+"""Registry interface for gateways and workers, and the embedded registry."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         continuation: Continuation,
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """The handler, or one that raises Unauthenticated."""
+        """Return the handler, or one that raises Unauthenticated."""
         is_open = handler_call_details.method.startswith(_OPEN)
         if is_open or self._api_keys.admit(handler_call_details.invocation_metadata):
             return await continuation(handler_call_details)
@@ -80,5 +80,5 @@ async def _refuse(requests: AsyncIterator[Any], context: Any) -> NoReturn:  # no
     raise refusal()
 
 
-#: Of this kind whatever the call's: it begins before a message has been read.
+#: stream_stream for all calls, because it starts before a message has been read.
 _REFUSING: Handler = grpc.stream_stream_rpc_method_handler(_refuse)

@@ -38,9 +38,9 @@ _Behavior = Any
 # Quoted: only the stubs have type arguments.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
-"""What an interceptor asks for the handler of a call; None if there is no such method."""
+"""Returns the handler of a call; None for an unknown method."""
 
-#: Bytes of a message from which on its fields are counted before they are read.
+#: Bytes of a message above which its fields are counted before parsing.
 _LONG_BYTES = 65_536
 
 #: Bytes of a message above which the handler first pauses, and the pause in seconds: parsing and
@@ -61,7 +61,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._wrapped: dict[Handler, Handler] = {}
-        """By the handlers, of which a server has a few that stay the same."""
+        """Wrapped handlers, by original. A server has few, which never change."""
 
     async def wait_idle(self) -> None:
         """Wait until no handler runs, including the clean-up of cancelled ones."""
@@ -72,8 +72,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Continuation,
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """The handler, wrapped; None for a method that does not exist, which grpc answers
-        itself."""
+        """Return the wrapped handler; None for an unknown method, which grpc answers itself."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -135,8 +134,8 @@ def with_behavior(
     *,
     is_parsed: bool = True,
 ) -> Handler:
-    """The same handler with its behaviour wrapped. is_parsed: whether it takes messages, or else
-    their bytes."""
+    """The same handler with its behaviour wrapped. is_parsed: whether it takes messages instead of
+    bytes."""
     streams = (handler.request_streaming, handler.response_streaming)
     kind = "_".join("stream" if is_stream else "unary" for is_stream in streams)
     make = getattr(grpc, f"{kind}_rpc_method_handler")
@@ -219,7 +218,7 @@ def _frames(error: BaseException) -> list[str]:
 
 
 def given_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The caller's x-request-id, the first if there are several; empty if there is none, or it is
-    not 1 to 128 of [A-Za-z0-9_.:-]."""
+    """The caller's first x-request-id; empty if there is none, or if it is not 1 to 128 characters
+    of [A-Za-z0-9_.:-]."""
     given = next((value for key, value in metadata or () if key == REQUEST_ID_KEY), "")
     return given if isinstance(given, str) and _REQUEST_ID.fullmatch(given) else ""

@@ -38,14 +38,14 @@ class PeerNamesInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
         self._wrapped: dict[Handler, Handler] = {}
-        """By the handlers, of which a server has a few that stay the same."""
+        """Wrapped handlers, by original. A server has few, which never change."""
 
     async def intercept_service(
         self,
         continuation: Continuation,
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """The handler behind the check: who calls is known when it is called, and not before."""
+        """Return the handler behind the check, which runs at the call, when the peer is known."""
         handler = await continuation(handler_call_details)
         if handler is not None and handler not in self._wrapped:
             self._wrapped[handler] = with_behavior(handler, self._checked)

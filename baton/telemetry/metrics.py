@@ -1,8 +1,8 @@
-"""What every service counts, and histograms of times, read when metrics are.
+"""Counters common to all services, and histograms of times, collected on demand.
 
-To record is to add to a few numbers under a lock; OpenTelemetry's histogram takes ten times as
-long, ten times for each request. OpenTelemetry has no histogram that is observed, as counters and
-gauges can be, so that the readers here add these to what its own instruments measured.
+Recording adds to a few numbers under a lock; OpenTelemetry's histogram takes ten times as long, ten
+times per request. OpenTelemetry has no observable histogram, unlike its counters and gauges, so the
+readers here append these histograms to the metrics of its own instruments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from baton.types import PROTOCOL_VERSION, NumericsClass
 
 _log = logging.getLogger(__name__)
 
-#: Boundaries for what a worker does with one sequence's KV or prompt.
+#: Boundaries for a worker's work on one sequence's KV or prompt.
 SEQUENCE_BOUNDS_S: Final = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
@@ -47,22 +47,23 @@ _Key = frozenset[tuple[str, str]]
 
 
 class SecondsHistogram(Protocol):
-    """Counts times by boundaries, for each set of attributes."""
+    """Counts times by bucket, for each set of attributes."""
 
     def record(self, amount: float, attributes: Mapping[str, str] = _NO_ATTRIBUTES) -> None: ...
 
 
 class SecondsHistograms(Protocol):
-    """Where a process's histograms come from. A name is given once."""
+    """Creates the histograms of a process. Names are unique."""
 
     def create(
         self, name: str, description: str, bounds: tuple[float, ...] = SEQUENCE_BOUNDS_S
     ) -> SecondsHistogram:
-        """bounds: in seconds, ascending; a bucket includes its upper one."""
+        """bounds: ascending, in seconds; each is included in the bucket below it."""
 
 
 class SdkHistograms:
-    """OpenTelemetry's own, which know every variable: exponential buckets, and exemplars."""
+    """OpenTelemetry's histograms, which support all variables, including exponential buckets and
+    exemplars."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -76,7 +77,8 @@ class SdkHistograms:
 
 
 class ObservableHistograms:
-    """Those of one meter, whose scope this is. All readers are added before the first histogram."""
+    """The histograms of one meter, in its scope. All readers must be added before the first
+    histogram."""
 
     def __init__(self, scope: InstrumentationScope) -> None:
         self.scope = scope
@@ -87,24 +89,24 @@ class ObservableHistograms:
         self, name: str, description: str, bounds: tuple[float, ...] = SEQUENCE_BOUNDS_S
     ) -> SecondsHistogram:
         histogram = _Histogram(name, description, bounds, self._temporalities)
-        self._histograms += (histogram,)  # another one: another thread reads
+        self._histograms += (histogram,)  # replaced, because another thread reads it
         return histogram
 
     def add_reader(self, temporality: AggregationTemporality) -> int:
-        """What `collect` knows it by."""
+        """Return the reader's index for `collect`."""
         self._temporalities.append(temporality)
         return len(self._temporalities) - 1
 
     def collect(self, reader: int) -> list[Metric]:
-        """Those of which the reader has anything to report."""
+        """Metrics with data for the reader."""
         now_ns = time.time_ns()
         metrics = (histogram.collect(reader, now_ns) for histogram in self._histograms)
         return [metric for metric in metrics if metric is not None]
 
 
 class HistogramReader(MetricReader):
-    """Mixed into a reader, before it: adds `histograms` to what OpenTelemetry's instruments of the
-    same meter measured. One of these has to be observed at each collection, as a gauge is."""
+    """Mixin for a metric reader, placed before it: appends `histograms` to the metrics of the same
+    meter's instruments, at least one of which must be observed at each collection, like a gauge."""
 
     def __init__(self, histograms: ObservableHistograms, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -115,7 +117,7 @@ class HistogramReader(MetricReader):
     def _receive_metrics(
         self, metrics_data: MetricsData, timeout_millis: float = 10_000, **options: Any
     ) -> None:
-        """What is collected; OpenTelemetry's place for a reader to see it."""
+        """Append the histograms. Overrides OpenTelemetry's hook for collected metrics."""
         resources = [self._with_histograms(one) for one in metrics_data.resource_metrics]
         collected = MetricsData(resources)
         super()._receive_metrics(collected, timeout_millis, **options)  # type: ignore[safe-super]
@@ -132,8 +134,7 @@ class HistogramReader(MetricReader):
 
 
 class _Histogram:
-    """May be recorded to and collected by any thread: what is collected is what was recorded up to
-    some moment, whole records all."""
+    """Thread-safe histogram. A collection is a consistent snapshot."""
 
     def __init__(
         self,
@@ -178,12 +179,12 @@ class _Histogram:
 
 @dataclass(slots=True, eq=False)
 class _Records:
-    """What was recorded with the same attributes since a time of the epoch."""
+    """Records of one set of attributes since a time, in nanoseconds since the epoch."""
 
     attributes: Mapping[str, str]
     since_ns: int
     counts: list[int]
-    """By bucket."""
+    """Records by bucket."""
     sum: float = 0.0
     min: float = math.inf
     max: float = -math.inf
@@ -204,8 +205,8 @@ class _Records:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A histogram as one reader has it. since_ns: of deltas, when they were last collected; 0 if
-    they were not."""
+    """A histogram's state for one reader. since_ns: last collection, for delta temporality; 0
+    before it."""
 
     temporality: AggregationTemporality
     since_ns: int = 0

@@ -35,6 +35,6 @@ class WorkerLink(Protocol):
         ...
 
     def send(self, handle: int, command: SequenceCommand) -> None:
-        """Command a sequence. The sink of an aborted one is called no more; to abort one that has
-        ended is ignored."""
+        """Send a command to a sequence. After an abort its sink is not called again; aborting an
+        ended sequence is ignored."""
         ...

@@ -34,15 +34,15 @@ class State(enum.Enum):
     PAUSING = enum.auto()
     """Migration: its worker was asked to pause the sequence. Deadline: PAUSE_TIMEOUT_S."""
     RESERVING = enum.auto()
-    """Opened at its owner. Deadline: OPEN_TIMEOUT_S; the request's own at an owner with a queue."""
+    """Opened at its owner. Deadline: OPEN_TIMEOUT_S, or the request's if the owner has a queue."""
     DELIVERING = enum.auto()
     """The source has the ticket. Deadline: the request's until all KV is computed, then
     HANDOFF_TIMEOUT_S."""
     RUNNING = enum.auto()
-    """The owner has the KV, or computes it. The request's deadline."""
+    """The owner holds the KV, or computes it. Deadline: the request's."""
     RETURNING = enum.auto()
-    """A migration that failed at its new owner; whether the old one still has the sequence is not
-    known yet. What is left of HANDOFF_TIMEOUT_S."""
+    """A migration failed at its target; whether the origin still holds the sequence is not known
+    yet. Deadline: the rest of HANDOFF_TIMEOUT_S."""
     OVER = enum.auto()
     """No worker holds anything."""
 
@@ -98,14 +98,14 @@ class Assignment:
     gone: set[int] = field(default_factory=set)
     """Numbers of choices that have ended or moved elsewhere."""
     is_forked: bool = False
-    """Whether each choice runs under its own handle at the owner."""
+    """Whether each choice has a handle of its own at the owner."""
     is_prefill_awaited: bool = False
     """Whether the source has the prompt and has not reported Prefilled."""
     is_streaming: bool = False
     """Whether tokens are passed on at once, with nothing to wait for."""
     held: list[tuple[int, Tokens | Released]] = field(default_factory=list)
-    """Events of the owner, by number, that wait for the source's event or for the other outputs of
-    a search."""
+    """(number, event) from the owner, held until the source reports, or until the other outputs of
+    a beam search end."""
     has_origin_left: bool = False
     """Whether the origin has handed the sequence off."""
     failure: Released | None = None
@@ -123,7 +123,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Open an assignment's sequence at the owner of its place, which gets the KV from `source`."""
+    """Open an assignment's sequence at its owner, which gets the KV from `source`."""
 
     assignment: Assignment
     placement: Placement
@@ -132,7 +132,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """Open it at its source as well, with the owner's ticket."""
+    """Open the sequence at its source, with the owner's ticket."""
 
     assignment: Assignment
     link: WorkerLink
@@ -141,7 +141,7 @@ class OpenSource:
 
 @dataclass(frozen=True, slots=True)
 class SendCommand:
-    """Send a command to a choice's owner; the choice by its number in the assignment."""
+    """Send a command to a choice's owner. number: the choice's index in the assignment."""
 
     assignment: Assignment
     number: int
@@ -181,7 +181,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class NoteUndelivered:
-    """Record that `sender` could not deliver KV to the placement's owner."""
+    """Record that `sender` failed to deliver KV to the placement's owner."""
 
     placement: Placement
     sender: Worker

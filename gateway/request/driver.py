@@ -223,7 +223,8 @@ class RequestDriver:
     def _on_event(
         self, reduce: _Reduce, assignment: Assignment, number: int, event: SequenceEvent
     ) -> None:
-        """reduce: the reducer's method for events of the owner, or of the source."""
+        """Pass an event to `reduce`, the reducer's method for owner or source events, and perform
+        the actions."""
         self._perform(reduce(assignment, number, event, self._clock()))
 
     def _on_place(self, assignment: Assignment, place: Placement | BatonError) -> None:

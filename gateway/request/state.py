@@ -1,7 +1,7 @@
 """State machine of a request, from the queue to its last token. Pure: events and the time in,
 actions out.
 
-A sequence reaches the worker that runs it, its owner, by one handoff, wherever its KV is from:
+A sequence reaches the worker that runs it, its owner, by one handoff, from any source of KV:
 
     WAITING ──placed──┐              ┌─Offered──> DELIVERING ──Committed──┐
                       ├─> RESERVING ─┤  its source sends KV by the ticket ├─> RUNNING ─tokens─> OVER
@@ -18,13 +18,13 @@ A sequence reaches the worker that runs it, its owner, by one handoff, wherever 
         else            the assignment is OVER; each choice WAITS for another one, with its
                         tokens so far
 
-Several choices are one sequence up to their first tokens, and each goes its own way from then on.
-The gateway may know the first tokens, which the source reports at once, earlier than the owner:
-choices fork there no sooner than it has the KV. The outputs of a beam search fork at its end.
+The choices of a request are one sequence until their first tokens, then fork. The source reports
+the first tokens directly, perhaps before the owner does; choices fork only once the owner has the
+KV. The outputs of a beam search fork at its end.
 
-Source and owner events arrive on separate streams, unordered: those of the owner wait until the
-source has reported that the prompt is computed. Once the owner has the KV, its events decide: the
-source may not know of it.
+Events of source and owner arrive on separate streams, unordered. Events of the owner are held until
+the source reports Prefilled. Once the owner has the KV, its events count without those of the
+source.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ PAUSE_TIMEOUT_S = 10.0
 #: earlier.
 OPEN_TIMEOUT_S = 15.0
 
-#: How long KV may take to the owner once it is all computed.
+#: Seconds for KV to reach the owner after it is all computed.
 HANDOFF_TIMEOUT_S = 30.0
 
 _NOTHING: tuple[Action, ...] = ()
 
-#: Nothing is held at the owner, whatever of it is still on its way.
+#: States in which the owner holds nothing; events of it that arrive late are ignored.
 _DEAF = frozenset({State.RETURNING, State.OVER})
 
 
@@ -176,7 +176,7 @@ class RequestState:
     def on_event(  # noqa: PLR0912, one arm per event
         self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
     ) -> Sequence[Action]:
-        """The owner reports an event of one choice, or of all while they are one."""
+        """Handle an event of the owner, about one choice, or about all before they fork."""
         if assignment.is_streaming and type(event) is Tokens:
             if number in assignment.gone:
                 return _NOTHING
@@ -235,7 +235,7 @@ class RequestState:
                     self._actions.append(SetTimer(assignment, HANDOFF_TIMEOUT_S))
                 if self._is_search:
                     self._timeline.on_tokens(now_s)
-                elif assignment.held:  # what the owner has reported since may go
+                elif assignment.held:  # events of the owner that waited for this one
                     self._release_held(assignment, now_s)
             case Tokens():
                 self._give(assignment, number, event, now_s)
@@ -323,7 +323,7 @@ class RequestState:
         (choice,) = choices
         return spec.choice_alone(choice.index, tuple(choice.output.token_ids))
 
-    # What the owner reports
+    # Events of the owner
 
     def _on_offered(
         self, assignment: Assignment, ticket: bytes, num_cached_tokens: int, now_s: float
@@ -348,7 +348,7 @@ class RequestState:
     def _on_local_prefill(
         self, assignment: Assignment, num_cached_tokens: int, now_s: float
     ) -> None:
-        """No KV need come: the owner computes what it has not."""
+        """The owner computes the missing KV; none is sent."""
         placement, timeline = _placement_of(assignment), self._timeline
         self._on_answer(assignment, RequestEvent.LOCAL_PREFILL, num_cached_tokens, now_s)
         timeline.on_local_prefill()
@@ -374,7 +374,7 @@ class RequestState:
             self._timeline.decode_cached_tokens = num_cached_tokens
 
     def _on_kv(self, assignment: Assignment, now_s: float) -> None:
-        """The owner has the KV, or computes it: nobody else has the sequence any more."""
+        """The owner holds the KV or computes it: run there, and end a migration at its origin."""
         origin, assignment.origin = assignment.origin, None
         assignment.state, assignment.since_s = State.RUNNING, now_s
         self._actions.append(SetTimer(assignment, None))
@@ -423,7 +423,7 @@ class RequestState:
         self._actions += self._deliver[choice.index]
 
     def _fork(self, assignment: Assignment) -> None:
-        """Each choice has its handle at the owner. Those that ended earlier are ended there now."""
+        """Give each choice its own handle at the owner, and end choices that are over there."""
         if assignment.is_forked:
             return
         assignment.is_forked = True
@@ -521,7 +521,7 @@ class RequestState:
     def _on_released(
         self, assignment: Assignment, number: int, cause: Released, now_s: float
     ) -> None:
-        """The owner has let go of a choice; of all of them while they are one."""
+        """The owner released a choice, or all choices before they fork."""
         if not assignment.is_forked:
             self._release_all(assignment, cause, now_s)
         elif assignment.is_prefill_awaited:
@@ -611,8 +611,8 @@ class RequestState:
         self._actions += self._deliver[choice.index]
 
     def _drop(self, assignment: Assignment, choice: Choice) -> None:
-        """A choice is here no more. The last one ends the assignment; others, at the owner, no
-        sooner than they fork."""
+        """Remove a choice from an assignment. The last one ends it; before the fork, the owner
+        keeps running the others."""
         number = assignment.choices.index(choice)
         if number in assignment.gone:
             return
@@ -665,14 +665,14 @@ class RequestState:
         self._actions.append(Place(assignment, need, self._is_return))
 
     def _open(self, assignment: Assignment, now_s: float) -> None:
-        """Open an assignment that has a placement at its owner."""
+        """Open a placed assignment at its owner."""
         placement = _placement_of(assignment)
         assignment.state, assignment.since_s = State.RESERVING, now_s
         self._timeline.enter(Phase.RESERVE, now_s)
         source = KvSource.PREFILL if placement.source is not None else KvSource.LOCAL
         source = KvSource.HANDOFF if assignment.origin else source
         self._actions.append(Open(assignment, placement, source))
-        if placement.owner.tier is Tier.DECODE:  # those that prefill keep a queue
+        if placement.owner.tier is Tier.DECODE:  # prefill workers queue openings
             self._actions.append(SetTimer(assignment, OPEN_TIMEOUT_S))
 
     def _taken_actions(self) -> Sequence[Action]:

@@ -37,7 +37,7 @@ class Fleets:
         self._fleet_of(address).remove(address)
 
     def join(self, address: str, info: WorkerInfo, link: WorkerLink) -> None:
-        """See Fleet. Raises PeerMismatch for a worker of a model that is not served, too."""
+        """See Fleet. Also raises PeerMismatch for a worker of a model that is not served."""
         current, fleet = self._fleet_of(address), self._by_model.get(info.model)
         if fleet is None:
             peer = f"{info.identity.worker_id} at {address}"

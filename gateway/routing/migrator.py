@@ -41,7 +41,7 @@ class Movable(Protocol):
 
     @property
     def owner(self) -> Worker | None:
-        """The worker that runs it, if any does."""
+        """The worker that runs it, or None."""
         ...
 
     @property

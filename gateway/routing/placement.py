@@ -90,15 +90,15 @@ class Outcome(enum.Enum):
     """An event in the life of a placement."""
 
     RESERVED = enum.auto()
-    """The owner has reserved what it needs; its reports count it from now on."""
+    """The owner has reserved blocks; its reports include them from now on."""
     REFUSED = enum.auto()
-    """The owner had no room after all, or takes no more."""
+    """The owner had no room, or takes no more work."""
     REFUSED_BY_SOURCE = enum.auto()
     """The source takes no more work."""
     PREFILLED = enum.auto()
     """The prompt is computed, or needs no computing."""
     ONE_ENDED = enum.auto()
-    """One of several sequences has left the owner."""
+    """One of several sequences has ended at the owner."""
     RELEASED = enum.auto()
     """Neither worker holds anything of it."""
 
@@ -106,8 +106,8 @@ class Outcome(enum.Enum):
 class Placement:
     """A sequence's claim on workers, counted in the fleet until its release. Release is idempotent.
 
-    The sequence runs at its owner. A worker that only computes its prompt is its source; without
-    one the owner does it.
+    The sequence runs at its owner. The source, if any, only computes its prompt; otherwise the
+    owner does.
     """
 
     def __init__(
@@ -120,11 +120,12 @@ class Placement:
         num_blocks: int,
         num_sequences: int = 1,
     ) -> None:
-        """prefill: computes the prompt as one of its many. decode: runs the sequence beyond its
-        first tokens. One of them, both, or both in one. num_prefill_tokens: those that
-        probably have to be computed: at least 1 with a prefill worker, 0 where KV comes by a
-        migration.
-        num_sequences: those that it will be on the decode worker."""
+        """prefill: worker that computes the prompt, as a prefill worker.
+        decode: worker that runs the sequence beyond its first tokens. At least one of the two is
+        set; both may be the same.
+        num_prefill_tokens: prompt tokens that probably have to be computed; at least 1 with a
+        prefill worker, 0 where a migration sends the KV.
+        num_sequences: sequences that it becomes on the decode worker."""
         owner = decode or prefill
         if owner is None or owner.link is None:
             raise ValueError("a placement without a worker that was reached")
@@ -137,9 +138,9 @@ class Placement:
         first = self.source or owner
         keeps_class = fleet.numerics.is_strict
         self.numerics = first.info.numerics if keeps_class and first.info else None
-        """Class of the workers that the sequence stays with, by the one that its first token comes
-        from; None where it may change."""
-        # Those of now: after a loss the same address gets another link.
+        """Numerics class that the sequence must keep, that of the worker of its first token; None
+        for any."""
+        # Links as of now: after a loss the same address gets a new link.
         self.owner_link = owner.link
         self.source_link = self.source.link if self.source else None
         self._fleet = fleet
@@ -187,7 +188,7 @@ class Placement:
                 self.release()
 
     def note_undelivered(self, sender: Worker, why: str, now_s: float) -> None:
-        """A worker could not deliver KV to the owner."""
+        """Record that `sender` could not deliver KV to the owner."""
         if not (sender.is_joined and self.owner.is_joined):
             return
         rest_s = self._fleet.broken_pairs.note(sender.address, self.owner.address, now_s)

@@ -77,8 +77,8 @@ class Timeline:
         self.events.append((event, now_s))
 
     def on_local_prefill(self) -> None:
-        """The owner computes the prompt. It says so with what it computed in the same step, so that
-        asking it was the beginning of the prefill."""
+        """Start PREFILL at the opening: the owner reports a local prefill together with its first
+        computed step."""
         if self.phase is Phase.RESERVE:
             self._phases[-1] = (Phase.PREFILL, self._phases[-1][1])
 

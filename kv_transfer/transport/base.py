@@ -1,4 +1,4 @@
-"""What a transport is: a listener at the receiver, and connections at the sender.
+"""Interface of a transport: a listener at the receiver, and connections at the sender.
 
 Each transport is a file with its name that defines TRANSPORT. What it reaches and requires is in
 baton.kv_transports.
@@ -30,7 +30,7 @@ class Listener(Protocol):
 
 
 class Hub(Protocol):
-    """The receivers of one process by name; see LoopbackHub."""
+    """The receivers of one process, by name; see LoopbackHub."""
 
     def listen(self, name: str) -> Listener: ...
 

@@ -13,7 +13,7 @@ from kv_transfer.ticket import Endpoint
 
 
 class TransportError(HandoffFailed):
-    """A connection cannot be made, or cannot go on."""
+    """A connection cannot be opened, or has failed."""
 
 
 _NO_BYTES = memoryview(b"")
@@ -21,12 +21,11 @@ _NO_BYTES = memoryview(b"")
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Room for one payload: `buffer`, or `device`, has the size asked for; `slot` goes into the
-    chunk's header.
+    """Room for one payload, in `buffer` or `device`, of the requested size; `slot` is written into
+    the chunk's header.
 
-    device: the room, where it is in a device's memory; see DeviceCodec.
-    can_gather: `pieces` may take the place of the buffer; they are read, and not kept, while it is
-    sent.
+    device: room in device memory; see DeviceCodec.
+    can_gather: `pieces` may replace the buffer; they are read, and not kept, during the send.
     """
 
     slot: int
@@ -42,50 +41,49 @@ class Staged:
 
 
 class Connection(Protocol):
-    """The sender's end. Used by one thread at a time. A transport does the flow control: credits
-    are room in `stage`.
+    """The sender's end. Used by one thread at a time. The transport does the flow control: a credit
+    is room in `stage`.
 
-    All methods but close raise TransportError when the connection is lost, FrameError when what
-    came is no frame.
+    All methods except close raise TransportError when the connection is lost, and FrameError for
+    invalid frames.
     """
 
     def stage(self, num_bytes: int) -> Staged | None:
-        """Room for a payload of `num_bytes`, held until the receiver gives it back. None: none
-        now."""
+        """Reserve room for a payload of `num_bytes` until the receiver returns it. None if there is
+        none now."""
         ...
 
     def unstage(self, staged: Staged) -> None:
-        """Take back room that nothing was sent with."""
+        """Return unused room."""
         ...
 
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
-        """Send a frame, with the payload that was put into `staged`. Waits no longer than the send
-        timeout.
+        """Send a frame, with the payload in `staged`. Waits at most the send timeout.
 
-        more: another frame or `flush` follows at once; this one may wait for it, so that one write
-        wakes the receiver once. Until then the payload must stay as it is.
+        more: another frame, or `flush`, follows at once; this frame may be held back for it, so
+        that one write wakes the receiver once. The payload must not change until then.
         """
         ...
 
     def flush(self) -> None:
-        """Send what waits for more."""
+        """Send held-back frames."""
         ...
 
     def seal(self, key: bytes) -> None:
-        """From here on frames carry digests under this key, both ways: see FrameSeal. Raises
-        FrameError if some without have come already."""
+        """From here on frames carry digests under this key, in both directions; see FrameSeal.
+        Raises FrameError if unsealed frames have arrived already."""
         ...
 
     def receive(self) -> Frame | None:
-        """The next frame that has come, without waiting; None if there is none."""
+        """Return the next frame that has arrived, or None. Never waits."""
         ...
 
     def fileno(self) -> int:
-        """What to wait on for frames to come; -1 if they come only while this end calls."""
+        """File descriptor to poll for frames; -1 if they arrive only during calls of this end."""
         ...
 
     def close(self) -> None: ...
 
 
-#: Makes a connection to the best of the endpoints within so many seconds. Raises TransportError.
+#: Connects to the best of the endpoints; float: timeout in seconds. Raises TransportError.
 Connector = Callable[[Sequence[Endpoint], float], Connection]

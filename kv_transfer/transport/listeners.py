@@ -1,4 +1,4 @@
-"""A worker's receiving side: its tickets, and a listener of each transport that it offers."""
+"""Receiving side of a worker: its tickets, and a listener for each offered transport."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.base import Listener, TransportConfig, transport_named
 from kv_transfer.wire_format import most_token_layer_bytes
 
-#: One is filled while another is read, and the third bridges a wake-up; large enough that a chunk's
-#: fixed cost is little, all together small enough to stay in a CPU's last cache.
+#: One credit is filled while another is read, and a third bridges a wake-up. Chunks are large
+#: enough to amortise fixed costs, and all credits together fit into a CPU's last-level cache.
 DEFAULT_NUM_CREDITS = 3
 DEFAULT_MAX_CHUNK_BYTES = 4 << 20
 
@@ -36,7 +36,8 @@ DEFAULT_MAX_CHUNK_BYTES = 4 << 20
 class RunningReceiver:
     """A worker's tickets and its open endpoints.
 
-    `close` ends connections and threads, then aborts the tickets that are still open."""
+    `close` ends connections and threads, then aborts tickets still open.
+    """
 
     tickets: TicketTable
     receiver: Receiver
@@ -61,10 +62,12 @@ def open_receiver(
     listen: TransportConfig = TransportConfig(),  # noqa: B008, it is frozen
     rules: TicketRules | None = None,
 ) -> RunningReceiver:
-    """Bind, then serve. transports: names of baton.kv_transports. listen: where; the worker's name
-    and its device's memory follow from `config`. on_event, clock: see TicketTable. rules: the
-    defaults with a secret of its own if not given.
+    """Bind and serve.
 
+    transports: names in baton.kv_transports.
+    listen: addresses; its worker_id and memory are replaced by those of `config`.
+    on_event, clock: see TicketTable.
+    rules: by default, TicketRules() with its own secret.
     Raises ConfigError for an unknown transport, or one that cannot be bound.
     """
     identity, pool = config.identity, config.pool
@@ -88,7 +91,8 @@ def open_receiver(
 
 
 def _with_staging(config: ReceiverConfig, *, on_device: bool) -> ReceiverConfig:
-    """The defaults where it has none; a chunk holds one token of one layer at least."""
+    """Set the default staging sizes where `config` has none. A chunk holds at least one token of
+    one layer."""
     num_credits = DEVICE_NUM_CREDITS if on_device else DEFAULT_NUM_CREDITS
     chunk_bytes = DEVICE_MAX_CHUNK_BYTES if on_device else DEFAULT_MAX_CHUNK_BYTES
     least_bytes = most_token_layer_bytes(config.pool.layout)

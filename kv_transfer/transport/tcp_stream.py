@@ -1,4 +1,4 @@
-"""KV over TCP, for any two hosts: payloads follow their headers; credits are counted, not
+"""KV over TCP, between any two hosts. Payloads follow their headers; credits are counted, not
 numbered."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NO_PAYLOAD = memoryview(b"")
 
 
 def connected(address: str, timeout_s: float) -> socket.socket:
-    """A tuned socket in blocking mode, connected to host:port. Raises TransportError."""
+    """Connect to host:port. Returns a tuned socket in blocking mode. Raises TransportError."""
     host, _, port = address.rpartition(":")
     try:
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
@@ -28,7 +28,7 @@ def connected(address: str, timeout_s: float) -> socket.socket:
 
 
 def bind(config: TransportConfig) -> tuple[socket.socket, str]:
-    """A listening socket, and the address that senders are given. Raises OSError."""
+    """Return a listening socket, and the address for senders. Raises OSError."""
     host = config.host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, config.port), family=family, backlog=64)
@@ -37,7 +37,7 @@ def bind(config: TransportConfig) -> tuple[socket.socket, str]:
 
 
 class TcpConnection(StreamConnection):
-    """One staging buffer is enough: a payload has left it when `send` returns."""
+    """One staging buffer suffices: the payload has been copied when `send` returns."""
 
     carries_payloads = True
 
@@ -69,8 +69,8 @@ class TcpConnection(StreamConnection):
 
 
 class TcpServerStream(ServerStream):
-    """Payloads are read into the ticket's blocks, or, if they have to be unpacked, into the one
-    staging buffer: a chunk is unpacked before the next is read."""
+    """Reads payloads into the ticket's blocks, or, if they need unpacking, into the only staging
+    buffer: each chunk is unpacked before the next is read."""
 
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         super().__init__(sock, receiver)
@@ -103,14 +103,14 @@ class TcpServerStream(ServerStream):
 
 
 def _touched(num_bytes: int) -> bytearray:
-    """A buffer whose pages are written now: the first touch of a page costs more than all later
-    ones."""
+    """Return a buffer with touched pages, because the first write to a page is the most
+    expensive."""
     return bytearray(b"\0") * num_bytes
 
 
 def tune(sock: socket.socket) -> None:
-    """Small frames go at once; a dead host is noticed within half a minute even when nothing is
-    sent."""
+    """Disable Nagle's algorithm, and detect a dead peer within half a minute on an idle
+    connection."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
