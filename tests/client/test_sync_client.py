@@ -4,8 +4,6 @@ they are left."""
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -265,21 +263,6 @@ def test_what_comes_at_its_end_is_computed_again_and_comes_once(service: FakeInT
 
 async def test_it_may_be_used_where_an_event_loop_runs(client: Client) -> None:
     assert client.generate("ab").text == "ab"
-
-
-@pytest.mark.slow
-def test_a_forked_process_may_have_a_client_of_its_own(service: FakeInThread) -> None:
-    program = (
-        "import os, sys\n"
-        "from baton.client import Client\n"
-        "with Client(sys.argv[1]) as client:\n"
-        "    client.generate('a')\n"
-        "    if (child := os.fork()) == 0:\n"
-        "        with Client(sys.argv[1]) as own:\n"
-        "            os._exit(own.generate('ab').text != 'ab')\n"
-        "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-    )
-    subprocess.run([sys.executable, "-c", program, service.address], check=True, timeout=60)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -91,6 +92,10 @@ def hand_off(
     finally:
         sender.close()
         running.close()
+        # An exception that ends a connection's thread belongs to this test.
+        for thread in threading.enumerate():
+            if thread.name.startswith("baton-kv"):
+                thread.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize("transport", ["loopback", "tcp", "shm"])
