@@ -1,7 +1,7 @@
 """Which decoders run, by Baton's own code and by transformers', as a test run finds it.
 
-python -m bench.models: runs tests/model/test_families.py and
-tests/transformers_backend/test_architectures.py, all of both, and writes a table of each into
+python -m bench.models: runs tests/engine/families/test_families.py and
+tests/engine/transformers/test_architectures.py, all of both, and writes a table of each into
 docs/models.md.
 """
 
@@ -40,7 +40,7 @@ class Table:
 
 NATIVE = Table(
     "families",
-    "tests/model/test_families.py",
+    "tests/engine/families/test_families.py",
     "model",
     {
         "test_greedy_tokens_are_those_of_generate": "whole prompts",
@@ -56,7 +56,7 @@ NATIVE = Table(
 )
 GENERIC = Table(
     "transformers",
-    "tests/transformers_backend/test_architectures.py",
+    "tests/engine/transformers/test_architectures.py",
     "architecture",
     {
         "test_greedy_tokens_are_those_of_generate": "whole prompts",

@@ -153,7 +153,7 @@ _LEVEL_PARAMS = [
 def each_level(request: pytest.FixtureRequest) -> Iterator[None]:
     """The test runs at every level that this machine has, or at the one that is forced.
 
-    For what engines do: the kernels by themselves are tests/cpu_kernels/test_program.py's.
+    For what engines do: the kernels by themselves are tests/kernels/cpu/test_program.py's.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LEVEL_VARIABLE, request.param)

@@ -1,8 +1,9 @@
 """From a checkpoint's config.json to a ModelConfig, and to whose code runs its layers.
 
 The file is read as transformers reads it: the same defaults, the same precedence of old and new
-spellings, the same types refused. tests/model/test_config_same_as_transformers.py compares the two;
-importing transformers here would take longer than all the rest of a worker's start.
+spellings, the same types refused. tests/engine/families/test_config_same_as_transformers.py
+compares the two; importing transformers here would take longer than all the rest of a worker's
+start.
 """
 
 from __future__ import annotations

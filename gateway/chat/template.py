@@ -9,7 +9,7 @@ have "fields", further ones of messages by index; "tools" and "kwargs", variable
 message. See gateway.intake.child.
 
 Templates are written for transformers, whose rendering this is, without that package: a sandboxed
-jinja environment and what the templates find in it. tests/gateway/test_chat_template.py holds the
+jinja environment and what the templates find in it. tests/gateway/chat/test_template.py holds the
 one to the other.
 """
 

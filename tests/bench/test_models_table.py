@@ -9,7 +9,7 @@ import pytest
 
 from bench.models import GENERIC, NATIVE, PAGE, PYTEST, results_of, table_of
 from bench.suite.markdown import part_of
-from tests.model.test_families import CASES
+from tests.engine.families.test_families import CASES
 from tests.support.architectures import ARCHITECTURES
 
 REPORT = """<testsuites><testsuite>

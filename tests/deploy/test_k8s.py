@@ -199,7 +199,7 @@ def test_what_is_scaled_is_there() -> None:
     for one in scalers:
         target = one["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in names
-    # Their queries: tests/telemetry/test_board.py.
+    # Their queries: tests/deploy/test_grafana_board.py.
 
 
 @pytest.mark.parametrize("name", TIERS)

@@ -17,7 +17,7 @@ from baton.client import AsyncClient
 from baton.errors import InvalidRequest, ModelNotFound, NoWorkers
 from baton.service import ReadyReport
 from gateway.server import serve_gateway
-from tests.openai_api.test_door import fetch
+from tests.openai_api.test_raw_http import fetch
 from tests.support.live_tiers import (
     decode_worker,
     options_of_gateway,

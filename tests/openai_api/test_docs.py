@@ -15,7 +15,7 @@ from baton.sampling_params import OPTIONS
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH
 from gateway.http.openapi import openapi
 from tests.openai_api.test_bad_input import BODIES, GOOD
-from tests.openai_api.test_door import fetch
+from tests.openai_api.test_raw_http import fetch
 from tests.openai_api.world import MODEL
 from tests.support.http_connection import Connection
 from tests.support.live_tiers import LiveSystem

@@ -1,0 +1,254 @@
+"""Models that have layers with a state: the state is that of the sequence's last token, wherever
+it runs, whatever runs beside it, and whatever became of a step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.errors import AdapterError, ConfigError, EngineFault
+from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
+from engine.interface import Batch, SampleRow, SequenceSlice, forward_guarded
+from engine.kv.groups.state import STATE
+from engine.kv.layout import groups_of
+from engine.torch.engine import TorchEngine
+from kv_transfer.transport.loopback import LoopbackHub
+from tests.engine.transformers.conftest import Case, load, prompts
+from tests.support.architectures import VOCAB_SIZE
+from tests.support.engines import load_engine
+from tests.support.sim_client import Choice, SimClient
+from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
+
+CaseOf = Callable[[str], Case]
+
+GREEDY = Sampling()
+#: Mamba 2, Mamba 1 and the gated delta rule.
+FEW = ("granitemoehybrid", "jamba", "qwen3_next")
+QUICK = "jamba"
+
+
+def of(*names: str) -> pytest.MarkDecorator:
+    """Run a test for each of these; all but the quickest are slow."""
+    slow = pytest.mark.slow
+    found = [name if name == QUICK else pytest.param(name, marks=slow) for name in names]
+    return pytest.mark.parametrize("name", found)
+
+
+each = of(*FEW)
+TABLE = range(8, 12)
+
+
+def logits(
+    engine: TorchEngine, new: Sequence[int], start: int, beside: Sequence[SequenceSlice] = ()
+) -> torch.Tensor:
+    """After each new token of the sequence of TABLE."""
+    rows = tuple(SampleRow(offset, GREEDY, (), 0) for offset in range(len(new)))
+    return engine.logits(Batch((*beside, SequenceSlice(tuple(new), start, TABLE, rows))))
+
+
+@of("granitemoehybrid", "jamba", "olmo_hybrid")
+def test_what_runs_beside_a_sequence_changes_no_bit(name: str, case_of: CaseOf) -> None:
+    engine, prompt = case_of(name).engine, prompts()[2]
+    other = SequenceSlice(tuple(prompt[:9]), 0, range(12, 16))
+    for start, end in ((0, 17), (17, 29), (29, 30)):
+        alone = logits(engine, prompt[start:end], start)
+        assert torch.equal(logits(engine, prompt[start:end], start, [other]), alone)
+
+
+@each
+def test_a_step_that_is_thrown_away_may_be_run_again(name: str, case_of: CaseOf) -> None:
+    """Also one of other tokens: what was computed by the first is gone."""
+    engine, prompt = case_of(name).engine, prompts()[2]
+    logits(engine, prompt[:11], 0)
+    expected = logits(engine, prompt[11:20], 11)
+    logits(engine, prompt[:5], 11)
+    assert torch.equal(logits(engine, prompt[11:20], 11), expected)
+
+
+@each
+def test_a_fault_of_one_sequence_leaves_the_states_of_others(name: str, case_of: CaseOf) -> None:
+    """The batch fails when samples are drawn, and is run one by one."""
+    case, prompt = case_of(name), prompts()[2]
+    tokens = list(prompt)
+    logits(case.engine, prompt[:-1], 0)
+    while len(tokens) < len(prompt) + 4:
+        start = len(tokens) - 1
+        row = SampleRow(0, GREEDY, tuple(tokens), len(prompt))
+        nothing = SampleRow(0, GREEDY, (3,), 1, allowed=bytes(VOCAB_SIZE // 8))
+        faulty = SequenceSlice((3,), 0, range(12, 16), (nothing,))
+        fine = SequenceSlice((tokens[-1],), start, TABLE, (row,))
+        failed, outcome = forward_guarded(case.engine, Batch((faulty, fine)))
+        assert isinstance(failed, EngineFault)
+        assert isinstance(outcome, tuple)
+        tokens.append(outcome[0].token_id)
+    assert tokens[len(prompt) :] == case.expected[2][:4]
+
+
+@pytest.mark.slow
+def test_states_that_are_not_there_are_a_fault(case_of: CaseOf) -> None:
+    """Neither a step nor a handoff goes on from the states after another token."""
+    engine, prompt = case_of(FEW[0]).engine, prompts()[2]
+    layout = engine.spec.layout
+    logits(engine, prompt[:11], 0)
+    with pytest.raises(EngineFault, match="after 10 tokens"):
+        logits(engine, prompt[10:12], 10)
+    data = memoryview(bytearray(groups_of(layout).record_bytes))
+    with pytest.raises(ValueError, match="after 12 tokens"):
+        engine.kv.pack(TABLE, groups_of(layout).records_after(12)[0], data)
+    with pytest.raises(ValueError, match="is no state"):
+        engine.kv.pack(
+            TABLE,
+            replace(groups_of(layout).records_after(11)[0], first_token=9, num_tokens=2),
+            data,
+        )
+    engine.kv.pack(TABLE, groups_of(layout).records_after(11)[0], data)
+    assert any(data)
+
+
+NUM_TOKENS = 10
+SHAPE = SimShape(
+    # Fewer blocks than the sequences want: they are swapped, or placed anew.
+    num_blocks=20,
+    block_size=4,
+    max_num_seqs=9,
+    max_num_batched_tokens=16,
+    max_local_prefill_tokens=3,
+    max_num_launches=1,
+    min_fetched_tokens=1,
+)
+
+
+def engine_of(path: Path, shape: SimShape) -> TorchEngine:
+    return load_engine(
+        str(path),
+        model_impl="transformers",
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+        on_plan=lambda _: None,
+        progress=lambda _: None,
+    )
+
+
+def requests() -> list[SequenceSpec]:
+    """Greedy ones of common beginnings; then choices, and beams."""
+    generator = random.Random(5)
+    common = [generator.randrange(VOCAB_SIZE) for _ in range(21)]
+    texts = [*prompts(), common, [*common, 5], [*common[:13], 80, 2, 3]]
+    greedy = Sampling(max_tokens=NUM_TOKENS)
+    seeded = Sampling(temperature=0.9, seed=5, max_tokens=NUM_TOKENS)
+    beams = Sampling(
+        max_tokens=NUM_TOKENS, beam=BeamParams(3, 1.0, EarlyStopping.NEVER, num_returned=2)
+    )
+    return [
+        *(SequenceSpec(f"r{i}", tuple(t), greedy, arrival_ns=i) for i, t in enumerate(texts)),
+        SequenceSpec("n", tuple(common[3:]), seeded, arrival_ns=7, num_choices=3),
+        SequenceSpec("short", (7,), seeded, arrival_ns=8, num_choices=2),
+        SequenceSpec("b", tuple(common[:17]), beams, arrival_ns=9, num_choices=2),
+    ]
+
+
+def outputs(client: SimClient, specs: Sequence[SequenceSpec]) -> dict[Choice, list[int]]:
+    client.waiting += specs
+    client.run()
+    client.quiet()
+    assert not client.failed
+    choices = [Choice(spec.request_id, c) for spec in specs for c in range(spec.num_choices)]
+    return {choice: client.output_of(choice) for choice in choices}
+
+
+def alone(path: Path) -> dict[Choice, list[int]]:
+    """What each request gets on one worker, one at a time."""
+    client, hub = SimClient(random.Random(0), [], []), LoopbackHub()
+    own = SimShape(num_blocks=90, block_size=16, max_local_prefill_tokens=200, max_num_launches=1)
+    engine = engine_of(path, own)
+    client.decodes.append(SimDecode(hub, lambda: client.now, own, given_engine=engine))
+    client.prefills.append(SimPrefill(hub, lambda: client.now))  # of which nothing is asked
+    found: dict[Choice, list[int]] = {}
+    for spec in requests():
+        found |= outputs(client, [spec])
+    return found
+
+
+def tiers(path: Path, seed: int, swap_bytes: int) -> SimClient:
+    """A prefill worker and two decode workers, which sequences move between at any token."""
+    client = SimClient(random.Random(seed), [], [], move_rate=0.1)
+    hub = LoopbackHub()
+    shape = SimShape(num_blocks=40, block_size=8, max_num_seqs=6, max_num_launches=1)
+    prefill = engine_of(path, shape)
+    client.prefills.append(SimPrefill(hub, lambda: client.now, shape, given_engine=prefill))
+    for index in range(2):
+        own = replace(SHAPE, swap_bytes=swap_bytes)
+        engine = engine_of(path, own)
+        client.decodes.append(
+            SimDecode(hub, lambda: client.now, own, f"d{index}", given_engine=engine)
+        )
+    return client
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("swap_bytes", "name"),
+    [
+        (0, FEW[0]),
+        (1 << 20, FEW[0]),
+        (1 << 20, FEW[2]),
+        pytest.param(1 << 20, FEW[1], marks=pytest.mark.long),
+        *(pytest.param(0, name, marks=pytest.mark.long) for name in FEW[1:]),
+    ],
+)
+def test_two_tiers_give_what_one_worker_gives(swap_bytes: int, name: str, case_of: CaseOf) -> None:
+    """Handed over after their prompts, moved between tokens, swapped or placed anew where blocks
+    are few, forked into choices and beams; no slot is left behind."""
+    case = case_of(name)
+    expected = alone(case.path)
+    assert [expected[Choice(f"r{i}", 0)][:8] for i in range(3)] == case.expected
+    client = tiers(case.path, 3, swap_bytes)
+    assert outputs(client, requests()) == expected
+    assert client.seen >= {"Committed", "HandedOff", "Paused", "Prefilled"}
+    num_swaps = sum(worker.swap.num_swaps for worker in client.decodes)
+    assert num_swaps if swap_bytes else "Preempted" in client.seen
+    for worker in (*client.prefills, *client.decodes):
+        assert STATE in worker.engine.kv.slot_tables
+        assert set(worker.engine.kv.slot_tables[STATE].of_block) == {-1}
+
+
+@pytest.mark.slow
+def test_sequences_that_are_cancelled_leave_no_slot(case_of: CaseOf) -> None:
+    client = tiers(case_of(FEW[0]).path, 4, 0)
+    client.waiting += requests()
+    client.run(num_cancels=8)
+    client.quiet()
+    for worker in (*client.prefills, *client.decodes):
+        assert STATE in worker.engine.kv.slot_tables
+        assert set(worker.engine.kv.slot_tables[STATE].of_block) == {-1}
+
+
+@pytest.mark.slow
+def test_a_prompt_is_found_by_no_other(case_of: CaseOf) -> None:
+    """A block without the states at its end cannot be gone on from."""
+    assert not load(case_of(FEW[0]).path).spec.shares_prefixes(1)
+
+
+@pytest.mark.slow
+def test_devices_and_ranks_that_such_layers_have_no_code_for_are_refused(case_of: CaseOf) -> None:
+    from engine.transformers.source import TransformersModel
+
+    source = TransformersModel(case_of(FEW[0]).path)
+    source.check_ranks(1, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"device=cuda: .* layers with a state.*; use cpu"):
+        source.check_ranks(1, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: .*; leave it out"):
+        source.check_ranks(2, torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_an_adapter_is_refused(case_of: CaseOf, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="no adapters here; merge the adapter into the model"):
+        load(case_of(FEW[0]).path, lora_modules={"red": str(tmp_path)})
