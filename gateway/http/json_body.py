@@ -1,16 +1,12 @@
-"""A body's JSON: within limits, and read in pieces where it is long, with others' turns between
-them.
+"""Parses JSON bodies within limits, long ones in pieces so that other tasks run in between.
 
-What is made of objects, lists and numbers takes far more time and memory than their text, so that
-they are counted before any is made. Long lists of token ids, of which a prompt may have a million,
-are read apart from the rest, each straight into a message, and as many as no model here takes are
-not read at all.
+Objects, lists and numbers take far more time and memory parsed than as text, so their counts are
+checked before parsing. Long lists of token ids (prompts of up to a million) are parsed separately,
+straight into a message, and not at all if no model here could take them.
 
-Other long JSON becomes the same as pydantic_core.from_json makes of it in one go, and is refused
-where that refuses it. What takes that library long is not only what is made, but escapes and
-characters beyond ASCII in texts, and long numbers: tens of milliseconds for 16 MB. So a long list
-or object is read a few members at a time, and a long text a part at a time; what is short is the
-library's.
+Other long JSON gives the same result as one call of pydantic_core.from_json, errors included. That
+library takes tens of milliseconds for 16 MB of escapes, non-ASCII text or long numbers. Long lists
+and objects are therefore parsed a few members at a time, and long strings in parts.
 """
 
 from __future__ import annotations
