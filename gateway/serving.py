@@ -402,22 +402,23 @@ _MAX_NAME_CHARS = 40
 
 
 class Models:
-    """Belongs to one event loop. In the order of the command line; no two have a name in common."""
+    """Served models, in command-line order, with disjoint names. Belongs to one event loop."""
 
     def __init__(self, servings: Sequence[Serving], recorder: GatewayRecorder) -> None:
         self._servings = tuple(servings)
         self._recorder = recorder
         self._by_name = {name: serving for serving in servings for name in serving.facts.names}
-        """Without adapters, which workers report."""
+        """Excludes adapters, which workers report."""
 
     def __iter__(self) -> Iterator[Serving]:
         return iter(self._servings)
 
     def of(self, name: str) -> Serving:
-        """The model of that name, or with that adapter; of an empty name, the only one.
+        """The model with this name or adapter; for an empty name, the only model.
 
-        Raises ModelNotFound, naming those that are here; InvalidRequest if none is named among
-        several; and NoWorkers for an adapter's name, perhaps, before workers said what they have.
+        Raises ModelNotFound, listing the served models; InvalidRequest for an empty name if several
+        are served; NoWorkers for an unknown name before decode workers have reported their
+        adapters.
         """
         serving = self._by_name.get(name)
         if serving is None and len(self._servings) == 1 and not name:
