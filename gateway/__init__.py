@@ -1,1 +1,1 @@
-"""The front door: validate, tokenize, admit, route, stream, resume. No torch."""
+"""The gateway: validates, tokenizes, admits, routes, streams and resumes requests. No torch."""

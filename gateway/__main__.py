@@ -1,4 +1,4 @@
-"""`python -m gateway`: the front door."""
+"""`python -m gateway`: runs the gateway."""
 
 from baton.config import GatewayOptions
 from baton.service import main

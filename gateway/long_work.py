@@ -1,4 +1,4 @@
-"""Cooperative long work on the event loop: other tasks run between pieces of a few milliseconds."""
+"""Long work on the event loop in pieces of a few milliseconds, between which other tasks run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _T = TypeVar("_T")
 #: Bytes, characters or tokens above which one call may take milliseconds.
 LONG_PIECE = 65_536
 
-#: Pause between pieces, in seconds: about as long as a piece, and enough for a worker's message to
-#: reach a client as text, which takes several loop turns.
+#: Pause between pieces, in seconds: about as long as a piece, and long enough for a worker's
+#: message to reach a client, which takes several loop iterations.
 _PAUSE_S = 0.005
 
 
 async def let_others_run(size: int) -> None:
-    """Pause after work on `size` bytes, characters or tokens; no-op below LONG_PIECE."""
+    """Pause after work on `size` bytes, characters or tokens. No-op below LONG_PIECE."""
     if size >= LONG_PIECE:
         await asyncio.sleep(_PAUSE_S)
 
 
 class Pacer:
-    """Pauses each time that small steps add up to LONG_PIECE."""
+    """Pauses whenever small steps add up to LONG_PIECE."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -39,8 +39,8 @@ class Pacer:
 async def in_pieces(
     values: Sequence[_T], take: Callable[[Sequence[_T]], object], size: int = LONG_PIECE
 ) -> None:
-    """Call `take` on consecutive slices of at most `size` values, pausing between them. Not an
-    async generator, which would double the cost of a short request."""
+    """Call `take` on consecutive slices of at most `size` values, with pauses in between. Not an
+    async generator, because that would double the cost of a short request."""
     for begin in range(0, len(values), size):
         if begin:
             await let_others_run(LONG_PIECE)

@@ -115,7 +115,8 @@ class _Model:
 async def _load_model(
     own: GatewayOptions, options: GatewayOptions, weights: Mapping[bytes, float]
 ) -> _Model:
-    """own: options of this model. weights: of accounts. Raises StartupError without a tokenizer."""
+    """Load the tokenizer of one model and create its parts. own: options of this model. weights: of
+    accounts. Raises StartupError without a tokenizer."""
     tokenizer_name = own.tokenizer or own.model
     tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_name, own.revision)
     facts = tokenizer.facts
@@ -307,7 +308,7 @@ def _instance() -> str:
 
 
 def _is_serving(fleets: Sequence[Fleet]) -> bool:
-    """Whether some sequence could be placed."""
+    """Whether a new sequence could be placed."""
     return any(fleet.ready(Tier.DECODE) for fleet in fleets)
 
 
@@ -320,11 +321,11 @@ def _set_health(server: RunningServer, fleets: Sequence[Fleet]) -> None:
 async def _wait_for_workers(
     members: Membership, fleets: Sequence[Fleet], options: GatewayOptions
 ) -> None:
-    """Wait until all named and all listed workers are ready, at most WORKERS_TIMEOUT_S; the others
-    may join later.
+    """Wait until all named and listed workers are ready, at most WORKERS_TIMEOUT_S; others may join
+    later.
 
-    With a registry, also wait for one decode worker of each model, without which the model cannot
-    be served.
+    With a registry, also wait for one decode worker per model, without which the model cannot be
+    served.
     """
     named = {*options.prefill_workers, *options.decode_workers}
 

@@ -1,4 +1,4 @@
-"""The gRPC door: turns calls into requests, and streams their output."""
+"""The gRPC door: converts calls to requests and streams their output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Belongs to one event loop."""
+    """gRPC InferenceService. Belongs to one event loop."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -26,7 +26,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802, the name in the .proto
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> None:
-        """Streams by context.write, so that a slow client is seen."""
+        """Stream by context.write, which applies backpressure from slow clients."""
 
         async def on_admitted(admitted: ValidatedRequest) -> None:
             await send_headers(context, (REQUEST_ID_KEY, admitted.spec.request_id))
@@ -44,7 +44,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.TokenizeRequest,
         context: _Context,  # noqa: ARG002, the signature of the .proto
     ) -> inference_pb2.TokenizeResponse:
-        """Token ids of a prompt, as Generate would use them."""
+        """Token ids of a prompt, as Generate uses them."""
         serving = self._models.of(request.model)
         response = inference_pb2.TokenizeResponse(max_model_len=serving.facts.max_model_len)
         await in_pieces(await serving.tokenize(request), response.token_ids.extend)
@@ -64,7 +64,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.ListModelsRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> inference_pb2.ListModelsResponse:
-        """The models, each followed by its adapters."""
+        """All models, each followed by its adapters."""
         return inference_pb2.ListModelsResponse(
             models=[
                 serving.model(name)
@@ -78,6 +78,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GetModelRequest,
         context: _Context,  # noqa: ARG002
     ) -> inference_pb2.GetModelResponse:
-        """One model, and its workers."""
+        """One model and its workers."""
         serving = self._models.of(request.model)
         return inference_pb2.GetModelResponse(model=serving.model(request.model))

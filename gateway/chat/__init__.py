@@ -1,1 +1,1 @@
-"""Conversations: rendered by a model's template, and what its outputs have beside text."""
+"""Chats: rendering by the model's template; parsing of reasoning and tool calls in the output."""

@@ -1,17 +1,16 @@
-"""gpt-oss's answers, in OpenAI's harmony format: thoughts, text and calls of tools are messages of
-their own, told apart by their headers, and found piece by piece. Pure.
+"""Parses gpt-oss's output in OpenAI's harmony format, incrementally: reasoning, text and tool calls
+are separate messages, distinguished by their headers. Pure.
 
     HEADER --<|message|>--> BODY --<|end|>, <|call|>, <|return|>, or <|start|> of the next--> HEADER
 
-    <|start|>assistant<|channel|>analysis<|message|>...<|end|>                        a thought
+    <|start|>assistant<|channel|>analysis<|message|>...<|end|>                        reasoning
     <|start|>assistant<|channel|>final<|message|>...<|return|>                        text
     <|start|>assistant<|channel|>commentary<|message|>...<|end|>                      text
     ... to=functions.NAME<|channel|>commentary <|constrain|>json<|message|>{...}<|call|>  a call
 
-The prompt ends within the first header. An output that does not begin as a header is text: the
-grammar of a call that is required leaves no room for one. What was emitted by the end of a text
-does not depend on how the text was cut. See the guide "OpenAI harmony response format" in OpenAI's
-cookbook.
+The prompt ends within the first header. An output that does not begin with a header is text; the
+grammar of a forced call, for example, excludes headers. The result does not depend on how the text
+was divided. See the guide "OpenAI harmony response format" in OpenAI's cookbook.
 """
 
 from __future__ import annotations
@@ -23,45 +22,45 @@ from gateway.chat.marks import num_held_back
 from gateway.chat.tools import CallArguments, CallBegins, Content, Part, Thought
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-#: What a prompt ends with whose answer begins with thoughts.
+#: End of a prompt that makes the answer begin with reasoning.
 THINKING = f"{CHANNEL}analysis{MESSAGE}"
-#: What the text of an answer begins after.
+#: Marks the beginning of the answer's text.
 ANSWERING = f"{CHANNEL}final{MESSAGE}"
 
 _START = "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 _END = re.compile("|".join(map(re.escape, _ENDS)))
-#: How a header begins, or goes on behind the prompt's end.
+#: Beginnings of a header, or of the rest of the prompt's last header.
 _HEADS = (CHANNEL, _START, " to=", "to=")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
-#: Longest header; what is longer is text.
+#: Longer headers are text.
 _MAX_HEADER_CHARS = 512
 
 
 class HarmonyParser:
-    """Of one choice."""
+    """Parser of one choice."""
 
     def __init__(self, new_id: Callable[[], str], *, has_calls: bool, is_thinking: bool) -> None:
-        """new_id: for each call. has_calls: whether tools were given; calls of others are text.
-        is_thinking: whether the output begins within a thought."""
+        """new_id: generates ids of calls. has_calls: whether the request has tools; otherwise calls
+        are text. is_thinking: whether the output begins inside reasoning."""
         self._new_id = new_id
         self._has_calls = has_calls
         self._held = ""
-        """Not yet emitted."""
+        """Text not emitted yet."""
         self._make: Callable[[str], Part] | None = Thought if is_thinking else None
-        """What text of the body is; None in a header."""
+        """Creates the part for body text; None in a header."""
         self._is_first = not is_thinking
-        """Whether nothing has shown yet that the output begins with a header."""
+        """Whether it is still open that the output begins with a header."""
         self._begins = is_thinking
-        """Whether the body has had no text yet."""
+        """Whether the body is still empty."""
         self._spoken: set[type[Part]] = set()
-        """Kinds of text that have come: the next message of one begins a line."""
+        """Kinds of text emitted so far; the next message of such a kind begins on a new line."""
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
-        """What is known by the next text."""
+        """Consume text, and return the parts that are certain."""
         self._held += text
         parts: list[Part] = []
         while True:
@@ -71,7 +70,7 @@ class HarmonyParser:
                 return parts
 
     def end(self) -> list[Part]:
-        """What was held back, now that nothing follows. A header that breaks off is no text."""
+        """Return the text held back, at the end of the output. An incomplete header is dropped."""
         held, self._held = self._held, ""
         is_header = self._make is None and not (self._is_first and "<|" not in held)
         if not held or is_header:
@@ -81,7 +80,7 @@ class HarmonyParser:
     def _read_header(self) -> Iterator[Part]:
         if self._is_first:
             if any(head.startswith(self._held) for head in _HEADS):
-                return  # it may become one
+                return  # may become a header
             self._is_first = False
             if not self._held.startswith(_HEADS):
                 self._make, self._begins = Content, True
@@ -112,7 +111,7 @@ class HarmonyParser:
             self._make = None
 
     def _emitted(self, part: Part) -> Part:
-        """A part, on a line of its own where a message of its kind came before."""
+        """Begin a message on a new line if one of its kind precedes it."""
         kind = type(part)
         if self._begins and isinstance(part, Content | Thought):
             self._begins = False

@@ -1,12 +1,12 @@
-"""A call of a tool whose arguments stand each between marks of its own, as GLM and Qwen3-Coder
-write them: read piece by piece, and given as a JSON object. Pure.
+"""Parses tool calls with marks around each argument, as GLM and Qwen3-Coder write them, into a JSON
+object, incrementally. Pure.
 
     FIRST --parameter's mark--> VALUE --its end--> NEXT --call's end--> over
       │                           ^                 │
       └── not a call              └──── its mark ───┘
 
-A value is plain text: what it stands for is known by the tool's JSON Schema. A text is given as it
-comes, anything else when it is whole.
+Values are plain text; the tool's JSON Schema gives their types. Strings are emitted as they arrive,
+other values when complete.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any, NoReturn
 
 from gateway.chat.marks import num_held_back
 
-#: Longest mark of a parameter, its name within, and the longest name.
+#: Maximum characters of a parameter's mark, name included, and of the name.
 _MAX_MARK_CHARS, _MAX_KEY_CHARS = 384, 256
 
-#: Most parts of a schema that are looked at for the types of one parameter.
+#: Maximum schema nodes visited to find a parameter's types.
 _MAX_SCHEMA_PARTS = 256
 
-#: Longest value that is tried as a literal of Python.
+#: Maximum characters of a value parsed as a Python literal.
 _MAX_LITERAL_CHARS = 2**16
 
 _STRING = frozenset({"string"})
 
-#: What a model may write that has seen them as Python's.
+#: Lower-case words of Python and JSON, and the JSON they mean.
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 _TYPE_NAMES: Mapping[type, str] = {
@@ -48,12 +48,12 @@ _TYPE_NAMES: Mapping[type, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ParameterFormat:
-    """How a family of models writes the arguments of a call.
+    """How a model family writes a call's arguments.
 
-    next: what may follow the call's name, or a value: the mark of a parameter, whose group is its
-    name, or the end of the call. marks: what those begin with. value_ends: of which the longest
-    that fits ends a value. newline_begins_value: whether one behind the mark is none of the value.
-    is_text_by_default: whether a value of no known type is text; else it may be JSON.
+    next: matches after the call's name or a value: a parameter's mark, with its name as group 1, or
+    the end of the call. marks: beginnings of such matches. value_ends: ends of a value; the longest
+    match wins. newline_begins_value: whether a newline after the mark is not part of the value.
+    is_text_by_default: whether a value of unknown type is a string; otherwise it may be JSON.
     """
 
     next: re.Pattern[str]
@@ -82,33 +82,33 @@ QWEN_PARAMETERS = ParameterFormat(
 
 
 class ParameterScanner:
-    """The arguments of one call, from the first mark behind its tool's name on; used as
-    tools.CallScanner is. `name` is known once that mark is whole."""
+    """Parses the arguments of one call, from the first mark after the tool's name, with the
+    interface of tools.CallScanner. `name` is set once that mark is complete."""
 
     def __init__(self, form: ParameterFormat, name: str, schema: Mapping[str, Any]) -> None:
         """name: of the tool. schema: of its arguments."""
         self.name: str | None = None
         self.text = ""
-        """What was fed and not read."""
+        """Text fed but not parsed."""
         self.is_over = False
         self._form = form
         self._tool = name
         self._schema = schema
         self._value_end = re.compile("|".join(map(re.escape, form.value_ends)))
         self._types: frozenset[str] | None = None
-        """Of the value that comes, which is read as text if that is its only one; None between
-        values."""
+        """Types of the current value; None between values. A value that can only be a string is
+        emitted as it arrives."""
         self._begins = False
-        """Whether nothing of the value was read yet."""
+        """Whether the value is still empty."""
         self._value = ""
-        """What was read of it, unless it is text."""
+        """The value so far, unless it is a string."""
         self._num_parameters = 0
         self._arguments: list[str] = []
-        """Not yet taken."""
+        """JSON text not taken yet."""
 
     def feed(self, text: str) -> str:
-        """Take characters up to the call's end; what is left of them. All that was fed is left if
-        it is no call: it is over then, without a name."""
+        """Consume text up to the call's end, and return the rest. If it is not a call, return all
+        text fed; then is_over is set and `name` is None."""
         self.text += text
         while not self.is_over:
             before = (self._types, len(self.text))
@@ -124,7 +124,7 @@ class ParameterScanner:
         return rest
 
     def take_arguments(self) -> str:
-        """What is new of the arguments' JSON text."""
+        """Return the arguments' JSON text since the last call."""
         new = "".join(self._arguments)
         self._arguments.clear()
         return new
@@ -144,7 +144,7 @@ class ParameterScanner:
         found = self._form.next.search(self.text)
         if found is not None:
             self._enter(found)
-        else:  # what is neither is passed over
+        else:  # skip other text
             self.text = self.text[-_MAX_MARK_CHARS:]
 
     def _enter(self, found: re.Match[str]) -> None:
@@ -184,8 +184,8 @@ class ParameterScanner:
 
 
 def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """What a tool's schema lets a parameter be, "integer" called "number"; nothing if it does not
-    say."""
+    """Types that a schema allows for a parameter, with "integer" as "number"; empty if it names
+    none."""
     properties = schema.get("properties")
     to_see = [properties.get(name)] if isinstance(properties, dict) else []
     seen = set[int]()
@@ -212,7 +212,7 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
 
 
 def _referred(schema: Mapping[str, Any], ref: Any) -> Any:
-    """The part of a schema that a reference such as "#/$defs/Color" names, if there is one."""
+    """The part of a schema at a reference such as "#/$defs/Color"; None if there is none."""
     if not isinstance(ref, str) or not ref.startswith("#/"):
         return None
     part: Any = schema
@@ -222,8 +222,8 @@ def _referred(schema: Mapping[str, Any], ref: Any) -> Any:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """A value as JSON of one of some types, or of any if there are none: a string if it is no other
-    that it may be."""
+    """A value as JSON of one of the types, or of any type if empty. A string if no other type
+    fits."""
     value = text.strip()
     value = _WORDS.get(value.lower(), value)
     kind = _json_type(value)
@@ -234,7 +234,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def _json_type(text: str) -> str | None:
-    """None if it is no JSON."""
+    """The JSON type of a text; None if it is not JSON."""
     try:
         return _TYPE_NAMES[type(json.loads(text, parse_constant=_refuse_constant))]
     except (ValueError, RecursionError):
@@ -246,12 +246,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _json_of_literal(text: str) -> str | None:
-    """A list or dict of Python's, which some models write, as JSON."""
+    """Convert a Python list or dict, which some models write, to JSON."""
     if text[:1] not in ("[", "{", "(") or len(text) > _MAX_LITERAL_CHARS:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in strings
+            warnings.simplefilter("ignore")  # about escapes in strings
             return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None

@@ -1,5 +1,5 @@
-"""What a model thinks before it answers, `<think>...</think>`, separated from the answer piece by
-piece. What was emitted by the end of a text does not depend on how the text was cut. Pure."""
+"""Separates reasoning, `<think>...</think>`, from the answer, incrementally. The result does not
+depend on how the text was divided. Pure."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ReasoningSplitter:
-    """Of one choice. DeepSeek R1, Qwen3 and others write so; with some, the prompt ends with the
-    first mark already."""
+    """Splitter for one choice, in the format of DeepSeek R1, Qwen3 and others. With some, the
+    prompt ends with the begin mark."""
 
     def __init__(self, *, is_reasoning: bool) -> None:
-        """is_reasoning: whether the output begins within the marks."""
+        """is_reasoning: whether the output begins inside the marks."""
         self._is_reasoning = is_reasoning
         self._is_over = False
-        """Whether all that follows is the answer."""
+        """Whether the rest is the answer."""
         self._is_at_break = False
-        """Whether only the lines between the thoughts and the answer have come since."""
+        """Whether only newlines have followed the reasoning."""
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """The next text's reasoning, and its answer."""
+        """Consume text. Returns (reasoning, answer)."""
         if self._is_over:
             return "", self._answer(text)
         self._held += text
         if not self._is_reasoning:
             stripped = self._held.lstrip()
-            if BEGIN.startswith(stripped):  # it may become the mark, or is nothing yet
+            if BEGIN.startswith(stripped):  # may become the mark, or is still empty
                 if stripped == BEGIN:
                     self._is_reasoning, self._held = True, ""
                 return "", ""
@@ -44,7 +44,7 @@ class ReasoningSplitter:
         return before[:cut], ""
 
     def end(self) -> tuple[str, str]:
-        """What was held back, now that nothing follows."""
+        """Return the text held back, at the end of the output."""
         held, self._held = self._held, ""
         return (held, "") if self._is_reasoning and not self._is_over else ("", held)
 

@@ -1,5 +1,4 @@
-"""Conversations to text, by the model's own template, in a process that is killed when it takes too
-long."""
+"""Renders conversations with the model's template, in a process that is killed on timeout."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _NO_MORE: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatRenderer:
-    """One renderer process; one conversation at a time."""
+    """Owns one renderer process; renders one conversation at a time."""
 
     def __init__(
         self,
@@ -43,10 +42,10 @@ class ChatRenderer:
     async def render(
         self, messages: Sequence[tuple[str, str]], more: Mapping[str, Any] = _NO_MORE
     ) -> str:
-        """The text of (role, content) messages, up to where the model is to answer. more: see
+        """Render (role, content) messages up to the generation prompt. more: see
         gateway.chat.template.
 
-        Raises InvalidRequest if the template refuses them or takes too long.
+        Raises InvalidRequest if the template rejects them or times out.
         """
         question = {
             "messages": [{"role": role, "num_chars": len(content)} for role, content in messages],
@@ -78,7 +77,7 @@ def _refusal(description: str) -> BatonError:
 
 
 def more_of(chat: inference_pb2.ChatPrompt) -> Mapping[str, Any]:
-    """What of a checked conversation is more than roles and contents."""
+    """Parts of a checked conversation other than roles and contents."""
     more: dict[str, Any] = {}
     fields = {i: one for i, message in enumerate(chat.messages) if (one := _fields_of(message))}
     if fields:
@@ -95,13 +94,13 @@ def more_of(chat: inference_pb2.ChatPrompt) -> Mapping[str, Any]:
 
 
 def _fields_of(message: inference_pb2.ChatMessage) -> dict[str, Any]:
-    """As transformers' templates expect them: arguments are objects, not text."""
+    """Message fields as transformers' templates expect them: arguments are objects, not text."""
     fields: dict[str, Any] = {}
     for name in ("tool_call_id", "name", "reasoning_content"):
         if getattr(message, name):
             fields[name] = getattr(message, name)
     if message.reasoning_content and not message.content:
-        fields["thinking"] = message.reasoning_content  # gpt-oss's name of it, before a call
+        fields["thinking"] = message.reasoning_content  # gpt-oss's name for it, before a call
     if message.tool_calls:
         fields["tool_calls"] = [
             {

@@ -1,5 +1,4 @@
-"""How a model's family writes calls of tools and thoughts, and what a request says of its tools.
-Pure."""
+"""How a model's family writes tool calls and reasoning, and which tools a request allows. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +14,11 @@ from gateway.chat.tools import TOOL_FORMATS, ToolFormat, format_of_template
 
 @dataclass(frozen=True, slots=True)
 class ChatStyle:
-    """By the model's chat template, or by the gateway's options.
+    """Output format of a model, from its chat template or the gateway's options.
 
-    tool_format: None if calls are not looked for. has_thoughts: whether the model may think before
-    it answers. begins_with_thoughts: whether it always does, without a mark. is_harmony: whether
-    its answers have harmony's form: see harmony.py. developer_role: what the template calls that
-    role.
+    tool_format: None disables tool parsing. has_thoughts: whether the model may reason before it
+    answers. begins_with_thoughts: whether it always does, without a begin mark. is_harmony: see
+    harmony.py. developer_role: the template's name of that role.
     """
 
     tool_format: ToolFormat | None
@@ -31,7 +29,7 @@ class ChatStyle:
 
 
 def chat_style(template: str, tool_call_parser: str, reasoning_parser: str) -> ChatStyle:
-    """The parsers: "auto" goes by the template, "none" is for none."""
+    """Choose the parsers by name: "auto" uses the template, "none" disables."""
     form = format_of_template(template) if tool_call_parser == "auto" else tool_call_parser
     is_thinking = reasoning_parser not in ("auto", "none")
     is_auto = reasoning_parser == "auto"
@@ -47,8 +45,8 @@ def chat_style(template: str, tool_call_parser: str, reasoning_parser: str) -> C
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOfTools:
-    """What the model may call. schemas: of arguments, JSON Schema, by name of tool. is_forced: it
-    must. name: the only one it may, if that is said."""
+    """Tools that the model may call. schemas: JSON Schemas of arguments by tool name. is_forced:
+    whether it must call. name: the only tool allowed, if given."""
 
     tools: tuple[inference_pb2.Tool, ...] = ()
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -57,8 +55,7 @@ class ChoiceOfTools:
 
 
 def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str, Any]:
-    """What an output must be that calls: the arguments of the one that is named, or a list of
-    calls."""
+    """Schema of an output that is a forced call: the named tool's arguments, or a list of calls."""
     if choice.name is not None:
         return choice.schemas[choice.name]
     calls = [
@@ -75,11 +72,10 @@ def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str,
 
 
 def free_text_of(style: ChatStyle, choice: ChoiceOfTools) -> sampling_pb2.FreeText | None:
-    """What an answer may have beside the text that it was asked to be: thoughts before it, a call
-    instead of it."""
+    """Text allowed before or instead of a structured answer: reasoning, or a tool call."""
     may_call = bool(choice.tools) and not choice.is_forced
     if style.is_harmony:
-        if choice.is_forced:  # is not in harmony's form
+        if choice.is_forced:  # a forced call is not in harmony's format
             return None
         return sampling_pb2.FreeText(end=ANSWERING, has_begun=True, may_be_all=may_call)
     free = sampling_pb2.FreeText()

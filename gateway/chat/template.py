@@ -1,12 +1,11 @@
-"""A process that renders chat templates, so that one which does not end can be killed: python -m
+"""A process that renders chat templates, killed if one does not end: python -m
 gateway.chat.template
 
-It is made with {"template": str, "special_tokens": {name: text}}, and answers {"messages":
-[{"role": str, "num_chars": int}], "text": str} with {"text": str} or {"error": str}. The text asked
-with is what all messages say, one after the other. A question may also
-have "fields", further ones of messages by index; "tools" and "kwargs", variables of the template;
-"add_generation_prompt", true if not given; and "continues": the text is to end with the last
-message. See gateway.intake.child.
+Start line: {"template": str, "special_tokens": {name: text}}. Question: {"messages": [{"role": str,
+"num_chars": int}], "text": str}, with the contents of all messages concatenated in `text`. Optional
+members: "fields", further fields of messages by index; "tools" and "kwargs", variables of the
+template; "add_generation_prompt", default true; "continues", true to end with the last message.
+Answer: {"text": str} or {"error": str}. See gateway.intake.child.
 
 Templates are written for transformers, whose rendering this is, without that package: a sandboxed
 jinja environment and what the templates find in it. tests/gateway/chat/test_template.py holds the
@@ -30,13 +29,12 @@ from jinja2.utils import Namespace
 
 from gateway.intake.child import Answer, limit_memory, serve
 
-#: Memory that a template may make the process take, in bytes.
+#: Maximum address space of the process, in bytes.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class _Generation(Extension):
-    """{% generation %}: marks for training what the assistant said; its text is that of its
-    body."""
+    """{% generation %}: training marks around the assistant's text; renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja
 
@@ -47,7 +45,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """namespace(...), but for names that would reach into the interpreter."""
+    """namespace(...), without names that reach into the interpreter."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         attributes = dict(*args, **kwargs)
@@ -66,7 +64,7 @@ def _check_name(name: object) -> None:
 
 
 class _Dict:
-    """dict(...), without the class's own attributes."""
+    """dict(...), without the class's attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -86,7 +84,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja's own escapes what HTML would misread.
+    # jinja's own filter escapes HTML characters.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -97,8 +95,7 @@ def _strftime_now(form: str) -> str:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """What templates are compiled in. They are code of the model's author: nothing in here leads
-    out of it."""
+    """Sandboxed environment. Templates are code of the model's author."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -124,7 +121,7 @@ def _messages_of(question: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _up_to(content: str, rendered: str) -> str:
-    """The text of a conversation up to the end of its last message, which templates may strip."""
+    """The text up to the end of the last message, which templates may strip."""
     text = content if content in rendered else content.strip()
     start = rendered.rfind(text)
     if start < 0:
@@ -133,7 +130,7 @@ def _up_to(content: str, rendered: str) -> str:
 
 
 def make_answer(start: Mapping[str, Any]) -> Answer:
-    """See the module's text."""
+    """See the module's docstring."""
 
     @functools.cache
     def template() -> Template:

@@ -1,5 +1,5 @@
-"""Calls of tools in what a model writes, in the formats of Hermes and Qwen, Llama, Mistral,
-DeepSeek, Kimi, GLM and Qwen3-Coder, found piece by piece. Pure.
+"""Parses tool calls in the formats of Hermes and Qwen, Llama, Mistral, DeepSeek, Kimi, GLM and
+Qwen3-Coder, incrementally. Pure.
 
 A call is a JSON object after a mark of the format, or arguments between marks (parameters.py):
 
@@ -7,10 +7,10 @@ A call is a JSON object after a mark of the format, or arguments between marks (
        ^                 |                   |                 |
        └── not a call ───┴───────────────────┴── other text ───┘
 
-Text that is no call is content. What may be the beginning of a mark is held back until that is
-clear, and nothing is lost where it is none. Space that may stand before a call is held back, too.
-What was emitted by the end of a text does not depend on how the text was cut: an answer that broke
-off is taken up by feeding it once more (gateway/http/chat.py).
+Text outside calls is content. A possible beginning of a mark, and space that may precede a call,
+are held back until the next text decides, and emitted if no call follows. The result does not
+depend on how the text was divided, so a broken stream is resumed by feeding its text again
+(gateway/http/chat.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from gateway.chat.parameters import (
     ParameterScanner,
 )
 
-#: Longest text between a mark and its call: a name, and what is around it.
+#: Maximum characters between a mark and its call: the tool's name and delimiters.
 _MAX_HEADER_CHARS = 256
 
-#: Space that is held back, since a call may follow; more is the message's.
+#: Maximum space held back before a possible call; more is content.
 _MAX_SPACE_CHARS = 256
 
 
@@ -47,14 +47,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Text that the model writes to itself before it answers."""
+    """Reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """The next call: its tool is known."""
+    """Start of the next call, with its tool's name."""
 
     index: int
     id: str
@@ -63,7 +63,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments, JSON."""
+    """More of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -74,13 +74,13 @@ Part = Content | Thought | CallBegins | CallArguments
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """How a model family writes calls.
 
-    marks: what a call begins with. fillers: what may stand after one, besides spaces. header: what
-    may stand between the mark and the object; its group, if it has one that matched, is the tool's
-    name, and the object is the arguments alone. is_bare: whether an output may begin with an
-    object, without a mark. is_list: whether one object may follow the other without a mark.
-    parameters: how arguments are written where they are no object.
+    marks: begin a call. fillers: allowed after a mark, besides spaces. header: allowed between mark
+    and object; if its group matches, it is the tool's name, and the object is the arguments alone.
+    is_bare: whether an output may begin with an object, without a mark. is_list: whether objects
+    may follow one another without a mark. parameters: format of arguments that are not a JSON
+    object.
     """
 
     marks: tuple[str, ...]
@@ -92,11 +92,11 @@ class ToolFormat:
 
     @property
     def opening(self) -> str:
-        """What the object begins with, or the arguments."""
+        """First characters of the object, or of the arguments."""
         return "<" if self.parameters else "{"
 
 
-#: By vLLM's names of its parsers.
+#: Formats by vLLM's parser names.
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
         "hermes": ToolFormat(("<tool_call>",), ("</tool_call>",)),
@@ -117,7 +117,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "glm45": ToolFormat(
             ("<tool_call>",), ("</tool_call>",), r"\s*([\w.-]+)\s*", parameters=GLM_PARAMETERS
         ),
-        # The outer mark is left out at times.
+        # The outer mark is sometimes omitted.
         "qwen3_coder": ToolFormat(
             ("<tool_call>\n<function=", "<tool_call><function=", "<function="),
             ("</tool_call>",),
@@ -129,12 +129,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
 
 _NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
-#: What a grammar makes of a required call: a JSON list, and nothing else.
+#: Forced calls by a grammar: a JSON list and nothing else.
 REQUIRED_FORMAT = ToolFormat(("[",), (",", "]"), is_list=True)
 
 
 def format_of_template(template: str) -> str:
-    """The name of the format that a chat template shows its model; Hermes' if it shows none."""
+    """The format that a chat template shows to its model; Hermes if it shows none."""
     for mark, name in (
         ("[TOOL_CALLS]", "mistral"),
         ("<｜tool▁call", "deepseek_v3"),
@@ -158,7 +158,7 @@ class _Mode(Enum):
 
 
 class ToolParser:
-    """Of one choice."""
+    """Parser of one choice."""
 
     def __init__(
         self,
@@ -167,9 +167,9 @@ class ToolParser:
         name: str | None = None,
         schemas: Mapping[str, Mapping[str, Any]] = _NO_SCHEMAS,
     ) -> None:
-        """form: None for an output without calls. new_id: for each call. name: of the tool, where
-        all of the output is its arguments. schemas: of the tools' arguments, JSON Schema, by name
-        of tool: they say what is text where arguments are no JSON."""
+        """form: None for an output without calls. new_id: generates ids of calls. name: of the
+        tool, if the whole output is its arguments. schemas: JSON Schemas of arguments by tool name;
+        they give the types of arguments that are not JSON."""
         self._form = form
         self._new_id = new_id
         self._schemas = schemas
@@ -177,20 +177,21 @@ class ToolParser:
         self._name = name
         self._mode = _Mode.CONTENT
         self._held = ""
-        """Not yet emitted; in a call, nothing."""
+        """Text not emitted yet; empty inside a call."""
         self._mark = ""
-        """That began what is read."""
+        """Text from the mark to the current position."""
         self._call: CallScanner | ParameterScanner = CallScanner()
         self._has_begun = False
-        """Whether the call's beginning was."""
+        """Whether CallBegins was emitted."""
         self._is_first = True
-        """Whether nothing but space has come."""
+        """Whether only space has been seen."""
         self._has_content = False
-        """Whether anything but space has come since the last call."""
+        """Whether content has been seen since the last call."""
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
-        """What is known by the next text. Neighbouring parts of a kind are not joined."""
+        """Consume text, and return the parts that are certain. Adjacent parts of a kind are not
+        joined."""
         if self._name is not None:
             return list(self._named(text))
         if self._form is None:
@@ -204,7 +205,7 @@ class ToolParser:
                 return parts
 
     def end(self) -> list[Part]:
-        """What was held back, now that nothing follows."""
+        """Return the text held back, at the end of the output."""
         held, self._held = self._held, ""
         if self._mode is _Mode.HEADER:
             held = self._mark + held
@@ -221,7 +222,7 @@ class ToolParser:
             yield CallArguments(0, text)
 
     def _step(self, form: ToolFormat) -> Iterator[Part]:
-        """One arrow of the drawing above, as far as what is held allows."""
+        """Follow one arrow of the diagram, if the text held back allows it."""
         match self._mode:
             case _Mode.CONTENT:
                 yield from self._read_content(form)
@@ -256,7 +257,7 @@ class ToolParser:
             yield Content(text)
 
     def _is_content(self, text: str) -> bool:
-        """Whether text before a mark is the message's, and not the space before a call."""
+        """Whether text before a mark is content, and not space before a call."""
         return self._has_content or len(text) > _MAX_SPACE_CHARS or bool(text.strip())
 
     def _enter_header(self, mark: str, rest: str) -> None:
@@ -308,7 +309,7 @@ class ToolParser:
                 self._held = rest[len(filler) :]
                 return
         if any(text.startswith(rest) for text in (*form.fillers, *form.marks)):
-            return  # it may become one, if it is not nothing
+            return  # may become a mark, unless empty
         self._held = rest
         if form.is_list and rest[0] == "{":
             self._mode, self._mark = _Mode.HEADER, ""
@@ -328,32 +329,31 @@ _SPACE = frozenset(" \t\r\n")
 
 
 class CallScanner:
-    """One JSON object, from its first bracket on: `{"name": ..., "arguments": {...}}`, with the
-    members in any order ("parameters" is taken for "arguments", as Llama writes it). Nothing is
-    checked but brackets and strings.
+    """Scans one JSON object from its opening bracket: `{"name": ..., "arguments": {...}}`, members
+    in any order; "parameters" (Llama) means "arguments". Checks only brackets and strings.
 
-    `name` is known once its member is whole; the arguments are, piece by piece.
+    `name` is set once its member is complete; arguments are emitted incrementally.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        """name: of the tool, where the object is its arguments alone."""
+        """name: of the tool, if the object is only its arguments."""
         self.name = name
         self.text = ""
-        """All that was fed."""
+        """All text fed."""
         self.is_over = False
         self._is_raw = name is not None
         self._depth = 0
         self._is_in_string = False
         self._is_escaped = False
         self._key: str | None = None
-        """Of the member whose value comes; None while a key does."""
+        """Key of the current value; None while reading a key."""
         self._read = ""
-        """Of the key, or of the value."""
+        """The current key or value."""
         self._arguments: list[str] = []
-        """Not yet taken."""
+        """JSON text not taken yet."""
 
     def feed(self, text: str) -> str:
-        """Take characters up to the object's end; what is left of them."""
+        """Consume text up to the object's end, and return the rest."""
         for index, char in enumerate(text):
             self._feed(char)
             if self.is_over:
@@ -363,7 +363,7 @@ class CallScanner:
         return ""
 
     def take_arguments(self) -> str:
-        """What is new of the arguments' JSON text."""
+        """Return the arguments' JSON text since the last call."""
         new = "".join(self._arguments)
         self._arguments.clear()
         return new
@@ -383,7 +383,7 @@ class CallScanner:
             self._end_member()
         elif self._read or char not in _SPACE:
             self._read += char
-            # A string of arguments is JSON within JSON: it is read when it is whole.
+            # Arguments may be a string that contains JSON; it is parsed when complete.
             is_after = is_at_top and char in _SPACE and not was_in_string
             if self._is_of_arguments and self._read[0] != '"' and not is_after:
                 self._arguments.append(char)
@@ -418,7 +418,7 @@ class CallScanner:
 
 
 def _string_of(text: str) -> str | None:
-    """A JSON string's value; None if it is none."""
+    """The value of a JSON string; None if invalid."""
     try:
         value = json.loads(text)
     except ValueError:

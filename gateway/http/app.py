@@ -1,5 +1,5 @@
-"""What is served by HTTP, and where: routes, keys, the ids of requests, and the border where any
-failure becomes an answer."""
+"""The HTTP application: routes, API keys, request ids, and the one place where failures become
+answers."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ _log = logging.getLogger(__name__)
 
 _TEXT = "text/plain; charset=utf-8"
 
-#: For whoever asks whether the gateway is well, and the page where a key can be given: they have
-#: none.
+#: Paths that need no API key: health checks, and the page on which a key is entered.
 _OPEN = frozenset({"/health", "/ping", DOCS_PATH, OPENAPI_PATH, *PAGE_FILES})
 
 _MODELS = "/v1/models/"
 
-#: Of request headers: names, and nothing that could end a line.
+#: Allowed `access-control-request-headers`: header names, without line breaks.
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
 
-#: What clients of OpenAI's may ask for, and no model here answers.
+#: Paths of OpenAI's API that no model here serves.
 _NOT_SERVED = {
     "/v1/embeddings": "embeddings",
     "/v1/batches": "batches",
@@ -61,8 +60,10 @@ _Handler = Callable[[HttpRequest, HttpResponse], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """What others know of the gateway. metrics: the page of Prometheus and its content type, for an
-    `accept` header."""
+    """Sources of /health and /metrics.
+
+    metrics: the Prometheus page and its content type, for the value of an `accept` header.
+    """
 
     is_serving: Callable[[], bool]
     metrics: Callable[[str], Awaitable[tuple[bytes, str]]]
@@ -70,8 +71,11 @@ class Probes:
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """styles: by the name of each model. api_keys: none at all: every client is served.
-    allowed_origins: of web pages; "*" for all. created_s: of the models, since 1970."""
+    """Settings of the HTTP application.
+
+    styles: by model name. api_keys: empty serves every client. allowed_origins: of web pages; "*"
+    allows all. created_s: creation time of the models, Unix seconds.
+    """
 
     styles: Mapping[str, ChatStyle]
     api_keys: tuple[str, ...] = ()
@@ -80,7 +84,7 @@ class HttpSettings:
 
 
 class HttpApp:
-    """Belongs to one event loop. See connection.HttpHandler."""
+    """Routes requests to handlers (connection.HttpHandler). Belongs to one event loop."""
 
     def __init__(
         self, models: Models, recorder: GatewayRecorder, probes: Probes, settings: HttpSettings
@@ -116,7 +120,7 @@ class HttpApp:
                 yield route, functools.partial(route.handle, self._door)
 
     def _dialect_of(self, request: HttpRequest) -> Dialect:
-        """That of the clients which ask for such a path."""
+        """The dialect with the path's prefix."""
         path = request.path
         return next((each for each in self._dialects if path.startswith(each.prefix)), OPENAI)
 
@@ -136,7 +140,7 @@ class HttpApp:
         return dialect.shape(HttpError(error.status, error.body, headers, request_id))
 
     async def handle(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Answers, whatever happens; a client that is gone gets nothing."""
+        """Answer a request, errors included. Sends nothing to a client that has gone."""
         response.headers += self._cors_headers(request)
         try:
             if request.method == "OPTIONS":
@@ -146,7 +150,7 @@ class HttpApp:
         except HttpError as error:
             await self._send_error(error, request, response)
         except ClientStalled:
-            return  # who does not read gets no more
+            return  # a client that does not read gets no error either
         except BatonError as error:
             await self._send_error(from_baton(error), request, response)
         except Exception as error:  # noqa: BLE001, the one border where any failure becomes an answer
@@ -155,7 +159,7 @@ class HttpApp:
     async def _send_error(
         self, error: HttpError, request: HttpRequest, response: HttpResponse
     ) -> None:
-        """Within a stream that has begun, the error is its last event, and no [DONE] follows."""
+        """Send an error. In a started stream it is the last event, without [DONE]."""
         dialect = self._dialect_of(request)
         request_id = error.request_id or unique_request_id(request.headers)
         request_id = name_answer(request_id, response, dialect)
@@ -186,7 +190,7 @@ class HttpApp:
         return methods[method]
 
     def _cors_headers(self, request: HttpRequest) -> Iterator[tuple[str, str]]:
-        """What lets pages of the allowed origins read the answer."""
+        """Headers that let pages of the allowed origins read the answer."""
         origin = request.header("origin")
         if not origin or not self._origins & {origin, "*"}:
             return
@@ -257,7 +261,7 @@ def _unknown_path(request: HttpRequest) -> HttpError:
 
 
 def _logged(error: Exception, request: HttpRequest) -> HttpError:
-    """A fault of ours. Neither log nor answer repeats its message, which may hold a user's text."""
+    """Log an unexpected error. Log and answer omit its message, which may contain a user's text."""
     request_id = unique_request_id(request.headers)
     frames = "".join(traceback.format_tb(error.__traceback__))
     _log.error(

@@ -46,7 +46,7 @@ from gateway.intake.token_bytes import ends_with
 
 
 class ChatBody(GenerationBody):
-    """What a request may have."""
+    """Fields of a chat request."""
 
     messages: Annotated[
         list[Any],
@@ -87,7 +87,7 @@ class ChatBody(GenerationBody):
 
 
 class ChatFormat(OpenAiFormat):
-    """See format.Format."""
+    """Chat requests and answers (format.Format)."""
 
     id_prefix = "chatcmpl"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -98,16 +98,16 @@ class ChatFormat(OpenAiFormat):
         self.body = body
         self._style = style
         self._choices: dict[int, ChatChoice] = {}
-        """That have begun."""
+        """Choices that have begun."""
         self._begun = {entry.choice for entry in body.resume_from or ()}
-        """Choices of a stream whose role was sent."""
+        """Choices of a stream that have sent their role."""
         self._num_chars_to_replay: dict[int, int] = {}
-        """Of each choice that an earlier stream began: text to come that it sent."""
+        """By choice: characters of text to replay, already sent by an earlier stream."""
         self._prompt_token_ids: Sequence[int] = ()
         self._id_key = b""
-        """Made of them with the first name of a part."""
+        """Key of the ids of tool calls, computed from the seed and the prompt on first use."""
         self._is_reasoning = False
-        """Whether the prompt ends with the beginning of the model's thoughts."""
+        """Whether the prompt ends with the begin mark of reasoning."""
         self._num_top = body.top_logprobs or 0
         self._choice_of_tools = choice_of_tools(body.tools, body.tool_choice)
         with in_words_of(self.field_names):
@@ -115,13 +115,13 @@ class ChatFormat(OpenAiFormat):
         self._is_plain = not (
             body.logprobs or body.return_token_ids or self._has_calls or self._has_thoughts
         )
-        """Whether a piece of a stream is nothing but its text."""
+        """Whether stream pieces contain only text."""
         if body.resume_from and (self._has_calls or self._has_thoughts):
             self.replay()
 
     def replay(self) -> None:
-        """Have the text that an earlier stream sent come again: what a call or a thought began is
-        known by it. It is read, and not sent. Raises InvalidRequest."""
+        """Regenerate the text of an earlier stream to restore the parser's state, without sending
+        it. Raises InvalidRequest."""
         resume_from = self.body.resume_from or ()
         if resume_from and not self.body.is_streamed:
             fault = "given for what has parts, calls or thoughts: goes with stream; set it to true"
@@ -132,8 +132,8 @@ class ChatFormat(OpenAiFormat):
 
     @property
     def field_names(self) -> FieldNames:
-        """What its fields are called in errors."""
-        # A call that is required has a form of its own, where nothing else asks for one.
+        """Client field names for errors."""
+        # A forced call is a structured output; report its faults under `tools`.
         moved = {} if structure_field(self.body) else {"sampling.structured_output": "tools"}
         return names_in(self.body, moved)
 
@@ -153,7 +153,7 @@ class ChatFormat(OpenAiFormat):
             violations.append(FieldViolation("tool_choice", fault))
         if violations:
             raise InvalidRequest.of(*violations)
-        if chosen.is_forced:  # there will be no text that a format could hold for
+        if chosen.is_forced:  # no text remains that response_format could apply to
             schema = schema_of_calls(chosen, is_parallel=body.parallel_tool_calls is not False)
             sampling.structured_output.json_schema = json.dumps(schema)
         if sampling.HasField("structured_output") and not is_whole_structured(body):
@@ -165,7 +165,7 @@ class ChatFormat(OpenAiFormat):
             and (self._has_calls or self._is_harmony)
             and "skip_special_tokens" not in body.model_fields_set
         ):
-            sampling.skip_special_tokens = False  # some families' marks are such
+            sampling.skip_special_tokens = False  # some families' marks are special tokens
         request = generate_request(body, sampling)
         self._put_prompt(request.prompt.chat)
         return request
@@ -198,7 +198,7 @@ class ChatFormat(OpenAiFormat):
 
     @property
     def _is_harmony(self) -> bool:
-        # A forced call is not in its form.
+        # A forced call is plain JSON, not harmony.
         return self._style.is_harmony and not self._choice_of_tools.is_forced
 
     def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
@@ -242,7 +242,7 @@ class ChatFormat(OpenAiFormat):
         return f"{role}{self._head}{index},{json.dumps(entry)[1:]}]{usage}}}\n\n"
 
     def split_replay(self, index: int, text: str) -> tuple[str, str]:
-        """Text of a choice: what an earlier stream sent of it, and what is new."""
+        """Split a choice's text into the part that an earlier stream sent and the new part."""
         num = self._num_chars_to_replay.get(index, 0)
         earlier, new = text[:num], text[num:]
         if num:
@@ -250,7 +250,7 @@ class ChatFormat(OpenAiFormat):
         return earlier, new
 
     def new_choice(self, index: int) -> ChatChoice:
-        """One that has no text yet."""
+        """Parser state of a choice without text."""
         chosen, new_id = self._choice_of_tools, self.ids(index, "call")
         most = 1 if self.body.parallel_tool_calls is False else None
         wants_thoughts = self.body.include_reasoning is not False
@@ -270,8 +270,8 @@ class ChatFormat(OpenAiFormat):
         return ChatChoice(tools, thoughts, most, wants_thoughts)
 
     def ids(self, index: int, prefix: str) -> Callable[[], str]:
-        """What names parts of a choice, one after the other: with the same seed and prompt by the
-        same names, since a stream that is taken up goes on with parts that it did not begin."""
+        """Generator of ids for the parts of a choice. Deterministic for a given seed and prompt, so
+        that a resumed stream continues the ids of the earlier one."""
         numbers = count()
 
         def new_id() -> str:
@@ -334,7 +334,7 @@ class ChatFormat(OpenAiFormat):
 
 
 class ChatChoice:
-    """What one choice's text turns into."""
+    """Parser state of one choice."""
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ class ChatChoice:
         self._has_thoughts = has_thoughts
 
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """The next text, as OpenAI's delta has it; calls with their indices."""
+        """The delta of the next text, in OpenAI's form; calls have an index."""
         thought, parts = self._read(text, is_last=is_last)
         delta: dict[str, Any] = {"reasoning_content": thought} if thought else {}
         content = "".join(part.text for part in parts if isinstance(part, Content))
@@ -361,7 +361,7 @@ class ChatChoice:
         return delta
 
     def deltas(self, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:
-        """The same as several, where content and calls take turns."""
+        """As `delta`, split wherever content and calls alternate."""
         thought, parts = self._read(text, is_last=is_last)
         if thought:
             yield {"reasoning_content": thought}
@@ -372,7 +372,7 @@ class ChatChoice:
                 yield {"tool_calls": calls}
 
     def _read(self, text: str, *, is_last: bool) -> tuple[str, list[Part]]:
-        """Its thoughts, if they are wanted, and the parts of the message."""
+        """The reasoning in the next text, if the client wants it, and the other parts."""
         thought = ""
         if self._thoughts is not None:
             thought, text = self._thoughts.feed(text)

@@ -1,4 +1,4 @@
-"""/v1/completions: text or tokens of one or several prompts in, text out."""
+"""/v1/completions: one or several prompts in, as text or tokens, text out."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from gateway.http.requests import (
     sampling_message,
 )
 
-#: OpenAI's and vLLM's, where a request does not say.
+#: Default of OpenAI and vLLM.
 DEFAULT_MAX_TOKENS = 16
 
-#: The form of a prompt, or of several, for /openapi.json.
+#: Schema of token ids, for /openapi.json.
 TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _PROMPT = {
     "anyOf": [
@@ -47,12 +47,12 @@ _PROMPT = {
     ]
 }
 
-#: What a prompt of text, or of token ids, is in a message.
+#: Paths of a text or token prompt in a request message.
 OF_PROMPT = tuple(Fills(f"prompt.{path}") for path in ("text", "token_ids", "token_ids.ids"))
 
 
 class CompletionBody(GenerationBody):
-    """What a request may have."""
+    """Fields of a completion request."""
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT), *OF_PROMPT] = None
     """Text, token ids, or a list of either. Must be given."""
@@ -67,7 +67,7 @@ class CompletionBody(GenerationBody):
 
 
 class CompletionFormat(OpenAiFormat):
-    """See format.Format."""
+    """Completion requests and answers (format.Format)."""
 
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
@@ -78,22 +78,22 @@ class CompletionFormat(OpenAiFormat):
         bytes_of: BytesOf,
         style: ChatStyle | None = None,  # noqa: ARG002, as of all formats
     ) -> None:
-        """style: of chats alone. Raises InvalidRequest."""
+        """style: unused; only chats need it. Raises InvalidRequest."""
         super().__init__(body, bytes_of)
         self.body = body
         self._offsets = {entry.choice: entry.num_chars for entry in body.resume_from or ()}
-        """Of each choice of a stream, in characters so far."""
+        """Text offset by stream choice, in characters."""
         self._prompt_logprobs: dict[int, Sequence[sampling_pb2.PositionLogprobs]] = {}
-        """Of each prompt, which come with its first choice."""
+        """By prompt; received with the prompt's first choice."""
         self._is_plain = body.logprobs is None and not body.return_token_ids
-        """Whether streamed pieces have text alone."""
+        """Whether stream pieces contain only text."""
         with in_words_of(self.field_names):
             self.requests = _requests(body)
         self._num_choices = max(1, self.requests[0].sampling.n)
 
     @property
     def field_names(self) -> FieldNames:
-        """What its fields are called in errors."""
+        """Client field names for errors."""
         return names_in(self.body)
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
@@ -113,7 +113,7 @@ class CompletionFormat(OpenAiFormat):
         return f"{self._head}{index},{json.dumps(choice)[1:]}]{usage}}}\n\n"
 
     def _more(self, prompt: int, index: int, chunk: Chunk) -> dict[str, Any]:
-        """Of a streamed piece, what few requests ask for."""
+        """Optional members of a stream piece."""
         more: dict[str, Any] = {}
         if self.body.logprobs is not None:
             offset = self._offsets.get(index, 0)
@@ -155,7 +155,7 @@ class CompletionFormat(OpenAiFormat):
     def _positions(
         self, prompt: int, chunks: Sequence[Chunk]
     ) -> list[sampling_pb2.PositionLogprobs | int]:
-        """Of the output, and of the prompt that is echoed before it."""
+        """Log probabilities of the echoed prompt and the output."""
         positions: list[sampling_pb2.PositionLogprobs | int] = []
         for chunk in chunks:
             if chunk.prompt_logprobs:
@@ -191,7 +191,7 @@ def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
 
 
 def _prompts(value: Any) -> dict[str, Any]:
-    """By field, of text, a list of texts, token ids, or a list of lists of them."""
+    """Prompts by field path: a text, a list of texts, token ids, or a list of lists of ids."""
     is_list = isinstance(value, list) and value and not isinstance(value[0], int)
     if not is_list:
         return {"prompt": value}
@@ -202,7 +202,7 @@ def _prompts(value: Any) -> dict[str, Any]:
 
 
 def put_text_prompt(field: str, value: Any, prompt: inference_pb2.Prompt) -> None:
-    """Text, or token ids, into an empty prompt. Raises InvalidRequest."""
+    """Write a text or token ids into an empty prompt. Raises InvalidRequest."""
     if isinstance(value, str):
         prompt.text = value
     elif value and isinstance(value, list | inference_pb2.TokenIds):

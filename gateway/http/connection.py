@@ -1,9 +1,8 @@
-"""HTTP/1.1 on one connection: requests are read whole, within limits and deadlines, and answered
-one after the other.
+"""HTTP/1.1 on one connection: reads whole requests within limits and deadlines, and answers them in
+order.
 
-httptools (llhttp) parses; what is here is what a server has to decide. A request is handed on once
-all of it has come, so that no handler ever waits for its client's bytes, and what is refused by its
-head is refused before its body has been read.
+httptools (llhttp) parses. Handlers get a request once its body is complete, and thus never wait for
+the client's bytes. A request that is refused by its head is refused before its body is read.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ JSON = "application/json"
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-#: Bytes of a request that are read until others get something, for a loop reads what a fast client
-#: sends up to 32 times in a row; and what they get, in seconds.
+#: Bytes of a request to read before pausing for _PAUSE_S seconds. The event loop reads from a fast
+#: client up to 32 times in a row; the pause lets other tasks run.
 _READ_BYTES, _PAUSE_S = 2**20, 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Of one connection, but for max_buffered_bytes.
+    """Limits of one connection, except max_buffered_bytes.
 
-    max_header_bytes: the line of the request included. max_body_bytes: of one request.
-    max_buffered_bytes: of requests that have not been read whole, on all connections of a server.
-    header_timeout_s, body_timeout_s: from a request's first byte to the end of its headers, and
-    from there to the end of its body. idle_timeout_s: between requests. linger_s: how long what a
-    refused client still sends is read, and thrown away, so that it gets to read why.
+    max_header_bytes: includes the request line. max_body_bytes: per request. max_buffered_bytes:
+    bodies of incomplete requests on all connections of a server. header_timeout_s: from a request's
+    first byte to the end of its headers. body_timeout_s: from there to the end of the body.
+    idle_timeout_s: between requests. linger_s: how long to read and discard input after a refusal,
+    so that the client can read the answer.
     """
 
     max_header_bytes: int = 32 * 2**10
@@ -60,7 +59,7 @@ class HttpLimits:
 
 @dataclass(slots=True)
 class HttpRequest:
-    """One request. headers: names in lower case; several of one name as they came."""
+    """One request. headers: names in lower case; repeated names in the order received."""
 
     method: str
     path: str
@@ -71,23 +70,23 @@ class HttpRequest:
     body: Received = b""
 
     def header(self, name: str) -> str:
-        """The first of that name; empty if there is none."""
+        """The first value of the header; empty if absent."""
         return next((value for key, value in self.headers if key == name), "")
 
 
 class HttpHandler(Protocol):
-    """What a server is for."""
+    """The application behind the connections."""
 
     def refusal_of(self, request: HttpRequest) -> HttpError | None:
-        """Why it is refused, by its head alone; None if it is not."""
+        """The reason to refuse the request by its head alone; None to accept it."""
 
     async def handle(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Answer it. Cancelled when the client goes away."""
+        """Answer the request. Cancelled when the client disconnects."""
 
 
 @dataclass(slots=True, eq=False)
 class HttpServerState:
-    """What the connections of a server share."""
+    """State shared by a server's connections."""
 
     handler: HttpHandler
     limits: HttpLimits
@@ -98,7 +97,7 @@ class HttpServerState:
     _date_s: int = 0
 
     def date(self) -> str:
-        """For the header; made once a second."""
+        """Value of the date header, formatted once per second."""
         now_s = int(time.time())
         if now_s != self._date_s:
             self._date_s, self._date = now_s, formatdate(now_s, usegmt=True)
@@ -106,7 +105,7 @@ class HttpServerState:
 
 
 class _Phase(Enum):
-    """What a connection waits for. Each but BUSY has a deadline."""
+    """What the connection waits for. Each phase except BUSY has a deadline."""
 
     IDLE = auto()
     HEAD = auto()
@@ -116,7 +115,7 @@ class _Phase(Enum):
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection, and the parser's callbacks."""
+    """One connection, with the callbacks of asyncio and the parser."""
 
     def __init__(self, state: HttpServerState) -> None:
         self._state = state
@@ -127,31 +126,31 @@ class HttpConnection(asyncio.Protocol):
         self._phase = _Phase.IDLE
         self._timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
-        """Of the request that is read."""
+        """Bytes of the current request's head."""
         self._url = b""
         self._headers: list[tuple[str, str]] = []
         self._request: HttpRequest | None = None
-        """That is read, once its head is there."""
+        """The request being read, once its head is complete."""
         self._body = bytearray()
-        """Grows as it comes: to put 16 MB of pieces together takes 15 ms."""
+        """Grows as data arrives: joining 16 MB of pieces takes 15 ms."""
         self._num_read_bytes = 0
-        """Of a request, since others got something."""
+        """Bytes of the request read since the last pause."""
         self._is_reading = False
         """Whether a request has begun and not ended."""
         self._refusal: HttpError | None = None
         self._whole: deque[HttpRequest] = deque()
-        """Requests that wait for the one before them."""
+        """Complete requests that wait for the current one."""
         self.task: asyncio.Task[None] | None = None
-        """Answers a request."""
+        """Answers the current request."""
         self._writable: asyncio.Event | None = None
-        """Not set while the client is slow to read; made when it first is."""
+        """Cleared while the client reads slowly; created on first use."""
         self.lost = self._loop.create_future()
-        """Done when the connection is closed, and all that it held is let go."""
+        """Done when the connection is closed and its state released."""
 
-    # asyncio's callbacks
+    # Callbacks of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Those of uvloop are none by their type.
+        # uvloop's transports do not subclass asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
         self._state.connections.add(self)
         self._set_timer(self._limits.idle_timeout_s, self.abort)
@@ -190,8 +189,11 @@ class HttpConnection(asyncio.Protocol):
             self._next()
 
     def _parse_again(self, rest: bytes) -> None:
-        """A request asks for another protocol, as Java's client does, and the parser stops behind
-        its head. It is read on without that wish: nothing is spoken here but HTTP/1.1."""
+        """Ignore the Upgrade header and reparse.
+
+        Java's client asks for HTTP/2 this way, and the parser then stops after the head. Only
+        HTTP/1.1 is served.
+        """
         if not self._whole:
             return
         request = self._whole.pop()
@@ -215,7 +217,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def eof_received(self) -> None:
-        """The client is gone: the transport closes."""
+        """Return None, which lets the transport close: the client has disconnected."""
 
     def pause_writing(self) -> None:
         if self._writable is None:
@@ -226,7 +228,7 @@ class HttpConnection(asyncio.Protocol):
         if self._writable is not None:
             self._writable.set()
 
-    # The parser's callbacks
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         self._url, self._headers, self._request = b"", [], None
@@ -320,10 +322,10 @@ class HttpConnection(asyncio.Protocol):
         self._state.num_buffered_bytes -= len(self._body)
         self._body = bytearray()
 
-    # One request after the other
+    # Requests in order
 
     def _next(self) -> None:
-        """Begin the next request, or wait for it."""
+        """Start the next request, or wait for it."""
         if self._whole:
             self._enter(_Phase.BUSY)
             self.task = self._loop.create_task(self._answer(self._whole.popleft()))
@@ -343,33 +345,34 @@ class HttpConnection(asyncio.Protocol):
 
     def _go_on(self, response: HttpResponse) -> None:
         if not response.has_ended:
-            self.abort()  # half of an answer must not look like a whole one
+            self.abort()  # a truncated answer must not look complete
         elif response.keeps_alive and not self._state.is_stopping:
             self._next()
         else:
             self.close()
 
     def close(self) -> None:
-        """Close when all is written, or when that takes too long."""
+        """Close after writing what is buffered, at most write_timeout_s later."""
         if self._transport is not None:
             self._phase = _Phase.REFUSED
             self._set_timer(self._limits.write_timeout_s, self.abort)
             self._transport.close()
 
     def stop(self) -> None:
-        """The server stops: what runs may end."""
+        """Close if idle, because the server stops; a running request may finish."""
         if self.task is None:
             self.close()
 
     def abort(self) -> None:
-        """Close at once; what is not written is not."""
+        """Close now and discard unsent output."""
         if self._transport is not None:
             self._transport.abort()
 
     # Deadlines
 
     def _enter(self, phase: _Phase) -> None:
-        """Within a phase, its deadline stays as it is, whatever trickles in."""
+        """Enter a phase. Re-entering the same phase keeps its deadline, so slow input cannot extend
+        it."""
         if phase is self._phase and self._timer is not None:
             return
         self._phase = phase
@@ -398,13 +401,13 @@ class HttpConnection(asyncio.Protocol):
         self._refuse(http_error(HTTPStatus.REQUEST_TIMEOUT, fault))
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer, and read no further: what still comes is thrown away."""
+        """Send a refusal and discard further input."""
         self._drop_body()
         self._whole.clear()
         if self._transport is None:
             return
         if self.task is not None:
-            self.abort()  # the answer to the request before it is under way
+            self.abort()  # an answer is in progress
             return
         self._phase = _Phase.REFUSED
         self._write(head_of(error.status, self._state.date(), error_headers(error)) + error.json)
@@ -417,8 +420,8 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def write(self, data: bytes) -> Coroutine[Any, Any, object] | None:
-        """None if the client's window took it, else what to await until it has. Nothing is written
-        once the client is gone."""
+        """Write `data`. Return None if the client's window took it, else an awaitable that
+        completes when it has. Writes nothing after the client disconnected."""
         if self._transport is not None:
             self._transport.write(data)
         if self._writable is None or self._writable.is_set():
@@ -426,7 +429,7 @@ class HttpConnection(asyncio.Protocol):
         return self._writable.wait()
 
     async def write_all(self, data: bytes) -> None:
-        """As `write`, of what nobody else has a deadline for."""
+        """As `write`, with a deadline of its own."""
         self._write(data)
         if self._writable is None or self._writable.is_set():
             return
@@ -452,16 +455,16 @@ class HttpResponse:
         self._connection = connection
         self._request = request
         self._head = b""
-        """Of a stream, until its first bytes go with it."""
+        """Head of a stream until it is sent with the first bytes."""
         self._is_chunked = False
         self.headers: list[tuple[str, str]] = []
-        """Of the answer, whatever it will be; content-type and content-length apart."""
+        """Headers of any answer, without content-type and content-length."""
         self.has_started = False
         self.has_ended = False
         self.keeps_alive = request.keeps_alive
 
     async def send(self, status: int, content_type: str, body: bytes) -> None:
-        """All of it."""
+        """Send a complete answer."""
         headers = [("content-type", content_type), ("content-length", str(len(body)))]
         head = self._make_head(status, headers)
         self.has_started = self.has_ended = True
@@ -469,23 +472,23 @@ class HttpResponse:
         await self._connection.write_all(data)
 
     def start(self, content_type: str) -> None:
-        """Begin a stream, whose length nobody knows."""
+        """Begin a stream of unknown length."""
         headers = [
             ("content-type", content_type),
             ("cache-control", "no-cache"),
-            ("x-accel-buffering", "no"),  # nginx keeps a whole answer back otherwise
+            ("x-accel-buffering", "no"),  # nginx otherwise buffers the whole answer
         ]
         self._is_chunked = not self._request.is_http_1_0
         if self._is_chunked:
             headers.append(("transfer-encoding", "chunked"))
         else:
-            self.keeps_alive = False  # its end is the connection's
+            self.keeps_alive = False  # the end of the connection marks the end of the body
         self._head = self._make_head(HTTPStatus.OK, headers)
         self.has_started = True
 
     def write(self, data: bytes) -> Coroutine[Any, Any, object] | None:
-        """The next bytes of a stream, at least one. None if the client's window took them, else
-        what to await until it has."""
+        """Write the next bytes of a stream, at least one. Return None if the client's window took
+        them, else an awaitable that completes when it has."""
         if self._is_chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self._head:
@@ -493,7 +496,7 @@ class HttpResponse:
         return self._connection.write(data)
 
     async def end(self, data: bytes = b"") -> None:
-        """The last bytes of a stream, if any, and its end."""
+        """End the stream, after `data` if given."""
         if self._is_chunked:
             data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
         data, self._head = self._head + data, b""
@@ -508,7 +511,7 @@ class HttpResponse:
 
 
 def head_of(status: int, date: str, headers: Headers) -> bytes:
-    """Status line and headers. Values must be of one line: they are the server's own."""
+    """Status line and headers. Header values come from the server and contain no line breaks."""
     lines = [f"HTTP/1.1 {status} {_PHRASES.get(status, 'Unknown')}\r\ndate: {date}\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in headers]
     lines.append("\r\n")
@@ -516,7 +519,7 @@ def head_of(status: int, date: str, headers: Headers) -> bytes:
 
 
 def error_headers(error: HttpError) -> Headers:
-    """Of an answer that ends the connection."""
+    """Headers of an answer that closes the connection."""
     return (
         ("content-type", JSON),
         ("content-length", str(len(error.json))),

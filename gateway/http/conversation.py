@@ -1,5 +1,5 @@
-"""A conversation as OpenAI's clients send it, its messages and its tools: their form, and what they
-are in a message. Raises InvalidRequest, with the client's names."""
+"""Messages and tools of a conversation as OpenAI's clients send them: schemas and conversion to
+protobuf. Raises InvalidRequest with the client's field names."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from gateway.intake.rules import (
 )
 from gateway.intake.validator import MAX_MESSAGES
 
-#: Of what a call of a tool was given, or answered.
+#: Maximum characters of a tool call's arguments or result.
 MAX_ARGUMENTS_CHARS = 2**19
 
-#: Parts of a message that are text, and where.
+#: Types of text parts, and the member that holds the text.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
-#: The form of what a message says, for /openapi.json.
+#: Schema of message content, for /openapi.json.
 TEXT_OR_PARTS = {
     "anyOf": [
         {"type": "string"},
@@ -39,7 +39,7 @@ TEXT_OR_PARTS = {
     ]
 }
 
-#: The form of fields that are read here and not by pydantic, for /openapi.json.
+#: Schemas of fields that are parsed here and not by pydantic, for /openapi.json.
 MESSAGES = {
     "type": "array",
     "minItems": 1,
@@ -93,7 +93,7 @@ TOOL_CHOICE = {
 def put_messages(
     messages: Sequence[Any], developer_role: str, chat: inference_pb2.ChatPrompt
 ) -> None:
-    """developer_role: what the template calls that role. Raises InvalidRequest."""
+    """Convert messages. developer_role: the template's name of that role. Raises InvalidRequest."""
     violations = tuple(islice(_put_messages(messages, chat), MAX_SHOWN))
     if violations:
         raise InvalidRequest.of(*violations)
@@ -185,7 +185,7 @@ def _part_violations(path: str, parts: Sequence[Any]) -> Violations:
 
 
 def choice_of_tools(tools: Sequence[Any] | None, choice: Any) -> ChoiceOfTools:
-    """By `tools` and `tool_choice`. Raises InvalidRequest."""
+    """The tools and the choice among them. Raises InvalidRequest."""
     if choice not in (None, "none") and not tools:
         fault = f"{shown_value(choice)}: goes with tools; give some"
         raise InvalidRequest.of(FieldViolation("tool_choice", fault))

@@ -1,5 +1,4 @@
-"""/openapi.json, and the same for people at /docs: one page, in the style of the page at `/`,
-without scripts."""
+"""/openapi.json, and the same as a page at /docs, without scripts."""
 
 from __future__ import annotations
 
@@ -19,14 +18,13 @@ DOCS_PATH, OPENAPI_PATH = "/docs", "/openapi.json"
 
 
 class Docs:
-    """Belongs to one event loop. What it shows holds nothing of anybody's, and is made when it is
-    first asked for."""
+    """Documentation pages, without user data, made on first use. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._made: Mapping[str, bytes] = {}
 
     async def send(self, request: HttpRequest, response: HttpResponse) -> None:
-        """What is at the request's path."""
+        """Send the document or the page, by the request's path."""
         if not self._made:
             self._made = await asyncio.to_thread(_make)
         response.headers += PAGE_HEADERS
@@ -112,7 +110,7 @@ def _operation(
         yield f"<p>Refused, since nothing like them is served: {', '.join(refused)}.</p>\n"
 
 
-#: Names of the lower and the upper end, and what is counted.
+#: Schema keys of lower and upper bounds, and the unit.
 _LIMITS = (
     ("minimum", "maximum", ""),
     ("minLength", "maxLength", " characters"),
@@ -122,7 +120,7 @@ _LIMITS = (
 
 
 def kind_of(schema: Mapping[str, Any]) -> str:
-    """A value's type and range in words."""
+    """Type and range of a value in words."""
     if "anyOf" in schema:
         return "; or ".join(kind_of(each) for each in schema["anyOf"])
     if "enum" in schema:
@@ -146,7 +144,7 @@ def kind_of(schema: Mapping[str, Any]) -> str:
 
 
 def _range(schema: Mapping[str, Any], low: str, high: str, unit: str) -> str:
-    """In words; empty if there is none."""
+    """A range in words; empty if there is none."""
     if low in schema and high in schema:
         return f"{schema[low]:,} to {schema[high]:,}{unit}"
     if low in schema:
@@ -170,6 +168,6 @@ def _table(heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[
 
 
 def _text(text: str) -> str:
-    """Prose, with code between backquotes."""
+    """Escape prose, with code between backquotes."""
     parts = escape(text).split("`")
     return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))

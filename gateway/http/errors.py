@@ -1,5 +1,4 @@
-"""Errors as OpenAI's clients read them: a status, a body that names the field by the client's own
-name of it, and when to try again."""
+"""Errors in OpenAI's form: status, body, the client's own name of the field, and when to retry."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from baton.errors import (
 from baton.v1 import inference_pb2
 from gateway.intake.rules import MAX_SHOWN, shown
 
-#: nginx's: the client went away. Only logs and metrics ever see it.
+#: nginx's status for a client that disconnected; appears only in logs and metrics.
 CLIENT_CLOSED_REQUEST = 499
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
@@ -44,7 +43,7 @@ _INVALID, _SERVER = "invalid_request_error", "server_error"
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """type, code: OpenAI's, in the body."""
+    """HTTP status of an error class, with `type` and `code` of OpenAI's error body."""
 
     status: int
     type: str
@@ -68,24 +67,24 @@ _KINDS: Mapping[type[BatonError], _Kind] = {
     EngineFault: _Kind(HTTPStatus.INTERNAL_SERVER_ERROR, _SERVER),
 }
 
-#: Of requests that end before anything of ours has them.
+#: Error types of failures outside Baton's error classes.
 _STATUS_TYPES: Mapping[int, str] = {
     HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
     HTTPStatus.SERVICE_UNAVAILABLE: _SERVER,
     HTTPStatus.INTERNAL_SERVER_ERROR: _SERVER,
 }
 
-#: From the path of a field in a message, or in the chat that a request becomes, to the client's.
+#: Maps the path of a field in a message, or in a derived chat body, to the client's name.
 FieldNames = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Fills:
-    """Annotates a field of a body with what it fills: in the GenerateRequest, or in the ChatBody,
-    that the body becomes. A violation found there is reported under the field's own name.
+    """Annotates a body's field with the path it fills in the GenerateRequest or ChatBody.
+    Violations at that path are reported under the field's own name.
 
-    path: "[]" stands for any index. at: the part of the field that fills it, with the same index.
-    when: whether a value that is given fills it.
+    path: "[]" stands for any index. at: subfield that fills it, with the same index. when:
+    predicate of values that fill it.
     """
 
     path: str
@@ -95,7 +94,7 @@ class Fills:
 
 @functools.cache
 def _marks(cls: type[BaseModel]) -> tuple[tuple[str, Fills], ...]:
-    """By name of field, in the order of their definition."""
+    """(field name, mark) pairs in order of definition."""
     return tuple(
         (name, mark)
         for name, info in cls.model_fields.items()
@@ -105,12 +104,12 @@ def _marks(cls: type[BaseModel]) -> tuple[tuple[str, Fills], ...]:
 
 
 def filler_of(path: str, body: BaseModel) -> str:
-    """The first field of a body that is given and fills this path; empty if there is none."""
+    """The first field that is set and fills `path`; empty if there is none."""
     return next((name for name, mark in _filled(body) if mark.path == path), "")
 
 
 def _filled(body: BaseModel) -> Iterator[tuple[str, Fills]]:
-    """By field that is given."""
+    """Marks of the fields that are set."""
     for name, mark in _marks(type(body)):
         value = getattr(body, name)
         if value is not None and (mark.when is None or mark.when(value)):
@@ -118,9 +117,8 @@ def _filled(body: BaseModel) -> Iterator[tuple[str, Fills]]:
 
 
 def names_in(body: BaseModel, moved: Mapping[str, str] | None = None) -> FieldNames:
-    """The names that a body's fields have, of the paths that they fill: the longest path counts.
-    Sampling options have the same name everywhere. moved: names by paths, known only by what the
-    body says."""
+    """Map paths to the names of the body's fields that fill them; the longest matching path wins.
+    Sampling options keep their names. moved: further names by path."""
 
     def name_of(field: str) -> str:
         longest, name = 0, field.removeprefix("sampling.")
@@ -139,7 +137,7 @@ def names_in(body: BaseModel, moved: Mapping[str, str] | None = None) -> FieldNa
 
 @contextmanager
 def in_words_of(names: FieldNames) -> Iterator[None]:
-    """Violations raised within name their fields as the client knows them."""
+    """Rename the fields of violations raised within to the client's names."""
     try:
         yield
     except InvalidRequest as error:
@@ -153,7 +151,7 @@ def in_words_of(names: FieldNames) -> Iterator[None]:
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """An error with its place in HTTP. headers: besides those of every answer."""
+    """An error as an HTTP answer. headers: added to those of every answer."""
 
     status: int
     body: Mapping[str, Any]
@@ -173,13 +171,13 @@ def http_error(
     code: str | None = None,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> HttpError:
-    """An error of the door itself: it concerns HTTP, not what is asked for."""
+    """An error of HTTP itself, independent of the request's content."""
     kind = _STATUS_TYPES.get(status, _INVALID)
     return HttpError(status, _body(message, kind, param, code), headers)
 
 
 def from_baton(error: BatonError) -> HttpError:
-    """Of an error with the client's names of fields."""
+    """Convert an error that already has the client's field names."""
     kind = _KINDS[type(error)]
     message, param = error.message, None
     if isinstance(error, InvalidRequest) and error.violations:
@@ -197,7 +195,7 @@ def from_baton(error: BatonError) -> HttpError:
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
-    """What is wrong with a body's JSON or types, each field with its path and value."""
+    """Convert pydantic's errors, each field with its path and value."""
     violations = [
         FieldViolation(_path(entry["loc"]), _described(entry["type"], entry["msg"], entry["input"]))
         for entry in error.errors(include_url=False, include_context=False)[:MAX_SHOWN]
@@ -206,7 +204,7 @@ def from_validation(error: ValidationError) -> InvalidRequest:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """("messages", 2, "role") as messages[2].role."""
+    """Format ("messages", 2, "role") as messages[2].role."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -222,7 +220,7 @@ def _described(kind: str, message: str, value: object) -> str:
 
 
 def shown_value(value: object) -> str:
-    """A value of the client's in a message: not long, and as JSON has it."""
+    """A client's value for an error message: shortened, in JSON's spelling."""
     if isinstance(value, str):
         return shown(value)
     if isinstance(value, inference_pb2.TokenIds):

@@ -1,6 +1,5 @@
-"""The seam between the HTTP port and the formats of APIs, one file each: a format says what its
-paths are, what a body may have, how an answer and its events read, and how an error does. Shared
-parts of answers are here, too."""
+"""Interface between the HTTP port and the API formats, one file each. A format defines its paths,
+body fields, answers, events and errors. Shared parts of answers are here, too."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _MAX_WARNED_CHARS = 64
 
 _DONE = "data: [DONE]\n\n"
 
-#: In a JSON document of ASCII: some readers of lines take more than "\n" for the end of one.
+#: ASCII JSON, because some line readers split at Unicode line separators, too.
 quoted = json.encoder.encode_basestring_ascii
 
 Chunk = inference_pb2.GenerateResponse
@@ -33,11 +32,11 @@ Chunk = inference_pb2.GenerateResponse
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How an API's clients read what is no answer, on all paths that begin with `prefix`.
+    """Error form, id headers and key header of an API, for all paths with `prefix`.
 
-    id_headers: of an answer, each with the name of its request. shape: an error as they read it.
-    key_header: for API keys, besides authorization; empty for none. error_event: the line before
-    an error within a stream.
+    id_headers: answer headers that carry the request id. shape: converts an error to the API's
+    form. key_header: for API keys, besides authorization; empty for none. error_event: event line
+    before an error within a stream.
     """
 
     prefix: str
@@ -47,19 +46,19 @@ class Dialect:
     error_event: str = ""
 
 
-#: Of every path that no other format claims.
+#: The default, for paths without a prefix of another dialect.
 OPENAI = Dialect("", ("x-request-id",), lambda error: error)
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """What handlers work with."""
+    """Shared state of request handlers."""
 
     models: Models
     styles: Mapping[Serving, ChatStyle]
 
     async def parsed(self, cls: type[BodyT], request: HttpRequest, response: HttpResponse) -> BodyT:
-        """The body's fields; those that are not known here are named in a header of the answer."""
+        """Parse the body, and list its unknown fields in a warning header."""
         max_model_len = max(serving.facts.max_model_len for serving in self.models)
         num_bytes = len(request.body)
         body = await parsed(cls, request.body, max_model_len)
@@ -73,18 +72,18 @@ class Door:
         return body
 
     def form(self, make: MakeFormat, body: ModelBody) -> tuple[Serving, Format]:
-        """The model that a body names, and what is made of the body. Raises BatonError."""
+        """The model that a body names, and its format. Raises BatonError."""
         serving = self.models.of(body.model or "")
         return serving, make(body, serving.tokenizer.bytes_of, self.styles[serving])
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One path with one method: what is documented of it, and what serves it.
+    """One path and method: documentation and handler.
 
-    method: in lower case. body: None if it is asked without one. is_open: it wants no key. make:
-    of what completes, its format; such an answer may be streamed. handle: of all else; None if the
-    application itself serves it.
+    method: in lower case. body: None without a request body. is_open: needs no key. make: creates
+    the format of a generation, which may be streamed. handle: serves other routes; None if HttpApp
+    serves it.
     """
 
     path: str
@@ -100,7 +99,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What all chunks of an answer begin with."""
+    """Members shared by all chunks of an answer."""
 
     id: str
     created: int
@@ -119,44 +118,43 @@ class Answer:
 
 
 class Format(Protocol):
-    """One kind of completion: what is asked of the tiers, and the form of the answer."""
+    """One API's form of generation: requests for the tiers, and the form of the answer."""
 
     id_prefix: str
     dialect: Dialect
     has_event_ids: bool
-    """Whether its events can have ids."""
+    """Whether events can have ids."""
 
     @property
     def body(self) -> GenerationBody:
-        """As it was sent."""
+        """The body as sent."""
 
     @property
     def requests(self) -> Sequence[inference_pb2.GenerateRequest]:
-        """One for each prompt."""
+        """One request per prompt."""
 
     @property
     def field_names(self) -> FieldNames:
-        """What fields of its requests are called in errors."""
+        """Maps fields of the requests to the client's names."""
 
     def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
-        """Before the first piece. prompt_token_ids: of one of its prompts."""
+        """Called before the first piece. prompt_token_ids: of one of its prompts."""
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
-        """A piece as server-sent events, if there is anything new. usage: members of the JSON to
-        put in, or nothing."""
+        """Server-sent events of a piece; may be empty. usage: JSON members to insert, or empty."""
 
     def end(self, usage: Mapping[str, Any]) -> str:
         """The last events of a stream."""
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
-        """The whole answer. chunks: those of each prompt."""
+        """The whole answer. chunks: by prompt."""
 
 
 MakeFormat = Callable[[Any, BytesOf, ChatStyle], Format]
 
 
 def timing_of(chunk: Chunk) -> dict[str, Any]:
-    """Where a request's time went, in milliseconds, and by which workers; of its last piece.
+    """Time spent, in milliseconds, and the workers that served it, from the last piece.
     first_token_ms: the parts of time_to_first_token_ms."""
     timing, first = chunk.timing, chunk.timing.first_token
     return {
@@ -181,7 +179,7 @@ FINISHES: Mapping[int, str | None] = {0: None, 1: "stop", 2: "length"}
 
 
 def stop_reason(chunk: Chunk) -> str | int | None:
-    """vLLM's: the string or the token that ended the output, if the client had named it."""
+    """vLLM's stop_reason: the stop string or stop token of the client that ended the output."""
     match chunk.stop_cause.WhichOneof("kind"):
         case "stop":
             return chunk.stop_cause.stop
@@ -191,7 +189,7 @@ def stop_reason(chunk: Chunk) -> str | int | None:
 
 
 def by_choice(chunks: Sequence[Chunk]) -> Mapping[int, list[Chunk]]:
-    """The pieces of each choice of a prompt, choices in order."""
+    """A prompt's pieces by choice, in order of choices."""
     choices: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         choices.setdefault(chunk.choice, []).append(chunk)
@@ -199,12 +197,12 @@ def by_choice(chunks: Sequence[Chunk]) -> Mapping[int, list[Chunk]]:
 
 
 class OpenAiFormat(ABC):
-    """What both of OpenAI's completions have in common; see Format."""
+    """Common part of completions and chats."""
 
     dialect = OPENAI
     has_event_ids = True
     kind: str
-    """OpenAI's `object`, of an answer; and of a piece of a stream."""
+    """OpenAI's `object` of an answer, and of a stream chunk."""
     chunk_kind: str
 
     def __init__(self, body: GenerationBody, bytes_of: BytesOf) -> None:
@@ -212,7 +210,7 @@ class OpenAiFormat(ABC):
         self._bytes_of = bytes_of
         self._answer: Answer | None = None
         self._head = ""
-        """What each event begins with, up to its choice's index."""
+        """Beginning of each event, up to the choice's index."""
 
     def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:  # noqa: ARG002
         self._answer = answer
@@ -220,7 +218,7 @@ class OpenAiFormat(ABC):
         self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
 
     def end(self, usage: Mapping[str, Any]) -> str:
-        """A piece that has the usage alone, if it is wanted, and OpenAI's sign."""
+        """The usage chunk, if requested, and [DONE]."""
         if not self._body.has_usage_chunk:
             return _DONE
         document = {**self._fields(self.chunk_kind), "choices": [], "usage": usage}
@@ -233,14 +231,14 @@ class OpenAiFormat(ABC):
 async def send_json(
     document: Any, request: HttpRequest, response: HttpResponse, dialect: Dialect = OPENAI
 ) -> None:
-    """The whole answer. document: as text already, or to be written as JSON."""
+    """Send a complete answer. document: JSON text, or a value to serialize."""
     text = document if isinstance(document, str) else json.dumps(document)
     name_answer(unique_request_id(request.headers), response, dialect)
     await response.send(HTTPStatus.OK, JSON, text.encode())
 
 
 def name_answer(request_id: str, response: HttpResponse, dialect: Dialect) -> str:
-    """Put the request's name into the headers; the one that is there already stays. Returns it."""
+    """Set the request id headers, unless already set. Returns the id in effect."""
     for name, value in response.headers:
         if name == "x-request-id":
             return value

@@ -1,5 +1,5 @@
-"""A request's way through the HTTP door: its prompts go to `Serving` as gRPC's do, and what comes
-is sent as server-sent events, or as one JSON document at the end."""
+"""Runs a request of the HTTP door: submits its prompts to `Serving`, and sends the output as
+server-sent events, or as one JSON document."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVENTS = "text/event-stream; charset=utf-8"
 
 
 class Usage:
-    """Token counts of an answer, over all its prompts."""
+    """Token counts of an answer, summed over its prompts."""
 
     def __init__(self, num_prompts: int) -> None:
         self.num_prompt_tokens = 0
@@ -42,12 +42,12 @@ class Usage:
         self._num_output_tokens[prompt] += len(chunk.token_ids)
         if chunk.HasField("usage"):
             usage = chunk.usage
-            # Those of choices that were not the best, too.
+            # Includes choices that best_of discarded.
             self._num_output_tokens[prompt] = usage.completion_tokens
             self._num_cached_tokens += max(usage.cached_tokens, usage.decode_cached_tokens)
 
     def add_earlier(self, prompt: int, num_tokens: int) -> None:
-        """Of an output that an earlier stream sent."""
+        """Add the output that an earlier stream sent."""
         self._num_output_tokens[prompt] += num_tokens
 
     def fields(self) -> dict[str, Any]:
@@ -61,12 +61,12 @@ class Usage:
 
 
 class Generation:
-    """One request. Raises BatonError from `run` as long as nothing of an answer has been sent."""
+    """One request. `run` raises BatonError only before anything was sent."""
 
     def __init__(
         self, serving: Serving, form: Format, request: HttpRequest, response: HttpResponse
     ) -> None:
-        """Raises InvalidRequest for a Last-Event-ID that the request cannot go on behind."""
+        """Raises InvalidRequest if the Last-Event-ID does not fit the request."""
         self._serving = serving
         self._form = form
         self._metadata = request.headers
@@ -74,10 +74,10 @@ class Generation:
         self._usage = Usage(len(form.requests))
         self._answer: Answer | None = None
         self._chunks: list[list[Chunk]] = [[] for _ in form.requests]
-        """Of each prompt, where they are not streamed."""
+        """Pieces by prompt, unless streamed."""
         self._has_timing = bool(form.body.return_timing)
         self._has_usage = form.body.has_usage_everywhere
-        """In each piece; where only the last one has it, the others say so."""
+        """Whether each piece has usage; if only the last has it, other pieces say null."""
         self._no_usage = ',"usage":null' if form.body.has_usage_chunk else ""
         last_event_id = request.header(LAST_EVENT_ID.lower())
         self._is_taken_up = bool(last_event_id or form.body.resume_from)
@@ -85,7 +85,7 @@ class Generation:
         self._event_ids = _event_ids_of(form, last_event_id)
 
     async def run(self) -> None:
-        """Send the whole answer."""
+        """Run the request and send the whole answer."""
         if not self._form.body.is_streamed:
             await self._run_all()
             document = self._form.document(self._chunks, self._usage.fields())
@@ -97,12 +97,12 @@ class Generation:
         await self._run_all()
         if self._event_ids is not None:
             self._event_ids.check_end()
-        if not self._response.has_started:  # nothing was left to send but the end
+        if not self._response.has_started:  # only the end was left to send
             self._response.start(EVENTS)
         await self._response.end(self._form.end(self._usage.fields()).encode())
 
     async def _run_all(self) -> None:
-        """All prompts at once; the first that fails ends the others."""
+        """Run all prompts concurrently; the first failure cancels the others."""
         write = self._write_event if self._form.body.is_streamed else self._keep
         if len(self._form.requests) == 1:
             await self._run_one(self._form.requests[0], 0, write)
@@ -124,13 +124,13 @@ class Generation:
 
     async def _begin(self, validated: ValidatedRequest) -> None:
         self._usage.num_prompt_tokens += len(validated.spec.prompt_token_ids)
-        for so_far in validated.resume_from.values():  # of one prompt: several are refused
+        for so_far in validated.resume_from.values():  # only one prompt can be resumed
             self._usage.add_earlier(0, len(so_far.token_ids))
         if self._answer is not None:
             return
         request_id = validated.spec.request_id
         self._response.headers += [(name, request_id) for name in self._form.dialect.id_headers]
-        if self._is_taken_up:  # the name that its first part had goes on
+        if self._is_taken_up:  # keep the request id of the first part
             request_id = given_request_id(self._metadata) or request_id
         self._answer = Answer(
             f"{self._form.id_prefix}-{request_id}",
@@ -151,13 +151,13 @@ class Generation:
             choice = index * max(1, self._form.requests[0].sampling.n) + chunk.choice
             earlier, new = self._event_ids.split(choice, chunk)
             if earlier is not None:
-                self._form.event(index, earlier, "")  # what it begins is known by it
+                self._form.event(index, earlier, "")  # restores the parser's state
         text = self._event(index, new) if new is not None else ""
         if not text:
             return None
         if self._event_ids is not None:
             text = f"{text[:-1]}id: {self._event_ids}\n\n"
-        # Not earlier: what fails before the first piece has a status of its own.
+        # Sent no earlier, so that a failure before the first piece has its own status.
         if not self._response.has_started:
             self._response.start(EVENTS)
         return self._response.write(text.encode())
@@ -172,8 +172,8 @@ class Generation:
 
 
 def _event_ids_of(form: Format, last: str) -> EventIds | None:
-    """Those of a stream that has some, whose seed the form's requests then have. last: the client's
-    Last-Event-ID. Raises InvalidRequest."""
+    """Event ids of the stream, if requested; sets the seed of the form's requests. last: the
+    client's Last-Event-ID. Raises InvalidRequest."""
     options, fault = form.body.stream_options, ""
     if not last and not (options and options.include_event_ids and form.body.is_streamed):
         return None
@@ -218,7 +218,7 @@ _OTHER_ANSWER = (
 
 @dataclass(slots=True)
 class _Place:
-    """How far one choice has come. checksum: CRC-32 of its tokens, 4 bytes each."""
+    """Progress of one choice. checksum: CRC-32 of its token ids, 4 bytes each."""
 
     num_tokens: int = 0
     num_chars: int = 0
@@ -233,27 +233,26 @@ class _Place:
 
 
 class EventIds:
-    """Of one stream. str() is the id of an event that is sent now. How a stream goes on behind one:
-    a client of server-sent events sends the id of the last event that it got as `Last-Event-ID`
-    (WHATWG HTML, "Server-sent events"), with the same request.
+    """Event ids of one stream; str() is the id of the next event.
 
-    An id says how far each choice came, and not by which tokens: a gateway holds nothing of streams
-    that broke off. The answer is drawn again with the seed of the id, and what the client has is
-    left out. A checksum of its tokens is in the id, so that no stream is ever put together of two
-    answers.
+    A client of server-sent events resumes by sending the id of its last event as `Last-Event-ID`
+    (WHATWG HTML, "Server-sent events") with the same request. The id holds the seed and the
+    progress of each choice. The gateway keeps no state of broken streams: it generates the answer
+    again with the seed and skips what the client has. A checksum of the skipped tokens prevents
+    joining two different answers.
 
-        SEED[;CHOICE.TOKENS.CHARACTERS.CHECKSUM[!]]...   !: it has ended; hexadecimal numbers
+        SEED[;CHOICE.TOKENS.CHARACTERS.CHECKSUM[!]]...   !: ended; hexadecimal numbers
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._places: dict[int, _Place] = {}
         self._to_leave_out: dict[int, _Place] = {}
-        """How far the client has choices that have not come as far again."""
+        """Choices that have not yet reached the client's progress."""
 
     @classmethod
     def behind(cls, last: str) -> EventIds:
-        """Of what follows the event with that id. Raises InvalidRequest if it is none."""
+        """Event ids of the stream after event `last`. Raises InvalidRequest if it is malformed."""
         seed, *places = last.split(";", MAX_CHOICES * MAX_PROMPTS)
         found = [_PLACE.fullmatch(place) for place in places]
         if not _SEED.fullmatch(seed) or not all(found):
@@ -273,8 +272,8 @@ class EventIds:
         return f"{self.seed:x}{''.join(places)}"
 
     def split(self, choice: int, chunk: Chunk) -> tuple[Chunk | None, Chunk | None]:
-        """The next piece of a choice: what the client has of it, and what is new. Raises
-        InvalidRequest if the client has another answer."""
+        """Split a piece into the part that the client has and the new part. Raises InvalidRequest
+        if the client has a different answer."""
         at, last = self._places.setdefault(choice, _Place()), self._to_leave_out.get(choice)
         if last is None:
             at.add(chunk)
@@ -296,14 +295,14 @@ class EventIds:
         return earlier, new
 
     def check_end(self) -> None:
-        """Raises InvalidRequest if the stream ends before it is where the client is."""
+        """Raises InvalidRequest if the stream ends before the client's progress."""
         if self._to_leave_out:
             raise _other_answer()
 
 
 def _cut(chunk: Chunk, num_tokens: int, num_chars: int) -> tuple[Chunk, Chunk]:
-    """In two. What comes once is in the first, if it is of an output's beginning, and in the second
-    if it is of its end."""
+    """Split a piece in two. Members of an output's beginning go to the first, members of its end to
+    the second."""
     first, second = Chunk(), Chunk()
     first.CopyFrom(chunk)
     second.CopyFrom(chunk)

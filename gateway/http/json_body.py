@@ -1,16 +1,12 @@
-"""A body's JSON: within limits, and read in pieces where it is long, with others' turns between
-them.
+"""Parses JSON bodies within limits, long ones in pieces so that other tasks run in between.
 
-What is made of objects, lists and numbers takes far more time and memory than their text, so that
-they are counted before any is made. Long lists of token ids, of which a prompt may have a million,
-are read apart from the rest, each straight into a message, and as many as no model here takes are
-not read at all.
+Objects, lists and numbers take far more time and memory parsed than as text, so their counts are
+checked before parsing. Long lists of token ids (prompts of up to a million) are parsed separately,
+straight into a message, and not at all if no model here could take them.
 
-Other long JSON becomes the same as pydantic_core.from_json makes of it in one go, and is refused
-where that refuses it. What takes that library long is not only what is made, but escapes and
-characters beyond ASCII in texts, and long numbers: tens of milliseconds for 16 MB. So a long list
-or object is read a few members at a time, and a long text a part at a time; what is short is the
-library's.
+Other long JSON gives the same result as one call of pydantic_core.from_json, errors included. That
+library takes tens of milliseconds for 16 MB of escapes, non-ASCII text or long numbers. Long lists
+and objects are therefore parsed a few members at a time, and long strings in parts.
 """
 
 from __future__ import annotations
@@ -32,40 +28,43 @@ from gateway.http.errors import shown_value
 from gateway.intake.rules import MAX_SHOWN
 from gateway.long_work import LONG_PIECE, Pacer, let_others_run
 
-#: Of a body, nested ones too: objects and lists, members of objects, and values, long lists of
-#: token ids apart. Counted by their marks.
+#: Maxima per body, nested values included: objects and lists, object members, and values without
+#: long lists of token ids. Counted by their punctuation.
 MAX_NODES = 2**16
 MAX_MEMBERS = 2**16
 MAX_VALUES = 2**18
 
-#: At the top of a body, unknown ones among them.
+#: Maximum top-level fields, unknown ones included.
 MAX_FIELDS = 256
 
 MAX_PROMPTS = 128
 
-#: Bytes from which on a list of numbers is read apart; and of one that are read in one go.
+#: Minimum bytes of a list of numbers that is parsed separately, and bytes parsed at once.
 _LONG_LIST_BYTES = 4096
 _LIST_PIECE_BYTES = 2**18
 
-#: Bytes from which on what remains of a body is read in pieces: less takes the library no more than
-#: ten milliseconds, and it says where a fault is.
+#: Bytes of remaining JSON above which it is parsed in pieces. Below, the library takes at most ten
+#: milliseconds and reports the position of an error.
 _LONG_REST_BYTES = 2**20
 
 _OF_NUMBERS = b"+-.0123456789Ee, \t\r\n"
 
-#: Where a long list of numbers is in a body, its brackets included.
+#: Byte range of a long list of numbers, brackets included.
 _Span: TypeAlias = tuple[int, int]
 
 
 async def read_fields(
     data: Received, id_fields: Sequence[str], max_model_len: int
 ) -> dict[str, Any]:
-    """A body's fields. id_fields: those that may be a list of token ids, or a list of such lists; a
-    long one is a TokenIds. max_model_len: of the model, in tokens. Raises InvalidRequest."""
-    if len(data) < LONG_PIECE:  # too short for too many of anything
+    """Parse a body.
+
+    id_fields: fields that may be a list of token ids, or a list of such lists; long ones become
+    TokenIds. max_model_len: in tokens. Raises InvalidRequest.
+    """
+    if len(data) < LONG_PIECE:  # too short to exceed a count
         return _fields_of(data)
     spans, num_values = await _scanned(data)
-    mark = secrets.token_hex(8)  # no client knows which
+    mark = secrets.token_hex(8)  # unguessable by clients
     cut = {f"{mark}-{index}": span for index, span in enumerate(spans)}
     while True:
         num_left = num_values - sum(_num_values(data, span) for span in cut.values())
@@ -76,7 +75,7 @@ async def read_fields(
         places = [*_places(fields, id_fields, cut)]
         if len(places) == len(cut):
             break
-        cut = {name: cut[name] for name, *_ in places}  # the others are no prompts
+        cut = {name: cut[name] for name, *_ in places}  # the others are not prompts
     _check_lengths(
         {field: _num_values(data, cut[name]) for name, field, *_ in places}, max_model_len
     )
@@ -87,8 +86,7 @@ async def read_fields(
 
 
 def wrong_ids(field: str, values: Sequence[Any], first: int = 0) -> InvalidRequest:
-    """Of values that are not all token ids. first: the index of the first of them in their
-    field."""
+    """The error for values that are not all token ids. first: index of values[0] in the field."""
     wrong = ((i, v) for i, v in enumerate(values) if type(v) is not int or not 0 <= v < 2**32)
     return InvalidRequest.of(
         *(
@@ -99,7 +97,7 @@ def wrong_ids(field: str, values: Sequence[Any], first: int = 0) -> InvalidReque
 
 
 async def _rest_of(data: Received, *, has_all: bool) -> dict[str, Any]:
-    """A body's fields. has_all: long lists among them."""
+    """Parse the remaining fields. has_all: whether long lists are included."""
     if len(data) < _LONG_REST_BYTES:
         return _fields_of(data, has_all=has_all)
     try:
@@ -110,7 +108,8 @@ async def _rest_of(data: Received, *, has_all: bool) -> dict[str, Any]:
 
 
 def _fields_of(data: Received, *, has_all: bool = True) -> dict[str, Any]:
-    """has_all: whether long lists are among them, so that a fault is where the library says."""
+    """Parse the fields. has_all: whether long lists are included, so that the library's error
+    position is right."""
     try:
         fields = from_json(data, cache_strings=False)
     except ValueError as error:
@@ -128,7 +127,7 @@ def _checked(fields: Any) -> dict[str, Any]:
 
 
 async def _scanned(data: Received) -> tuple[list[_Span], int]:
-    """Long lists of numbers, and how many values there are in all. Raises InvalidRequest."""
+    """Spans of long lists of numbers, and the total number of values. Raises InvalidRequest."""
     spans: list[_Span] = []
     num_nodes = num_members = num_values = 0
     opened = -1
@@ -153,7 +152,8 @@ async def _scanned(data: Received) -> tuple[list[_Span], int]:
 
 
 def _is_long_list(data: Received, opened: int, closed: int) -> bool:
-    """Of numbers. opened, closed: where its brackets are."""
+    """Whether the list between two brackets is long and numeric. opened, closed: positions of the
+    brackets."""
     if closed - opened < _LONG_LIST_BYTES:
         return False
     inner = data[opened + 1 : closed]
@@ -165,7 +165,7 @@ def _num_values(data: Received, span: _Span) -> int:
 
 
 def _without(data: Received, cut: Mapping[str, _Span]) -> Received:
-    """A body with names in place of its long lists."""
+    """The body with placeholder strings for its long lists."""
     if not cut:
         return data
     parts: list[Received] = []
@@ -180,8 +180,7 @@ def _without(data: Received, cut: Mapping[str, _Span]) -> Received:
 def _places(
     fields: dict[str, Any], id_fields: Sequence[str], cut: Mapping[str, _Span]
 ) -> Iterator[tuple[str, str, Any, Any]]:
-    """Names that are where token ids may be: each with its field's path, what it is in, and under
-    which key."""
+    """Placeholders where token ids are allowed: (name, field path, container, key)."""
     for field in id_fields:
         value = fields.get(field)
         if isinstance(value, str) and value in cut:
@@ -193,7 +192,7 @@ def _places(
 
 
 def _check_lengths(lengths: Mapping[str, int], max_model_len: int) -> None:
-    """lengths: of each field, in token ids."""
+    """lengths: token ids by field."""
     for field, length in lengths.items():
         if length > max_model_len:
             fault = f"{length} token ids: the model takes {max_model_len}; send fewer"
@@ -212,7 +211,7 @@ async def _token_ids(
         until = comma if comma >= 0 else end
         num_before = len(made.ids)
         try:
-            ids = from_json(b"[0," + data[at:until] + b"]")[1:]  # a piece of nothing is none
+            ids = from_json(b"[0," + data[at:until] + b"]")[1:]  # an empty piece parses as nothing
         except ValueError as error:
             why = str(error).partition(" at line ")[0]
             fault = f"is not JSON behind its first {num_before} values: {why}"
@@ -230,19 +229,19 @@ def _wrong(fault: str) -> InvalidRequest:
     return InvalidRequest.of(FieldViolation("body", fault))
 
 
-#: What a connection has read.
+#: A body as received by a connection.
 Received: TypeAlias = bytes | bytearray
 
-#: As many lists and objects within each other as the library takes; within these, empty ones.
+#: Maximum nesting, as the library's; the innermost containers are empty.
 MAX_DEPTH = 200
 
-#: Bytes that are read in one go: some milliseconds.
+#: Bytes parsed at once: a few milliseconds.
 PIECE_BYTES = 2**18
 
-#: Bytes that are looked through in the time of one text's begin or end, at least.
+#: Lower bound of the bytes scanned in the time that one quote takes.
 _BYTES_A_MARK = 8
 
-#: Bytes of an outline whose marks are looked at in one go.
+#: Bytes of an outline scanned for punctuation at once.
 _MARKED_BYTES = 2**13
 
 _MARKS = re.compile(rb"[][{},:]")
@@ -250,15 +249,15 @@ _SPACES = b" \t\r\n"
 _LEADING_SPACES = re.compile(rb"[ \t\r\n]*")
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 
-#: Bytes of two escapes that are one character.
+#: Bytes of a surrogate pair, escaped.
 _PAIR_BYTES = len(r"\ud83d\ude00")
 
-#: Bytes of the longest character in UTF-8.
+#: Longest character in UTF-8, in bytes.
 _CHARACTER_BYTES = 4
 
 
 async def read_long_json(data: Received, piece_bytes: int = PIECE_BYTES) -> Any:
-    """What `data` says. Raises ValueError, with no word of where the fault is."""
+    """Parse `data`. Raises ValueError, without a position."""
     reader = _Reader(data, await _long_containers(data, piece_bytes), piece_bytes)
     try:
         return await reader.value(0, len(data))
@@ -267,13 +266,13 @@ async def read_long_json(data: Received, piece_bytes: int = PIECE_BYTES) -> Any:
 
 
 async def outlines(data: Received) -> AsyncIterator[tuple[int, bytes]]:
-    """JSON with spaces for its texts, in pieces, each with where it begins; others run between
-    them."""
+    """The JSON with strings blanked, in pieces with their offsets; other tasks run between
+    pieces."""
     begin, is_text, pacer = 0, False, Pacer()
     while begin < len(data):
         piece = data[begin : begin + LONG_PIECE]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
-            piece = piece[:-1] or piece  # a backslash and what it escapes stay together
+            piece = piece[:-1] or piece  # do not split an escape
         outline, num_texts = _outline(piece, is_text=is_text)
         is_text ^= num_texts % 2 == 1
         await pacer.advance(len(piece) // _BYTES_A_MARK + num_texts)
@@ -282,8 +281,8 @@ async def outlines(data: Received) -> AsyncIterator[tuple[int, bytes]]:
 
 
 def _outline(piece: Received, *, is_text: bool) -> tuple[bytes, int]:
-    """A piece with spaces for texts, and how many begin or end in it. is_text: whether it begins
-    within one."""
+    """Blank the strings of a piece, and count its quotes. is_text: whether it begins inside a
+    string."""
     if b"\\" in piece:
         piece = piece.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
     parts: list[Received] = [*piece.split(b'"')]
@@ -294,8 +293,8 @@ def _outline(piece: Received, *, is_text: bool) -> tuple[bytes, int]:
 
 @dataclass(slots=True)
 class _Container:
-    """A list or an object. begin: of its first bracket; end: behind its last one. commas, colons:
-    its own, not those of what is in it."""
+    """A list or object. begin: offset of its opening bracket; end: offset after the closing one.
+    commas, colons: its own, without those of nested containers."""
 
     begin: int
     is_object: bool
@@ -307,8 +306,8 @@ class _Container:
 async def _long_containers(  # noqa: PLR0912, one arm per mark
     data: Received, piece_bytes: int
 ) -> dict[int, _Container]:
-    """By their begins, those of so many bytes or more. Raises ValueError where brackets do not
-    match."""
+    """Containers of at least `num_bytes` bytes, by offset. Raises ValueError for unbalanced
+    brackets."""
     found: dict[int, _Container] = {}
     opened: list[_Container] = []
     pacer = Pacer()
@@ -344,8 +343,8 @@ async def _long_containers(  # noqa: PLR0912, one arm per mark
 
 
 class _Reader:
-    """Reads values of `data`, which begin and end anywhere in the spaces around them. containers:
-    all of piece_bytes or more."""
+    """Parses values of `data` within offsets, ignoring surrounding space. containers: all of at
+    least piece_bytes."""
 
     def __init__(
         self, data: Received, containers: Mapping[int, _Container], piece_bytes: int
@@ -354,7 +353,7 @@ class _Reader:
         self._containers = containers
         self._piece_bytes = piece_bytes
         self._pacer = Pacer()
-        self._no_key = secrets.token_hex(8)  # no client knows which
+        self._no_key = secrets.token_hex(8)  # unguessable by clients
 
     async def value(self, begin: int, end: int) -> Any:
         begin, end = self._trimmed(begin, end)
@@ -374,7 +373,7 @@ class _Reader:
         for begin, end in self._members(container):
             if end - begin >= self._piece_bytes:
                 values.append(await self.value(begin, end))
-            else:  # behind a value, so that a comma too many is one here
+            else:  # after a value, so that a superfluous comma is an error
                 values += (await self._read(b"[0,%b]", begin, end))[1:]
         return values
 
@@ -398,8 +397,8 @@ class _Reader:
         return fields
 
     def _members(self, container: _Container) -> Iterator[tuple[int, int]]:
-        """Where they are: as many together, with the commas between them, as are a piece, or one
-        that is longer than that by itself. None of a container of spaces."""
+        """Offsets of a container's members: groups of about one piece, or one longer member. Empty
+        for a blank container."""
         bounds = [container.begin, *container.commas, container.end - 1]
         if len(bounds) == 2:
             begin, end = self._trimmed(container.begin + 1, container.end - 1)
@@ -425,12 +424,12 @@ class _Reader:
         return "".join(parts)
 
     async def _read(self, form: bytes, begin: int, end: int) -> Any:
-        """What the library makes of what is between two places, put into `form`."""
+        """Parse the range between two offsets, inserted into `form`."""
         await self._pacer.advance(end - begin)
         return from_json(form % self._data[begin:end], cache_strings=False)
 
     def _trimmed(self, begin: int, end: int) -> tuple[int, int]:
-        """Without the spaces at both ends."""
+        """The range without surrounding space."""
         found = _LEADING_SPACES.match(self._data, begin, end)
         begin = found.end() if found else begin
         while begin < end:
@@ -443,8 +442,8 @@ class _Reader:
 
 
 def _cut(data: Received, begin: int, near: int, end: int) -> int:
-    """Where a text may be cut near a place: between two characters, each of one escape, or of two
-    that are a pair. begin: where a character begins, before that place; end: of the text."""
+    """An offset near `at` where a string can be split: not inside a character, an escape or a
+    surrogate pair. begin: start of a character before `at`; end: end of the string."""
     if near >= end:
         return end
     escape = data.rfind(b"\\", max(begin, near - _PAIR_BYTES), near)
@@ -454,7 +453,7 @@ def _cut(data: Received, begin: int, near: int, end: int) -> int:
         return max(begin + 1, next(starts, near))
     before = data[begin : escape + 1]
     if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:
-        return escape + 1  # one of a backslash
+        return escape + 1  # inside an escape
     if data[escape + 1] != ord("u"):
         return min(escape + 2, end)
     is_high = _HIGH_SURROGATE.match(data, escape) and data.startswith(b"\\u", escape + 6)

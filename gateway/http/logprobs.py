@@ -1,5 +1,4 @@
-"""Log probabilities in both of OpenAI's forms: of completions, by token text; of chats, with
-bytes."""
+"""Log probabilities in OpenAI's two forms: of completions, by token text; of chats, with bytes."""
 
 from __future__ import annotations
 
@@ -9,14 +8,14 @@ from typing import Any
 from baton.v1 import sampling_pb2
 from gateway.intake.token_bytes import text_of
 
-#: The bytes of a token.
+#: Returns the bytes of a token id.
 BytesOf = Callable[[int], bytes]
 
 Positions = Sequence[sampling_pb2.PositionLogprobs]
 
 
 def chat_logprobs(positions: Positions, num_top: int, bytes_of: BytesOf) -> dict[str, Any]:
-    """As chats have them. num_top: as many as were asked for."""
+    """Log probabilities in the form of chats. num_top: maximum alternatives."""
     content = [
         {
             **_entry(position.chosen, bytes_of),
@@ -35,10 +34,10 @@ def _entry(entry: sampling_pb2.TokenLogprob, bytes_of: BytesOf) -> dict[str, Any
 def completion_logprobs(
     positions: Iterable[sampling_pb2.PositionLogprobs | int], bytes_of: BytesOf, offset: int
 ) -> tuple[dict[str, Any], int]:
-    """As completions have them, and where the next token's text begins.
+    """Log probabilities in the form of completions, and the text offset after the last position.
 
-    positions: a bare token id, the first of an echoed prompt, has no log probability. offset: in
-    characters, of the first of them.
+    positions: a bare token id, the first of an echoed prompt, has no log probability. offset:
+    characters before the first position.
     """
     tokens: list[str] = []
     logprobs: list[float | None] = []
@@ -53,7 +52,7 @@ def completion_logprobs(
             chosen = position.chosen
             text = text_of(bytes_of(chosen.token_id))
             logprobs.append(_finite(chosen.logprob))
-            # Of several tokens with one text, the most probable counts.
+            # If several tokens have the same text, keep the most probable.
             top: dict[str, float] = {}
             for entry in (*position.top, chosen):
                 top.setdefault(text_of(bytes_of(entry.token_id)), _finite(entry.logprob))
@@ -71,7 +70,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(positions: Positions, bytes_of: BytesOf) -> list[dict[str, Any] | None]:
-    """As vLLM has them: by token id, nothing for the first token."""
+    """Log probabilities in vLLM's form: by token id, None for the first token."""
     ranked: list[dict[str, Any] | None] = [None]
     for position in positions:
         entries: dict[str, Any] = {}
@@ -91,5 +90,5 @@ def _ranked(
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity: OpenAI writes this for what is as good as impossible."""
+    """Bound a log probability: JSON has no infinity, and OpenAI uses this minimum."""
     return max(logprob, -9999.0)

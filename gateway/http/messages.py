@@ -1,5 +1,5 @@
-"""/v1/messages, Anthropic's API: a conversation in, blocks of the next message out. Each request is
-a chat in another form."""
+"""/v1/messages, Anthropic's API: converts each request to a chat, and its output to content
+blocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from gateway.http.translated_chat import (
 from gateway.intake.rules import MAX_SHOWN, MAX_TOOLS, Violations
 from gateway.intake.validator import MAX_MESSAGES
 
-#: The form of fields that are read here and not by pydantic, for /openapi.json.
+#: Schemas of fields that are parsed here and not by pydantic, for /openapi.json.
 _MESSAGES = {
     "type": "array",
     "minItems": 1,
@@ -71,7 +71,7 @@ _TOOLS = {
 
 
 class MessagesBody(ModelBody):
-    """What a request may have."""
+    """Fields of a messages request."""
 
     messages: Annotated[list[Any], WithJsonSchema(_MESSAGES)]
     """The conversation, oldest message first; a last one of the assistant is continued."""
@@ -108,13 +108,13 @@ class MessagesBody(ModelBody):
 
     refused = ("container", "mcp_servers")
     ignored = (
-        "context_management",  # which old results of tools may be left out: all are read here
+        "context_management",  # omits old tool results; here all are read
         *("metadata", "service_tier", "inference_geo", "cache_control"),
         *("user_profile_id", "workspace_id"),
     )
 
 
-#: By status, where it is not invalid_request_error for the client's faults and api_error for ours.
+#: Error types by status; others are invalid_request_error (4xx) or api_error (5xx).
 _ERROR_TYPES: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -127,7 +127,7 @@ _ERROR_TYPES: Mapping[int, str] = {
 
 
 def _error(error: HttpError) -> HttpError:
-    """The same as this API has it."""
+    """Convert an error to this API's form."""
     is_ours = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
     kind = _ERROR_TYPES.get(error.status, "api_error" if is_ours else "invalid_request_error")
     body = {
@@ -148,7 +148,7 @@ ANTHROPIC = Dialect(
 
 
 class MessagesFormat(TranslatedChat):
-    """See format.Format."""
+    """Message requests and answers (format.Format)."""
 
     id_prefix = "msg"
     dialect = ANTHROPIC
@@ -156,8 +156,8 @@ class MessagesFormat(TranslatedChat):
     def __init__(
         self, body: MessagesBody, bytes_of: BytesOf, style: ChatStyle, *, is_counted: bool = False
     ) -> None:
-        """is_counted: whether only the prompt's tokens are wanted. Raises InvalidRequest, with this
-        API's names."""
+        """is_counted: only the prompt's tokens are requested. Raises InvalidRequest with this API's
+        field names."""
         conversation = _Conversation(body)
         violations = list(islice(_violations(body, is_counted=is_counted), MAX_SHOWN))
         violations += conversation.violations
@@ -185,7 +185,7 @@ class MessagesFormat(TranslatedChat):
         return {**message, "content": self._blocks.blocks, **self._stop()}
 
     def _message(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Before it has any content."""
+        """The message without content."""
         answer = self.answer
         return {
             "id": answer.id if answer else "",
@@ -212,18 +212,18 @@ class MessagesFormat(TranslatedChat):
 
 
 class _Blocks(ChatOutput):
-    """The content as it grows, and its events."""
+    """Content blocks and their events."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks: list[dict[str, Any]] = []
-        """The last may be open."""
+        """Content blocks; the last may be open."""
         self._is_open = False
         self._text = ""
-        """Of the open one."""
+        """Text of the open block."""
 
     def add(self, delta: Mapping[str, Any]) -> None:
-        """A delta of a chat."""
+        """Add a chat delta."""
         if "reasoning_content" in delta:
             self._ensure({"type": "thinking", "thinking": "", "signature": ""})
             self._extend("thinking_delta", "thinking", delta["reasoning_content"])
@@ -239,7 +239,7 @@ class _Blocks(ChatOutput):
                 self._extend("input_json_delta", "partial_json", function["arguments"])
 
     def close(self) -> None:
-        """The open block is whole."""
+        """Close the open block."""
         if not self._is_open:
             return
         block = self.blocks[-1]
@@ -268,7 +268,7 @@ class _Blocks(ChatOutput):
 
 
 def _arguments(text: str) -> Any:
-    """An output that ended before its call did has none."""
+    """Parse a call's arguments; empty if the output ended before the call did."""
     try:
         return json.loads(text)
     except ValueError:
@@ -285,7 +285,7 @@ def _usage(usage: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-# What is asked for
+# Requests
 
 
 def _violations(body: MessagesBody, *, is_counted: bool) -> Violations:
@@ -329,7 +329,7 @@ def _tool_violations(tools: Sequence[Any]) -> Violations:
 
 
 def _chat_fields(body: MessagesBody, messages: list[Any]) -> Mapping[str, Any]:
-    """The same as a chat. Nothing of it is wrong that `_violations` names."""
+    """Convert to the fields of a chat, after `_violations` has passed."""
     choice = body.tool_choice or {}
     is_parallel = not choice.get("disable_parallel_tool_use")
     config, thinking = body.output_config or {}, (body.thinking or {}).get("type")
@@ -374,13 +374,13 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
 
 
 class _Conversation:
-    """Messages as a chat has them: `system` is the first of them, and results of tools are messages
-    of their own."""
+    """Converts messages to a chat's: `system` becomes the first message, and each tool result a
+    message of its own."""
 
     def __init__(self, body: MessagesBody) -> None:
         self.messages: list[dict[str, Any]] = []
         self.paths: list[str] = []
-        """Where each was given."""
+        """Field path of each message."""
         self.violations: list[FieldViolation] = []
         if body.system:
             self._add("system", {"role": "system", "content": self._text("system", body.system)})
@@ -438,14 +438,14 @@ class _Conversation:
                     function = {"name": name, "arguments": arguments}
                     calls.append({"id": call_id, "type": "function", "function": function})
                 case {"type": "thinking" | "redacted_thinking"}:
-                    pass  # templates leave out what was thought before
+                    pass  # templates omit earlier reasoning
                 case _:
                     self._refuse_block(f"{path}.content[{index}]", block, "text or tool_use")
         message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
         self._add(path, {**message, "tool_calls": calls} if calls else message)
 
     def _text(self, path: str, value: Any) -> str:
-        """Of a text, or of blocks of text."""
+        """The text of a string or of text blocks."""
         if isinstance(value, str):
             return value
         texts: list[str] = []
@@ -468,7 +468,7 @@ class _Conversation:
         self._refuse(f"{path}.type", f"{shown_value(kind)}: must be a block of {kinds}")
 
     def _refuse(self, path: str, fault: str) -> None:
-        """Raises InvalidRequest when there are enough."""
+        """Record a violation. Raises InvalidRequest at MAX_SHOWN."""
         self.violations.append(FieldViolation(path, fault))
         if len(self.violations) == MAX_SHOWN:
             raise InvalidRequest.of(*self.violations)

@@ -1,5 +1,5 @@
-"""What the HTTP API is, for /openapi.json: paths, and the fields of bodies with their types, ranges
-and meanings, made of the classes and tables by which requests are read and checked."""
+"""The OpenAPI document: paths, and body fields with types, ranges and meanings, generated from the
+classes and tables that parse requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gateway.http.json_body import MAX_FIELDS, MAX_MEMBERS, MAX_NODES, MAX_VALUE
 from gateway.http.requests import Body, ChoiceSoFar, StreamOptions
 from gateway.http.responses import ResponseSoFar
 
-#: All that is served, but for the pages for people.
+#: All routes except HTML pages.
 OPERATIONS = (
     completions.ROUTE,
     chat.ROUTE,
@@ -39,7 +39,7 @@ OPERATIONS = (
 
 _LIMITS = HttpLimits()
 
-#: When an answer has which status. 499 is in logs and metrics only.
+#: Meaning of each status. 499 appears only in logs and metrics.
 STATUSES: Mapping[int, str] = {
     400: "A field is wrong: its path, its value and the fix are in the message, and the path of "
     "the first is `param`.",
@@ -63,7 +63,7 @@ _ABOUT = (
     f"{MAX_MEMBERS} members of objects, and {MAX_VALUES} values beside token ids of prompts."
 )
 
-#: Fields that are sampling options by another name.
+#: Fields that are sampling options under another name.
 _OPTION_OF: Mapping[str, str] = {
     "stop_sequences": "stop",
     "max_completion_tokens": "max_tokens",
@@ -90,7 +90,7 @@ _ERROR: Mapping[str, Any] = {
 
 
 def openapi() -> dict[str, Any]:
-    """The document, in version 3.1 of OpenAPI."""
+    """The document, OpenAPI 3.1."""
     bodies = {each.body for each in OPERATIONS if each.body is not None}
     paths: dict[str, dict[str, Any]] = {}
     for each in OPERATIONS:
@@ -145,8 +145,8 @@ def _operation(each: Route) -> dict[str, Any]:
 
 
 def schema_of(cls: type[Body]) -> dict[str, Any]:
-    """A body's fields. Those that are refused are there, and never hold; `null` is left out, which
-    is the same as leaving out the field."""
+    """Schema of a body. Refused fields are listed and never valid; `null` is omitted, because it
+    means an absent field."""
     made = cls.model_json_schema()
     parts: Mapping[str, Any] = made.get("$defs", {})
     docs = _field_docs(cls)
@@ -167,8 +167,7 @@ def schema_of(cls: type[Body]) -> dict[str, Any]:
 
 
 def _plain(schema: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """pydantic's schema without what says nothing: names of fields in title case, null, and
-    references."""
+    """pydantic's schema without titles, null alternatives and references."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         part = _plain(parts[name], parts)
@@ -189,14 +188,14 @@ def _plain(schema: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any
     return plain
 
 
-#: Parts of bodies that are classes.
+#: Classes of nested bodies.
 _PARTS: Mapping[str, type[Body]] = {
     each.__name__: each for each in (StreamOptions, ChoiceSoFar, ResponseSoFar)
 }
 
 
 def _limits(schema: Mapping[str, Any], limits: Limits | None) -> Mapping[str, Any]:
-    """Of an option, as far as the field is of its type: `logprobs` of a chat is not."""
+    """Limits of an option, if they apply to the field's type: `logprobs` of a chat is a boolean."""
     match limits, schema.get("type"):
         case Range(), "integer" | "number":
             return _range(limits)
@@ -218,8 +217,8 @@ def _range(limits: Range) -> Mapping[str, float]:
 
 
 def _field_docs(cls: type[Body]) -> Mapping[str, str]:
-    """The texts below fields, by their names: read when they are asked for, since a class that
-    keeps them is slow to make."""
+    """Field docstrings by name, read from the source on demand: a pydantic class that keeps them is
+    slow to create."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if issubclass(base, Body):
@@ -229,7 +228,7 @@ def _field_docs(cls: type[Body]) -> Mapping[str, str]:
 
 @functools.cache
 def _docs_of(module: str) -> Mapping[str, Mapping[str, str]]:
-    """Those of all classes of a module."""
+    """Field docstrings of a module's classes."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     classes = [each for each in tree.body if isinstance(each, ast.ClassDef)]
     return {each.name: dict(_texts_below(each.body)) for each in classes}

@@ -1,7 +1,7 @@
-"""The page at `/`: its files, and what its live map shows of the fleet.
+"""The page at `/`: static files and its live map of the fleet.
 
-The files are open to whoever reaches the port, as they hold nothing of anybody's; what is served
-and who serves it wants a key, where there are keys.
+The files contain no user data and are served without an API key; the live map requires one, if keys
+are configured.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from gateway.telemetry.recorder import GatewayRecorder
 
 _FOLDER = Path(__file__).parent / "static"
 
-#: By path, the file and its content type. Paths are relative within the page: it may stand below a
-#: prefix of a proxy's.
+#: File and content type by path. The page uses relative paths, to work below a proxy's prefix.
 PAGE_FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "/": ("index.html", "text/html; charset=utf-8"),
@@ -33,7 +32,7 @@ PAGE_FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 LIVE_PATH = "/page/live"
 
-#: Nothing of another origin, nothing inline, and in nobody's frame.
+#: Same origin only, nothing inline, no framing.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -46,12 +45,12 @@ PAGE_HEADERS = (
     ("cache-control", "no-cache"),
 )
 
-#: However many look, the fleet is listed this often at most, in seconds.
+#: Minimum seconds between listings of the fleet, for any number of viewers.
 _MIN_INTERVAL_S = 0.25
 
 
 class Page:
-    """Belongs to one event loop. clock: in seconds."""
+    """Serves the page. Belongs to one event loop. clock: in seconds."""
 
     def __init__(
         self, models: Models, recorder: GatewayRecorder, clock: Callable[[], float]
@@ -60,12 +59,12 @@ class Page:
         self._recorder = recorder
         self._clock = clock
         self._files: dict[str, bytes] = {}
-        """That were asked for."""
+        """Files already read, by name."""
         self._live = b""
         self._listed_s = 0.0
 
     async def file(self, request: HttpRequest, response: HttpResponse) -> None:
-        """One of PAGE_FILES."""
+        """Send one of PAGE_FILES."""
         name, content_type = PAGE_FILES[request.path]
         if name not in self._files:
             self._files[name] = (_FOLDER / name).read_bytes()
@@ -73,7 +72,7 @@ class Page:
         await response.send(HTTPStatus.OK, content_type, self._files[name])
 
     async def live(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
-        """The models, the gateway, the workers and their last handoffs, as they are now."""
+        """Send the current models, gateway load, workers and last handoffs."""
         now_s = self._clock()
         if not self._live or now_s - self._listed_s >= _MIN_INTERVAL_S:
             self._live = json.dumps(self._listing(), separators=(",", ":")).encode()
@@ -84,7 +83,7 @@ class Page:
     def _listing(self) -> dict[str, Any]:
         models, recorder = [serving.model() for serving in self._models], self._recorder
         num_waiting = sum(serving.num_waiting for serving in self._models)
-        # Those of unknown models are listed with each.
+        # Workers of unknown models are listed with each model.
         workers = {worker.address: worker for model in models for worker in model.workers}
         return {
             "version": __version__,

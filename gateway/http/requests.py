@@ -1,9 +1,7 @@
-"""What clients send: the fields of OpenAI's API and of vLLM's beside it, and what they mean in a
-GenerateRequest.
+"""Request fields of OpenAI's API and vLLM's extensions, and their conversion to a GenerateRequest.
 
-Types are checked here, by pydantic, ranges by the one validator. Fields that nobody knows are
-passed over, and named in a header of the answer; those that would change the output, and are not
-served here, are refused.
+pydantic checks types here; the validator checks ranges. Unknown fields are ignored and listed in a
+warning header. Unsupported fields that would change the output are refused.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ TOP_K = _integer(-1, _MAX_UINT32)
 SEED = _integer(-(2**63), _MAX_UINT64 - 1)
 NumTokens = Annotated[int | None, WithJsonSchema(_integer(1, _MAX_UINT32))]
 
-#: The form of fields that are read here and not by pydantic, for /openapi.json.
+#: Schemas of fields that are parsed here and not by pydantic, for /openapi.json.
 _TEXT_OR_LIST = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _RESPONSE_FORMAT = {
     "type": "object",
@@ -73,46 +71,46 @@ _STRUCTURED = {
     },
 }
 
-#: What fields that ask for a structure fill; the first of them that is given counts.
+#: Path of the structured output; the first field that is set and fills it wins.
 _STRUCTURE = "sampling.structured_output"
 
-#: vLLM's name, of an option there.
+#: vLLM's name of an engine option there.
 _WHOLE = "enable_in_reasoning"
 
-#: Of many wrong members, the first is reported: a report of each costs 7 us and a kilobyte.
+#: Reports only the first wrong member, because a report costs 7 us and a kilobyte.
 TextList = Annotated[list[str] | None, FailFast()]
 TokenList = Annotated[list[_Token] | None, FailFast()]
 
 
 class Body(BaseModel):
-    """A request's JSON. null means the same as leaving a field out."""
+    """A JSON request body. A null field is an absent field."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
 
     refused: ClassVar[tuple[str, ...]] = ()
-    """Fields that would change the output, and that nothing like is served of."""
+    """Unsupported fields that would change the output."""
     ignored: ClassVar[tuple[str, ...]] = ()
-    """Fields of other servers that nothing here depends on."""
+    """Fields of other servers without effect here."""
     id_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that may be long lists of token ids; see json_body.read_fields."""
 
     @property
     def unknown_fields(self) -> tuple[str, ...]:
-        """Names of what nobody here knows."""
+        """Names of unknown fields."""
         known = {*self.refused, *self.ignored}
         return tuple(name for name in self.model_extra or () if name not in known)
 
     @property
     def refused_fields(self) -> tuple[str, ...]:
-        """Those of `refused` that are given, and not to say no."""
+        """The fields of `refused` that are set to something other than "no"."""
         given = self.model_extra or {}
         return tuple(name for name in self.refused if given.get(name))
 
 
 class ModelBody(Body):
-    """One that names its model."""
+    """A body that names a model."""
 
     model: str | None = None
     """One of /v1/models; it may be left out where one alone is served."""
@@ -146,10 +144,10 @@ class ChoiceSoFar(Body):
     """Whether it came with a finish_reason."""
 
 
-#: Sampling options with a spelling of their own here; `echo` is of completions alone.
+#: Sampling options with a type of their own here; only completions have `echo`.
 _OWN = ("top_k", "seed", "max_tokens", "logprobs", "echo")
 
-#: All others that are one value: fields of a body by the same name, type and meaning.
+#: All other scalar options: body fields with the same name, type and meaning.
 _SAME = {
     name: kind
     for name, kind in get_type_hints(SamplingParams).items()
@@ -158,7 +156,7 @@ _SAME = {
 
 
 def _with_sampling_options(cls: type[BodyT]) -> type[BodyT]:
-    """cls with a field for each of _SAME."""
+    """Subclass with a field for each of _SAME."""
     added: dict[str, Any] = {name: (kind, None) for name, kind in _SAME.items()}
     return create_model(
         cls.__name__, __base__=cls, __module__=cls.__module__, __doc__=cls.__doc__, **added
@@ -167,7 +165,7 @@ def _with_sampling_options(cls: type[BodyT]) -> type[BodyT]:
 
 @_with_sampling_options
 class GenerationBody(ModelBody):
-    """What both kinds of completion have."""
+    """Fields common to completions and chats."""
 
     stream: bool | None = None
     """Send server-sent events, a piece each, as soon as there is output."""
@@ -250,13 +248,13 @@ class GenerationBody(ModelBody):
 
 
 async def parsed(cls: type[BodyT], data: Received, max_model_len: int = 0) -> BodyT:
-    """A body's fields. max_model_len: of the model, in tokens. Raises InvalidRequest, naming each
-    wrong one."""
+    """Parse and validate a body. max_model_len: in tokens. Raises InvalidRequest, naming each wrong
+    field."""
     return validated(cls, await read_fields(data, cls.id_fields, max_model_len))
 
 
 def validated(cls: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
-    """A body of these fields. Raises InvalidRequest, naming each wrong one."""
+    """Validate parsed fields. Raises InvalidRequest, naming each wrong field."""
     try:
         return cls.model_validate(fields)
     except ValidationError as error:
@@ -264,8 +262,8 @@ def validated(cls: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
 
 
 def json_text(field: str, value: Any, max_chars: int) -> str:
-    """A value of a body as JSON. Raises InvalidRequest if it is longer, which is seen before all of
-    it is written, or has a number that JSON has not."""
+    """Serialize a body's value. Raises InvalidRequest if it is too long, detected before
+    serializing all of it, or contains a number that is not finite."""
     try:
         text = "" if _is_longer(value, max_chars) else json.dumps(value, allow_nan=False)
     except ValueError:
@@ -276,7 +274,7 @@ def json_text(field: str, value: Any, max_chars: int) -> str:
 
 
 def _is_longer(value: Any, max_chars: int) -> bool:
-    """Whether a value's JSON surely is; seen after about so many steps."""
+    """Whether the value's JSON certainly exceeds `max_chars`; takes about that many steps."""
     num_chars, rest = 0, [value]
     while rest and num_chars <= max_chars:
         one = rest.pop()
@@ -296,7 +294,8 @@ def _wrong(field: str, fault: str) -> InvalidRequest:
 def sampling_message(
     body: GenerationBody, *, logprobs: int | None, max_tokens: int | None
 ) -> sampling_pb2.SamplingParams:
-    """Raises InvalidRequest for what a message cannot carry."""
+    """Sampling parameters of a body. Raises InvalidRequest for values that the message cannot
+    hold."""
     params = sampling_pb2.SamplingParams()
     given = body.model_fields_set
     values = [(field, getattr(body, field)) for field in _SAME if field in given]
@@ -327,7 +326,7 @@ def sampling_message(
 
 
 def refusals(body: Body) -> list[FieldViolation]:
-    """What is given of what is not served."""
+    """Violations for unsupported fields that are set."""
     fault = "is not served here; leave it out"
     return [FieldViolation(field, fault) for field in body.refused_fields]
 
@@ -335,8 +334,8 @@ def refusals(body: Body) -> list[FieldViolation]:
 def generate_request(
     body: GenerationBody, sampling: sampling_pb2.SamplingParams
 ) -> inference_pb2.GenerateRequest:
-    """A request whose prompt is the caller's to put: a copy of a long one takes tens of
-    milliseconds."""
+    """A request without prompt. The caller writes the prompt in place, because copying a long one
+    takes tens of milliseconds."""
     request = inference_pb2.GenerateRequest(
         model=body.model or "", sampling=sampling, cache_salt=body.cache_salt or ""
     )
@@ -351,7 +350,7 @@ def generate_request(
 
 
 def put_token_ids(field: str, value: Any, ids: MutableSequence[int]) -> None:
-    """Add those of a field, a list or a TokenIds. Raises InvalidRequest for what is no id."""
+    """Append the ids of a field, a list or TokenIds. Raises InvalidRequest for anything else."""
     if isinstance(value, inference_pb2.TokenIds):
         value = value.ids
     elif not isinstance(value, list):
@@ -365,7 +364,7 @@ def put_token_ids(field: str, value: Any, ids: MutableSequence[int]) -> None:
 def _put_top_k(top_k: int | None, params: sampling_pb2.SamplingParams) -> Violations:
     if top_k is None:
         return
-    if top_k == -1:  # vLLM's for all of them, whatever the model's default is
+    if top_k == -1:  # all tokens, as in vLLM, also where the model has a default
         params.top_k = 0
     elif 0 <= top_k < 2**32:
         params.top_k = top_k
@@ -407,12 +406,12 @@ def _put_stop(stop: Any, params: sampling_pb2.SamplingParams) -> Violations:
 
 
 def is_whole_structured(body: GenerationBody) -> bool:
-    """Whether a structure holds for the whole output, whatever it is made of."""
+    """Whether the structured output includes reasoning and tool calls."""
     return bool((body.structured_outputs or {}).get(_WHOLE))
 
 
 def structure_field(body: GenerationBody) -> str:
-    """The field by which a body asks for a structure; empty if none does."""
+    """The field that requests a structured output; empty if there is none."""
     return filler_of(_STRUCTURE, body)
 
 

@@ -1,5 +1,4 @@
-"""/v1/responses, stateless: a conversation in, items out. Each request is a chat in
-another form."""
+"""/v1/responses, stateless: converts each request to a chat, and its output to items."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class ResponseSoFar(ChoiceSoFar):
 
 
 class ResponsesBody(ModelBody):
-    """What a request may have."""
+    """Fields of a responses request."""
 
     input: Annotated[Any, WithJsonSchema({"type": ["string", "array"]}), Fills("messages")] = None
     """Text, or the items of a conversation. Must be given."""
@@ -78,24 +77,24 @@ class ResponsesBody(ModelBody):
 
     @property
     def unknown_fields(self) -> tuple[str, ...]:
-        """Names of what nobody here knows, and tools that the model does not get."""
+        """Unknown fields, and tools that the model does not get."""
         tools = enumerate(self.tools or ())
         left_out = (f"tools[{index}]" for index, tool in tools if _is_left_out(tool))
         return (*super().unknown_fields, *left_out)
 
 
-#: Of a conversation: its messages, each call of a tool, and each of their answers.
+#: Maximum items: messages, and per message its calls and their results.
 _MAX_ITEMS = 4 * MAX_MESSAGES
 
 
 class ResponsesFormat(TranslatedChat):
-    """See format.Format."""
+    """Response requests and answers (format.Format)."""
 
     id_prefix = "resp"
     dialect = OPENAI
 
     def __init__(self, body: ResponsesBody, bytes_of: BytesOf, style: ChatStyle) -> None:
-        """Raises InvalidRequest, with this API's names."""
+        """Raises InvalidRequest with this API's field names."""
         self._asked = body
         if body.refused_fields:
             fault = "is not served here: nothing is kept; send the whole conversation as input"
@@ -155,17 +154,17 @@ class ResponsesFormat(TranslatedChat):
 
 
 class _Items(ChatOutput):
-    """The output as it grows, and its events."""
+    """Output items and their events."""
 
     def __init__(self, ids: Callable[[str], Callable[[], str]]) -> None:
-        """ids: names for items of a kind."""
+        """ids: generates ids of items of a kind."""
         super().__init__()
         self._new_id = {prefix: ids(prefix) for prefix in ("fc", "msg", "rs")}
         self.items: list[dict[str, Any]] = []
-        """That are whole."""
+        """Complete items."""
         self._open: dict[str, Any] | None = None
         self._text = ""
-        """Of the open one."""
+        """Text of the open item."""
         self._num_events = 0
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -178,7 +177,7 @@ class _Items(ChatOutput):
             self._num_events = so_far.sequence_number + 1
 
     def add(self, delta: Mapping[str, Any]) -> None:
-        """A delta of a chat."""
+        """Add a chat delta."""
         if "reasoning_content" in delta:
             self._add_text("reasoning", "response.reasoning_text", delta["reasoning_content"])
         if "content" in delta:
@@ -193,7 +192,7 @@ class _Items(ChatOutput):
                 self.emit("response.function_call_arguments.delta", **self._where, delta=arguments)
 
     def close(self) -> None:
-        """The open item is whole."""
+        """Close the open item."""
         item, text = self._open, self._text
         if item is None:
             return
@@ -252,7 +251,7 @@ def _usage(usage: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _chat_fields(body: ResponsesBody, messages: list[Any]) -> Mapping[str, Any]:
-    """Of the body of the same as a chat."""
+    """Convert to the fields of a chat."""
     asked, effort = (body.text or {}).get("format"), (body.reasoning or {}).get("effort")
     if not isinstance(asked, dict | None):
         raise _wrong("text.format", asked, "must be an object")
@@ -278,7 +277,7 @@ def _chat_fields(body: ResponsesBody, messages: list[Any]) -> Mapping[str, Any]:
 
 
 def _conversation(body: ResponsesBody) -> tuple[list[Any], list[str]]:
-    """The messages of a chat, and where each was given."""
+    """The messages of a chat, and the field path of each."""
     messages: list[Any] = []
     paths: list[str] = []
     if body.instructions:
@@ -298,8 +297,8 @@ def _conversation(body: ResponsesBody) -> tuple[list[Any], list[str]]:
 
 
 def _append(messages: list[Any], message: dict[str, Any]) -> bool:
-    """Whether it is one more. Calls are items of their own there, and belong to the message before
-    them here."""
+    """Append an item. Return whether it became a new message: calls are items here, and join the
+    preceding message."""
     last = messages[-1] if messages else None
     if "tool_calls" in message and last is not None and last.get("role") == "assistant":
         last.setdefault("tool_calls", []).extend(message["tool_calls"])
@@ -319,7 +318,7 @@ def _message(index: int, item: Any) -> dict[str, Any] | None:
                 output = json_text(f"input[{index}].output", output, MAX_ARGUMENTS_CHARS)
             return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
         case {"type": "reasoning"}:
-            return None  # templates leave out what was thought before
+            return None  # templates omit earlier reasoning
         case {"role": role} if item.get("type", "message") == "message":
             return {"role": role, "content": item.get("content")}
     kind = item.get("type") if isinstance(item, dict) else item
@@ -332,13 +331,13 @@ def _wrong(field: str, value: Any, fault: str) -> InvalidRequest:
 
 
 def _is_left_out(tool: Any) -> bool:
-    """Whether it is of a type of its own: a web search, a group of tools. What is wrong with the
-    others is found where they are read."""
+    """Whether a tool has a type of its own: web search, a group of tools. Faults of others are
+    reported when they are parsed."""
     return isinstance(tool, dict) and tool.get("type") not in (None, "function")
 
 
 def _tool(tool: Any) -> Any:
-    """Flat there."""
+    """Convert a tool, which is flat in this API."""
     if isinstance(tool, dict) and tool.get("type") == "function" and "function" not in tool:
         function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
         return {"type": "function", "function": function}

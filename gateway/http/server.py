@@ -1,4 +1,4 @@
-"""The HTTP port: where it listens, its TLS, and its end."""
+"""The HTTP port: listening socket, TLS and shutdown."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from gateway.http.connection import HttpConnection, HttpHandler, HttpLimits, Htt
 
 _BACKLOG = 1024
 _HANDSHAKE_TIMEOUT_S = 10.0
-#: How long handlers may take to clean up once they were cancelled, and then clients to read what is
-#: written.
+#: Seconds for cancelled handlers to clean up, and then for clients to read buffered output.
 _CLEAN_UP_S = 5.0
 
 
 class HttpServer:
-    """Listens from `start_http` on. Belongs to one event loop; `stop` ends it, and may be called
-    again."""
+    """A listening HTTP server, created by `start_http`. Belongs to one event loop; `stop` is
+    idempotent."""
 
     def __init__(
         self, server: asyncio.Server, state: HttpServerState, host: str, port: int
@@ -34,12 +33,12 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """host:port, with the port that was bound."""
+        """host:port, with the bound port."""
         return f"{self.host}:{self.port}"
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """No new requests; running ones have `grace_s` to finish and are cancelled then. None
-        cancels them at once. All connections are closed when it returns."""
+        """Refuse new requests; cancel running ones after `grace_s` seconds, or at once if None. All
+        connections are closed on return."""
         state = self._state
         state.is_stopping = True
         self._server.close()
@@ -111,7 +110,7 @@ def _listening_socket(host: str, port: int, reuse_port: bool) -> socket.socket:
 
 
 def _server_context(tls: TlsFiles, requires_client_cert: bool) -> ssl.SSLContext:
-    """Reads the files, and again for the first connection after they have changed. Raises
+    """TLS context that rereads its files at the first connection after they change. Raises
     ConfigError, naming option, value and fix."""
 
     def make() -> ssl.SSLContext:

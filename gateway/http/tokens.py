@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info: what a request may have, and the answers."""
+"""/tokenize, /detokenize and /tokenizer_info: request fields and answers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from gateway.http.requests import ModelBody, put_token_ids, validated
 from gateway.intake.token_bytes import text_of
 from gateway.long_work import in_pieces
 
-#: Token ids that are written in one go, perhaps with their texts.
+#: Token ids serialized at once, with their texts if requested.
 _IDS_A_PIECE = 8192
 
-#: Of a conversation, as /v1/chat/completions has them.
+#: Fields shared with /v1/chat/completions.
 _OF_CHAT = (
     *("messages", "tools", "chat_template_kwargs"),
     *("add_generation_prompt", "continue_final_message"),
@@ -33,7 +33,7 @@ _OF_CHAT = (
 
 
 class TokenizeBody(ModelBody):
-    """Of a prompt, or of a conversation."""
+    """Fields of a tokenize request: a prompt or a conversation."""
 
     prompt: Annotated[Any, WithJsonSchema({"type": ["string", "array"]}), *OF_PROMPT] = None
     """Text, or token ids, which come back as they are."""
@@ -58,7 +58,7 @@ class TokenizeBody(ModelBody):
 
 
 class DetokenizeBody(ModelBody):
-    """Of token ids."""
+    """Fields of a detokenize request."""
 
     tokens: Annotated[Any, WithJsonSchema(TOKEN_IDS), Fills("token_ids")]
     """Token ids."""
@@ -69,7 +69,7 @@ class DetokenizeBody(ModelBody):
 def _put_prompt(
     body: TokenizeBody, bytes_of: BytesOf, style: ChatStyle, prompt: inference_pb2.Prompt
 ) -> FieldNames:
-    """The prompt into an empty one; and what its parts are called in errors. Raises
+    """Write the prompt into an empty one, and return the names of its parts in errors. Raises
     InvalidRequest."""
     if body.messages is None:
         put_text_prompt("prompt", body.prompt, prompt)
@@ -112,7 +112,7 @@ async def _detokenize(door: Door, request: HttpRequest, response: HttpResponse) 
 
 
 async def _tokenizer_info(door: Door, request: HttpRequest, response: HttpResponse) -> None:
-    """As tokenizer_config.json names it: what renders and counts prompts elsewhere."""
+    """Send what renders and counts prompts elsewhere, with the names of tokenizer_config.json."""
     serving = door.models.of("")
     facts = serving.tokenizer.facts
     document = {
@@ -124,7 +124,7 @@ async def _tokenizer_info(door: Door, request: HttpRequest, response: HttpRespon
 
 
 async def _json_list(token_ids: Sequence[int], make: Callable[[int], Any]) -> str:
-    """make: what to write of each."""
+    """Serialize a list in pieces. make: the value to write for a token id."""
     written: list[str] = []
 
     def write(ids: Sequence[int]) -> None:

@@ -1,5 +1,5 @@
-"""A chat in the form of another API: its request is that of a chat by other names, and what comes
-of it turns into that API's output, piece by piece."""
+"""A chat in the form of another API: converts its request to a chat's, and the chat's output to
+that API's, piece by piece."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from gateway.http.format import Answer, Chunk, Dialect, by_choice
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import ChoiceSoFar, ModelBody, validated
 
-#: The event that ends those of one piece, with the tokens and the raw characters that they came of.
-#: What a client got behind the last of it is sent once more when it takes a stream up.
+#: Last event of a piece, with its tokens and number of raw characters. A resumed stream sends again
+#: what followed the client's last one.
 PROGRESS = "baton.progress"
 
 
-#: Of a chat's body, by paths there: the schema of a tool, and what other APIs have in one field.
+#: Paths in a chat body that other APIs name differently: a tool's schema, and fields that they
+#: merge.
 OF_PARAMETERS = ("function.parameters", "parameters")
 OF_NAME = Fills("tool_choice.function.name", ".name")
 OF_FORMAT = (
@@ -32,37 +33,37 @@ OF_FORMAT = (
 
 
 class ChatOutput(ABC):
-    """The output of a chat as another API has it, and its events until they are sent."""
+    """Output of a chat in another API's form, with its unsent events."""
 
     def __init__(self) -> None:
         self._events: list[str] = []
 
     @abstractmethod
     def add(self, delta: Mapping[str, Any]) -> None:
-        """A delta of the chat."""
+        """Add a chat delta."""
 
     @abstractmethod
     def close(self) -> None:
-        """What is open is whole."""
+        """Close the open part."""
 
     def resume(self, so_far: ChoiceSoFar) -> None:  # noqa: ARG002, not every API numbers its events
-        """Behind what an earlier stream sent: events so far are not sent again."""
+        """Discard the events so far, which an earlier stream sent."""
         self._events.clear()
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """A server-sent event of a type."""
+        """Queue a server-sent event."""
         self._events.append(f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n")
 
     def take_events(self) -> str:
-        """Those since the last time."""
+        """Remove and return the queued events."""
         text = "".join(self._events)
         self._events.clear()
         return text
 
 
 class TranslatedChat(ABC):
-    """A chat in the form of another API; see format.Format. That API's own class adds the
-    beginning and the end of a stream, and the document."""
+    """A chat in the form of another API (format.Format). Subclasses add the begin and end of a
+    stream, and the document."""
 
     id_prefix: str
     dialect: Dialect
@@ -76,8 +77,8 @@ class TranslatedChat(ABC):
         bytes_of: BytesOf,
         style: ChatStyle,
     ) -> None:
-        """asked: that API's body. fields: of the chat's body. paths: where each message was given.
-        Raises InvalidRequest, with that API's names."""
+        """asked: the other API's body. fields: of the chat body. paths: field path of each message.
+        Raises InvalidRequest with that API's field names."""
         moved = {f"messages[{index}]": path for index, path in enumerate(paths)}
         self._name_of = names_in(asked, moved)
         with in_words_of(self._name_of):
@@ -107,13 +108,13 @@ class TranslatedChat(ABC):
         return lambda field: self._name_of(of_chat(field))
 
     def ids(self, prefix: str) -> Callable[[], str]:
-        """Names of parts of the output; see ChatFormat.ids."""
+        """Generator of ids for the output's parts; see ChatFormat.ids."""
         return self._chat.ids(0, prefix)
 
     @property
     @abstractmethod
     def output(self) -> ChatOutput:
-        """What its text turns into."""
+        """The output, from which events and the document are made."""
 
     def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
         self.answer = answer
@@ -122,7 +123,7 @@ class TranslatedChat(ABC):
 
     @abstractmethod
     def begin_stream(self) -> None:
-        """Emit what a stream begins with."""
+        """Emit the first events of a stream."""
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002
         earlier, text = self._chat.split_replay(0, chunk.text)
@@ -150,10 +151,10 @@ class TranslatedChat(ABC):
 
     @abstractmethod
     def whole(self, usage: Mapping[str, Any]) -> Any:
-        """The document, once the output is whole."""
+        """The document of a complete output."""
 
     def _add(self, choice: ChatChoice, text: str, chunk: Chunk | None = None) -> None:
-        """chunk: None for what an earlier stream sent."""
+        """Add text. chunk: None for text that an earlier stream sent."""
         is_last = chunk is not None and bool(chunk.finish_reason)
         for delta in choice.deltas(text, is_last=is_last):
             self.output.add(delta)
@@ -163,7 +164,7 @@ class TranslatedChat(ABC):
 
 
 def response_format(asked: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """That of a chat. asked: with the schema at its top, as other APIs have it."""
+    """response_format of the chat. asked: has the schema at its top."""
     if asked is None or asked.get("type") != "json_schema":
         return asked
     return {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}}

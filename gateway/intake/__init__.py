@@ -1,1 +1,1 @@
-"""What comes in: validated, rendered and tokenized, with nothing that could still be wrong."""
+"""Validates, renders and tokenizes requests; the result cannot be invalid any more."""

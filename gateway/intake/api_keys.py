@@ -1,4 +1,4 @@
-"""The keys that clients of this gateway may show, and the share of the queue that each is given."""
+"""API keys of this gateway's clients, and their shares of the queue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from baton.config import GatewayOptions
 from baton.config.fields import API_KEY_FIX, is_api_key
 from baton.errors import ConfigError
 
-#: Weights beyond these are mistakes: an account of weight 1 would wait for a million places.
+#: Bounds that catch mistakes: next to the maximum, a key of weight 1 would wait for a thousand
+#: others.
 MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
 
 _WEIGHT_FIX = (
@@ -21,8 +22,8 @@ _WEIGHT_FIX = (
 
 
 def read_api_keys(options: GatewayOptions) -> Mapping[str, float]:
-    """Those given, whose weight is 1, and those of the file; each with its weight. None at all:
-    every client is served. Raises ConfigError, without a key in it."""
+    """Keys of the options, with weight 1, and of the file, with its weights. Empty serves every
+    client. Raises ConfigError, without a key in its message."""
     keys = {key.get_secret_value(): 1.0 for key in options.api_key}
     if options.api_key_file is not None:
         keys |= _read(options.api_key_file)
@@ -54,18 +55,18 @@ def _read(path: str) -> dict[str, float]:
 
 
 def _weight(rest: list[str], path: str, number: int) -> float:
-    """What follows a key in its line."""
+    """Parse the text after a key in its line."""
     if not rest:
         return 1.0
     name, is_given, text = rest[0].partition("=")
     if len(rest) > 1 or name != "weight" or not is_given:
-        # Not shown: it may be the rest of a key with a space in it.
+        # Not shown: it may be the rest of a key that contains a space.
         raise ConfigError.of("api_key_file", path, f"line {number}: {_WEIGHT_FIX}")
     try:
         weight = float(text)
     except ValueError:
         weight = math.nan
-    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # nor is nan
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # also refuses nan
         raise ConfigError.of(
             "api_key_file", path, f"line {number}: weight={text[:20]}: {_WEIGHT_FIX}"
         )

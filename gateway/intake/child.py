@@ -1,11 +1,11 @@
-"""A helper process that answers one question at a time, and is killed when it takes too long: how
-it is asked, and what runs in it, within limits of memory and time.
+"""Runs a helper process that answers one question at a time, with limits of memory and time; both
+sides of its pipes.
 
-JSON lines. First in: what the helper is made with, and "answer_timeout_s"; first out: {"ready":
-true}. Then one line out for each line in. A long "text" of a question or an answer follows its line
-as it is, with its length there as "num_text_bytes": the process that asks serves other requests
-meanwhile, and to write megabytes as JSON holds the interpreter. An answer that takes twice its time
-ends the process (SIGALRM), in case no parent is left to kill it.
+Protocol: JSON lines. The first line in configures the helper and holds "answer_timeout_s"; the
+first line out is {"ready": true}; then one line out per line in. A long "text" member follows its
+line as raw bytes, "num_text_bytes" of them: encoding megabytes as JSON would block the other
+requests of the parent. The parent kills a late process; SIGALRM ends it after twice its time, in
+case the parent is gone.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from typing import Any
 
 from baton.errors import EngineFault
 
-#: Characters of text from which on it follows its line.
+#: Characters above which a text follows its line as raw bytes.
 _LONG_TEXT_CHARS = 65_536
 
 _TEXT_BYTES = "num_text_bytes"
 
-#: A question to its answer; both are the objects of one line.
+#: Answers a question; both are the JSON object of one line.
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
-#: Makes the helper from its first line.
+#: Creates the helper from its first line.
 Make = Callable[[Mapping[str, Any]], Answer]
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let the process have at most this much address space."""
+    """Limit the address space of this process."""
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
 def address_space_bytes() -> int:
-    """The address space that the process has now."""
+    """Current address space of this process."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     return num_pages * resource.getpagesize()
 
 
 def serve(make: Make) -> None:
-    """Answer what comes on stdin until it ends."""
+    """Answer questions from stdin until it closes."""
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # what a library prints is no answer
+    sys.stdout = sys.stderr  # keeps output of libraries out of the protocol
     start = json.loads(questions.readline() or "null")
     if start is None:
         return
@@ -70,8 +70,7 @@ def serve(make: Make) -> None:
 
 
 def to_parts(message: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """A question or an answer as it travels, one part after the other: its line, and its text if
-    that is long."""
+    """Encode a message: its line, followed by its text if that is long."""
     text = message.get("text")
     if not isinstance(text, str) or len(text) < _LONG_TEXT_CHARS:
         return (json.dumps(message).encode() + b"\n",)
@@ -81,34 +80,33 @@ def to_parts(message: Mapping[str, Any]) -> tuple[bytes, ...]:
 
 
 def text_of(raw: bytes) -> str:
-    """The text that followed a line."""
+    """Decode a text that followed a line."""
     return raw.decode(errors="surrogatepass")
 
 
 def num_text_bytes(message: Mapping[str, Any]) -> int:
-    """Bytes that follow a message's line, and are its text; 0 if its line has all of it."""
+    """Number of text bytes after the message's line; 0 if the line is complete."""
     return int(message.get(_TEXT_BYTES, 0))
 
 
 _log = logging.getLogger(__name__)
 
-#: Imports take a while on a busy machine.
+#: Generous, because imports are slow on a loaded machine.
 START_TIMEOUT_S = 60.0
 
-#: Longest line either way; a gRPC message is shorter.
+#: Maximum line length in both directions; gRPC messages are shorter.
 _MAX_LINE_BYTES = 128 * 2**20
 
 
-#: Bytes that are given to the process in one go.
+#: Bytes written to the process at once.
 _WRITTEN_BYTES = 2**20
 
-#: How a process dies of a question: no memory, no stack.
+#: Return codes of a process that ran out of memory or stack.
 _DEADLY = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
 
 
 class ChildDied(EngineFault):
-    """The process ended before it answered. returncode: as of asyncio's processes, -N for signal
-    N."""
+    """The process ended before it answered. returncode: as in asyncio, -N for signal N."""
 
     def __init__(self, name: str, returncode: int) -> None:
         super().__init__(f"the {name} died")
@@ -116,14 +114,16 @@ class ChildDied(EngineFault):
 
     @property
     def is_of_its_question(self) -> bool:
-        """Whether it died as a process does that has no memory or no stack left."""
+        """Whether the question caused the death: no memory or stack left."""
         return self.returncode in _DEADLY
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """name: for logs and errors. module: run with -m, a caller of gateway.intake.child.
-    start_line: what it is made with."""
+    """Command of a helper.
+
+    name: for logs and errors. module: run with -m; calls `serve`. start_line: its configuration.
+    """
 
     name: str
     module: str
@@ -132,7 +132,7 @@ class ChildSpec:
 
 
 class ChildProcess:
-    """Started when first needed and after each kill. Belongs to one event loop."""
+    """A helper process, started on demand and after each kill. Belongs to one event loop."""
 
     def __init__(self, spec: ChildSpec) -> None:
         self._spec = spec
@@ -142,14 +142,14 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """Id of the running process, if any."""
         return self._process.pid if self._process else None
 
     async def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one question.
+        """Answer one question.
 
-        Raises TimeoutError if it takes more than answer_timeout_s, not counting the start and those
-        before it, and EngineFault if there is no process to ask, or none any more.
+        Raises TimeoutError if the answer takes more than answer_timeout_s, without start and
+        queueing, and EngineFault if the process cannot be started or died.
         """
         async with self._turn:
             process = await self._running()
@@ -158,7 +158,8 @@ class ChildProcess:
                     await self._write(process, question)
                     return await self._answer(process)
             except BaseException:
-                # Late, cancelled or broken in between: the next answer would be this one's.
+                # After a timeout or cancellation, the next line out would be the answer to this
+                # question.
                 await self._kill()
                 raise
 
@@ -202,10 +203,10 @@ class ChildProcess:
             stderr=asyncio.subprocess.DEVNULL,
             limit=_MAX_LINE_BYTES,
             env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
-            start_new_session=True,  # a Ctrl-C at the terminal is for the gateway
+            start_new_session=True,  # a terminal's Ctrl-C must reach only the gateway
         )
         start_line = {**self._spec.start_line, "answer_timeout_s": self._spec.answer_timeout_s}
-        await self._write(self._process, start_line)  # it gets ready while nobody waits
+        await self._write(self._process, start_line)  # it initializes in the background
         _log.info("%s started, pid %s", self._spec.name, self._process.pid)
         return self._process
 
@@ -218,16 +219,16 @@ class ChildProcess:
         await process.wait()
 
     async def _write(self, process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> None:
-        """Megabytes are copied as the process takes them."""
+        """Write in pieces, as the process reads them."""
         if process.stdin is None:
             raise EngineFault(f"the {self._spec.name} has no input")
         for part in to_parts(message):
             view = memoryview(part)
             for begin in range(0, len(part), _WRITTEN_BYTES):
-                if process.stdin.is_closing():  # of one that has died: `_answer` says so
+                if process.stdin.is_closing():  # it died; `_answer` reports it
                     return
                 process.stdin.write(view[begin : begin + _WRITTEN_BYTES])
-                with contextlib.suppress(ConnectionError):  # likewise
+                with contextlib.suppress(ConnectionError):  # reported by `_answer`, too
                     await process.stdin.drain()
 
     async def _answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
@@ -239,6 +240,6 @@ class ChildProcess:
             if num_bytes := num_text_bytes(answer):
                 answer["text"] = text_of(await process.stdout.readexactly(num_bytes))
         except (ConnectionError, asyncio.IncompleteReadError, json.JSONDecodeError):
-            # A line that ends in the middle is one that it did not live to finish.
+            # The process died within a line.
             raise ChildDied(self._spec.name, await process.wait()) from None
         return answer

@@ -1,5 +1,4 @@
-"""How a tokenizer's ids become text, so that a stream of them becomes the same text as all at
-once."""
+"""Conversion of token ids to text, such that streamed text equals text decoded at once."""
 
 from __future__ import annotations
 
@@ -10,32 +9,32 @@ from functools import lru_cache, partial
 
 import tokenizers
 
-#: Token ids to text; special tokens and ids without text give none.
+#: Decodes token ids; special tokens and unknown ids give no text.
 Decode = Callable[[Sequence[int]], str]
 
-#: What an id is to a decoder with byte fallback. Ids beyond Decoding.kinds are silent, too.
+#: Kinds of ids for a decoder with byte fallback. Ids beyond Decoding.kinds are SILENT.
 TEXT, BYTE, SILENT = range(3)
 
-#: How byte-fallback decoders know their tokens.
+#: Byte tokens of byte-fallback decoders.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
-#: Texts of single ids that are kept, those of the latest ones.
+#: Number of single ids with cached text (LRU).
 _NUM_KEPT = 65_536
 
-#: The space in the tokens of SentencePiece.
+#: SentencePiece's space.
 _SPACE = "\u2581"
 
 
 class Decoding:
-    """text_of: of any ids. text_of_one: of one id, given as a tuple of it, from a table.
+    """text_of: decodes any ids. text_of_one: decodes a tuple of one id, cached.
 
-    kinds: one of TEXT, BYTE and SILENT for each id, if the decoder has a byte fallback: it
-    decodes a run of BYTE tokens, with SILENT ones among them, as a whole, and each byte to U+FFFD
-    if any of them belongs to no character. Empty for all other decoders, where text that is
-    followed by a whole character stays as it is.
+    kinds: TEXT, BYTE or SILENT by id, for decoders with byte fallback. Such a decoder decodes a run
+    of BYTE tokens, SILENT ones included, as a whole, and gives U+FFFD for every byte if any is not
+    part of a character. Empty for other decoders, for which text before a complete character is
+    final.
 
-    lead: ids behind which a text keeps the space that the decoder takes away from its beginning;
-    empty if it takes none away.
+    lead: ids to prepend so that the text keeps its leading space; empty if the decoder does not
+    strip it.
     """
 
     def __init__(self, text_of: Decode, kinds: bytes = b"", lead: tuple[int, ...] = ()) -> None:
@@ -46,7 +45,7 @@ class Decoding:
 
 
 def decoding_of(tokenizer: tokenizers.Tokenizer, *, skip_special_tokens: bool) -> Decoding:
-    """That of a tokenizer; special tokens are left out of the text, or not."""
+    """The decoding of a tokenizer, with or without special tokens."""
     decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
     kinds = b""
     if '"ByteFallback"' in json.dumps(json.loads(tokenizer.to_str())["decoder"]):

@@ -1,10 +1,10 @@
-"""A process that compiles grammars, so that a hostile one harms nothing else: python -m
+"""A process that compiles grammars, to contain hostile ones: python -m
 gateway.intake.grammar_compiler
 
-It is made with {"folder": str, "max_whitespace": int}, the model's and Grammar's, and answers
-{"field": str, "value": ..., "free_text": {...} or null}, a StructuredOutput, with {"grammar": str},
-its canonical form, or {"error": str}. See gateway.intake.child. It dies of a grammar that
-takes more memory or a deeper stack than a worker should spend on it.
+Start line: {"folder": str, "max_whitespace": int}, the model's and Grammar's. Question: a
+StructuredOutput, {"field": str, "value": ..., "free_text": {...} or null}. Answer: {"grammar":
+str}, the canonical form, or {"error": str}. See gateway.intake.child. The process dies of a grammar
+that needs more memory or stack than a worker should spend on it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from engine.grammar import FreeText, Grammar, GrammarVocabulary, Matcher, load_v
 from engine.grammar.matcher import compile_grammar
 from gateway.intake.child import Answer, address_space_bytes, limit_memory, serve
 
-#: Address space that compiling may take, in bytes, beyond what the process has when it is ready.
+#: Address space for compiling, in bytes, beyond that of the idle process.
 _MAX_MORE_BYTES = 512 * 2**20
 
-#: A small part of what a worker's threads have: what fits in here fits there with room to spare.
+#: Bytes; much less than the stack of a worker's threads, which leaves a margin there.
 _STACK_BYTES = 2**20
 
-#: Tokens of a random output that is tried, to find a grammar that cannot be followed: of one where
-#: each is taken back once, and of one that does not end before it must.
+#: Tokens of two random trial outputs that detect unusable grammars: one with each token rolled back
+#: once, and one that avoids ending early.
 _NUM_TAKEN_BACK, _NUM_GOING_ON = 32, 128
 
-#: Which token ends an output is of no matter here.
+#: Any id serves as end token here.
 _END = 0
 
 
 def grammar_of(field: str, value: Any, max_whitespace: int) -> Grammar:
-    """The grammar that one field of StructuredOutput means. Raises ValueError, in one line, if it
-    means none."""
+    """The grammar of one field of StructuredOutput. Raises ValueError with a one-line message if it
+    is invalid."""
     match field:
         case "json_schema":
             return Grammar.json_schema(_parsed(value), max_whitespace)
@@ -53,15 +53,15 @@ def grammar_of(field: str, value: Any, max_whitespace: int) -> Grammar:
 
 
 def try_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> None:
-    """Compile it and follow some random outputs. Raises ValueError or BatonError, in one line, if
-    that cannot be done."""
+    """Compile the grammar and follow random outputs. Raises ValueError or BatonError with a
+    one-line message on failure."""
     compiled = compile_grammar(grammar, vocabulary)
     draw = random.Random(0)
     matcher = Matcher(compiled, vocabulary, (_END,))
     for _ in range(_NUM_TAKEN_BACK):
         token_id = _some_token(int.from_bytes(matcher.allowed(), "little"), vocabulary, draw)
         matcher.advance(token_id)
-        # As when drafts are rejected: not all that Lark's syntax has can be taken back.
+        # As for rejected drafts: not everything in Lark's syntax can be rolled back.
         matcher.rollback(1)
         matcher.advance(token_id)
         if matcher.is_over:
@@ -75,7 +75,7 @@ def try_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> None:
 
 
 def make_answer(start: Mapping[str, Any]) -> Answer:
-    """See the module's text."""
+    """See the module's docstring."""
     vocabulary: GrammarVocabulary | None = None
     trouble = ""
     try:
@@ -96,7 +96,7 @@ def make_answer(start: Mapping[str, Any]) -> Answer:
 def _in_thread(
     question: Mapping[str, Any], vocabulary: GrammarVocabulary, max_whitespace: int
 ) -> Mapping[str, str]:
-    """The answer, found on a small stack."""
+    """Compute the answer on a small stack."""
     answer: dict[str, str] = {"error": "the compiler failed"}
 
     def find() -> None:
@@ -138,8 +138,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _some_token(bits: int, vocabulary: GrammarVocabulary, draw: random.Random) -> int:
-    """One of the tokens of a mask, not evenly chosen: the first from a random one on, or else the
-    first of all."""
+    """A random token of a mask (not uniform): the first at or after a random id, else the first."""
     first = draw.randrange(vocabulary.vocab_size)
     ahead = bits >> first
     if ahead:

@@ -1,5 +1,5 @@
-"""Structured output as requests ask for it, to grammars as the tiers read them: compiled once,
-elsewhere, and remembered."""
+"""Compiles the structured outputs of requests to grammars for the tiers, in another process, with a
+cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gateway.intake.child import ChildDied, ChildProcess, ChildSpec
 
 COMPILE_TIMEOUT_S = 5.0
 
-#: Requests with different grammars that may wait for the compiler.
+#: Maximum requests with different grammars waiting for the compiler.
 MAX_WAITING = 64
 
-#: Grammars remembered, good and bad.
+#: Number of cached grammars, valid and invalid.
 NUM_KEPT = 1024
 
 _TOO_BIG = "takes too much memory to compile, or is nested too deep"
@@ -30,9 +30,10 @@ _TOO_BIG = "takes too much memory to compile, or is nested too deep"
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The canonical form; or what is wrong with it; or why that could not be found out.
+    """Result of one compilation: the canonical form, the grammar's fault, or the reason that
+    neither is known.
 
-    is_lasting: another try would come to the same.
+    is_lasting: whether another try would give the same result.
     """
 
     grammar: bytes = b""
@@ -42,11 +43,10 @@ class _Outcome:
 
 
 class GrammarCompiler:
-    """One compiler process, started with the first grammar; one grammar at a time. Belongs to one
-    event loop.
+    """Owns one compiler process, started with the first grammar, one grammar at a time. Belongs to
+    one event loop.
 
-    The same grammar is compiled once, however many requests have it, and goes on though they are
-    cancelled: no request's end disturbs another's.
+    Requests with the same grammar share one compilation, which continues if they are cancelled.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GrammarCompiler:
         max_waiting: int = MAX_WAITING,
         num_kept: int = NUM_KEPT,
     ) -> None:
-        """folder: with the model's tokenizer.json. max_whitespace: see Grammar."""
+        """folder: contains the model's tokenizer.json. max_whitespace: see Grammar."""
         self._timeout_s = compile_timeout_s
         self._max_waiting = max_waiting
         self._num_kept = num_kept
@@ -74,10 +74,10 @@ class GrammarCompiler:
         )
 
     async def compile(self, output: sampling_pb2.StructuredOutput) -> bytes:
-        """The canonical form of a checked StructuredOutput.
+        """Compile a checked StructuredOutput to its canonical form.
 
-        Raises InvalidRequest, naming the field and what is wrong, and Overloaded while too many
-        others wait.
+        Raises InvalidRequest, naming the field and its fault, and Overloaded while too many others
+        wait.
         """
         question = _question(output)
         key = hashlib.blake2b(json.dumps(question).encode(), digest_size=32).digest()
@@ -93,7 +93,7 @@ class GrammarCompiler:
         return outcome.grammar
 
     async def close(self) -> None:
-        """End the process, and with it what it compiles."""
+        """End the process and its compilation."""
         for task in self._compiling.values():
             task.cancel()
         await asyncio.gather(*self._compiling.values(), return_exceptions=True)
@@ -112,12 +112,12 @@ class GrammarCompiler:
         return await asyncio.shield(task)
 
     async def _compile(self, question: Mapping[str, Any]) -> _Outcome:
-        """What came of it; a failure as a value, since nobody may be left to take it."""
+        """Compile. Returns failures as values, because all callers may have been cancelled."""
         field = str(question["field"])
         try:
             answer = await self.process.ask(question)
         except TimeoutError:
-            # Perhaps the machine is to blame.
+            # Not lasting: the machine may be slow.
             description = f"takes more than {self._timeout_s:g} s to compile; simplify it"
             return _Outcome(violation=_violation(field, description), is_lasting=False)
         except ChildDied as death:

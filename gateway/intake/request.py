@@ -1,5 +1,4 @@
-"""A request that passed the validator: what its driver needs, and nothing that could still be
-wrong."""
+"""A request that passed the validator, with everything its driver needs."""
 
 from __future__ import annotations
 
@@ -11,20 +10,19 @@ from baton.types import SequenceSpec
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How the output becomes text; the tiers know nothing of it."""
+    """Detokenization options, which the tiers do not use."""
 
     stop: tuple[str, ...] = ()
     is_stop_included: bool = False
     skip_special_tokens: bool = True
     user_stop_token_ids: frozenset[int] = frozenset()
-    """Those of the sequence's stop tokens that the client named, by which it is known what ended
-    it."""
+    """Stop tokens that the client named, to report which one ended the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSoFar:
-    """What the client has of one choice from an earlier stream of the request. num_chars: of its
-    text, the echoed prompt included."""
+    """Output of one choice that the client already has from an earlier stream. num_chars:
+    characters of its text, the echoed prompt included."""
 
     token_ids: tuple[int, ...]
     num_chars: int
@@ -33,16 +31,16 @@ class ChoiceSoFar:
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """One request."""
+    """A valid request."""
 
     spec: SequenceSpec
-    """Of all its choices together; the outputs of a beam search are its choices, too."""
+    """For all choices together; outputs of a beam search are choices, too."""
     text: TextOptions
     num_returned: int = 1
     """Choices sent to the client: all, or the best of them."""
     echo_text: str | None = None
-    """What the text of each output begins with: the prompt's, if it was asked for."""
+    """Text before each output: the prompt's, if requested."""
     account: bytes = b""
-    """Whose it is: accounts share the queue by their weights."""
+    """Account of the caller; accounts share the queue by weight."""
     resume_from: Mapping[int, ChoiceSoFar] = field(default_factory=dict)
-    """By choice, what is not to be sent again."""
+    """By choice: output that is not sent again."""

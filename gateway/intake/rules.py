@@ -1,8 +1,7 @@
-"""The rules of a request's parts, and what they are made of: what is known of the model and its
-workers, limits, and how a wrong value is reported. Pure.
+"""Validation rules for the parts of a request: model facts, limits and error texts. Pure.
 
-Limits of one sampling option, and whether it goes with a beam search, are in the table,
-baton.sampling_params; here is what depends on the model or on other fields.
+baton.sampling_params has the limits of each sampling option, and whether a beam search allows it.
+Rules here depend on the model or on other fields.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from baton.sampling_params import (
 from baton.types import BeamParams, EarlyStopping, Sampling
 from baton.v1 import inference_pb2, sampling_pb2
 
-#: Violations of one repeated field that are reported one by one.
+#: Maximum violations reported per repeated field.
 MAX_SHOWN = 4
 
 _MAX_SHOWN_CHARS = 40
@@ -43,13 +42,12 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What requests are checked against.
+    """Properties of the model that requests are checked against.
 
-    max_kv_tokens: tokens that the largest decode worker's memory holds. max_num_seqs: sequences
-    that the widest one runs at once. max_token_chars: of the longest token of the tokenizer.
-    has_tools: whether the chat template describes tools. aliases: further names. adapters: names of
-    the LoRA adapters that all workers have.
-    sampling_defaults: the model's own, by option.
+    max_kv_tokens: KV capacity of the largest decode worker, in tokens. max_num_seqs: largest batch
+    of any decode worker, in sequences. max_token_chars: length of the tokenizer's longest token.
+    has_tools: whether the chat template describes tools. aliases: further names. adapters: LoRA
+    adapters that all workers have. sampling_defaults: the model's own, by option.
     """
 
     name: str
@@ -67,17 +65,17 @@ class ModelFacts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests call the model itself."""
+        """Names of the model, without adapters."""
         return (self.name, *self.aliases)
 
     @property
     def max_prompt_tokens(self) -> int:
-        """One token of output must fit, too."""
+        """Leaves room for one output token."""
         return min(self.max_model_len, self.max_kv_tokens) - 1
 
 
 def limit_violations(field: str, value: Any, limits: Limits, vocab_size: int) -> Violations:
-    """What is wrong with the given value of the option at `field`."""
+    """Violations of an option's limits."""
     match limits:
         case Range():
             if not limits.holds(value):
@@ -86,7 +84,7 @@ def limit_violations(field: str, value: Any, limits: Limits, vocab_size: int) ->
             yield from text_violations(field, value, limits)
         case TokenIds():
             if len(value) > limits.max_num:
-                # However many there are, they cost no more than this.
+                # Bounds the cost of checking.
                 yield FieldViolation(field, f"{len(value)} ids: give at most {limits.max_num}")
                 return
             yield from id_violations(field, value, vocab_size)
@@ -108,8 +106,8 @@ def id_violations(
     is_map: bool = False,
     first: int = 0,
 ) -> Violations:
-    """Token ids outside the vocabulary. is_map: they are the keys of a map. first: the index of the
-    first of them in their field."""
+    """Token ids outside the vocabulary. is_map: the ids are keys of a map. first: index of the
+    first id in the field."""
     if not token_ids or max(token_ids) < vocab_size:
         return
     wrong = ((i, t) for i, t in enumerate(token_ids, first) if t >= vocab_size)
@@ -121,7 +119,7 @@ def id_violations(
 
 
 def text_violations(field: str, texts: Sequence[str], limits: Texts) -> Violations:
-    """More texts than there may be, or texts that are empty or too long."""
+    """Too many texts, and empty or overlong ones."""
     max_chars = limits.max_chars
     if len(texts) > limits.max_num:
         yield FieldViolation(field, f"{len(texts)} {limits.unit}: give at most {limits.max_num}")
@@ -134,50 +132,49 @@ def text_violations(field: str, texts: Sequence[str], limits: Texts) -> Violatio
 
 
 def given(message: Message, field: str, default: ValueT) -> ValueT:
-    """An optional field's value, or its default."""
+    """The value of an optional field, or the default."""
     value: ValueT = getattr(message, field)
     return value if message.HasField(field) else default
 
 
 def shown(text: str) -> str:
-    """A text of the client's in a message: quoted, and not long."""
+    """A client's text for an error message: quoted and shortened."""
     return repr(text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}...")
 
 
-#: Log probabilities of a prompt, over all its positions: one message carries them all.
+#: Maximum log probabilities of a prompt, over all positions; one message carries them.
 MAX_PROMPT_LOGPROBS = 2**20
 
 _PATH = "sampling"
 _STRUCTURED = f"{_PATH}.structured_output"
 
-#: Characters of a structured output, of each kind, of all choices together: what a worker can
-#: follow within its time and memory.
+#: Maximum characters of a structured output by kind, summed over choices: bounds a worker's compile
+#: time and memory.
 MAX_STRUCTURED_CHARS = MappingProxyType(
     {"json_schema": 65_536, "regex": 8_192, "choice": 65_536, "grammar": 65_536}
 )
 _CHOICE_TEXTS = Texts(1024, 1024, "texts")
-#: Of what an output may have besides.
+#: Maximum characters of a free-text mark.
 _MAX_MARK_CHARS = 1024
 _MARKS = Texts(130, _MAX_MARK_CHARS, "marks")
 
-#: Options that depend on the model or on the prompt, or mean more to the tiers than what was given.
+#: Options that depend on the model or prompt, or that the tiers get in another form.
 _RESOLVED = frozenset({"logit_bias", "max_tokens", "stop_token_ids", "seed", "bad_words"})
-#: Options that the tiers get as they were given; these are their defaults where Sampling has none.
+#: Options that the tiers get unchanged, with defaults where Sampling has none.
 _PLAIN = OPTIONS.keys() & Sampling.__dataclass_fields__.keys() - _RESOLVED
 _DEFAULTS: Mapping[str, Any] = {
     name: OPTIONS[name].default for name in _PLAIN if OPTIONS[name].default is not None
 }
 
-#: Where a request's words become token ids: those of each word of SamplingParams.bad_words, in each
-#: way it is written.
+#: For each word of SamplingParams.bad_words: its spellings, as token ids.
 BadWordIds = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def sampling_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
-    """What is wrong with parameters, but for what depends on the prompt's length and on how bad
-    words are written."""
+    """Violations of sampling parameters, except those that depend on the prompt's length or on the
+    tokens of bad words."""
     is_beam_search = params.HasField("beam_search")
-    # Few options are given: these are looked at.
+    # Visits only the options that are set.
     for descriptor, value in params.ListFields():
         option, path = OPTIONS[descriptor.name], f"{_PATH}.{descriptor.name}"
         rule = _RULES.get(descriptor.name)
@@ -194,7 +191,7 @@ def sampling_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) 
 def prompt_logprobs_violations(
     params: sampling_pb2.SamplingParams, num_prompt_tokens: int
 ) -> Violations:
-    """Log probabilities of more of the prompt than one message carries."""
+    """Prompt log probabilities beyond what one message carries."""
     count = num_prompt_tokens * (params.prompt_logprobs + 1)
     if count > MAX_PROMPT_LOGPROBS:
         yield FieldViolation(
@@ -207,8 +204,7 @@ def prompt_logprobs_violations(
 def bad_word_violations(
     params: sampling_pb2.SamplingParams, bad_words: BadWordIds, facts: ModelFacts
 ) -> Violations:
-    """Words without tokens, and words that are nothing but an end token, which other fields
-    forbid."""
+    """Words without tokens, and words that consist of an end token, which other fields forbid."""
     stops = _stop_token_ids(params, facts)
     wrong = []
     for index, (word, written) in enumerate(zip(params.bad_words, bad_words, strict=True)):
@@ -230,7 +226,7 @@ def sampling_of(
     bad_words: BadWordIds,
     grammar: bytes,
 ) -> Sampling:
-    """What the tiers get. seed: for requests that give none. grammar: that of
+    """Sampling parameters for the tiers. seed: for requests without one. grammar: of
     structured_output, or empty."""
     beam = _beam_params(params) if params.HasField("beam_search") else None
     plain = {f.name: value for f, value in params.ListFields() if f.name in _PLAIN}
@@ -241,9 +237,9 @@ def sampling_of(
         of_model = {name: value for name, value in defaults.items() if name in _PLAIN}
         chosen = {**_DEFAULTS, **of_model, **plain}
     room = facts.max_model_len - num_prompt_tokens
-    # Room for what the request asks for, and the model's default does not know of.
+    # max_tokens if not given: the model's default, at least min_tokens.
     unasked = max(params.min_tokens, min(room, defaults.get("max_tokens", room)))
-    # Each way of writing a word once, without those that need tokens which the model lacks.
+    # Distinct spellings, without those that need tokens which the model lacks.
     ways = dict.fromkeys(ids for written in bad_words for ids in written)
     return Sampling(
         **chosen,
@@ -326,7 +322,7 @@ def _beam_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> 
 
 
 def _structured_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
-    """What is wrong with structured_output, and with what is given beside it."""
+    """Violations of structured_output, and of options that conflict with it."""
     yield from _structure_violations(params.structured_output)
     if params.ignore_eos:
         yield FieldViolation(
@@ -398,7 +394,7 @@ def _choice_violations(texts: Sequence[str]) -> Violations:
         )
 
 
-#: By option: what it breaks when it is given, where the table's limits do not say it.
+#: Rules by option, beyond the table's limits.
 _RULES: Mapping[str, Callable[[sampling_pb2.SamplingParams, ModelFacts], Violations]] = (
     MappingProxyType(
         {
@@ -416,18 +412,18 @@ MAX_TOOLS = 128
 MAX_TOOL_CHARS = 65_536
 MAX_TOOLS_CHARS = 524_288
 MAX_KWARGS_CHARS = 65_536
-#: In all messages together.
+#: Summed over all messages.
 MAX_TOOL_CALLS = 1024
 
 _CHAT = "prompt.chat"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-#: What the renderer sets itself.
+#: Variables that the renderer sets.
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 def tool_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:
-    """What is wrong with the tools, their calls, and the template's variables."""
+    """Violations of tools, their calls, and template variables."""
     if chat.tools:
         yield from _tools_violations(chat, facts)
     num_calls = sum(len(message.tool_calls) for message in chat.messages)

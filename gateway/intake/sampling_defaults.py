@@ -1,4 +1,4 @@
-"""A model's own sampling defaults, of its generation_config.json: those that vLLM uses. Pure."""
+"""Sampling defaults from a model's generation_config.json, the same fields as vLLM. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from gateway.intake.rules import limit_violations
 
 _FILE = "generation_config.json"
 
-#: Fields of the file, and which option each is the default of. transformers' `do_sample` and its
-#: penalties under other names are left alone, as by vLLM.
+#: Option by field of the file. As in vLLM, `do_sample` and penalties under other names are ignored.
 _FIELDS: Mapping[str, str] = MappingProxyType(
     {
         "temperature": "temperature",
@@ -28,12 +27,12 @@ _FIELDS: Mapping[str, str] = MappingProxyType(
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Values of options by name, rounded as those of a request are. Raises ConfigError for what a
+    """Defaults by option, rounded as requests' values are. Raises ConfigError for values that a
     request could not have."""
     params = sampling_pb2.SamplingParams()
     for field, name in _FIELDS.items():
         value = generation_config.get(field)
-        if value is None or (name == "top_k" and value == -1):  # vLLM's for all of them
+        if value is None or (name == "top_k" and value == -1):  # -1 means all, as in vLLM
             continue
         try:
             setattr(params, name, value)

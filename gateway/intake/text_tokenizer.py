@@ -1,11 +1,11 @@
-"""A process that tokenizes long texts, so that one which takes too long can be killed: python -m
+"""A process that tokenizes long texts, killed if one takes too long: python -m
 gateway.intake.text_tokenizer
 
-It is made with {"path": str}, of a tokenizer.json, and answers {"text": str, "add_special_tokens":
-bool, "max_tokens": int} with {"num_tokens": int, "text": str}. The latter text is the token ids as
-32-bit integers, in hexadecimal digits, or empty if they are more than max_tokens: JSON takes who
-asked ten times as long to read, and holds up other requests. See gateway.intake.child. It dies
-of a text that takes more memory than tokenizing should.
+Start line: {"path": str}, a tokenizer.json. Question: {"text": str, "add_special_tokens": bool,
+"max_tokens": int}. Answer: {"num_tokens": int, "text": str}, with the token ids as 32-bit integers
+in hexadecimal, or empty if there are more than max_tokens; a JSON list would take the parent ten
+times as long to parse. See gateway.intake.child. The process dies of a text that takes more memory
+than tokenizing should.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import tokenizers
 
 from gateway.intake.child import Answer, address_space_bytes, limit_memory, serve
 
-#: Address space that tokenizing may take, in bytes, beyond what the process has when it is ready.
+#: Address space for tokenizing, in bytes, beyond that of the idle process.
 _MAX_MORE_BYTES = 2 * 2**30
 
 
 def read_tokenizer(path: str) -> tokenizers.Tokenizer:
-    """The tokenizer of a file, which neither cuts nor pads texts. Raises what the library does."""
+    """Load a tokenizer, without truncation and padding. Raises the library's errors."""
     tokenizer = tokenizers.Tokenizer.from_file(path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -31,7 +31,7 @@ def read_tokenizer(path: str) -> tokenizers.Tokenizer:
 
 
 def make_answer(start: Mapping[str, Any]) -> Answer:
-    """See the module's text."""
+    """See the module's docstring."""
     tokenizer = read_tokenizer(start["path"])
     limit_memory(address_space_bytes() + _MAX_MORE_BYTES)
 

@@ -1,4 +1,4 @@
-"""The bytes that each token stands for: a token may be a part of a character, which has no text."""
+"""Bytes of each token. A token may be an incomplete character, which has no text."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 import tokenizers
 
-#: How SentencePiece's vocabularies write a byte that is no character.
+#: Byte tokens of SentencePiece vocabularies.
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
-#: In which a mark is looked for.
+#: Maximum tokens searched for a mark.
 _NUM_TAIL_TOKENS = 16
 
 
 def text_of(raw: bytes) -> str:
-    """Of a token alone; parts of a character become replacement characters."""
+    """Text of a single token; incomplete characters become U+FFFD."""
     return raw.decode("utf-8", "replace")
 
 
 def ends_with(bytes_of: Callable[[int], bytes], token_ids: Sequence[int], mark: str) -> bool:
-    """Whether a text of tokens ends with a mark, but for white space."""
+    """Whether a prompt ends with a mark, ignoring white space."""
     tail = b"".join(map(bytes_of, token_ids[-_NUM_TAIL_TOKENS:]))
     return tail.rstrip().endswith(mark.encode())
 
 
 class TokenBytes:
-    """By the tokenizer's own decoder. Bytes of tokens that follow each other are those of the
-    text."""
+    """Bytes by token id, from the tokenizer's decoder. Bytes of consecutive tokens join to the
+    bytes of their text."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +41,7 @@ class TokenBytes:
         self._read = _reader(tokenizer)
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Empty for ids that the tokenizer lacks."""
+        """Bytes of an id; empty if the tokenizer lacks it."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._bytes_of(token_id)
@@ -55,7 +55,7 @@ class TokenBytes:
 
 
 def _reader(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """What turns a token, as the vocabulary writes it, into bytes."""
+    """Function from a token's spelling in the vocabulary to its bytes."""
     state = tokenizer.decoder.__getstate__() if tokenizer.decoder else b"{}"
     config = json.loads(state)
     steps = config.get("decoders", [config])
@@ -70,12 +70,12 @@ def _reader(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
 
 
 def _of_byte_level(token: str) -> bytes:
-    """Each character is a byte (GPT-2's bytes_to_unicode); others are as they are."""
+    """One byte per character (GPT-2's bytes_to_unicode); others keep their own bytes."""
     return b"".join(bytes((_BYTES[char],)) if char in _BYTES else char.encode() for char in token)
 
 
 def _of_pieces(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
-    """SentencePiece: one sign for a space, and <0x..> for bytes."""
+    """SentencePiece: \u2581 for a space, <0x..> for bytes."""
     spaces = [step.get("replacement", "▁") for step in steps if step.get("type") == "Metaspace"]
     spaces += [
         step["pattern"]["String"]
@@ -92,7 +92,8 @@ def _of_pieces(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
 
 
 def _byte_chars() -> dict[str, int]:
-    """GPT-2's table: printable bytes are themselves, the others come after 255, in order."""
+    """GPT-2's table: printable bytes map to themselves, others to code points from 256, in
+    order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}

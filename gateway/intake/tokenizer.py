@@ -1,5 +1,5 @@
-"""The model's own tokenizer, and what its files say: end tokens, special tokens, chat template.
-Imports no torch."""
+"""The model's tokenizer, and facts of its files: end tokens, special tokens, chat template. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _FILES = (
 
 ENCODE_TIMEOUT_S = 10.0
 
-#: Long texts that may wait to be tokenized.
+#: Maximum long texts waiting to be tokenized.
 MAX_WAITING = 64
 
-#: Characters of text from which on tokenizing would hold up the event loop, and goes to a process.
+#: Characters above which a text is tokenized in a process, to keep the event loop free.
 _LONG_TEXT_CHARS = 8_192
 
-#: Tokens from which on their text is made in a thread.
+#: Number of tokens above which they are decoded in a thread.
 _LONG_TEXT_TOKENS = 4_096
 
-#: Characters of many short texts, each of which costs more by itself, for a thread.
+#: Total characters of many short texts above which they are encoded in a thread.
 _LONG_WORDS_CHARS = 1_024
 
 _SPECIAL_NAMES = (
@@ -56,10 +56,9 @@ _SPECIAL_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What the files say besides the tokenizer. max_model_len: of config.json; None if it does not
-    say.
+    """Facts from a model's files. max_model_len: of config.json; None if absent.
 
-    folder: where they are. generation_config: as it is in its file; empty if there is none.
+    folder: location of the files. generation_config: content of that file; empty if absent.
     """
 
     eos_token_ids: frozenset[int]
@@ -71,7 +70,7 @@ class TokenizerFacts:
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than its caller takes. num_tokens: as many."""
+    """A text has more tokens than allowed. num_tokens: their number."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"{num_tokens} tokens")
@@ -79,12 +78,11 @@ class TooManyTokens(Exception):
 
 
 class Tokenizer:
-    """Text to token ids and back. Belongs to one event loop.
+    """Converts text to token ids and back. Belongs to one event loop.
 
-    No text holds up the loop: the library keeps the interpreter to itself while it encodes or
-    decodes one text, so that long ones are encoded by another process, one at a time, which is
-    killed when it takes too long; and decoded in a thread, as a batch, for which the library lets
-    go of the interpreter.
+    The library holds the interpreter lock while it processes one text. Long texts are therefore
+    encoded in another process, one at a time, which is killed on timeout, and long outputs are
+    decoded in a thread as a batch, for which the library releases the lock.
     """
 
     def __init__(
@@ -95,20 +93,20 @@ class Tokenizer:
         encode_timeout_s: float = ENCODE_TIMEOUT_S,
         max_waiting: int = MAX_WAITING,
     ) -> None:
-        """tokenizer: as read_tokenizer makes it of the file in facts.folder."""
+        """tokenizer: read by read_tokenizer from the file in facts.folder."""
         self._tokenizer = tokenizer
         self._bytes = TokenBytes(tokenizer)
         self.decodings: Mapping[bool, Decoding] = {
             is_skipping: decoding_of(tokenizer, skip_special_tokens=is_skipping)
             for is_skipping in (False, True)
         }
-        """How a stream of token ids becomes text: with special tokens, and without them."""
+        """Decoding of streams, by whether special tokens are skipped."""
         self._encode_timeout_s = encode_timeout_s
         self._max_waiting = max_waiting
         self._num_waiting = 0
         self.facts = facts
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
-        """No token is of more characters of text."""
+        """Bound of any token's text, in characters."""
         start_line = {"path": str(facts.folder / "tokenizer.json")}
         self.process = ChildProcess(
             ChildSpec("tokenizer", "gateway.intake.text_tokenizer", start_line, encode_timeout_s)
@@ -117,7 +115,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that have text. A model's vocabulary may be padded to more."""
+        """Number of ids with text. A model's vocabulary may be padded beyond it."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     async def close(self) -> None:
@@ -127,10 +125,9 @@ class Tokenizer:
     async def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int
     ) -> tuple[int, ...]:
-        """Token ids of `text`; with the special tokens that the tokenizer's post-processor adds, if
-        wanted.
+        """Tokenize `text`, optionally with the special tokens of the post-processor.
 
-        Raises TooManyTokens if they are more than `max_tokens`, InvalidRequest if tokenizing takes
+        Raises TooManyTokens if there are more than `max_tokens`, InvalidRequest if tokenizing takes
         too much time or memory, and Overloaded while too many other long texts wait.
         """
         if len(text) < _LONG_TEXT_CHARS:
@@ -151,18 +148,18 @@ class Tokenizer:
     async def encode_word_variants(
         self, words: Sequence[str]
     ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Of each word, its token ids as a text begins with it, and those of the word after a space
-        if they do not end with the former. Empty ids where no token comes of a word."""
+        """Token ids of each word at the beginning of a text, and after a space if they do not end
+        with the former. Empty for a word without tokens."""
         if sum(map(len, words)) < _LONG_WORDS_CHARS:
             return self._encode_word_variants(words)
         return await asyncio.to_thread(self._encode_word_variants, words)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text of token ids; ids that the tokenizer does not know have none."""
+        """Text of token ids; unknown ids give no text."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def decode_all(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """As decode, for any number of ids."""
+        """As `decode`, for any number of ids."""
         if len(token_ids) < _LONG_TEXT_TOKENS:
             return self.decode(token_ids, skip_special_tokens)
         texts = await asyncio.to_thread(
@@ -171,8 +168,7 @@ class Tokenizer:
         return texts[0]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token alone stands for: a part of a character, perhaps; empty for ids that the
-        tokenizer does not know."""
+        """Bytes of one token, possibly an incomplete character; empty for unknown ids."""
         return self._bytes[token_id]
 
     def _encode_word_variants(
@@ -217,7 +213,7 @@ def _refusal(text: str, why: str) -> BatonError:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
-    """The tokenizer in a directory or at a Hub id. Blocks. Raises ConfigError if there is none."""
+    """Load the tokenizer of a directory or Hub id. Blocks. Raises ConfigError if there is none."""
     folder = _folder_of(name, revision)
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -227,8 +223,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     try:
         tokenizer = read_tokenizer(str(path))
     except BaseException as error:
-        # A panic of the library's, which some files bring about, is no Exception; and its class is
-        # made when it happens.
+        # The library panics on some files; its exception class is created then, and does not derive
+        # from Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError.of(
@@ -282,7 +278,7 @@ def _facts_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerFacts:
 def _eos_token_ids(
     generation_config: Mapping[str, Any], config: Mapping[str, Any], eos_token_id: int | None
 ) -> frozenset[int]:
-    """Those of the first file that names any, as transformers' generate does."""
+    """End tokens of the first file that names any, as in transformers' generate."""
     for found in (generation_config.get("eos_token_id"), config.get("eos_token_id"), eos_token_id):
         if isinstance(found, int):
             return frozenset((found,))
@@ -303,8 +299,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The default template: a file of its own, or in a config; alone, or the one named "default" of
-    several."""
+    """The default template, from its own file or a config: a single one, or the one named
+    "default"."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -317,7 +313,7 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no such file."""
+    """The JSON object in a file; empty if the file is absent."""
     if not path.is_file():
         return {}
     try:

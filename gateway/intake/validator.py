@@ -1,6 +1,6 @@
-"""The one validator: every field of a request is checked here, and nowhere else. Pure.
+"""The one validator: checks every field of a request. Pure.
 
-All violations of a request come in one error, each with the field's path, its value, and the fix.
+All violations of a request come in one error, each with the field's path, its value and the fix.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gateway.intake.rules import (
 )
 from gateway.long_work import Pacer, in_pieces, let_others_run
 
-#: Of a conversation.
+#: Maximum messages of a conversation.
 MAX_MESSAGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ReadIds:
-    """Those of one field; none if there are more than there may be, which are refused by their
-    number. wrong: the first ones beyond the vocabulary."""
+    """Token ids of one field; empty if there are too many. wrong: the first ids outside the
+    vocabulary."""
 
     token_ids: tuple[int, ...] = ()
     wrong: tuple[FieldViolation, ...] = ()
@@ -43,8 +43,8 @@ class ReadIds:
 
 @dataclass(frozen=True, slots=True)
 class LongFields:
-    """Of a request. prompt: its token ids. text: of a prompt of that kind. contents: of a chat's
-    messages. so_far: of each entry of resume_from."""
+    """Long fields of a request. prompt: its token ids. text: of a text prompt. contents: of a
+    chat's messages. so_far: by entry of resume_from."""
 
     prompt: ReadIds = ReadIds()
     text: str = ""
@@ -53,12 +53,12 @@ class LongFields:
 
     @property
     def num_tokens(self) -> int:
-        """Of all fields together."""
+        """Total of all fields."""
         return sum(len(each.token_ids) for each in (self.prompt, *self.so_far))
 
 
 async def read_ids(field: str, token_ids: Sequence[int], most: int, vocab_size: int) -> ReadIds:
-    """most: as many as there may be."""
+    """Read the ids of a field. most: maximum number."""
     if len(token_ids) > most:
         return ReadIds()
     made: list[int] = []
@@ -74,7 +74,7 @@ async def read_ids(field: str, token_ids: Sequence[int], most: int, vocab_size: 
 
 
 async def read_prompt(prompt: inference_pb2.Prompt, most: int, vocab_size: int) -> LongFields:
-    """most: token ids, as many as there may be."""
+    """Read the prompt. most: maximum token ids."""
     match prompt.WhichOneof("kind"):
         case "token_ids":
             ids = prompt.token_ids.ids
@@ -96,7 +96,7 @@ async def read_prompt(prompt: inference_pb2.Prompt, most: int, vocab_size: int) 
 async def read_several(
     fields: Sequence[tuple[str, Sequence[int]]], most: int, vocab_size: int
 ) -> tuple[ReadIds, ...]:
-    """As read_ids, of each field."""
+    """Read the ids of several fields."""
     pacer = Pacer()
     read: list[ReadIds] = []
     for field, token_ids in fields:
@@ -109,15 +109,15 @@ MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
 MAX_ROLE_CHARS = 64
 
-#: Token ids of a request's answers so far, beside as many as the model takes: what each costs the
-#: gateway is little, but for all of them together, others would wait.
+#: Token ids of earlier outputs that a request may have beyond the model's length: bounds the
+#: gateway's work per request.
 MAX_OTHER_IDS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """What is drawn or counted for a request, and not part of it. traceparent, tracestate: of its
-    span; may be empty. account: of its API key; empty if there is none."""
+    """Generated identifiers of a request. traceparent, tracestate: of its span; may be empty.
+    account: of its API key; empty without keys."""
 
     request_id: str
     seed: int
@@ -129,11 +129,10 @@ class Ids:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A request's texts as the tiers read them. bad_words: one entry per word of
-    sampling.bad_words.
+    """A request's texts as tokens. bad_words: one entry per word of sampling.bad_words.
 
-    grammar: that of sampling.structured_output, or empty. echo_text: the prompt's text, if the
-    outputs are to begin with it.
+    grammar: of sampling.structured_output, or empty. echo_text: the prompt's text, if the outputs
+    begin with it.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -147,8 +146,8 @@ def check_request(
     facts: ModelFacts,
     read: LongFields | None = None,
 ) -> None:
-    """Check all that needs no tokenizer; where the prompt is token ids, its length too. read: its
-    long fields, if they have been read out of the message.
+    """Check everything that needs no tokenizer, including the length of a token prompt. read: long
+    fields, if already read from the message.
 
     Raises InvalidRequest with all violations.
     """
@@ -196,7 +195,7 @@ def check_detokenize(
 
 
 def too_long(num_prompt_tokens: int, facts: ModelFacts) -> BatonError:
-    """Of a prompt of more tokens than facts.max_prompt_tokens."""
+    """Error for a prompt of more than facts.max_prompt_tokens tokens."""
     return InvalidRequest.of(_too_long_violation(num_prompt_tokens, facts))
 
 
@@ -207,8 +206,8 @@ def resolve(
     ids: Ids,
     read: LongFields | None = None,
 ) -> ValidatedRequest:
-    """What a checked request, now tokenized, means. read: its long fields, if they have been read
-    out of the message. Raises InvalidRequest if its tokens, lengths or words do not fit."""
+    """Resolve a checked and tokenized request. read: long fields, if already read from the message.
+    Raises InvalidRequest if its tokens, lengths or words do not fit."""
     params, num_returned = request.sampling, given(request.sampling, "n", 1)
     num_prompt_tokens = len(tokenized.prompt_token_ids)
     if not num_prompt_tokens:
@@ -218,7 +217,7 @@ def resolve(
     violations: list[FieldViolation] = []
     if params.bad_words:
         violations += bad_word_violations(params, tokenized.bad_words, facts)
-    if request.prompt.WhichOneof("kind") != "token_ids":  # those were checked before
+    if request.prompt.WhichOneof("kind") != "token_ids":  # token prompts were checked before
         if max(tokenized.prompt_token_ids) >= facts.vocab_size:
             violations.append(_foreign_token_violation(tokenized.prompt_token_ids, facts))
         violations += _output_violations(num_prompt_tokens, params, facts)
@@ -268,8 +267,7 @@ def resolve(
 def _prompt_violations(
     prompt: inference_pb2.Prompt, facts: ModelFacts, read: LongFields | None
 ) -> Violations:
-    """What is wrong with a prompt, but for the tokens of a text. What is too long is not looked
-    at."""
+    """Violations of a prompt, except the tokens of a text. Overlong values are not examined."""
     match prompt.WhichOneof("kind"):
         case "text":
             num_chars = len(read.text if read else prompt.text)
@@ -295,7 +293,7 @@ def _prompt_violations(
 def _id_violations(
     field: str, token_ids: Sequence[int], facts: ModelFacts, read: ReadIds | None
 ) -> Violations:
-    """read: the same ids, if they have been looked at."""
+    """read: the same ids, if already read."""
     if read is None:
         yield from id_violations(field, token_ids, facts.vocab_size)
     else:
@@ -303,8 +301,8 @@ def _id_violations(
 
 
 def _foreign_token_violation(token_ids: Sequence[int], facts: ModelFacts) -> FieldViolation:
-    """Tokens that the tokenizer has and the model has not: added ones, if the model was not resized
-    for them."""
+    """Tokens of the tokenizer that the model lacks: added tokens, if its embedding was not
+    resized."""
     foreign = [token_id for token_id in token_ids if token_id >= facts.vocab_size]
     return FieldViolation(
         "prompt",
@@ -330,7 +328,7 @@ def _chat_violations(
     num_chars = sum(map(len, contents)) + sum(
         len(call.arguments) for message in chat.messages for call in message.tool_calls
     )
-    # Apart: templates leave most of it out.
+    # Counted separately: templates omit most of it.
     num_thought_chars = sum(len(message.reasoning_content) for message in chat.messages)
     yield from _char_violations("prompt.chat.messages", max(num_chars, num_thought_chars), facts)
     long = [i for i, message in enumerate(chat.messages) if len(message.role) > MAX_ROLE_CHARS]
@@ -350,7 +348,7 @@ def _chat_violations(
 def _resume_violations(
     request: inference_pb2.GenerateRequest, facts: ModelFacts, read: Sequence[ReadIds] | None
 ) -> Violations:
-    """read: the ids of each entry, if they have been looked at."""
+    """read: ids by entry, if already read."""
     entries, params = request.resume_from, request.sampling
     n = given(params, "n", 1)
     if params.HasField("beam_search") or given(params, "best_of", n) != n:
@@ -391,7 +389,7 @@ def _resume_violations(
 def _finished_violations(
     request: inference_pb2.GenerateRequest, spec: SequenceSpec, facts: ModelFacts
 ) -> Violations:
-    """Choices that have all their tokens, and yet have not ended."""
+    """Choices that reached max_tokens but have not ended."""
     room = min(spec.sampling.max_tokens, facts.max_model_len - len(spec.prompt_token_ids))
     for index, entry in enumerate(request.resume_from):
         if len(entry.token_ids) >= room and not entry.has_ended:
@@ -403,8 +401,8 @@ def _finished_violations(
 
 
 def _char_violations(field: str, num_chars: int, facts: ModelFacts) -> Violations:
-    # A longer text is not looked at: it would have too many tokens, unless the tokenizer leaves
-    # most of it out.
+    # Longer texts are not examined: they would exceed the token limit, unless the tokenizer drops
+    # most of the text.
     if num_chars > facts.max_prompt_tokens * facts.max_token_chars:
         yield FieldViolation(
             field,
@@ -430,7 +428,7 @@ def _too_long_violation(num_prompt_tokens: int, facts: ModelFacts) -> FieldViola
 def _output_violations(
     num_prompt_tokens: int, params: sampling_pb2.SamplingParams, facts: ModelFacts
 ) -> Violations:
-    """What does not fit beside a prompt that fits."""
+    """Options that do not fit with a prompt of valid length."""
     if params.HasField("prompt_logprobs"):
         yield from prompt_logprobs_violations(params, num_prompt_tokens)
     room = facts.max_model_len - num_prompt_tokens

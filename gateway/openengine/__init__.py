@@ -1,2 +1,1 @@
-"""OpenEngine (openengine.v1), the protocol by which routers such as Dynamo's use engines of any
-make."""
+"""OpenEngine (openengine.v1), the engine protocol of routers such as Dynamo."""

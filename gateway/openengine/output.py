@@ -1,4 +1,4 @@
-"""What Baton streams of a request, as OpenEngine's events."""
+"""Baton's output stream as OpenEngine events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CODES: tuple[tuple[type[BatonError], oe.ErrorCode.ValueType], ...] = (
 
 
 def engine_error(error: BatonError) -> oe.EngineError:
-    """Of a request that was accepted."""
+    """OpenEngine error of an accepted request."""
     codes = (code for kind, code in _CODES if isinstance(error, kind))
     return oe.EngineError(
         code=next(codes, oe.ERROR_CODE_INTERNAL),
@@ -46,7 +46,7 @@ def engine_error(error: BatonError) -> oe.EngineError:
 
 
 class EventStream:
-    """Of one request. Tokens and text are those of each piece, never those before it."""
+    """Events of one request. Each has the tokens and text of one piece, not cumulative ones."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class EventStream:
         eos_token_ids: Collection[int],
         bytes_of: Callable[[int], bytes],
     ) -> None:
-        """request: Baton's, whose prompt is token ids. first_scored: position of the prompt from
-        which log probabilities are wanted."""
+        """request: Baton's request, with token ids as prompt. first_scored: first prompt position
+        with log probabilities."""
         self._write = write
         self._request_id = request_id
         self._prompt_token_ids = request.prompt.token_ids.ids
@@ -82,7 +82,7 @@ class EventStream:
             positions = piece.logprobs or (None,) * len(piece.token_ids)
             tokens = map(self._token, piece.token_ids, positions)
             output = oe.TokenOutput(output_index=choice, tokens=tokens, text=piece.text)
-            # An abort may come while this is sent: sent it is.
+            # Counted before sending, because an abort may cancel the wait but not the send.
             self._num_tokens += len(piece.token_ids)
             await self._send(self._response(token=output))
         if piece.token_ids:
@@ -96,7 +96,7 @@ class EventStream:
             await self._send(self._response(finished=finished, usage=usage))
 
     async def cancel(self) -> None:
-        """End those outputs that have not ended."""
+        """End all outputs that have not ended."""
         num_prompt_tokens = len(self._prompt_token_ids)
         usage = oe.Usage(
             prompt_tokens=num_prompt_tokens,
@@ -113,12 +113,12 @@ class EventStream:
         self._running.clear()
 
     async def fail(self, error: BatonError) -> None:
-        """End all outputs."""
+        """End all outputs with the error."""
         await self._send(self._response(error=engine_error(error)))
 
     async def _send(self, response: oe.GenerateResponse) -> None:
-        """One at a time, as grpc takes them: when an abort or a deadline gives up the wait for one,
-        that one is sent whole before the next."""
+        """Send one event at a time, as grpc requires. A send that an abort or deadline stopped
+        waiting for completes before the next."""
         if self._sending is not None:
             with suppress(Cancelled):
                 await self._sending
@@ -189,7 +189,8 @@ class EventStream:
 
 
 def _forget_failure(sending: asyncio.Task[None]) -> None:
-    """Passed on to whoever waits for it; with nobody left, the connection is lost anyway."""
+    """Retrieve the exception: a waiting caller gets it, and without one the connection is lost
+    anyway."""
     if not sending.cancelled():
         sending.exception()
 

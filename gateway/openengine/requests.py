@@ -1,4 +1,4 @@
-"""What OpenEngine's requests say, in Baton's words; what Baton has not is refused by field."""
+"""Converts OpenEngine requests to Baton's; refuses unsupported fields by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SAME = frozenset(
         *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     }
 )
-#: Baton's fields, or what they begin with, by which its validator names what is wrong, and whose
-#: value that was.
+#: Prefixes of Baton's field paths, as in the validator's violations, and OpenEngine's names for
+#: them.
 _FIELDS = {
     "sampling.n": "sampling.num_sequences",
     "sampling.max_tokens": "stopping.max_tokens",
@@ -40,7 +40,7 @@ _FIELDS = {
 def to_baton(
     request: oe.GenerateRequest, metadata: Sequence[tuple[str, str | bytes]]
 ) -> inference_pb2.GenerateRequest:
-    """Raises InvalidRequest, of all that Baton has not."""
+    """Convert a request. Raises InvalidRequest for all unsupported fields."""
     wrong = [*_unsupported(request)]
     priority = _priority(metadata, wrong)
     sampling = _sampling(request, wrong)
@@ -62,7 +62,7 @@ def to_baton(
 
 
 def with_openengine_fields(error: InvalidRequest) -> InvalidRequest:
-    """The same, with the fields' names as OpenEngine has them."""
+    """The error with OpenEngine's field names."""
     if not error.violations:
         return error
     named = [FieldViolation(_field(v.field), v.description) for v in error.violations]
@@ -98,7 +98,7 @@ def _unsupported(request: oe.GenerateRequest) -> Iterator[FieldViolation]:
 
 
 def _priority(metadata: Sequence[tuple[str, str | bytes]], wrong: list[FieldViolation]) -> int:
-    """Baton's, where lower numbers are served first."""
+    """Baton's priority, where lower numbers are served first."""
     priority = _number(metadata, _PRIORITY, range(-MAX_PRIORITY, MAX_PRIORITY + 1), wrong)
     _number(metadata, _TARGET_RANK, range(1), wrong)
     return -priority
@@ -121,7 +121,7 @@ def _number(
 def _num_candidates(
     response: oe.ResponseOptions, side: str, wrong: list[FieldViolation]
 ) -> int | None:
-    """How many are wanted at each position; None for no log probabilities."""
+    """Number of alternatives per position; None for no log probabilities."""
     if not getattr(response, f"return_{side}_logprobs"):
         return None
     field = f"{side}_candidates"
@@ -138,7 +138,7 @@ def _sampling(
     request: oe.GenerateRequest, wrong: list[FieldViolation]
 ) -> sampling_pb2.SamplingParams:
     given, stopping, ends = request.sampling, request.stopping, request.stopping.conditions
-    # What both protocols call the same is the same, and set where it is set.
+    # Options with the same name and meaning in both protocols are copied if set.
     same = {
         field.name: value
         for options in (given, stopping)

@@ -1,5 +1,5 @@
-"""A gateway and its workers as one engine of OpenEngine's, of the role AGGREGATED: prompts go from
-tier to tier within it."""
+"""Presents a gateway and its workers as one OpenEngine engine of role AGGREGATED: both tiers are
+internal to it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from gateway.serving import Call, Models, unique_request_id
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
-#: Of the protocol: see protos/openengine/v1/openengine.proto.
+#: Versions of protos/openengine/v1/openengine.proto.
 _REVISION = 1
 _RELEASE = "4def7c50b05e0674a0c3b26917399155535966e4"
-#: Ids of requests that ended, which Abort remembers.
+#: Number of ended request ids that Abort remembers.
 _NUM_ENDED = 1024
 
 _NO_LOADING = "adapters are loaded when workers start: give them --lora-modules"
@@ -47,7 +47,7 @@ _GUIDES = (
 
 @dataclass(slots=True)
 class _Running:
-    """A request. events: once it is accepted."""
+    """A running request. events: set once it is accepted."""
 
     task: asyncio.Task[None]
     events: EventStream | None = None
@@ -55,7 +55,7 @@ class _Running:
 
 
 class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
-    """Both services. Belongs to one event loop."""
+    """OpenEngine's Inference and Control services. Belongs to one event loop."""
 
     def __init__(self, models: Models, instance_id: str) -> None:
         self._models = models
@@ -64,7 +64,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def add_to(self, server: grpc.aio.Server) -> Sequence[str]:
-        """The services' names."""
+        """Register both services. Returns their names."""
         oe_grpc.add_InferenceServicer_to_server(self, server)
         oe_grpc.add_ControlServicer_to_server(self, server)
         services = oe.DESCRIPTOR.services_by_name
@@ -73,8 +73,8 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802, the name in the .proto
         self, request: oe.GenerateRequest, context: _Context
     ) -> None:
-        """Streams by context.write, so that a slow client is seen. What fails before the request is
-        accepted is the call's status, what fails later the stream's last event."""
+        """Stream events by context.write, which applies backpressure. A failure before acceptance
+        is the call's status; a later one is the stream's last event."""
         metadata = list(context.invocation_metadata() or ())
         request_id = request.request_id or unique_request_id(metadata)
         if request_id in self._running:
@@ -113,7 +113,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         if request.lora_name:
             self._models.of(request.model)
         serving = self._models.of(own.model)
-        # Once, here: events say how many tokens the prompt has, and which.
+        # Tokenized here, because events report the prompt's token ids.
         token_ids = await serving.tokenize(
             inference_pb2.TokenizeRequest(model=own.model, prompt=own.prompt)
         )
@@ -132,7 +132,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
             await send_headers(context)
 
         call = Call(
-            # The first of a name counts.
+            # The first value of a repeated name wins.
             metadata=[(REQUEST_ID_KEY, request_id), *metadata],
             write=events.write_piece,
             timeout_s=context.time_remaining(),
@@ -145,7 +145,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         request: oe.GetServerInfoRequest,  # noqa: ARG002, the signature of the .proto
         context: _Context,  # noqa: ARG002
     ) -> oe.ServerInfo:
-        """This gateway and its decode workers."""
+        """Describe this gateway and its decode workers."""
         decode = list(self._decode_workers())
         return oe.ServerInfo(
             engine_name="baton",
@@ -167,7 +167,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         request: oe.GetModelInfoRequest,
         context: _Context,  # noqa: ARG002
     ) -> oe.ModelInfo:
-        """One model, and what a request of it may ask for."""
+        """Describe one model and the request options that it supports."""
         facts = self._models.of(request.model).facts
         logprobs = oe.LogprobCapabilities(
             supported=True,
@@ -182,7 +182,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
             max_output_tokens=facts.max_model_len - 1,
             supports_text_input=True,
             supports_token_ids_input=True,
-            supports_lora=False,  # a request may name one; loading them is for the workers' start
+            supports_lora=False,  # requests may name an adapter; workers load them only at start
             supports_multimodal=False,
             generation=oe.GenerationCapabilities(
                 prompt_logprobs=logprobs,
@@ -201,7 +201,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         request: oe.GetLoadRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> oe.LoadInfo:
-        """Of the decode workers, and what waits for them here."""
+        """Load of the decode workers and of the gateway's queue."""
         decode = list(self._decode_workers())
         waiting = sum(serving.num_waiting for serving in self._models)
         return oe.LoadInfo(
@@ -218,7 +218,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         request: oe.HealthRequest,
         context: _Context,  # noqa: ARG002
     ) -> oe.HealthResponse:
-        """READY if all that was asked for is. The probe generates a token."""
+        """READY if all requested checks pass. The inference probe generates one token."""
         ready, not_ready = oe.HEALTH_STATE_READY, oe.HEALTH_STATE_NOT_READY
         has_workers = any(worker.state == "ready" for worker in self._decode_workers())
         scheduler = "" if has_workers else "no decode worker is ready"
@@ -244,7 +244,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
     async def Abort(  # noqa: N802
         self, request: oe.AbortRequest, context: _Context
     ) -> oe.AbortResponse:
-        """End requests of this protocol; those of other doors go on."""
+        """Abort requests of this protocol; those of other APIs continue."""
         match request.WhichOneof("target"):
             case "all_requests":
                 found = list(self._running.values())
@@ -272,7 +272,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         request: oe.ListLorasRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> oe.ListLorasResponse:
-        """Those that every decode worker of their model has, numbered from 1."""
+        """Adapters that every decode worker of their model has, numbered from 1."""
         names = [name for serving in self._models for name in serving.facts.adapters]
         adapters = [oe.LoraAdapter(lora_id=i, lora_name=n) for i, n in enumerate(names, start=1)]
         return oe.ListLorasResponse(adapters=adapters)
@@ -298,7 +298,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         request: oe.GetKvEventSourcesRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> oe.GetKvEventSourcesResponse:
-        """None: the gateway itself sends requests where their prefix is."""
+        """Return none: the gateway itself routes by cached prefix."""
         return oe.GetKvEventSourcesResponse()
 
     async def SubscribeKvEvents(  # type: ignore[override]  # noqa: N802
@@ -313,20 +313,20 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         )
 
     def _decode_workers(self) -> Iterator[inference_pb2.WorkerStatus]:
-        """Those that were reached: of others nothing is known, not even whose model they have."""
+        """Decode workers that have been reached; the model of others is unknown."""
         for serving in self._models:
             for worker in serving.model().workers:
                 if worker.tier == "decode" and worker.worker_id:
                     yield worker
 
     async def _probe(self, model: str) -> str:
-        """What is wrong with a request of one token; empty for nothing."""
+        """Generate one token. Returns the error message; empty on success."""
         request = inference_pb2.GenerateRequest()
         request.prompt.token_ids.ids.append(0)
         request.sampling.max_tokens = 1
 
         async def drop(_: inference_pb2.GenerateResponse) -> None:
-            """That it comes is enough."""
+            """Discard the output."""
 
         first = next(iter(self._models))
         try:
@@ -338,7 +338,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
 
 
 async def _fail(error: BatonError, events: EventStream | None) -> None:
-    """events: of a request that was accepted."""
+    """Report a failure. events: None before the request is accepted."""
     if events is None:
         raise error
     await events.fail(error)
