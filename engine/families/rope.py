@@ -77,6 +77,8 @@ def make_rope_config(settings: Settings, parameters: dict[str, Any]) -> RopeConf
             _check_factors(name, parameters[name])
         elif not is_ratio and type(parameters[name]) not in (int, float):
             raise UnsupportedModel(f"{name}={parameters[name]!r} of rope: must be a number")
+    if rope_type == "yarn":
+        _check_yarn(parameters)
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
     return RopeConfig(rope_type, float(parameters["rope_theta"]), tuple(sorted(plain.items())))
 
@@ -89,6 +91,22 @@ def _check_longrope(parameters: Mapping[str, Any]) -> None:
     for name in ("factor", "attention_factor"):
         if type(value := parameters.get(name)) not in (int, float, type(None)):
             raise UnsupportedModel(f"{name}={value!r} of rope: must be a number")
+
+
+def _check_yarn(parameters: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel unless logarithms of rope_theta and of the original length exist; the
+    former is a divisor, and must not be 0."""
+    if (theta := parameters["rope_theta"]) <= 0 or theta == 1:
+        raise UnsupportedModel(
+            f"rope_theta={theta!r} with rope_type='yarn': must be positive and not 1; correct it in "
+            "config.json"
+        )
+    original = parameters[ORIGINAL_LENGTH]
+    if type(original) not in (int, float) or original <= 0:
+        raise UnsupportedModel(
+            f"{ORIGINAL_LENGTH}={original!r} with rope_type='yarn': must be a positive number of "
+            "tokens; correct it in config.json"
+        )
 
 
 def _check_factors(name: str, factors: object) -> None:

@@ -1,5 +1,5 @@
-"""The block pool: every KV block of a worker is free, cached or leased, and a lease is owned
-exactly once.
+"""The block pool: each KV block of a worker is free, cached or leased, and each lease has exactly
+one owner.
 
         take                     release, prefix not indexed
 free ─────────▶ leased ──────────────────────────────────────▶ free
@@ -7,16 +7,15 @@ free ─────────▶ leased ────────────�
     prefix hit   │   ▼
                  cached ─── evicted, least recently used first ─▶ leased by the taker
 
-A block may appear in several leases: as part of a common prefix that was found, or of one that was
-forked. It stays leased until the last of them is released, and nobody writes it while it is shared:
-`prepare_write` gives the writer a block of its own first (copy-on-write). One thread, the engine
-loop's, uses a pool.
+Several leases may share a block of a cached or forked prefix. It stays leased until the last of
+them is released, and is not written while shared: `prepare_write` copies it for the writer first
+(copy-on-write). One thread, the engine loop's, uses a pool.
 
-The pool knows no kinds of layers. Groups whose KV lies apart from the blocks have allocators
-(engine/kv/groups), which it tells what happens to leases and blocks. If no group keeps all tokens,
-a lease holds the blocks from some place on: those before it were given back as the sequence grew
-(`slide`), or never taken (`reserve`). Their entries in the block table have no meaning: nothing may
-read or write what they name. Blocks that were given back stay cached.
+The pool does not distinguish kinds of layers. Groups with KV apart from the blocks have allocators
+(engine/kv/groups), which it notifies of each event of leases and blocks. If no group keeps all
+tokens, a lease holds only the end of its block table: earlier blocks were given back as the
+sequence grew (`slide`), or never allocated (`reserve`). Their table entries are meaningless and
+must not be read or written through. Blocks that were given back stay cached.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Layers that attend to the last `window` tokens alone.
 
-KV that lies before the window is neither kept nor sent. If all layers are windowed, sequences give
-back the blocks themselves. If there are other layers, too, the blocks hold these, and the KV of
-windowed layers may lie apart, in slots: a sequence holds a block as long as it runs, and the
-block's slot while the block is in its window, so there are fewer slots than blocks.
+KV before the window is neither kept nor sent. If all layers are windowed, sequences give back the
+blocks themselves. Otherwise the blocks hold the KV of the other layers, and the KV of windowed
+layers may lie apart, in slots: a sequence holds a block while it runs, and the block's slot while
+the block is in its window, so there are fewer slots than blocks.
 
         take                    give_back, the block is not indexed as whole
 free ─────────▶ held ──────────────────────────────────────────────▶ free
@@ -11,9 +11,9 @@ free ─────────▶ held ─────────────
             hold │  ▼
                cached ─── taken, least recently given back first ─▶ held by another block
 
-A cached slot's block is found as part of a prefix with the KV of all its layers; a block that has
-lost its slot is found without that of the windowed ones. Slots are changed by the thread of the
-block pool; `of_block` is read by transfer threads, too, for blocks that they own meanwhile.
+The block of a cached slot is indexed with the KV of all layers; a block that lost its slot is
+indexed without that of windowed layers. The block pool's thread changes slots; transfer threads
+read `of_block` for blocks that they own.
 """
 
 from __future__ import annotations
