@@ -1,2 +1,2 @@
-"""What a worker computes with: models, their KV, and the engines over them. Knows no scheduler and
-no network."""
+"""Model computation of a worker: models, their KV, and the engines over them. Independent of
+schedulers and networks."""

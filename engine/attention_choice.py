@@ -1,4 +1,4 @@
-"""Who computes an engine's attention: what --attention-backend means for a model on a device."""
+"""Chooses the attention kernels: the meaning of --attention-backend for a model on a device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _OPTION = "attention_backend"
 def choose_attention(
     name: str, config: ModelConfig, dtype: str, kv_dtype: str, device: torch.device
 ) -> AttentionBackend:
-    """auto takes Baton's kernels. Raises ConfigError where the named one cannot compute the prompts
-    of this model: it would be there, and never be used."""
+    """The backend of this name; auto selects Baton's kernels. Raises ConfigError if the named
+    backend cannot compute this model's prompts."""
     if name == "auto":
         return REFERENCE
     if name == REFERENCE.name:
@@ -51,8 +51,8 @@ def choose_attention(
 
 
 def check_batch_invariant(config: ModelConfig, dtype: str, device: torch.device) -> None:
-    """Raise ConfigError unless a row's tokens can be independent of its batch. With the native
-    kernels of a CPU they are so in any case."""
+    """Raise ConfigError unless a row's tokens can be independent of its batch. Native CPU kernels
+    always guarantee that."""
     why = ""
     if device.type == "cpu":
         if library() is None:
@@ -72,7 +72,7 @@ def check_batch_invariant(config: ModelConfig, dtype: str, device: torch.device)
 
 
 def _own_attention(config: ModelConfig) -> str:
-    """What libraries' attention is not for."""
+    """The feature of the model that attention libraries lack; empty if none."""
     traits = config.traits
     if traits.attention_softcap is not None:
         return "soft-capped scores"

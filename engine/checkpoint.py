@@ -1,7 +1,7 @@
-"""The files of a checkpoint: where they are, and whether Baton can read them. Imports no torch, so
-that a broken checkpoint is reported before a process spends seconds on its imports.
+"""Locates a checkpoint's files and checks that Baton can read them. Imports no torch, so a broken
+checkpoint is reported before a process spends seconds on imports.
 
-`python -m engine.checkpoint MODEL` checks one, and prints what is wrong as a JSON object.
+`python -m engine.checkpoint MODEL` checks one, and prints an error as a JSON object.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from pathlib import Path
 from baton.errors import MissingTensor, ModelError, UnsafeCheckpoint
 from engine.families.read import choose_implementation, read_config
 
-#: What the hub is asked for: weights as safetensors, and the texts that configure model and
-#: tokenizer.
+#: Files to download from the hub: safetensors, and the configuration of model and tokenizer.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """Of a head that drafts for a model, or of several. method: "eagle", "medusa", or "mtp", whose
-    folder is the model's."""
+    """Files of one or several draft heads. method: "eagle", "medusa" or "mtp"; for mtp, folder is
+    the model's."""
 
     method: str
     folder: Path
 
 
 def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: `model` itself, or a snapshot of the hub id. Raises ModelError,
+    """Folder of a checkpoint: `model` itself, or a snapshot of the hub id. Raises ModelError,
     UnsafeCheckpoint."""
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -64,10 +63,10 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
 
 
 def check_checkpoint(model: str, revision: str | None = None, model_impl: str = "auto") -> Path:
-    """The folder of a checkpoint whose files are there, and are ones that Baton reads. Reads no
+    """Folder of a checkpoint, after a check that its files exist in readable formats. Reads no
     weights. model_impl: see choose_implementation.
 
-    Raises ModelError and its kinds.
+    Raises ModelError and its subclasses.
     """
     folder = resolve_checkpoint(model, revision)
     if (folder / "config.json").is_file():
@@ -78,7 +77,7 @@ def check_checkpoint(model: str, revision: str | None = None, model_impl: str = 
 
 
 def _is_path(model: str) -> bool:
-    """Whether it can only be meant as a path: a Hub id is a name, or two with a slash between."""
+    """Whether it can only be a path: a hub id is a name, or two names with a slash between."""
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
 
 
@@ -91,7 +90,7 @@ def _refuse_pickles(where: str, pickles: Sequence[str]) -> None:
 
 
 def find_shards(folder: Path) -> dict[Path, frozenset[str] | None]:
-    """Each shard with the tensors that the index says it has (None where there is no index).
+    """Shards of a checkpoint, each with its tensors according to the index (None without an index).
 
     Raises UnsafeCheckpoint, MissingTensor, ModelError.
     """
@@ -123,7 +122,7 @@ def _indexed_shards(folder: Path, index: Path) -> dict[Path, frozenset[str] | No
 
 @contextmanager
 def naming_model(model: str) -> Iterator[None]:
-    """Errors of the checkpoint begin with the option that chose it."""
+    """Prefix errors of the checkpoint with the option that chose it."""
     try:
         yield
     except ModelError as error:
@@ -132,7 +131,7 @@ def naming_model(model: str) -> Iterator[None]:
 
 
 def main() -> int:
-    """0 if the checkpoint can be served; else 1, with the ModelError on stdout."""
+    """Return 0 if the checkpoint can be served; else 1, with the ModelError on stdout."""
     parser = argparse.ArgumentParser(prog="engine.checkpoint")
     parser.add_argument("model")
     parser.add_argument("--revision")

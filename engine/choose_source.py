@@ -1,4 +1,4 @@
-"""Which code runs a checkpoint's layers: Baton's own, or transformers'."""
+"""Chooses the code that runs a checkpoint's layers: Baton's own, or transformers'."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _log = logging.getLogger(__name__)
 
 
 def model_source(folder: Path, model_impl: str) -> ModelSource:
-    """The checkpoint in `folder`. model_impl: see choose_implementation. Raises ModelError."""
+    """ModelSource of the checkpoint in `folder`. model_impl: see choose_implementation. Raises
+    ModelError."""
     chosen = choose_implementation(folder, model_impl)
     if chosen.name == "baton":
         return NativeModel(folder, read_config(folder))
-    # Imports transformers, for which only those wait who need it.
+    # Imported here, because it imports transformers, which is slow.
     from engine.transformers.source import TransformersModel
 
     if not chosen.refusal:

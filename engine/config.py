@@ -1,4 +1,4 @@
-"""What an engine is loaded with: the model, its KV cache, the limits of a step, the device."""
+"""Configuration of an engine: the model, its KV cache, the limits of a step, the device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """The checkpoint and how it is computed.
+    """The checkpoint and its computation.
 
-    model: a folder or a hub id. implementation: who runs the layers, see choose_implementation.
-    max_model_len: in tokens; None: the checkpoint's own. attention_backend: see choose_attention;
-    only `auto` with several ranks. batch_invariant: see EnginePlan.
+    model: folder or hub id. implementation: see choose_implementation. max_model_len: in tokens;
+    None: the checkpoint's. attention_backend: see choose_attention; must be `auto` with several
+    ranks. batch_invariant: see EnginePlan.
     """
 
     model: str
@@ -34,8 +34,8 @@ class ModelChoice:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache. num_blocks comes before memory_bytes, and that before what memory_share of the
-    device's memory, 0..1, leaves beside the weights. block_size: in tokens."""
+    """The KV cache. Its size is num_blocks, else memory_bytes, else the part of memory_share (0..1)
+    of the device's memory that weights leave free. block_size: in tokens."""
 
     block_size: int = 16
     dtype: str = "auto"
@@ -46,11 +46,11 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Bounds of one step. layer_group_size: layers between two looks at aborted sequences and
-    between two reports of KV that is ready.
+    """Bounds of one step. layer_group_size: layers between two checks for aborted sequences, and
+    between two reports of ready KV.
 
-    frees_windows: the caller's BlockPool has `engine.kv.slots`, and its leases slide: see
-    max_window_slots.
+    frees_windows: the caller's BlockPool has the allocators of `engine.kv.slot_tables` and its
+    leases slide: see max_window_slots.
     """
 
     max_num_seqs: int = 64
@@ -61,7 +61,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """device: cpu, cuda or cuda:N. num_threads: of all ranks together; None: torch's default."""
+    """device: cpu, cuda or cuda:N. num_threads: total of all ranks; None: torch's default."""
 
     device: str = "cpu"
     num_threads: int | None = None
@@ -70,7 +70,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Adapters of at most max_rank. modules: folders by the name that slices ask for."""
+    """LoRA adapters of rank at most max_rank. modules: folder by adapter name."""
 
     modules: Mapping[str, str] = field(default_factory=dict)
     max_rank: int = 16
@@ -78,8 +78,8 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """graphs: what records decode steps, which needs Triton's kernels; None: all steps run eagerly,
-    as those of transformers' models always do. draft_head: memory is left for it."""
+    """graphs: recording of decode steps, which needs Triton; None: all steps run eagerly, as for
+    all models run by transformers. draft_head: files of a draft head to reserve memory for."""
 
     model: ModelChoice
     cache: CacheConfig = CacheConfig()

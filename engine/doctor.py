@@ -1,8 +1,8 @@
-"""`python -m engine.doctor`: torch, the device and a model's files, as one JSON list on
-stdout.
+"""`python -m engine.doctor`: checks torch, the device and a model's files; prints findings as one
+JSON list.
 
-It is a process of its own, so that the command line stays without torch and outlives an import that
-crashes.
+A separate process, so that the command line does not import torch and survives a crash of that
+import.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """0, whatever is found."""
+    """Always returns 0; problems are findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="")
     parser.add_argument("--dtype", default="auto")
@@ -51,7 +51,7 @@ def check_torch() -> Finding:
 
 
 def check_kernels() -> Finding:
-    """The level of the native CPU kernels. Builds them where they have not been yet."""
+    """Level of the native CPU kernels. Builds them if necessary."""
     from baton_kernels.cpu.library import (
         LevelError,
         chosen_level,
@@ -92,8 +92,8 @@ def check_device(device: str) -> Finding:
 
 
 def check_model(model: str, dtype: str, block_size: int) -> list[Finding]:
-    """Config, weights, tokenizer and memory of the model, as far as its files are here. Fetches
-    nothing."""
+    """Check config, weights, tokenizer and memory of the model, as far as its files are local.
+    Downloads nothing."""
     folder = _folder_of(model)
     if folder is None:
         fix = "it is fetched at the first start; mind the spelling, the network and HF_TOKEN"
@@ -137,7 +137,7 @@ def _check_weights(folder: Path, dtype: str, block_size: int) -> Iterator[Findin
 
 
 def _check_shards(shards: list[Path]) -> Finding:
-    """Opening a shard reads its header and compares it with the file's length."""
+    """Open each shard, which compares its header with the file's length."""
     from safetensors import SafetensorError, safe_open
 
     for path in shards:
@@ -151,7 +151,7 @@ def _check_shards(shards: list[Path]) -> Finding:
 
 
 def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[Finding]:
-    """The plan of one worker with the other options' defaults, on the host's memory."""
+    """Memory plan of one worker on the host, with defaults for all other options."""
     import torch
 
     from baton.config import DecodeOptions

@@ -1,5 +1,4 @@
-"""The type that an engine computes in, where nobody names one: as fast as the device has it,
-without a loss of quality."""
+"""Chooses the dtype of an engine if the user names none: the fastest without loss of quality."""
 
 from __future__ import annotations
 
@@ -15,20 +14,20 @@ from engine.numerics import cpu_level, has_bfloat16_products
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """A type's name, and for people why it is this one."""
+    """A dtype's name, and the reason for the choice, for people."""
 
     name: str
     reason: str
 
 
 def choose_dtype(asked: str, stored: str, device: torch.device) -> DtypeChoice:
-    """asked: a type, or auto; stored: the checkpoint's. Raises ConfigError, and StartupError as
-    cpu_level does.
+    """Choose the dtype. asked: a dtype or auto; stored: the checkpoint's. Raises ConfigError, and
+    StartupError as cpu_level does.
 
-    On a CPU, auto takes the checkpoint's type where that has kernels of its own, and else float32,
-    which holds all values of the others: native kernels read all types at their own size at every
-    level; torch, without them, multiplies those of 16 bits several times slower than float32,
-    bfloat16 unless the CPU has instructions for it.
+    On a CPU, auto selects the checkpoint's dtype if it has native kernels, else float32, which
+    represents all values of the others. Native kernels read every dtype at its own size. Without
+    them, torch multiplies 16-bit numbers several times slower than float32, except bfloat16 on CPUs
+    with instructions for it.
     """
     if asked != "auto":
         if asked not in DTYPES:

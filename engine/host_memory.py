@@ -1,4 +1,4 @@
-"""How much memory of this machine a process may still take."""
+"""Available memory of this machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 def available_memory_bytes(
     meminfo: Path = _MEMINFO, limit: Path = _CGROUP_LIMIT, used: Path = _CGROUP_USED
 ) -> int:
-    """Host memory that this process may still take: what the kernel has, within its control group's
-    limit."""
+    """Host memory, in bytes, still available to this process: free memory, limited by its control
+    group."""
     free = _meminfo_available(meminfo)
     if limit.is_file() and used.is_file():
         text = limit.read_text().strip()

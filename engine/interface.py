@@ -1,9 +1,9 @@
-"""What a scheduler may ask of an engine: one forward for prefill, decode and verification, and a
-pool of KV blocks; and whom a step's exception is charged to, so that the others of its batch go on
-(promise 4).
+"""Interface between schedulers and engines: one forward for prefill, decode and verification, and a
+pool of KV blocks. Also isolates faults: an exception in a step is charged to the slices that cause
+it, and the other sequences continue (promise 4).
 
-An engine is driven by one thread. Its KV pool is read and written by transfer threads too, but
-never in a block that the engine's current batch writes: blocks have one owner at a time.
+One thread drives an engine. Transfer threads also read and write its KV pool, but never blocks that
+the current batch writes: a block has one owner at a time.
 """
 
 from __future__ import annotations
@@ -27,33 +27,29 @@ from engine.kv.layout import LayerGroups, groups_of
 
 _log = logging.getLogger(__name__)
 
-#: Called during a forward, in its thread, when layers [first, first + count) of all slices are in
-#: the KV pool.
+#: Called in the forward's thread when layers [first, first + count) of all slices are in the KV
+#: pool.
 LayersDone = Callable[[int, int], None]
 
 
-#: The new tokens of a slice whose one token is still being drawn: a place to put it.
+#: Placeholder for the new token of a slice while the previous launch still computes it.
 FOLLOWING: tuple[int, ...] = (0,)
 
 
 class SampleRow(NamedTuple):
-    """Asks for one token after one position of a slice. One or more for each sequence in each step:
-    of the immutable kind that costs least, as a slice is.
+    """Requests one sample after one position of a slice. A NamedTuple, because each step makes at
+    least one per sequence.
 
-    offset: which of the slice's new tokens is the last one the sample may see.
-    token_ids, num_prompt_tokens: the sequence up to and with that token, for penalties; output
-    follows the prompt.
-    num_undrawn_tokens: how many of those at the end are not in token_ids, because they are still
-    being drawn: 0, or 1 in a slice that follows a row. Then nothing may be asked of the sample that
-    depends on them, as penalties and bad words do; but of drafts, which may be wrong. The random
-    number is keyed by (sampling.seed, number of output tokens so far, choice).
-    allowed: bit t % 8 of byte t // 8 says whether token t may be chosen; None allows all. At least
-    one is allowed.
-    scored_token_id: if set, nothing is drawn: the sample is this token, with
-    sampling.prompt_logprobs alternatives, and token_ids may be empty. In a beam search
-    (sampling.beam), the sample is the likeliest allowed token, and its logprobs.top are the
-    likeliest allowed ones with their log probabilities, as many as
-    engine.sampling.beam_search.num_candidates says.
+    offset: index in the slice's new tokens of the last token that the sample depends on. token_ids,
+    num_prompt_tokens: the sequence up to that token (prompt, then output), for penalties.
+    num_undrawn_tokens: tokens at the end that token_ids lacks because they are still being
+    computed: 0, or 1 in a slice that follows a row; then penalties and bad words must be off,
+    except for drafts, which may be wrong. The random number is keyed by (sampling.seed, number of
+    output tokens so far, choice). allowed: bit t % 8 of byte t // 8 allows token t; None allows
+    all; at least one is allowed. scored_token_id: if set, nothing is drawn: the sample is this
+    token, with sampling.prompt_logprobs alternatives, and token_ids may be empty. In a beam search
+    (sampling.beam), the sample is the likeliest allowed token, and logprobs.top has the likeliest
+    allowed tokens, engine.sampling.beam_search.num_candidates of them.
     """
 
     offset: int
@@ -71,16 +67,14 @@ class SampleRow(NamedTuple):
 
 
 class SequenceSlice(NamedTuple):
-    """One sequence's part of a batch: `token_ids` are new at positions start, start + 1, ...
+    """One sequence's part of a batch: new tokens `token_ids` at positions start, start + 1, ...
 
-    KV of positions below `start` is in the blocks of `block_table`; that of the new tokens is
-    written there. len(block_table) * block_size >= start + len(token_ids).
-    num_prompt_tokens: length of the sequence's prompt; only engines whose spec has a
-    `shared_prompt_limit` read it.
-    follows: if set, the slice's one new token is what that row of the launch just before draws,
-    rows being counted over all its slices; token_ids is then FOLLOWING.
-    adapter: which of the engine's adapters computes it; empty for the model alone.
-    key: the sequence's name to whoever watches its hidden states; None if nobody may.
+    KV of positions before `start` is in the blocks of `block_table`; KV of the new tokens is
+    written there. len(block_table) * block_size >= start + len(token_ids). num_prompt_tokens:
+    length of the prompt, read only by engines with a `shared_prompt_limit`. follows: row of the
+    previous launch, counted over all its slices, that draws this slice's only new token; token_ids
+    is then FOLLOWING. adapter: name of the LoRA adapter; empty for the base model. key: identifies
+    the sequence to an observer of its hidden states; None if there must be no observer.
     """
 
     token_ids: Sequence[int]
@@ -95,7 +89,7 @@ class SequenceSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work. No block that one slice writes appears in another slice's table."""
+    """One step's work. A block written by one slice is in no other slice's table."""
 
     slices: tuple[SequenceSlice, ...]
 
@@ -106,15 +100,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is: constant after loading.
+    """Properties of an engine, constant after loading.
 
-    shared_prompt_limit: if set, KV of a prompt with more tokens than this depends on the prompt's
-    length (dynamic RoPE scaling): such a prompt must neither take blocks from a prefix cache nor
-    leave any there.
-    max_num_launches: launches that may be under way at once, 1 or 2. Of two, slices of the second
-    may follow rows of the first.
-    computes_aside: whether a launch returns before its batch is computed, so that the host may do
-    something else meanwhile.
+    shared_prompt_limit: if set, KV of longer prompts (in tokens) depends on the prompt's length
+    (dynamic RoPE scaling), so they must neither use nor fill a prefix cache. max_num_launches:
+    concurrent launches, 1 or 2; with 2, slices of the second may follow rows of the first.
+    computes_aside: whether launch returns before the batch is computed, so that the host can work
+    meanwhile.
     """
 
     model: str
@@ -127,33 +119,33 @@ class EngineSpec:
     computes_aside: bool = False
     numerics: NumericsClass = UNKNOWN_NUMERICS
     dtype_reason: str = ""
-    """Why it computes in that type, for people."""
+    """Reason for the dtype, for people."""
     adapters: tuple[str, ...] = ()
-    """Names of the adapters that slices may ask for, in order."""
+    """Names of the available adapters, in order."""
 
     @property
     def groups(self) -> LayerGroups:
-        """Which layers keep KV alike."""
+        """Layer groups of the KV layout."""
         return groups_of(self.layout)
 
     def shares_prefixes(self, num_prompt_tokens: int) -> bool:
-        """Whether KV of such a prompt may be found by, and taken from, other prompts that begin
-        alike."""
+        """Whether KV of a prompt of this length may be shared with prompts that have a common
+        prefix."""
         if self.groups.cannot_rewind:
             return False
         return self.shared_prompt_limit is None or num_prompt_tokens <= self.shared_prompt_limit
 
 
 class DeviceLost(Exception):
-    """The device fails at whatever it is given from now on: nothing but a new process can follow,
-    and no request is at fault."""
+    """The device has failed permanently. No request is at fault; only a new process can
+    continue."""
 
 
 class Launched(Protocol):
-    """A batch that an engine was given. It is computed after all that were given before it."""
+    """A launched batch. Batches are computed in the order of launch."""
 
     def samples(self) -> tuple[tuple[Sample, ...], ...]:
-        """Wait until the batch is computed; per slice, one sample per row of it. Called once, in
+        """Wait until the batch is computed; returns one sample per row, by slice. Called once, in
         the order of launches."""
         ...
 
@@ -168,11 +160,11 @@ class Engine(Protocol):
     def kv(self) -> KvPool: ...
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
-        """Begin to write the new tokens' KV and to draw samples. The batch is the caller's again
-        when this returns.
+        """Start writing the new tokens' KV and drawing samples. The caller may reuse the batch on
+        return.
 
-        Any exception, here or when the samples are asked for, leaves the blocks that the batch
-        writes undefined and all others untouched; but for DeviceLost, after which nothing is.
+        An exception, here or from samples(), leaves the blocks that the batch writes undefined and
+        all others untouched; after DeviceLost all are undefined.
         """
         ...
 
@@ -187,17 +179,16 @@ class Engine(Protocol):
 SliceOutcome = tuple[Sample, ...] | BatonError
 
 
-#: Gives what is called during a forward of these slices of a batch alone.
+#: From a range of slices in the batch: the layers_done callback of a forward of these slices only.
 LayersDoneOf = Callable[[range], LayersDone]
 
 
 def forward_guarded(
     engine: Engine, batch: Batch, layers_done_of: LayersDoneOf | None = None
 ) -> tuple[SliceOutcome, ...]:
-    """Run the batch; if it raises, run each slice alone, and let only those fail that raise again.
+    """Run the batch; if it raises, run each slice alone, and fail only those that raise again.
 
-    A slice that runs again writes the same KV into the same blocks, so its layers may be reported
-    again that were reported already.
+    A repeated slice writes the same KV into the same blocks, and may report layers again.
     """
     num_slices = len(batch.slices)
     try:
@@ -215,7 +206,7 @@ def forward_guarded(
 
 
 def try_launch(engine: Engine, batch: Batch, layers_done: LayersDone) -> Launched | None:
-    """A launch; None if it failed: forward_guarded says by whose fault."""
+    """Launch; returns None on failure: forward_guarded then finds the slices at fault."""
     try:
         return engine.launch(batch, layers_done)
     except DeviceLost:
@@ -226,7 +217,7 @@ def try_launch(engine: Engine, batch: Batch, layers_done: LayersDone) -> Launche
 
 
 def try_collect(launched: Launched) -> tuple[tuple[Sample, ...], ...] | None:
-    """A launch's samples; None if it failed: forward_guarded says by whose fault."""
+    """Samples of a launch; None on failure: forward_guarded then finds the slices at fault."""
     try:
         return launched.samples()
     except DeviceLost:
@@ -250,25 +241,25 @@ def _fault(error: Exception) -> BatonError:
 
 
 def wants_prompt_logprobs(spec: SequenceSpec) -> bool:
-    """Whether the prompt's log probabilities are still to be reported; cached KV has none."""
+    """Whether the prompt's log probabilities are still to be computed; cached KV provides none."""
     return spec.sampling.prompt_logprobs >= 0 and not spec.output_token_ids
 
 
 def num_scored_rows(spec: SequenceSpec, start: int, num_new: int) -> int:
-    """Rows that scored_rows gives for the same chunk."""
+    """Number of rows returned by scored_rows for the same chunk."""
     return len(_scored_positions(spec, start, num_new))
 
 
 def _scored_positions(spec: SequenceSpec, start: int, num_new: int) -> range:
-    """Positions of a chunk after which the prompt's next token is scored."""
+    """Positions of a chunk with a next prompt token to score."""
     if not wants_prompt_logprobs(spec):
         return range(0)
     return range(start, min(start + num_new, len(spec.prompt_token_ids) - 1))
 
 
 def scored_rows(spec: SequenceSpec, start: int, num_new: int) -> tuple[SampleRow, ...]:
-    """Rows that score the prompt's tokens after those of a chunk [start, start + num_new); none if
-    nobody asked."""
+    """Rows that score the prompt tokens following those of chunk [start, start + num_new); empty
+    unless requested."""
     positions = _scored_positions(spec, start, num_new)
     if not positions:
         return ()
@@ -277,7 +268,7 @@ def scored_rows(spec: SequenceSpec, start: int, num_new: int) -> tuple[SampleRow
         SampleRow(
             offset=position - start,
             sampling=spec.sampling,
-            # Penalties do not apply, and one copy of the prompt per token is quadratic.
+            # Penalties do not apply, and a copy of the prompt per token would be quadratic.
             token_ids=(),
             num_prompt_tokens=len(prompt),
             scored_token_id=prompt[position + 1],
@@ -293,8 +284,8 @@ def first_rows(
     allowed: bytes | None,
     num_undrawn_tokens: int = 0,
 ) -> tuple[SampleRow, ...]:
-    """One row for each choice of the sequence after its last token, `offset` in its slice; one for
-    a beam search.
+    """Rows after the sequence's last token, `offset` in its slice: one per choice, or one for a
+    beam search.
 
     token_ids, num_undrawn_tokens: see SampleRow.
     """

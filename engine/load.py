@@ -1,4 +1,5 @@
-"""An engine from a checkpoint: settle settings, plan memory, read weights, make the KV pool."""
+"""Loads an engine from a checkpoint: chooses settings, plans memory, reads weights, makes the KV
+pool."""
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ def load_engine(
 ) -> TorchEngine:
     """Load a checkpoint and make its KV pool.
 
-    on_plan: called with the memory plan before anything is loaded; logs it by default. progress:
-    called with each tensor read; shows a bar on a terminal by default. Raises ConfigError and
-    ModelError (see baton.errors).
+    on_plan: called with the memory plan before loading; default: logs it. progress: called for each
+    tensor read; default: a progress bar on terminals. Raises ConfigError and ModelError (see
+    baton.errors).
     """
     _set_threads(config.device)
     device = _device(config.device.device)
@@ -71,7 +72,7 @@ def load_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """All that is chosen before memory is planned: `plan` has no blocks yet."""
+    """Choices made before memory is planned; `plan` has no blocks yet."""
 
     source: ModelSource
     plan: EnginePlan
@@ -86,7 +87,7 @@ def _set_threads(config: DeviceConfig) -> None:
 
 
 def _open_checkpoint(choice: ModelChoice) -> ModelSource:
-    """Raises ModelError, also where shards are missing."""
+    """Open a checkpoint. Raises ModelError, also for missing shards."""
     with naming_model(choice.model):
         folder = resolve_checkpoint(choice.model, choice.revision)
         source = model_source(folder, choice.implementation)
@@ -131,7 +132,7 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
 def _choose_attention(
     source: ModelSource, config: EngineConfig, dtype: str, kv_dtype: str, device: torch.device
 ) -> AttentionBackend:
-    """Raises ConfigError."""
+    """The attention backend. Raises ConfigError."""
     name = config.model.attention_backend
     attention = source.choose_attention(name, dtype, kv_dtype, device)
     if config.device.num_ranks > 1 and name != "auto":
@@ -142,7 +143,7 @@ def _choose_attention(
 
 
 def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
-    """Raises ConfigError where the model, or max_model_len tokens of it, do not fit."""
+    """Plan memory. Raises ConfigError if the model, or max_model_len tokens of KV, do not fit."""
     source, plan, graphs = settled.source, settled.plan, settled.graphs
     where, sizes, head = plan.device, plan.layout, config.draft_head
     limits = config.limits.max_num_seqs, config.limits.max_num_batched_tokens
@@ -185,7 +186,7 @@ def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
 def _load_weights(
     settled: _Settled, memory: MemoryPlan, model: str, progress: ProgressHook | None
 ) -> LoadedModel:
-    """Raises ModelError."""
+    """Read the weights. Raises ModelError."""
     report_phase("loading weights")
     with naming_model(model):
         return settled.source.load(
@@ -201,7 +202,7 @@ def _load_weights(
 def _spec(
     settled: _Settled, memory: MemoryPlan, loaded: LoadedModel, choice: ModelChoice
 ) -> EngineSpec:
-    """What the engine reports of itself."""
+    """The engine's spec."""
     source, plan = settled.source, settled.plan
     digests = [loaded.digest, source.kv_digest]
     if plan.adapters:
@@ -218,8 +219,8 @@ def _spec(
         vocab_size=source.vocab_size,
         max_model_len=memory.longest_context,
         shared_prompt_limit=loaded.shared_prompt_limit,
-        # Followers receive only the batch, not sampled tokens. Records are kept of one step: two
-        # that are thrown away could not be run again.
+        # Followers receive only the batch, not sampled tokens. Records of one step are kept, so two
+        # discarded steps could not run again.
         max_num_launches=1 if plan.num_ranks > 1 or groups_of(layout).cannot_rewind else 2,
         computes_aside=plan.device.type == "cuda",
         numerics=numerics,
@@ -237,7 +238,7 @@ def _make_pool(
 
 
 def kv_layout(source: ModelSource, dtype: str, block_size: int) -> KvLayout:
-    """Without a fingerprint, which takes the weights."""
+    """KV layout of the whole model, without a fingerprint, which depends on the weights."""
     window, windowed_layers = windows_of(source.windows)
     return KvLayout(
         fingerprint="",
@@ -261,15 +262,13 @@ def max_window_slots(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
-    """Most slots that layers with fewer than all tokens need apart from the others; 0 where blocks
-    have the KV of all layers. That is so
+    """Maximum slots for layers that keep fewer than all tokens, apart from the others; 0 if blocks
+    hold the KV of all layers: if LayerGroups.max_slots is 0, on a GPU (block tables in its memory,
+    and recorded steps, use one pool), and for layers that transformers' code runs.
 
-    * if LayerGroups.max_slots says so;
-    * on a GPU: block tables in its memory, and recorded steps, are of one pool;
-    * of layers that transformers' code runs, which are given one pool.
-
-    And of a draft model, whose sequences do not slide (see StepLimits), where steps
-    are recorded without a GPU, and where blocks would be no more than slots (plan_blocks)."""
+    The callers also have none for a draft model, which does not slide (see StepLimits), for
+    recorded steps without a GPU, and if there would be no more blocks than slots (plan_blocks).
+    """
     if device.type != "cpu" or not source.takes_grouped_kv:
         return 0
     return groups_of(layout).max_slots(max_num_seqs, max_num_batched_tokens)
@@ -282,7 +281,7 @@ def _batch_invariant(
     device: torch.device,
     lora_modules: Mapping[str, str],
 ) -> AttentionBackend:
-    """The backend that replaces `attention`. Raises ConfigError."""
+    """The batch-invariant backend that replaces `attention`. Raises ConfigError."""
     option = "batch_invariant"
     source.check_batch_invariant(dtype, device)
     if attention is not REFERENCE:
@@ -301,7 +300,7 @@ def _batch_invariant(
 def _read_adapters(
     source: ModelSource, lora: LoraConfig, dtype: str, device: torch.device, num_ranks: int
 ) -> dict[str, Adapter]:
-    """By name. Raises ConfigError, AdapterError."""
+    """Adapters by name. Raises ConfigError, AdapterError."""
     if lora.modules and num_ranks > 1:
         raise ConfigError.of(
             "tensor_parallel_size",
@@ -315,14 +314,14 @@ def _read_adapters(
 
 
 def _table_bytes(plan: EnginePlan) -> int:
-    """Of block tables on a device that is not the host."""
+    """Bytes of block tables in a device's memory."""
     if plan.device.type == "cpu":
         return 0
     return table_bytes(plan.max_seqs, table_width(plan.max_len, plan.layout.block_size))
 
 
 def waiting_for(device: torch.device) -> Callable[[], None]:
-    """Waits for all that the device was given; a CPU has done it when it was given."""
+    """A function that waits for all work given to the device; the CPU is synchronous."""
     if device.type == "cuda":
         return partial(torch.cuda.synchronize, device)
     return lambda: None
@@ -350,7 +349,8 @@ def _device(name: str) -> torch.device:
 
 
 def _check_kv_dtype(name: str, head_elements: int, device: torch.device) -> None:
-    """head_elements: of one head in a block."""
+    """Raise ConfigError unless the device supports KV of this dtype. head_elements: elements of one
+    head in a block."""
     if name not in {*DTYPES, *SCALED_DTYPES}:
         known = ", ".join((*DTYPES, *sorted(SCALED_DTYPES)))
         raise ConfigError.of("kv_cache_dtype", name, f"use auto, {known}")
@@ -380,8 +380,8 @@ def _max_len(asked: int | None, source: ModelSource) -> int:
 
 
 def _available_bytes(device: torch.device, share: float) -> int:
-    """A share of all memory of a GPU, as far as it is free; of what this machine has free, within
-    the process's cgroup."""
+    """Bytes available: on a GPU, a share of its total memory, limited by free memory; else a share
+    of the free host memory within the process's cgroup."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return min(free, int(total * share))

@@ -1,4 +1,4 @@
-"""Where a worker's memory goes, worked out before anything is loaded. Pure arithmetic."""
+"""Plans a worker's memory before loading. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.kv.layout import groups_of
 
 @dataclass(frozen=True, slots=True)
 class HeadMemory:
-    """Bytes of a draft head: its weights, and its KV of a block of tokens."""
+    """Bytes of a draft head: its weights, and its KV per block."""
 
     weight_bytes: int = 0
     block_bytes: int = 0
@@ -24,10 +24,11 @@ NO_HEAD = HeadMemory()
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by use, of one rank, and what the KV blocks hold. layout: of the whole model's KV.
+    """Memory of one rank by use, in bytes, and the capacity of the KV blocks. layout: of the whole
+    model.
 
-    num_window_slots: blocks whose KV in windowed layers is held at once, slot_bytes each, where
-    that lies apart, and block_bytes are of the other layers; 0 where blocks have the KV of all.
+    num_window_slots: slots of slot_bytes each for the KV of windowed layers apart from the blocks;
+    block_bytes then excludes these layers. 0 if blocks hold the KV of all layers.
     """
 
     weight_bytes: int
@@ -45,11 +46,11 @@ class MemoryPlan:
     num_window_slots: int = 0
     slot_bytes: int = 0
     state_bytes: int = 0
-    """Of the states of max_num_seqs sequences."""
+    """States of max_num_seqs sequences."""
 
     @property
     def head_bytes(self) -> int:
-        """Of the draft head: its weights, and KV of as many tokens as it can have at once."""
+        """Draft head: its weights, and KV for all blocks."""
         most = self.max_num_seqs * -(-self.max_model_len // self.layout.block_size)
         return self.head.weight_bytes + min(self.num_blocks, most) * self.head.block_bytes
 
@@ -63,17 +64,16 @@ class MemoryPlan:
 
     @property
     def longest_context(self) -> int:
-        """Tokens of the longest sequence that can be served."""
+        """Longest sequence that can be served, in tokens."""
         return min(self.max_model_len, self.num_kv_tokens)
 
     @property
     def num_longest_seqs(self) -> int:
-        """Sequences of the longest context that fit at once, were they all admitted; as they
-        decode."""
+        """Sequences of the longest context that fit at once while decoding."""
         return self.num_blocks // groups_of(self.layout).num_held_blocks(self.longest_context)
 
     def rows(self) -> tuple[tuple[str, str], ...]:
-        """(what, how much) for people."""
+        """(use, amount) pairs for people."""
         ranks = (("ranks", f"{self.num_ranks}, each with:"),) if self.num_ranks > 1 else ()
         transfers = (("KV on its way", f"up to {format_bytes(self.transfer_bytes)}"),)
         slots = (
@@ -105,14 +105,14 @@ class MemoryPlan:
         )
 
     def render(self) -> str:
-        """A small table as plain text, one row a line."""
+        """The plan as a plain-text table, one row per line."""
         rows = self.rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """In the largest binary unit that leaves at least 1."""
+    """Format in the largest binary unit with a value of at least 1."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -122,14 +122,14 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def num_linear_weights(config: ModelConfig, *, has_all: bool = True) -> int:
-    """Weights of the decoder layers' linear layers. has_all: with those that never run
+    """Number of weights in the decoder layers' linear layers. has_all: include those that are never
     quantised."""
     linears = (linear for layer in describe_layers(config) for linear in layer.linears)
     return sum(x.num_in * x.num_out for x in linears if has_all or x.is_quantizable)
 
 
 def num_quantized_weights(config: ModelConfig) -> int:
-    """Weights that are quantised in the checkpoint."""
+    """Number of weights that are quantised in the checkpoint."""
     if config.quantization is None:
         return 0
     has_head = config.quantization.output_layer is not None and not config.is_tied
@@ -138,7 +138,7 @@ def num_quantized_weights(config: ModelConfig) -> int:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Numbers in the checkpoint, tied embeddings counted once."""
+    """Number of parameters in the checkpoint; tied embeddings count once."""
     beside = describe_norm(config).weight.size
     for layer in describe_layers(config):
         beside += sum(linear.num_out for linear in layer.linears if linear.has_bias)
@@ -148,11 +148,10 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks: int = 1) -> int:
-    """What a rank's weights take once they are packed; where embeddings are tied, the output layer
-    has a copy of its own.
+    """Bytes of a rank's packed weights; with tied embeddings the output layer is a copy.
 
-    keeps_levels: quantised layers are not dequantised. Each level takes a byte while they are
-    loaded, whatever its bits; each run of float8 that has a scale has it in float32.
+    keeps_levels: quantised layers stay quantised. During loading, each level takes a byte
+    regardless of its bits, and each scale of float8 is float32.
     """
     size = DTYPE_BYTES[dtype]
     embeddings = config.vocab_size * config.hidden_size
@@ -168,12 +167,12 @@ def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks:
 
 
 def token_bytes(config: ModelConfig, element_bytes: int) -> int:
-    """An upper estimate of what a step holds for each of its tokens: its widest layer, operation by
-    operation or within baton_kernels.cpu.layers.NativeLayers, and inputs as its products take them:
-    widened to float32, or rounded to integers with sums for groups of 8 or more."""
+    """Upper estimate of a step's bytes per token: the widest layer, by operation or inside
+    baton_kernels.cpu.layers.NativeLayers, and inputs as products read them: widened to float32, or
+    quantised to integers with sums per group of 8 or more."""
     hidden, inter, experts = config.hidden_size, config.intermediate_size, config.traits.experts
     if experts is not None:
-        # Of each chosen expert a row, gathered and put back.
+        # One row per chosen expert, gathered and scattered.
         chosen = experts.num_chosen * (2 * experts.intermediate_size + hidden)
         inter = max(inter, chosen + experts.shared_size)
     q = config.num_heads * config.head_dim
@@ -186,8 +185,8 @@ def token_bytes(config: ModelConfig, element_bytes: int) -> int:
 def activation_bytes(
     config: ModelConfig, dtype: str, max_num_batched_tokens: int, max_num_seqs: int, max_len: int
 ) -> int:
-    """An upper estimate of what a step holds at once: its widest layer, its gathered KV, and its
-    logits in float32."""
+    """Upper estimate of a step's bytes: its widest layer, its gathered KV, and its logits in
+    float32."""
     tokens = max_num_batched_tokens * token_bytes(config, DTYPE_BYTES[dtype])
     gathered = 2 * max(max_len, 8192) * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
     logits = 3 * max_num_seqs * config.vocab_size * 4
@@ -212,24 +211,23 @@ def plan_blocks(
     max_window_slots: int = 0,
     states: int = 0,
 ) -> MemoryPlan:
-    """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for
-    max_num_seqs sequences of max_model_len tokens within what weights, activations, graphs, states
-    and transfers leave of `available_bytes`.
+    """Plan the number of KV blocks: `num_blocks`, else what fits in `kv_cache_memory_bytes`, else
+    enough for max_num_seqs sequences of max_model_len tokens within the rest of `available_bytes`.
 
-    max_window_slots: what running sequences need at most, see LayerGroups.max_slots, if groups can
-    lie apart; else 0. It does if there are more blocks then than that: so slots are never what a
-    sequence lacks, and blocks alone are counted when one is admitted, scheduled or routed.
+    max_window_slots: maximum slots of running sequences, see LayerGroups.max_slots; 0 if groups
+    cannot lie apart. They lie apart only if there are more blocks than slots; sequences then never
+    lack slots, and admission, scheduling and routing count blocks only.
 
-    layout: of the whole model's KV; weights, activations, graphs, states, transfers: bytes of one
-    rank; head: has KV of each block's tokens, too, within the same budget; other bytes are of all
-    `num_ranks` ranks of tensor parallelism together, which share them alike.
+    layout: of the whole model. weights, activations, graphs, states, transfers: bytes of one rank.
+    head: has KV for each block, within the same budget. Other byte counts are totals of all
+    `num_ranks` ranks, which share them equally.
 
-    Raises ConfigError if that is not even one block, or the weights do not fit.
+    Raises ConfigError if not even one block fits, or the weights do not.
     """
     block_size = layout.block_size
     own = replace(layout, num_kv_heads=max(1, layout.num_kv_heads // num_ranks))
     block_bytes = own.block_bytes
-    # What a block costs, with what a draft head keeps of its tokens.
+    # Bytes of a block, with the draft head's KV of its tokens.
     whole_bytes = block_bytes + head.block_bytes
     slot_bytes = groups_of(own).apart_block_bytes
     full_bytes = block_bytes - slot_bytes

@@ -1,4 +1,4 @@
-"""What load_engine asks of a checkpoint, no matter which code runs its layers."""
+"""Interface of load_engine to a checkpoint, independent of the code that runs its layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.torch.weights import ProgressHook
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """What records decode steps, and the most sequences of one."""
+    """Recorder of decode steps, and the maximum sequences of one."""
 
     make: Callable[[torch.device], GraphDevice]
     max_seqs: int
@@ -30,10 +30,13 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What is settled before a model is loaded. dtype: of weights and of what is computed; layout:
-    of the whole model's KV, without a fingerprint; max_len: in tokens; max_seqs: sequences of a
-    step; num_window_slots: see MemoryPlan; adapters: by name; attention: who computes it;
-    batch_invariant: no row's result depends on which others are computed with it."""
+    """Settings chosen before a model is loaded.
+
+    dtype: of weights and computation; layout: of the whole model, without a fingerprint; max_len:
+    in tokens; max_seqs: sequences per step; num_window_slots: see MemoryPlan; adapters: by name;
+    attention: the backend; batch_invariant: each row's result is independent of the rest of the
+    batch.
+    """
 
     device: torch.device
     dtype: str
@@ -51,13 +54,12 @@ class EnginePlan:
 class ModelSource(Protocol):
     """A checkpoint. Nothing is loaded before `load`.
 
-    name: of the family or architecture, for people; dtype: the checkpoint's; max_len: of a
-    sequence, in tokens, unless another is asked for; longest_len: the most that may be;
-    num_kv_heads, head_dim, kv_parts: see KvLayout; windows: tokens that each
-    layer attends to, None for all; takes_grouped_kv: whether layers run over a GroupedKvPool;
-    num_state_layers, state_layer_bytes: see KvLayout;
-    kv_digest: of every setting on which the meaning of KV depends, but the weights; kernels: whose
-    results a token depends on, besides Baton's.
+    name: family or architecture, for people. dtype: the checkpoint's. max_len: default maximum
+    length of a sequence, in tokens; longest_len: its upper limit. num_kv_heads, head_dim, kv_parts,
+    num_state_layers, state_layer_bytes: see KvLayout. windows: by layer, in tokens, None for full
+    attention. takes_grouped_kv: whether layers support a GroupedKvPool. kv_digest: digest of all
+    settings that define the meaning of KV, except the weights. kernels: versions of kernels outside
+    Baton that tokens depend on.
     """
 
     @property
@@ -100,7 +102,8 @@ class ModelSource(Protocol):
     def longest_len(self) -> int: ...
 
     def for_length(self, max_model_len: int) -> ModelSource:
-        """The same for sequences up to that, on which the meaning of KV may depend."""
+        """The source for sequences of at most max_model_len tokens, which may change the meaning of
+        KV."""
         ...
 
     @property
@@ -110,7 +113,7 @@ class ModelSource(Protocol):
     def kernels(self) -> str: ...
 
     def check_ranks(self, size: int, device: torch.device) -> None:
-        """Raise ConfigError unless so many ranks can share the model on this kind of device."""
+        """Raise ConfigError unless `size` ranks can share the model on this kind of device."""
         ...
 
     def choose_attention(
@@ -126,23 +129,23 @@ class ModelSource(Protocol):
     def read_adapter(
         self, folder: Path, dtype: str, device: torch.device, max_rank: int
     ) -> Adapter:
-        """A LoRA adapter of this model. Raises AdapterError."""
+        """Read a LoRA adapter of this model. Raises AdapterError."""
         ...
 
     def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:
-        """What a rank's weights take."""
+        """Bytes of a rank's weights."""
         ...
 
     def activation_bytes(self, dtype: str, num_tokens: int, num_seqs: int, max_len: int) -> int:
-        """An upper estimate of what a step holds at once."""
+        """Upper estimate of a step's bytes."""
         ...
 
     def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:
-        """About what recorded steps take; 0 where none are."""
+        """Approximate bytes of recorded steps; 0 without recording."""
         ...
 
     def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:
-        """What a draft head of this model takes. Raises ConfigError, ModelError."""
+        """Memory of a draft head for this model. Raises ConfigError, ModelError."""
         ...
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
@@ -151,7 +154,7 @@ class ModelSource(Protocol):
 
 
 class LoadedModel(Protocol):
-    """Weights that are read. followers: see StepRunner; shared_prompt_limit: see EngineSpec."""
+    """Loaded weights. followers: see StepRunner; shared_prompt_limit: see EngineSpec."""
 
     @property
     def digest(self) -> str: ...
@@ -163,5 +166,5 @@ class LoadedModel(Protocol):
     def shared_prompt_limit(self) -> int | None: ...
 
     def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
-        """Steps over `pool`."""
+        """The step runner over `pool`."""
         ...

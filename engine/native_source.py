@@ -1,4 +1,4 @@
-"""A checkpoint of one of Baton's own families, as load_engine asks for it."""
+"""ModelSource of a checkpoint of Baton's own families."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class _LoadedNative:
 
 
 def _plan_graphs(config: ModelConfig, plan: EnginePlan, graphs: Graphs) -> GraphPlan:
-    # Imports Triton, which is not everywhere.
+    # Imported here, because it imports Triton, which is optional.
     from engine.cuda.step_graphs import plan_graphs
 
     layout = plan.layout
@@ -210,7 +210,7 @@ def _capture(
     begin = time.monotonic()
     try:
         steps = ReplayedSteps(model, tables, plan, device, eager)
-    except RuntimeError as error:  # torch has no other for a device that fails or is full
+    except RuntimeError as error:  # torch raises no narrower type for a failed or full device
         raise ConfigError.of(
             "enforce_eager",
             False,

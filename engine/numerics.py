@@ -12,15 +12,15 @@ from baton.types import NO_LEVEL, NumericsClass
 from baton_kernels.cpu.library import LevelError, level
 from baton_kernels.version import NUMERICS_VERSION
 
-#: Flags that oneDNN chooses its products by, besides the capability that torch reports.
+#: CPU flags that affect oneDNN's choice of products, besides the capability that torch reports.
 _PRODUCT_FLAGS = frozenset({"avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "bf16"})
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_level() -> str:
-    """The level that CPU kernels run at. Raises StartupError where BATON_CPU_LEVEL names none that
-    this machine has."""
+    """Level of the CPU kernels. Raises StartupError if BATON_CPU_LEVEL names a level that this
+    machine lacks."""
     try:
         return level()
     except LevelError as error:
@@ -28,12 +28,12 @@ def cpu_level() -> str:
 
 
 def numerics_of(device: torch.device, dtype: str, kernels: str = "") -> NumericsClass:
-    """Of an engine on `device` that computes in `dtype`. kernels: whose results a token depends on
-    besides, with a version.
+    """Numerics class of an engine on `device` that computes in `dtype`. kernels: names and versions
+    of other kernels that tokens depend on.
 
-    What torch adds to the kernels (sums of probabilities for top_p and log probabilities) is
-    rounded by its version and by the instructions that it found; without native kernels so are all
-    products, by oneDNN. Raises StartupError as cpu_level does.
+    torch's part (sums of probabilities for top_p and log probabilities) is rounded according to its
+    version and instruction set; without native kernels, oneDNN's products are, too. Raises
+    StartupError as cpu_level does.
     """
     torch_version = f"torch{torch.__version__.partition('+')[0]}"
     if kernels:
@@ -51,12 +51,12 @@ def numerics_of(device: torch.device, dtype: str, kernels: str = "") -> Numerics
 
 
 def has_bfloat16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware, so that torch does so, too."""
+    """Whether this CPU, and therefore torch, multiplies bfloat16 in hardware."""
     return not _BFLOAT16_FLAGS.isdisjoint(_cpu_flags())
 
 
 def _cpu_flags() -> frozenset[str]:
-    """Of the first CPU, as Linux names them; none elsewhere."""
+    """Flags of the first CPU in /proc/cpuinfo; empty if there is none."""
     if not _CPU_INFO.is_file():
         return frozenset()
     lines = _CPU_INFO.read_text().splitlines()

@@ -1,14 +1,13 @@
-"""The oracle engine: an engine without a model, in which any lost, doubled, moved or corrupted KV
+"""The oracle engine: an engine without a model, in which lost, duplicated, moved or corrupted KV
 changes the output.
 
 The KV of a token is a hash of the prefix that ends with it, spread over layers, keys, values, heads
-and dimensions. The next token is a hash of all KV that the layout lets it see, of windowed layers
-that in their window, as it stands in the blocks, read through the block table, or through that of
-the windowed layers where their KV lies apart; and, of a model that has layers with a state, of the
-sequence's states, which are hashes of the prefix, too, each computed from those before it as they
-stand in the sequence's slot. So the right output is known in advance (`oracle_tokens`), and no
-other output can come from wrong blocks but by a collision of 64-bit hashes. Not for secrets: the
-hashes only have to mix well.
+and dimensions. The next token is a hash of all KV visible to it (of windowed layers, KV in the
+window), read from the blocks through the block table, or through the slot table of windowed layers
+apart from the blocks. A model with state layers also hashes the sequence's states, each computed
+from the previous states in the sequence's slot. The correct output is therefore known in advance
+(`oracle_tokens`), and wrong blocks produce it only by a collision of 64-bit hashes. The hashes mix
+well but are not cryptographic.
 """
 
 from __future__ import annotations
@@ -51,30 +50,29 @@ from engine.kv.tensors.state_memory import StateMemory
 from engine.oracle_choice import choose, mix
 from engine.sampling.beam_search import BeamSearch, Hypothesis
 
-#: Longest sequence of the references below.
+#: Maximum sequence length, in tokens, of the reference outputs below.
 _REFERENCE_LEN = 4096
 _ROOT = 0x9E3779B97F4A7C15
 _Words = NDArray[np.uint64]
 
-#: Of a sequence's states: layers, and 64-bit words of each.
+#: Shape of a sequence's states: layers, and 64-bit words per layer.
 _STATE_SHAPE = (3, 15)
 _STATE_WORDS = np.array(
     [mix(_ROOT - 1 - index) for index in range(math.prod(_STATE_SHAPE))], dtype=np.uint64
 ).reshape(_STATE_SHAPE)
-"""So that swapped words differ."""
+"""Distinct words, so that swapped words are detected."""
 _STATE_SHARES = _STATE_WORDS.copy()
-"""Weights whose sum is 1: of as many equal words the weighted sum is one of them, and otherwise
-none."""
+"""Weights with sum 1: the weighted sum of equal words is that word."""
 _STATE_SHARES[:1, :1] += np.uint64(1) - np.sum(_STATE_SHARES, dtype=np.uint64, keepdims=True)
 
 
 class OracleLayers(NamedTuple):
-    """What layers a model has beside those that attend to all tokens.
+    """Kinds of layers.
 
-    window: tokens that windowed layers attend to, 0 if there are none: all layers, or, with full
-    layers, every other one, from the second one on. Without full layers at least 2: a token's KV is
-    computed from that of the token before. has_states: whether there are layers with a state, too;
-    then there are full layers, and no slots for windowed ones.
+    window: tokens that windowed layers attend to, 0 if there are none. Without full layers all
+    layers are windowed, and window is at least 2, because a token's KV is computed from the
+    previous token's; with full layers every other one is, from the second on. has_states: whether
+    there are state layers; requires full layers, and no slots for windowed ones.
     """
 
     window: int = 0
@@ -86,7 +84,7 @@ FULL_LAYERS = OracleLayers()
 
 
 def oracle_layout(layers: OracleLayers, block_size: int, num_layers: int = 4) -> KvLayout:
-    """Without a fingerprint."""
+    """KV layout of an oracle engine, without a fingerprint."""
     first_windowed = int(layers.has_full_layers)
     windowed = range(first_windowed, num_layers, 1 + first_windowed)
     return KvLayout(
@@ -100,12 +98,10 @@ def oracle_layout(layers: OracleLayers, block_size: int, num_layers: int = 4) ->
 
 @dataclass(frozen=True, slots=True)
 class OracleOptions:
-    """layer_group_size: layers per layers_done call. step_s, token_s: what a forward takes, and
-    what each of its new tokens adds, in seconds of real time; its own hashing is a part of that,
-    and it sleeps for the rest.
+    """layer_group_size: layers per layers_done call. step_s, token_s: wall-clock seconds of a
+    forward, and of each of its new tokens; the engine sleeps for what its hashing leaves of them.
 
-    poison_token_id: a token whose computation fails, to test that a fault stays with its request;
-    -1 for none.
+    poison_token_id: a token that fails the computation, to test fault isolation; -1: none.
     """
 
     num_blocks: int
@@ -121,15 +117,15 @@ class OracleOptions:
     adapters: tuple[str, ...] = ()
     layers: OracleLayers = FULL_LAYERS
     num_window_slots: int = 0
-    """See GroupedKvPool; 0 if blocks have the KV of all layers."""
+    """See GroupedKvPool; 0 if blocks hold the KV of all layers."""
     num_state_slots: int = 1
-    """Sequences that run at once, of a model with states."""
+    """Maximum running sequences of a model with states."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OracleLaunch:
-    """Implements engine.interface.Launched. slot_tables: of each slice, its block table as
-    layers in slots have it. end_s: when a device would be done with it, of time.perf_counter."""
+    """Implements engine.interface.Launched. slot_tables: by slice, the block table in slots of the
+    layers apart. end_s: time.perf_counter at which a device would finish."""
 
     batch: Batch
     slot_tables: tuple[Sequence[int], ...]
@@ -143,8 +139,9 @@ class _OracleLaunch:
 
 
 class OracleEngine(Engine):
-    """Computes a launch as late as an engine may: when its samples are asked for. Blocks that were
-    given to others too early are written all the same, and so the output of these changes."""
+    """Computes a launch as late as the interface allows, when its samples are requested. Blocks
+    that were reassigned too early are overwritten then, which changes the output of their new
+    owner."""
 
     def __init__(self, options: OracleOptions) -> None:
         layers = options.layers
@@ -165,9 +162,9 @@ class OracleEngine(Engine):
         self._weights = _slot_weights(layout)
         self._end_s = 0.0
         self._launched: deque[_OracleLaunch] = deque()
-        """Not computed yet."""
+        """Launches not yet computed."""
         self._drawn: tuple[Sample, ...] = ()
-        """Of all rows of the last launch that was computed."""
+        """Samples of all rows of the last computed launch."""
         self._spec = EngineSpec(
             model=options.model,
             layout=layout,
@@ -189,7 +186,7 @@ class OracleEngine(Engine):
         return self._kv
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
-        """See Engine.launch. Whatever goes wrong is raised when the samples are asked for."""
+        """See Engine.launch. All errors are raised when the samples are requested."""
         seconds = self._options.step_s + batch.num_tokens * self._options.token_s
         self._end_s = max(self._end_s, time.perf_counter()) + seconds
         kv, kept = self._kv, _kept(batch)
@@ -204,8 +201,8 @@ class OracleEngine(Engine):
         return launched
 
     def _finish(self, launched: _OracleLaunch) -> tuple[tuple[Sample, ...], ...]:
-        """Raises EngineFault if the batch holds the poison token or follows what failed, or no
-        token may be chosen."""
+        """Compute a launch. Raises EngineFault if the batch has the poison token or follows a
+        failed launch, or no token may be chosen."""
         if self._launched.popleft() is not launched:
             raise RuntimeError("samples are asked for out of order")
         before, self._drawn = self._drawn, ()
@@ -261,8 +258,8 @@ class OracleEngine(Engine):
                 data[table[index], :, :, :, inside] = slots[layers, :, :, written]
 
     def _write_states(self, part: SequenceSlice) -> Sequence[int]:
-        """After each of the new tokens, of which the last is written; 0 if no layer has a state.
-        Raises EngineFault if those before them are not there."""
+        """State hashes after each new token; writes the last. All 0 without state layers. Raises
+        EngineFault if the previous states are missing."""
         memory = self._states
         if memory is None:
             return [0] * len(part.token_ids)
@@ -284,8 +281,8 @@ class OracleEngine(Engine):
     def _memories(
         self, block_table: Sequence[int], slot_table: Sequence[int]
     ) -> tuple[tuple[slice, _Words, Sequence[int]], ...]:
-        """Layers that lie together, the first one of the model first: which these are, the words of
-        their blocks, and the blocks there."""
+        """Memories of the layers, the one with the model's first layer first: (layers, words of
+        their blocks, block ids there) each."""
         kv = self._kv
         if isinstance(kv, ArrayKvPool):
             return ((slice(None), kv.data.view(np.uint64), block_table),)
@@ -306,15 +303,15 @@ class OracleEngine(Engine):
         row: SampleRow,
         states: Sequence[int],
     ) -> Sample:
-        """states: after each of the slice's tokens."""
+        """states: hash after each of the slice's tokens."""
         digest = self._digest(part.block_table, slot_table, part.start + row.offset + 1)
         return choose(digest ^ states[row.offset], row, self._options.vocab_size)
 
     def _digest(
         self, block_table: Sequence[int], slot_table: Sequence[int], num_tokens: int
     ) -> int:
-        """A hash of the KV of tokens [0, num_tokens), of windowed layers those in the window, read
-        from the blocks, which depends on each word and its place."""
+        """Position-dependent hash of the KV of tokens [0, num_tokens), of windowed layers only in
+        the window, read from the blocks."""
         size = self._options.block_size
         num_blocks = -(-num_tokens // size)
         layout = self._kv.layout
@@ -338,8 +335,8 @@ class OracleEngine(Engine):
 
 @lru_cache(maxsize=8)
 def _places_of(shape: tuple[int, ...], num_blocks: int) -> _Words:
-    """A word for each word of a sequence's blocks, [num_blocks, *shape of a block], by token, then
-    by place in it. Those of fewer blocks are the first of these."""
+    """One word per word of a sequence's blocks, [num_blocks, *block shape], by token, then by place
+    in it. Fewer blocks give a prefix of this."""
     layers, kinds, heads, size, dims = shape
     by_token = (num_blocks, size, layers, kinds, heads, dims)
     numbers = np.arange(1, math.prod(by_token) + 1, dtype=np.uint64)
@@ -348,7 +345,7 @@ def _places_of(shape: tuple[int, ...], num_blocks: int) -> _Words:
 
 
 def _kept(batch: Batch) -> Batch:
-    """As it is now, whatever becomes of the caller's lists."""
+    """A copy that is independent of the caller's lists."""
     return Batch(
         tuple(
             part._replace(
@@ -361,8 +358,8 @@ def _kept(batch: Batch) -> Batch:
 
 
 def _followed(part: SequenceSlice, drawn: Sequence[Sample]) -> SequenceSlice:
-    """With the token that the launch before has drawn. Raises EngineFault if it has drawn none, or
-    rows depend on it."""
+    """Replace FOLLOWING by the token that the previous launch drew. Raises EngineFault if there is
+    none, or if rows depend on it."""
     if part.follows is None:
         return part
     if part.follows >= len(drawn):
@@ -381,9 +378,9 @@ def oracle_tokens(
     adapter: str = "",
     layers: OracleLayers = FULL_LAYERS,
 ) -> list[int]:
-    """The output that a whole, undisturbed request gets from any oracle engine of default shape.
+    """Output of an undisturbed request on any oracle engine of default shape.
 
-    allowed: SampleRow.allowed after an output; None for an output that may be anything.
+    allowed: from an output, SampleRow.allowed; None for unrestricted output.
     """
     engine = _undisturbed(vocab_size, layers)
     token_ids = list(prompt)
@@ -408,8 +405,8 @@ def oracle_beams(
     adapter: str = "",
     layers: OracleLayers = FULL_LAYERS,
 ) -> tuple[Hypothesis, ...]:
-    """What a whole, undisturbed beam search finds on any oracle engine of default shape. allowed:
-    as of oracle_tokens."""
+    """Hypotheses of an undisturbed beam search on any oracle engine of default shape. allowed: see
+    oracle_tokens."""
     engine = _undisturbed(vocab_size, layers)
     search = BeamSearch(sampling, len(prompt), _REFERENCE_LEN)
     beams: list[list[int]] = [list(prompt)]
@@ -431,7 +428,7 @@ def oracle_beams(
 def oracle_prompt_logprobs(
     prompt: Sequence[int], sampling: Sampling, vocab_size: int, layers: OracleLayers = FULL_LAYERS
 ) -> tuple[TokenLogprobs, ...]:
-    """What any oracle engine of default shape reports of a prompt's tokens but the first."""
+    """Prompt log probabilities, from the second token on, of any oracle engine of default shape."""
     rows = tuple(
         SampleRow(i, sampling, prompt[: i + 1], len(prompt), scored_token_id=token_id)
         for i, token_id in enumerate(prompt[1:])
@@ -442,7 +439,7 @@ def oracle_prompt_logprobs(
 
 
 def _undisturbed(vocab_size: int, layers: OracleLayers) -> OracleEngine:
-    """An engine for one sequence, whose only block holds it all."""
+    """An engine for one sequence with a single block."""
     size = _REFERENCE_LEN
     engine = OracleEngine(OracleOptions(1, block_size=size, vocab_size=vocab_size, layers=layers))
     for table in engine.kv.slot_tables.values():
@@ -451,12 +448,12 @@ def _undisturbed(vocab_size: int, layers: OracleLayers) -> OracleEngine:
 
 
 def _slice_of(layers: Sequence[int]) -> slice:
-    """Layers at equal distances, as oracle_layout has them."""
+    """Slice of layers at equal distances, as in oracle_layout."""
     return slice(layers[0], layers[-1] + 1, layers[1] - layers[0] if len(layers) > 1 else 1)
 
 
 def _slot_weights(layout: KvLayout) -> _Words:
-    """One word per (layer, part, head, dimension), so that swapped slots differ."""
+    """One word per (layer, part, head, dimension), so that swapped places are detected."""
     shape = (layout.num_layers, layout.num_parts, layout.num_kv_heads, layout.head_dim)
     words = [mix(_ROOT + index) for index in range(int(np.prod(shape)))]
     return np.array(words, dtype=np.uint64).reshape(shape)

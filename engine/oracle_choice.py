@@ -1,8 +1,7 @@
-"""What the oracle engine says after a prefix: a token, or log probabilities, all of them hashes of
-the prefix's digest.
+"""Samples of the oracle engine: a token and log probabilities, hashed from the prefix's digest.
 
-A token depends on the digest, on the sampling, and on what penalties look at. Log probabilities are
-the model's, so that they depend on the digest alone.
+A token depends on the digest, the sampling options, and the tokens that penalties read. Log
+probabilities depend on the digest only, as they are the model's.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from engine.sampling.beam_search import num_candidates
 from engine.sampling.restrictions import banned_tokens, forbidden_by
 
 _MASK = (1 << 64) - 1
-#: Logits are spread over [0, _SPREAD).
+#: Logits are in [0, _SPREAD).
 _SPREAD = 6.0
 
-#: Options whose numbers a token depends on; whole numbers last.
+#: Options that change the drawn token; ints last.
 _DRAW_NUMBERS = sorted(
     (name for name, option in OPTIONS.items() if option.changes_draw),
     key=lambda name: isinstance(getattr(Sampling(), name), int),
@@ -32,8 +31,7 @@ _DRAW_NUMBERS = sorted(
 
 
 def mix(word: int) -> int:
-    """A bijection of 64-bit words that mixes well (the finaliser of SplitMix64, Steele et al.
-    2014)."""
+    """A well-mixing bijection of 64-bit words (the finaliser of SplitMix64, Steele et al. 2014)."""
     word = (word + 0x9E3779B97F4A7C15) & _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -41,7 +39,7 @@ def mix(word: int) -> int:
 
 
 def choose(digest: int, row: SampleRow, vocab_size: int) -> Sample:
-    """The sample after a prefix of this digest. Raises EngineFault if no token may be chosen."""
+    """The sample after a prefix with this digest. Raises EngineFault if no token is allowed."""
     sampling = row.sampling
     if row.scored_token_id is not None:
         logprobs = _reported(
@@ -74,7 +72,7 @@ def _state(digest: int, row: SampleRow) -> int:
 
 
 def _allowed_ids(row: SampleRow, vocab_size: int) -> NDArray[np.intp] | None:
-    """Tokens that the row may choose, ascending; None for all."""
+    """Allowed tokens, ascending; None for all."""
     banned = banned_tokens(row)
     if row.allowed is None and not banned:
         return None
@@ -88,8 +86,7 @@ def _allowed_ids(row: SampleRow, vocab_size: int) -> NDArray[np.intp] | None:
 
 
 def _logprobs(digest: int, vocab_size: int) -> NDArray[np.float32]:
-    """Log probabilities of all tokens, [vocab]. In single precision, as a model's are, and as they
-    are on the wire."""
+    """Log probabilities of all tokens, [vocab] float32, as from a model and on the wire."""
     words = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words ^= np.uint64(digest)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -100,7 +97,7 @@ def _logprobs(digest: int, vocab_size: int) -> NDArray[np.float32]:
 
 
 def _best(values: NDArray[np.float32], count: int) -> tuple[tuple[int, float], ...]:
-    """(token id, value) of the `count` largest, best first; equals by id."""
+    """(token id, value) of the `count` largest, descending; ties by id."""
     order = np.argsort(-values, kind="stable")[:count]
     return tuple(zip(order.tolist(), values[order].tolist(), strict=True))
 
@@ -125,13 +122,13 @@ def _sampling_digest(sampling: Sampling) -> int:
         *(float(getattr(sampling, name)) for name in _DRAW_NUMBERS),
         *(value for entry in sorted(sampling.logit_bias.items()) for value in entry),
     )
-    # Single precision, as on the wire.
+    # float32, as on the wire.
     return _digest_of(struct.pack(f"<{len(numbers)}f", *numbers))
 
 
 @lru_cache(maxsize=256)
 def _digest_of(words: bytes) -> int:
-    """Of words of 32 bits; the same few samplings are asked for again and again."""
+    """Digest of 32-bit words; cached because few samplings are in use at a time."""
     state = 0
     for (word,) in struct.iter_unpack("<I", words):
         state = mix(state ^ word)

@@ -1,10 +1,9 @@
-"""Tensor parallelism: which part of a decoder each of several ranks holds, and how they put their
-results together.
+"""Tensor parallelism: the part of a decoder on each rank, and the exchange of results.
 
-Every linear layer is cut by its outputs, and its inputs are whole on every rank: a rank computes
-some outputs of each, and `gather` puts them side by side. So each sum is taken whole, by one rank,
-in the order of one rank alone, and whatever form a weight has, quantised or not, a part of it is a
-range of its rows. See docs/adr/0009-ranks-share-outputs.md.
+Every linear layer is split by outputs and has all inputs on every rank; `gather` concatenates the
+outputs. Each sum is therefore computed by one rank, in the same order as with a single rank, and a
+part of any weight, quantised or not, is a range of its rows. See
+docs/adr/0009-ranks-share-outputs.md.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What rank `rank` of `size` ranks holds, counted from 0."""
+    """The part of rank `rank` of `size`, counted from 0."""
 
     rank: int
     size: int
 
     def part(self, num: int) -> range:
-        """This rank's part of `num` rows. Parts are of one length, but for the last where they do
-        not come out even."""
+        """This rank's part of `num` rows. Parts have equal lengths, except that the last ones may
+        be shorter."""
         length = -(-num // self.size)
         start = self.rank * length
         return range(min(start, num), min(start + length, num))
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """The KV heads that this rank's query heads read; several ranks hold the same one where
-        there are more of them."""
+        """KV heads that this rank's query heads read. If there are more ranks than KV heads,
+        several ranks hold the same one."""
         if self.size <= num_kv_heads:
             return self.part(num_kv_heads)
         head = self.rank * num_kv_heads // self.size
         return range(head, head + 1)
 
     def attention_config(self, config: ModelConfig) -> ModelConfig:
-        """`config` with the number of heads that this rank has."""
+        """`config` with this rank's numbers of heads."""
         return replace(
             config,
             num_heads=len(self.part(config.num_heads)),
@@ -50,41 +49,41 @@ class Shard:
         )
 
 
-#: A model that one process holds alone.
+#: A model in one process.
 WHOLE = Shard(0, 1)
 
 
 class Ranks(Protocol):
-    """The ranks of one model, as one of them sees the others. All call the same methods in the same
+    """The ranks of one model, as seen by one of them. All ranks call the same methods in the same
     order."""
 
     @property
     def shard(self) -> Shard: ...
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """The columns of `whole` [rows, columns] that are this rank's part."""
+        """This rank's columns of `whole` [rows, columns]."""
         ...
 
     def meet(self) -> None:
-        """Returns when all ranks have called it: what they wrote before is there."""
+        """Barrier: returns when all ranks have called it; their earlier writes are then visible."""
         ...
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """part [rows, columns], of one shape on all ranks -> [rows, size * columns]: the parts of
-        all, by rank.
+        """part [rows, columns], of equal shape on all ranks -> [rows, size * columns]: all parts,
+        by rank.
 
-        A meeting, too, even if there are no rows.
+        A barrier, even with no rows.
         """
         ...
 
     def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """part [rows, len(shard.part(num_columns))] -> [rows, num_columns] on rank 0. The others
+        """part [rows, len(shard.part(num_columns))] -> [rows, num_columns] on rank 0. Other ranks
         get their own part back."""
         ...
 
 
 class Alone:
-    """Ranks where there is one."""
+    """Ranks of a model with a single rank."""
 
     shard = WHOLE
 
@@ -104,7 +103,7 @@ class Alone:
         return part
 
 
-#: Sizes that all ranks have an equal part of.
+#: Sizes that must be divisible by the number of ranks.
 _SHARED = ("num_heads", "hidden_size", "intermediate_size")
 
 
@@ -118,7 +117,7 @@ def check_size(config: ModelConfig, size: int) -> None:
 
 
 def _misfit(config: ModelConfig, size: int) -> str:
-    """What of the model `size` ranks cannot share; empty if nothing."""
+    """Reason that `size` ranks cannot share the model; empty if they can."""
     traits, experts = config.traits, config.traits.experts
     numbers = {name: getattr(config, name) for name in _SHARED}
     if experts is not None:

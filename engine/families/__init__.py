@@ -1,1 +1,1 @@
-"""Families of models: what config.json says of them, and the parts of their layers."""
+"""Families of models: how each config.json is read, and the parts of each layer."""

@@ -1,4 +1,4 @@
-"""A decoder's config, in the terms that Baton's forward uses. No family is named here."""
+"""A decoder's config, in the terms of Baton's forward. It names no family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.types import KEY_VALUE, LATENT
 from engine.quantization.config import QuantizationConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
-#: The context that a model was first trained for.
+#: Config field: context length, in tokens, of the model's first training.
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
@@ -21,7 +21,7 @@ class RopeConfig:
     rope_type: str
     theta: float
     parameters: tuple[tuple[str, Any], ...] = ()
-    """Sorted (name, value) pairs, rope_type and rope_theta among them."""
+    """Sorted (name, value) pairs, rope_type and rope_theta included."""
 
     @property
     def factor(self) -> float:
@@ -29,13 +29,14 @@ class RopeConfig:
 
     @property
     def original_length(self) -> int:
-        """Only for types that have one."""
+        """Context length of the first training, in tokens. Raises KeyError for types without
+        one."""
         return int(dict(self.parameters)[ORIGINAL_LENGTH])
 
 
 @dataclass(frozen=True, slots=True)
 class MlpNames:
-    """Names in a checkpoint of an MLP's linear layers, below the MLP's own."""
+    """Names of an MLP's linear layers in a checkpoint, relative to the MLP."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -44,8 +45,8 @@ class MlpNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names in a checkpoint, below a layer's: of the router, of the folder with a folder for each
-    expert, and of an expert's parts."""
+    """Names in a checkpoint, relative to a layer: the router, the folder of all experts, and the
+    parts of one expert."""
 
     router: str = "mlp.gate"
     folder: str = "mlp.experts"
@@ -54,10 +55,10 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A mixture of experts, where a layer's MLP is one. See baton_kernels.layer.Routing.
+    """A mixture of experts. See baton_kernels.layer.Routing.
 
-    layers: whether the MLP of each is one. shared_size: width of what all tokens go through
-    besides, 0 if nothing.
+    layers: for each layer, whether its MLP is a mixture. shared_size: width of the shared experts
+    that process all tokens; 0 if there are none.
     """
 
     layers: tuple[bool, ...]
@@ -72,7 +73,7 @@ class ExpertsConfig:
     group_top: int = 2
     shared_size: int = 0
     is_stacked: bool = False
-    """Whether the checkpoint has the experts of a layer in one tensor: see
+    """Whether the checkpoint stores a layer's experts in one tensor: see
     engine.torch.stacked_experts."""
     names: ExpertNames = field(default=ExpertNames(), repr=False)
 
@@ -81,9 +82,10 @@ class ExpertsConfig:
 class LatentConfig:
     """Widths of multi-head latent attention: see baton_kernels.layer.LatentAttention.
 
-    rank: of the latent; query_rank: what queries are made of, None for the hidden states; rope_dim:
-    of a head's query and of the key that all heads share, rotated; plain_dim: of a head's query
-    besides; value_dim: of a head's results. is_interleaved: whether RoPE turns neighbours together.
+    rank: width of the latent. query_rank: width of the compressed queries; None if queries are
+    projected from the hidden states. rope_dim: rotated dimensions of a head's query, and of the key
+    shared by all heads. plain_dim: unrotated dimensions of a head's query. value_dim: width of a
+    head's result. is_interleaved: whether RoPE rotates adjacent dimensions together.
     """
 
     rank: int
@@ -96,38 +98,39 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Differences of a family's layers from a Llama's, which the defaults are."""
+    """Differences of a family's layers from Llama's. The defaults are Llama's."""
 
     activation: str = "silu"
-    """The gates': see baton_kernels.layer.Mlp."""
+    """Activation of the MLP's gate: see baton_kernels.layer.Mlp."""
     norms: str = "before"
-    """Where a layer's parts have their norms: before, after, or around them."""
+    """Position of the norms of attention and MLP: before, after, or around."""
     norm_offset: float = 0.0
     """Added to the weights of norms."""
     has_wide_norms: bool = False
     """Whether norms are rounded after they are multiplied by their weights."""
     has_whole_qk_norm: bool = False
-    """Whether queries, and keys, of all heads have one norm."""
+    """Whether one norm covers the queries (and another the keys) of all heads together."""
     attention_scale: float = 1.0
-    """What attention scores are multiplied by."""
+    """Factor of attention scores."""
     attention_softcap: float | None = None
-    """The scores': see baton_kernels.paged_attention.ScoreTerms."""
+    """Soft cap of attention scores: see baton_kernels.paged_attention.ScoreTerms."""
     logit_softcap: float | None = None
-    """c, where logits x become c * tanh(x / c)."""
+    """Soft cap c of logits: x becomes c * tanh(x / c)."""
     embedding_scale: float = 1.0
     rotary_dim: int | None = None
-    """Number of dimensions of each head, from its first, that are rotated; None for all."""
+    """Rotated dimensions of each head, counted from its first; None: all."""
     window_rope: RopeConfig | None = None
-    """The rotary embedding of layers with a window, if not that of the others."""
+    """Rotary embedding of windowed layers, if it differs from that of the others."""
     is_fused: bool = False
-    """Whether the checkpoint has queries, keys and values in one tensor, and gate and up."""
+    """Whether the checkpoint stores queries, keys and values in one tensor, and gate and up in
+    one."""
     experts: ExpertsConfig | None = None
     num_unused_layers: int = 0
-    """Layers that the checkpoint has after the last one, for other uses."""
+    """Layers after the last one that the decoder does not run, such as MTP layers."""
     has_sinks: bool = False
-    """Whether each head of attention has a sink: see baton_kernels.paged_attention.ScoreTerms."""
+    """Whether each attention head has a sink: see baton_kernels.paged_attention.ScoreTerms."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention's widths; None for attention over keys and values."""
+    """Widths of multi-head latent attention; None for attention over keys and values."""
 
 
 _PLAIN = Traits()
@@ -135,8 +138,8 @@ _PLAIN = Traits()
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of a family that Baton's own code runs. Windows are in tokens, None for full
-    attention. num_kv_heads, head_dim: of KvLayout, and so of one row with latent attention."""
+    """A decoder that Baton's own code runs. num_kv_heads, head_dim: as in KvLayout; with latent
+    attention 1 and the width of the cached row."""
 
     family: str
     vocab_size: int
@@ -150,7 +153,7 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig
     windows: tuple[int | None, ...]
-    """Per layer: how many positions a token sees, itself included."""
+    """Attention window of each layer in tokens, including the new token; None: full attention."""
     has_qkv_bias: bool
     has_output_bias: bool
     has_mlp_bias: bool
@@ -167,19 +170,20 @@ class ModelConfig:
 
     @property
     def rope_width(self) -> int:
-        """Elements of what a rotary embedding is made for: a head, or the part that is rotated."""
+        """Width that the rotary embedding applies to: a head, or the rotated part of a latent
+        head."""
         latent = self.traits.latent
         return self.head_dim if latent is None else latent.rope_dim
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of each head that are rotated."""
+        """Rotated dimensions of each head."""
         return self.traits.rotary_dim or self.rope_width
 
     @property
     def derived_max_len(self) -> int:
-        """The longest context that the model was made for, in tokens; of a longrope model that of
-        its short factors."""
+        """Maximum context length that the model was made for, in tokens; for longrope, the length
+        covered by its short factors."""
         longest = self.max_position_embeddings
         if self.rope.rope_type in ("linear", "dynamic"):
             return int(longest * self.rope.factor)
@@ -192,14 +196,16 @@ class ModelConfig:
 
     @property
     def longest_len(self) -> int:
-        """The longest context that may be asked for."""
+        """Maximum context length that a user may set, in tokens."""
         is_longrope = self.rope.rope_type == "longrope"
         return self.max_position_embeddings if is_longrope else self.derived_max_len
 
     def for_length(self, max_model_len: int) -> ModelConfig:
-        """The same for contexts up to that. A longrope model rotates all tokens by its long factors
-        where they may be longer than its original length, as vLLM does: KV is one or the other, so
-        that it cannot follow each sequence's length."""
+        """The config for contexts of at most max_model_len tokens.
+
+        A longrope model uses its long factors for all tokens if max_model_len exceeds its original
+        length, as in vLLM: cached KV cannot change factors when a sequence grows.
+        """
         if self.rope.rope_type != "longrope" or max_model_len <= self.rope.original_length:
             return self
         parameters = tuple(sorted((*self.rope.parameters, ("is_long", True))))
@@ -207,8 +213,8 @@ class ModelConfig:
 
     @property
     def kv_digest(self) -> str:
-        """A digest of every setting on which the meaning of KV depends, but the weights."""
+        """Digest of all settings that define the meaning of KV, except the weights."""
         text = repr(replace(self, dtype=""))
-        if self.traits != _PLAIN:  # families that have none keep the digest of earlier releases
+        if self.traits != _PLAIN:  # families without traits keep the digest of earlier releases
             text += repr(self.traits)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""What all DeepSeek models have: multi-head latent attention, and experts behind dense layers."""
+"""Parts that all DeepSeek models share: latent attention, and experts after dense layers."""
 
 import json
 import math
@@ -32,8 +32,11 @@ FIELDS = {
 
 
 def check_known(settings: Settings, known: Mapping[str, tuple[Any, ...]]) -> None:
-    """known: values of settings that make the layers which Baton knows; the first is the default
-    of a setting that is no field. Raises UnsupportedSetting."""
+    """Check settings that Baton supports for few values.
+
+    known: supported values by setting; the first one is the default of a setting that is not in
+    FIELDS. Raises UnsupportedSetting.
+    """
     for name, values in {**known, "moe_layer_freq": (1,), "mlp_bias": (False,)}.items():
         value = settings.raw.get(name, settings.fields.get(name, values[0]))
         if value not in values:
@@ -62,8 +65,7 @@ def read_traits(settings: Settings, traits: Traits) -> Traits:
 
 
 def _score_scaling(settings: Settings) -> float:
-    """Scores are multiplied by it where RoPE stretches the context, beside what cos and sin are
-    multiplied by."""
+    """Factor of attention scores for a stretched context, in addition to that of cos and sin."""
     rope = read_rope(settings)
     weight = dict(rope.parameters).get("mscale_all_dim") or 0
     if rope.rope_type == "default" or not weight or rope.factor <= 1:

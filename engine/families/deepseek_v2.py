@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: experts by softmax, in groups or not."""
+"""DeepSeek-V2 and V2-Lite: experts by softmax, with or without groups."""
 
 from dataclasses import replace
 

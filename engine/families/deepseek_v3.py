@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1, and what is built like them: experts in groups, by sigmoid."""
+"""DeepSeek-V3, R1 and derived models: experts in groups, by sigmoid."""
 
 from engine.families import deepseek
 from engine.families.experts import in_groups

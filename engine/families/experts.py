@@ -1,4 +1,4 @@
-"""The mixtures of experts that config.json files describe."""
+"""Reads mixtures of experts from config.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.families.fields import Settings
 
 
 def in_all_layers(settings: Settings) -> ExpertsConfig:
-    """Experts of the size of a plain MLP; those that are chosen have weights that add up to 1."""
+    """Experts of the MLP's size in all layers; weights of the chosen ones add up to 1."""
     return ExpertsConfig(
         (True,) * settings["num_hidden_layers"],
         settings["num_local_experts"],
@@ -18,7 +18,7 @@ def in_all_layers(settings: Settings) -> ExpertsConfig:
 
 
 def in_groups(settings: Settings) -> ExpertsConfig:
-    """Experts in groups, chosen by sigmoids, and shared ones, above the first dense layers."""
+    """Grouped experts chosen by sigmoid, and shared experts, after the leading dense layers."""
     first, size = settings["first_k_dense_replace"] or 0, settings["moe_intermediate_size"]
     return ExpertsConfig(
         tuple(layer >= first for layer in range(settings["num_hidden_layers"])),
@@ -35,7 +35,7 @@ def in_groups(settings: Settings) -> ExpertsConfig:
 
 
 def check_experts(found: ExpertsConfig) -> None:
-    """Raises UnsupportedModel."""
+    """Raise UnsupportedModel if the numbers of experts and groups do not fit each other."""
     if not 1 <= found.num_chosen <= found.num_experts or found.num_experts % found.num_groups:
         raise UnsupportedModel(
             f"{found.num_chosen} of {found.num_experts} experts in {found.num_groups} groups: "

@@ -1,5 +1,4 @@
-"""Fields of config.json: their types, and their values where the file leaves them out, both as
-transformers has them."""
+"""Fields of config.json: types and defaults, both as in transformers."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from typing import Any
 
 from baton.errors import UnsupportedModel
 
-#: Maximum number of layers, because settings of each one are stored.
+#: Maximum number of layers: settings of each layer are stored.
 MAX_LAYERS = 10_000
 
-#: By name: the types that a value may have, and its default. As in transformers, a whole number is
-#: no float, and a bool no number.
+#: By name: accepted types, and the default. As in transformers, an int is no float and a bool no
+#: int.
 Fields = Mapping[str, tuple[tuple[type, ...], Any]]
 
 
@@ -49,7 +48,7 @@ _SIZES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A config.json, `raw`, and what it says in the fields of its family, defaults included."""
+    """A config.json: `raw`, and the values of its family's fields, defaults included."""
 
     family: str
     raw: Mapping[str, Any]
@@ -60,7 +59,7 @@ class Settings:
 
 
 def read_fields(family: str, known: Fields, raw: Mapping[str, Any]) -> Settings:
-    """Raises UnsupportedModel."""
+    """Read and check the fields of a family. Raises UnsupportedModel."""
     fields: dict[str, Any] = {}
     for name, (types, default) in known.items():
         value = fields[name] = raw.get(name, default)

@@ -1,4 +1,4 @@
-"""Gemma: scaled embeddings, GeGLU, and norms of which weights are offset by 1."""
+"""Gemma: scaled embeddings, GeGLU, and norm weights with an offset of 1."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from engine.families.config import Traits
 from engine.families.family import Family, read_activation
 from engine.families.fields import COMMON, Settings, bools, ints, texts
 
-#: Common to all Gemmas.
+#: Shared by all Gemmas.
 FIELDS = {
     **COMMON,
     **ints(vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26),
@@ -19,7 +19,7 @@ FIELDS = {
 
 
 def read_traits(settings: Settings, traits: Traits) -> Traits:
-    """Common to all Gemmas."""
+    """Shared by all Gemmas."""
     if settings.raw.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention=true: only a causal model is known")
     scale = settings["hidden_size"] ** 0.5
@@ -27,7 +27,7 @@ def read_traits(settings: Settings, traits: Traits) -> Traits:
 
 
 def _activation(settings: Settings) -> str:
-    """transformers, too, takes "gelu" for the tanh form."""
+    """The name "gelu" means the tanh form, as in transformers."""
     return "gelu_tanh" if settings["hidden_act"] == "gelu" else read_activation(settings)
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): windows between full layers, each kind with its rotation."""
+"""Gemma 3 (text): windowed layers between full ones, each kind with its own rotary embedding."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,14 +14,14 @@ from engine.families.windows import read_windows
 
 
 def _rope(settings: Settings) -> RopeConfig:
-    """The full layers', the only ones that rope_scaling is for."""
+    """Rotary embedding of full layers; rope_scaling applies to these only."""
     scaling = settings.raw.get("rope_scaling") or {}
     parameters = {**_parameters(settings, "full_attention", rope_theta(settings)), **scaling}
     return make_rope_config(settings, parameters)
 
 
 def _parameters(settings: Settings, layer_type: str, theta: Any) -> dict[str, Any]:
-    rope_parameters(settings)  # refuses what is no object
+    rope_parameters(settings)  # raises unless rope_scaling is an object
     of_type = (settings["rope_parameters"] or {}).get(layer_type) or {}
     return {"rope_theta": theta, **of_type}
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: partial rotation, and experts in groups, by sigmoid, with shared ones."""
+"""GLM-4.5 and 4.6: partial rotation, grouped experts by sigmoid, and shared experts."""
 
 from engine.families.experts import in_groups
 from engine.families.family import Family

@@ -1,5 +1,5 @@
-"""gpt-oss: attention sinks, a window in every other layer, and experts with biases, all of a layer
-in one tensor, in mxfp4 or not."""
+"""gpt-oss: attention sinks, a window in every other layer, and experts with biases, stored in one
+tensor per layer, in mxfp4 or not."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from engine.families.family import Family
 from engine.families.fields import COMMON, Settings, bools, floats, ints, ints_or_null, numbers
 from engine.families.rope import make_rope_config, rope_parameters
 
-#: As in baton_kernels.gated_activation.clamped_swiglu, which imports torch.
+#: As in baton_kernels.gated_activation.clamped_swiglu, which would import torch.
 CLAMPED_SILU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-#: Where config.json has none.
+#: Default if config.json has none.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -29,7 +29,7 @@ def _rope(settings: Settings) -> RopeConfig:
 
 
 def _experts(settings: Settings) -> ExpertsConfig:
-    """A softmax over the chosen ones alone is that over all, normalised."""
+    """A softmax over the chosen experts equals a normalised softmax over all."""
     names = ExpertNames(router="mlp.router")
     return replace(in_all_layers(settings), is_stacked=True, names=names)
 

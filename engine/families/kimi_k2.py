@@ -1,4 +1,4 @@
-"""Kimi K2: a DeepSeek-V3 by another name."""
+"""Kimi K2: a DeepSeek-V3 under another name."""
 
 from dataclasses import replace
 

@@ -1,8 +1,8 @@
-"""Which parts a model's layers are made of: its config as a composition of baton_kernels.layer.
+"""Describes a model's layers: its config as a composition of baton_kernels.layer.
 
-Composed by the traits of a config, not by its family; what follows (parameters, packing, ranks,
-quantising, the memory plan, decoders) takes the description. A linear layer is described by where
-it is in a checkpoint, and which of its outputs a rank holds.
+The composition depends on the traits of a config, not on its family. Parameters, packing, ranks,
+quantisation, the memory plan and decoders are derived from the description. A linear layer is
+described by its place in a checkpoint and by the outputs that a rank holds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows `rows`, which may be every other one, of the `num_rows` that the tensors of a
-    checkpoint's layer `name` have.
+    """Rows `rows` (possibly with a step of 2) of a checkpoint's layer `name`, which has `num_rows`.
 
-    order: of the rows of each head here, where it is another than the checkpoint's: row i is its
-    row order[i].
+    order: permutation of the rows of each head, where it differs from the checkpoint's: row i is
+    row order[i] of the checkpoint.
     """
 
     name: str
@@ -43,7 +42,8 @@ class Source:
     order: tuple[int, ...] = ()
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """The rows of a tensor [num_rows, ...]; itself if they are all, as they are."""
+        """Select the rows of a tensor [num_rows, ...]; returns the tensor itself if it selects all
+        in order."""
         own = whole
         if len(self.rows) < self.num_rows:
             own = whole[self.rows.start : self.rows.stop : self.rows.step]
@@ -55,11 +55,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A linear layer: the outputs of those in the checkpoint, one below the other.
+    """A linear layer: the outputs of one or several checkpoint layers, concatenated.
 
-    is_router: it is whole on every rank, is never quantised, and computes in float32 if is_wide.
-    is_split: its tensor in the checkpoint has other layers', too; it is dequantised when read.
-    is_transposed: it computes x W, from num_out to num_in; both are those of the checkpoint's.
+    is_router: not split among ranks, never quantised, and float32 if is_wide. is_split: its
+    checkpoint tensor is shared with other layers, so it is dequantised during reading.
+    is_transposed: it computes x W, from num_out to num_in, both as in the checkpoint.
     """
 
     sources: tuple[Source, ...]
@@ -72,7 +72,7 @@ class LinearSpec:
 
     @property
     def is_quantizable(self) -> bool:
-        """Whether it may run quantised."""
+        """Whether it may stay quantised."""
         return not (self.is_router or self.is_split)
 
     @property
@@ -81,16 +81,17 @@ class LinearSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The layers in the checkpoint, each once."""
+        """Names of the checkpoint's layers, without repetition."""
         return tuple(dict.fromkeys(source.name for source in self.sources))
 
 
 @dataclass(frozen=True, slots=True)
 class VectorSpec:
-    """Numbers [size] beside linear layers. name: of their tensor; rows: of it, if not all are here.
+    """A vector [size], such as a norm's weights. name: of its tensor; rows: the part held here,
+    None for all.
 
-    offset: added to the checkpoint's; is_wide: float32, whatever the model's type; order: of what
-    the checkpoint has, see Source.
+    offset: added to the checkpoint's values; is_wide: float32 regardless of the model's dtype;
+    order: see Source.
     """
 
     name: str
@@ -109,7 +110,7 @@ LayerSpec = Layer[LinearSpec, VectorSpec]
 
 
 def describe_layers(config: ModelConfig, shard: Shard = WHOLE) -> tuple[LayerSpec, ...]:
-    """The layers of a model, as much of them as the rank holds."""
+    """The layers of a model, reduced to the rank's part."""
     return tuple(describe_layer(config, index, shard) for index in range(config.num_layers))
 
 
@@ -119,13 +120,13 @@ def describe_layer(config: ModelConfig, index: int, shard: Shard = WHOLE) -> Lay
 
 
 def describe_output(config: ModelConfig, shard: Shard = WHOLE) -> LinearSpec:
-    """The layer that makes logits; its tensor is the embeddings' where they are tied."""
+    """The layer that computes logits; with tied embeddings its tensor is that of the embeddings."""
     source = Source("lm_head", shard.part(config.vocab_size), config.vocab_size)
     return LinearSpec((source,), config.hidden_size)
 
 
 def describe_norm(config: ModelConfig) -> Norm[VectorSpec]:
-    """The norm of the last layer's results."""
+    """The norm after the last layer."""
     return _norm(config, "model.norm.weight", config.hidden_size)
 
 
@@ -137,7 +138,7 @@ def _norm(
     return Norm(spec, config.rms_norm_eps)
 
 
-#: Names of the norms before and after attention, and before and after the MLP, by where they are.
+#: Names of the norms before and after attention, and before and after the MLP, by Traits.norms.
 _NORMS: Mapping[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -151,7 +152,7 @@ _NORMS: Mapping[str, tuple[str | None, ...]] = {
 
 
 class _Composing:
-    """Puts layer `index` of a rank together."""
+    """Composes layer `index` for one rank."""
 
     def __init__(self, config: ModelConfig, shard: Shard, index: int) -> None:
         self._config = config
@@ -236,7 +237,7 @@ class _Composing:
         )
 
     def _latent_attention(self, latent: LatentConfig) -> LatentAttention[LinearSpec, VectorSpec]:
-        """Each rank has its query heads, and all of the one row that they read."""
+        """Each rank holds its query heads, and the whole latent row, which all heads read."""
         config, heads = self._config, self._shard.part(self._config.num_heads)
         hidden, rank = config.hidden_size, latent.rank
         plain, value = latent.plain_dim, latent.value_dim
@@ -297,7 +298,7 @@ class _Composing:
         )
 
     def _stacked_mlp(self, name: str, inner: int) -> Mlp[LinearSpec]:
-        """An expert of tensors in which rows of gate and up take turns."""
+        """An expert of stacked tensors, where rows of gate and up alternate."""
         config, rows = self._config, self._shard.part(inner)
         gate_up = self._name(f"{name}.gate_up_proj")
         gate = range(2 * rows.start, 2 * rows.stop, 2)
@@ -349,9 +350,9 @@ class _Composing:
 
 
 def _head_order(config: ModelConfig) -> tuple[int, ...]:
-    """Where only some dimensions of a head are rotated: those that are rotated together are put
-    half a head apart, as kernels have them, and the others fill both halves up. Queries and keys
-    are reordered alike, so that their products stay."""
+    """Row order of a head with partial rotation. Kernels expect paired dimensions half a head
+    apart; unrotated dimensions fill the rest of both halves. Queries and keys have the same order,
+    so their products do not change."""
     rotated, dim = config.rotary_dim, config.head_dim
     if rotated == dim:
         return ()
@@ -360,8 +361,8 @@ def _head_order(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _rope_order(latent: LatentConfig, first: int) -> tuple[int, ...]:
-    """The order of `first` rows that are not rotated and of those that are, where the checkpoint
-    has pairs side by side: kernels have each pair half of the rotated rows apart."""
+    """Row order of a latent head with `first` unrotated rows. The checkpoint stores rotated pairs
+    side by side; kernels expect the two of a pair in different halves."""
     if not latent.is_interleaved:
         return ()
     end = first + latent.rope_dim
@@ -369,7 +370,7 @@ def _rope_order(latent: LatentConfig, first: int) -> tuple[int, ...]:
 
 
 def _fuse(name: str, sources: tuple[Source, ...]) -> tuple[Source, ...]:
-    """The same rows where the checkpoint has one layer of all, one below the other."""
+    """The same rows, from a checkpoint that stores all these layers in one tensor."""
     total, start, fused = sum(source.num_rows for source in sources), 0, []
     for source in sources:
         rows = range(start + source.rows.start, start + source.rows.stop)

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and what is built like them."""
+"""Llama 2, Llama 3 and models of the same architecture."""
 
 from baton.errors import UnsupportedModel
 from engine.families.family import Family

@@ -1,4 +1,5 @@
-"""OLMo 2: norms after attention and MLP, and one of all heads' queries, and of keys."""
+"""OLMo 2: norms after attention and MLP, one norm over the queries of all heads and one over the
+keys."""
 
 from dataclasses import replace
 

@@ -11,7 +11,7 @@ from engine.families.rope import make_rope_config, rope_parameters
 
 def _rope(settings: Settings) -> RopeConfig:
     parameters = rope_parameters(settings)
-    if parameters.get("rope_type", parameters.get("type")) in ("su", "yarn"):  # former names
+    if parameters.get("rope_type", parameters.get("type")) in ("su", "yarn"):  # older names
         parameters["rope_type"] = "longrope"
     return make_rope_config(settings, parameters)
 

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: biases of queries, keys and values, and a window in upper layers."""
+"""Qwen 2 and 2.5: biases of queries, keys and values, and a window in the upper layers."""
 
 from engine.families import windows
 from engine.families.family import Family

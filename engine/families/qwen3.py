@@ -1,4 +1,4 @@
-"""Qwen 3: a norm of each head's queries and keys."""
+"""Qwen 3: per-head norms of queries and keys."""
 
 from engine.families import qwen2, windows
 from engine.families.family import Family

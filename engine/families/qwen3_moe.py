@@ -1,4 +1,4 @@
-"""Qwen 3 with experts, by softmax, in some layers or all."""
+"""Qwen 3 with experts, by softmax, in some or all layers."""
 
 from engine.families import windows
 from engine.families.config import ExpertsConfig

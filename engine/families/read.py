@@ -1,9 +1,8 @@
-"""From a checkpoint's config.json to a ModelConfig, and to whose code runs its layers.
+"""Reads config.json into a ModelConfig, and chooses the code that runs the layers.
 
-The file is read as transformers reads it: the same defaults, the same precedence of old and new
-spellings, the same types refused. tests/engine/families/test_config_same_as_transformers.py
-compares the two; importing transformers here would take longer than all the rest of a worker's
-start.
+Defaults, precedence of old and new spellings, and refused types are those of transformers;
+tests/model/test_config_same_as_transformers.py compares the two. It does not import transformers,
+because that takes longer than the rest of a worker's start.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ def read_config(folder: Path) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Whose code runs a checkpoint's layers. name: "baton" or "transformers"; refusal: why not
-    Baton's own, of a family that has some; else empty."""
+    """The code that runs a checkpoint's layers. name: "baton" or "transformers". refusal: why
+    Baton's code cannot run a family that it otherwise supports; else empty."""
 
     name: str
     refusal: str = ""
 
 
 def choose_implementation(folder: Path, asked: str) -> Implementation:
-    """Whose code runs the layers of the checkpoint in `folder`.
+    """Choose the code that runs the layers of the checkpoint in `folder`.
 
-    asked: a name, or "auto", which takes Baton's own where the family is one of FAMILIES and has no
-    setting that its layers do not know. Raises ModelError; UnsupportedModel, too, for what
-    transformers' code is known not to be run with here, so that nobody waits for its import.
+    asked: a name, or "auto", which prefers Baton's code where it supports family and settings.
+    Raises ModelError, or UnsupportedModel for a model that transformers' code is known not to run
+    here, before the slow import.
     """
     if asked == "baton":
         return Implementation(asked)
@@ -72,7 +71,7 @@ def choose_implementation(folder: Path, asked: str) -> Implementation:
 
 
 def read_quantization(folder: Path) -> QuantizationConfig | None:
-    """How the checkpoint in `folder` is quantised, whatever its model. Raises ModelError,
+    """Quantisation of the checkpoint in `folder`, of any model. Raises ModelError,
     UnsupportedModel."""
     return parse_quantization(_read(folder).get("quantization_config"))
 
@@ -93,13 +92,13 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The config that a config.json holds as an object. Raises UnsupportedModel."""
+    """Parse config.json, given as an object. Raises UnsupportedModel."""
     family = _family(raw)
     settings = read_fields(family.name, family.fields, raw)
     try:
         return _parsed(family, settings)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # Of fields that are looked into, or computed with, beyond their types.
+        # Fields that are indexed or computed with, beyond the check of their types.
         raise UnsupportedModel(
             f"config.json: what it says of a {family.name} model cannot be computed with "
             f"({error!r}); fetch it again"
@@ -126,7 +125,7 @@ def _parsed(family: Family, settings: Settings) -> ModelConfig:
     family.check(settings)
     heads = settings["num_attention_heads"]
     kv_heads = heads if settings["num_key_value_heads"] is None else settings["num_key_value_heads"]
-    # Also of families without the field: config.json may have it all the same.
+    # config.json may have head_dim even if the family does not define it.
     head_dim = settings["head_dim"] or settings["hidden_size"] // heads
     latent = family.latent(settings)
     if latent is not None:

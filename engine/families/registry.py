@@ -1,4 +1,4 @@
-"""The families that Baton's own code runs, by model_type. A new one has a line here."""
+"""Families that Baton's own code runs, by model_type. A new family adds one line here."""
 
 from __future__ import annotations
 

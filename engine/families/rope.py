@@ -1,4 +1,4 @@
-"""The rotary embedding that a config.json describes."""
+"""Reads the rotary embedding from config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.errors import UnsupportedModel, UnsupportedSetting
 from engine.families.config import ORIGINAL_LENGTH, RopeConfig
 from engine.families.fields import Settings
 
-#: Required parameters of each type of rotary embedding, beside rope_theta.
+#: Required parameters of each type of rotary embedding, besides rope_theta.
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -22,13 +22,14 @@ _FACTORS = ROPE_TYPES["longrope"]
 
 
 def read_rope(settings: Settings) -> RopeConfig:
-    """For a model with one rotary embedding. Raises UnsupportedModel, UnsupportedSetting."""
+    """Read the rotary embedding of a model that has one. Raises UnsupportedModel,
+    UnsupportedSetting."""
     return make_rope_config(settings, rope_parameters(settings))
 
 
 def rope_parameters(settings: Settings, default: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """As config.json has them; `default` if it has none. Old files have rope_scaling, which goes
-    before rope_parameters, and rope_theta beside it."""
+    """Rotary parameters of config.json, or `default` if it has none. Older files have rope_scaling,
+    which takes precedence over rope_parameters, and rope_theta next to it."""
     raw, fields = settings.raw, settings.fields
     found = raw.get("rope_scaling") or fields["rope_parameters"] or default or {}
     if not isinstance(found, dict):
@@ -37,12 +38,12 @@ def rope_parameters(settings: Settings, default: Mapping[str, Any] | None = None
 
 
 def rope_theta(settings: Settings) -> Any:
-    """The one beside rope_scaling."""
+    """rope_theta outside rope_scaling."""
     return settings.raw.get("rope_theta", settings.fields.get("rope_theta", 10000.0))
 
 
 def make_rope_config(settings: Settings, parameters: dict[str, Any]) -> RopeConfig:
-    """Raises UnsupportedModel, UnsupportedSetting."""
+    """Check and convert the parameters. Raises UnsupportedModel, UnsupportedSetting."""
     raw, fields = settings.raw, settings.fields
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedSetting("rope_parameters differ by layer type: not known to Baton")
@@ -70,18 +71,20 @@ def make_rope_config(settings: Settings, parameters: dict[str, Any]) -> RopeConf
     for name in ("rope_theta", *ROPE_TYPES[rope_type]):
         if name not in parameters:
             raise UnsupportedModel(f"rope_type={rope_type!r} without {name}: add it to config.json")
-        # A yarn model may have null for its factor: it is a ratio of lengths then.
+        # yarn derives a null factor from the ratio of the two lengths.
         is_ratio = rope_type == "yarn" and name == "factor" and parameters[name] is None
         if name in _FACTORS:
             _check_factors(name, parameters[name])
         elif not is_ratio and type(parameters[name]) not in (int, float):
             raise UnsupportedModel(f"{name}={parameters[name]!r} of rope: must be a number")
+    if rope_type == "yarn":
+        _check_yarn(parameters)
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
     return RopeConfig(rope_type, float(parameters["rope_theta"]), tuple(sorted(plain.items())))
 
 
 def _check_longrope(parameters: Mapping[str, Any]) -> None:
-    """What its scaling is computed of."""
+    """Raise UnsupportedModel unless the numbers that longrope scaling uses are valid."""
     original = parameters[ORIGINAL_LENGTH]
     if type(original) is not int or original < 2:
         raise UnsupportedModel(f"{ORIGINAL_LENGTH}={original!r}: must be a number of tokens, 2 up")
@@ -90,8 +93,25 @@ def _check_longrope(parameters: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"{name}={value!r} of rope: must be a number")
 
 
+def _check_yarn(parameters: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel unless logarithms of rope_theta and of the original length exist; the
+    former is a divisor, and must not be 0."""
+    if (theta := parameters["rope_theta"]) <= 0 or theta == 1:
+        raise UnsupportedModel(
+            f"rope_theta={theta!r} with rope_type='yarn': must be positive and not 1; correct it in "
+            "config.json"
+        )
+    original = parameters[ORIGINAL_LENGTH]
+    if type(original) not in (int, float) or original <= 0:
+        raise UnsupportedModel(
+            f"{ORIGINAL_LENGTH}={original!r} with rope_type='yarn': must be a positive number of "
+            "tokens; correct it in config.json"
+        )
+
+
 def _check_factors(name: str, factors: object) -> None:
-    """Their number is checked with the model's heads, by check_num_factors."""
+    """Raise UnsupportedModel unless all factors are positive numbers. check_num_factors checks
+    their count, which depends on the model's heads."""
     if (
         not isinstance(factors, list)
         or not factors
@@ -101,8 +121,8 @@ def _check_factors(name: str, factors: object) -> None:
 
 
 def check_num_factors(rope: RopeConfig, rotary_dim: int) -> None:
-    """A longrope model has one of either kind for each two rotated dimensions of a head. Raises
-    UnsupportedModel."""
+    """Raise UnsupportedModel unless a longrope model has one short and one long factor per pair of
+    rotated dimensions."""
     parameters = dict(rope.parameters)
     for name in _FACTORS if rope.rope_type == "longrope" else ():
         if (found := len(parameters[name])) != (wanted := rotary_dim // 2):
@@ -110,7 +130,7 @@ def check_num_factors(rope: RopeConfig, rotary_dim: int) -> None:
 
 
 def rotary_dim(settings: Settings, head_dim: int) -> int | None:
-    """See Traits. Only families with a field partial_rotary_factor have one."""
+    """See Traits. None for families without the field partial_rotary_factor."""
     raw, fields = settings.raw, settings.fields
     if "partial_rotary_factor" not in fields:
         return None

@@ -1,4 +1,4 @@
-"""Which layers have a window, by a config.json."""
+"""Reads which layers are windowed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ def read_windows(
     *,
     follows_types: bool = True,
 ) -> tuple[int | None, ...]:
-    """See ModelConfig.windows. has_window: of a layer's index, where config.json has no
-    layer_types; all have one if not given. follows_types: False if all layers have the window even
-    where there are layer_types. Raises UnsupportedModel."""
+    """Attention window of each layer, see ModelConfig.windows.
+
+    has_window: by layer index, used if config.json has no layer_types; default: all layers have the
+    window. follows_types: False if all layers have the window regardless of layer_types. Raises
+    UnsupportedModel.
+    """
     num_layers: int = settings["num_hidden_layers"]
     is_used = settings.fields.get("use_sliding_window", True)
     window: int | None = settings.fields.get("sliding_window") if is_used else None
@@ -43,15 +46,15 @@ def read_windows(
 
 
 def alike(settings: Settings) -> tuple[int | None, ...]:
-    """All layers have the window, if there is one."""
+    """The window, if any, applies to all layers."""
     return read_windows(settings, follows_types=False)
 
 
 def alternate(settings: Settings) -> tuple[int | None, ...]:
-    """The first layer has a window, and every other one after it."""
+    """The window applies to the first layer and every other one after it."""
     return read_windows(settings, lambda layer: layer % 2 == 0)
 
 
 def upper(settings: Settings) -> tuple[int | None, ...]:
-    """Layers from max_window_layers on have the window, if there is one."""
+    """The window, if any, applies to layers from max_window_layers on."""
     return read_windows(settings, lambda layer: layer >= settings["max_window_layers"])

@@ -1,4 +1,4 @@
-"""The block table of a sequence, in the form that engines copy from."""
+"""The block table of a sequence, in a form that engines copy from."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     _Numbers = array[int]
 else:
-    # Python 3.11 cannot subscript it.
+    # Python 3.11 cannot subscript array.
     _Numbers = array
 
 
 class BlockTable(_Numbers):
-    """Ids of a sequence's blocks, in order, as 8-byte numbers: in the form that engines copy from.
-    It grows at its end: whoever holds a copy takes what was added since.
+    """Block ids of a sequence, in order, as 64-bit integers.
 
-    num_blocks: of the pool that the ids are of: each is in [0, num_blocks). num_rewrites: how often
-    an entry was replaced. A copy of the first n entries, taken at the same num_rewrites, is that of
-    the first n now.
+    num_blocks: size of the pool; each id is in [0, num_blocks). num_rewrites: number of replaced
+    entries. Otherwise the table only grows at its end: a copy of its first n entries is valid as
+    long as num_rewrites is unchanged.
     """
 
     __slots__ = ("num_blocks", "num_rewrites")
@@ -28,13 +27,13 @@ class BlockTable(_Numbers):
     num_rewrites: int
 
     def __new__(cls, block_ids: Iterable[int], num_blocks: int) -> BlockTable:
-        """block_ids: of a pool of num_blocks, which the caller has them from."""
+        """block_ids: blocks of a pool of num_blocks, owned by the caller."""
         table = cast(BlockTable, super().__new__(cls, "q", block_ids))
         table.num_blocks = num_blocks
         table.num_rewrites = 0
         return table
 
     def replace(self, index: int, block_id: int) -> None:
-        """Put another block in the place of one."""
+        """Replace the block at one index."""
         self[index] = block_id
         self.num_rewrites += 1

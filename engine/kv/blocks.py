@@ -1,5 +1,5 @@
-"""Which blocks are free, cached or leased, and how often: the books that a pool and its leases
-share."""
+"""State of each block (free, cached or leased) and its reference count, shared by a pool and its
+leases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.kv.prefix_index import PrefixIndex
 
 
 class Leased(Protocol):
-    """A lease, see engine.kv.lease."""
+    """The part of BlockLease that the block pool reads."""
 
     @property
     def block_ids(self) -> Sequence[int]: ...
@@ -26,10 +26,10 @@ class Leased(Protocol):
 
 
 class Blocks:
-    """The blocks of one pool. Changed by the pool and its leases alone, in one thread.
+    """The blocks of one pool. Changed only by the pool and its leases, in one thread.
 
-    references: by block, the leases that hold it. free, cached: blocks without a lease; cached ones
-    least recently used first. leases: those not released, by id().
+    references: leases per block. free, cached: blocks without a lease; cached ones least recently
+    used first. leases: those not released, by id().
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class Blocks:
     ) -> None:
         self.num_blocks = num_blocks
         self.size = groups.layout.block_size
-        """Tokens of a block."""
+        """Tokens per block."""
         self.allocators = tuple(allocators)
         self.groups = groups
         self.free = deque(range(num_blocks))
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.references = [0] * num_blocks
         self.gives_back = not groups.keeps_all_blocks
-        """Whether blocks that a sequence no longer needs go back; else slots do, if there are
-        any."""
+        """Whether sequences give back blocks that they no longer need; otherwise they give back
+        slots, if any."""
         self.slides = self.gives_back or any(each.slides for each in allocators)
         self.written_places = tuple({p for each in allocators for p in each.written_places})
         self.index = PrefixIndex(self.size, secret, groups)
@@ -59,15 +59,15 @@ class Blocks:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be had now: free ones, and cached ones that are given up."""
+        """Blocks available now: free ones, and cached ones that can be evicted."""
         return len(self.free) + len(self.cached)
 
     def num_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.size)
 
     def take(self) -> int:
-        """A block that is available, for one lease."""
+        """Allocate an available block for one lease."""
         if self.free:
             block_id = self.free.popleft()
         else:
@@ -79,12 +79,12 @@ class Blocks:
         return block_id
 
     def hold(self, block_id: int) -> None:
-        """One lease more has it."""
+        """Add a reference of one lease."""
         self.cached.pop(block_id, None)
         self.references[block_id] += 1
 
     def give_back(self, block_id: int) -> None:
-        """One lease less has it."""
+        """Drop a reference of one lease."""
         self.references[block_id] -= 1
         if self.references[block_id]:
             return
@@ -96,12 +96,12 @@ class Blocks:
             self.free.append(block_id)
 
     def on_unindexed(self, block_id: int) -> None:
-        """A block that nobody finds any more is free, if nobody has it."""
+        """Free a block that left the prefix index, if no lease holds it."""
         if not self.references[block_id]:
             del self.cached[block_id]
             self.free.append(block_id)
 
     def first_needed(self, num_full_blocks: int) -> int:
-        """Place of the first block that a sequence needs in every group, to go on behind so many
-        full ones."""
+        """Index of the first block that a sequence of num_full_blocks full blocks still needs in
+        any group."""
         return self.groups.kept_start(num_full_blocks * self.size) // self.size

@@ -13,7 +13,7 @@ from engine.kv.range import KvRange
 
 class CheckedCopy(Protocol):
     """Copies rows of blocks and computes their payload's xxh3_64 in one pass, see
-    baton_kernels.cpu.checked_copy. Ranges are the caller's to check.
+    baton_kernels.cpu.checked_copy. The caller checks ranges.
 
     tokens, layers: (first, count), tokens counted from the first of block_ids. Both return the
     checksum.
@@ -45,33 +45,33 @@ class CheckedCopy(Protocol):
 
 
 class BlockMemory(Protocol):
-    """Memory in which layers lie side by side, block by block."""
+    """Memory with the layers of each block side by side."""
 
     @property
     def num_blocks(self) -> int: ...
 
     @property
     def has_block_views(self) -> bool:
-        """Whether blocks lie in host memory, each in one piece."""
+        """Whether each block is one contiguous range of host memory."""
         ...
 
     def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
-        """The bytes of a whole block's layers; whoever writes there must own the block. Raises
-        ValueError for a wrong range, or if there are no block views."""
+        """The bytes of some layers of a block. A writer must own the block. Raises ValueError for a
+        wrong range, or if there are no block views."""
         ...
 
     @property
     def checked_copy(self) -> CheckedCopy | None:
-        """None where blocks cannot be copied so, on this machine."""
+        """None if this machine or memory does not support it."""
         ...
 
 
 class KvPool(Protocol):
     """An engine's KV blocks. All methods may be called from transfer threads.
 
-    slot_tables: by group number, of groups whose KV lies apart from the blocks: the slots that the
-    block pool's allocators hand out. A piece of such a group in a block without a slot raises
-    ValueError.
+    slot_tables: slots by block id, for each group with KV apart from the blocks, keyed by group
+    number. The block pool's allocators assign the slots. Access to such a group in a block without
+    a slot raises ValueError.
     """
 
     @property
@@ -87,57 +87,55 @@ class KvPool(Protocol):
     def slot_tables(self) -> Mapping[int, SlotTable]: ...
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
-        """Copy this part of the sequence with the block table `block_ids` into `out`.
+        """Copy the range `piece` of the sequence with block table `block_ids` into `out`.
 
-        out: [piece.num_layers, parts, num_kv_heads, piece.num_tokens, head_dim] of the layout's
-        dtype, exactly that many bytes; for SCALED_DTYPES each head's scales, [piece.num_tokens]
-        float32, follow its codes. Of a group with records: [piece.num_layers, layer_bytes], and
-        block_ids are all of the sequence's, or the first ones. Raises ValueError if the piece is
-        not within the blocks or the layers, or `out` has another size.
+        out: [piece.num_layers, parts, num_kv_heads, piece.num_tokens, head_dim] in the layout's
+        dtype, of exactly that size; for SCALED_DTYPES each head's codes are followed by its scales,
+        [piece.num_tokens] float32. For a group with records: [piece.num_layers, layer_bytes];
+        block_ids may then be a prefix of the sequence's. Raises ValueError if the piece is outside
+        the blocks or layers, or `out` has another size.
         """
         ...
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
-        """The inverse of pack: write `data` into the blocks. Raises as pack does, and then writes
-        nothing."""
+        """Inverse of pack: write `data` into the blocks. Raises as pack does, before any write."""
         ...
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks, sources[i] to targets[i], and their slots where both have one; no
-        target is among the sources."""
+        target may be a source."""
         ...
 
     def mark(self) -> object:
-        """What the engine has started by now; None: it is done already. Called in the engine's
-        thread, when blocks become a transfer's to read or to write: nothing that is started later
-        is in its way."""
+        """A mark after all work that the engine has started; None if that has completed. Called in
+        the engine's thread when blocks pass to a transfer: work started later does not touch
+        them."""
         ...
 
     def follow(self, mark: object) -> None:
-        """What the calling thread packs and unpacks from now on comes after a mark. None: after
-        nothing."""
+        """Order the calling thread's later packs and unpacks after a mark. None: no order."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the calling thread's copies are over. Raises RuntimeError if the device has
-        failed for good, whatever failed before this call."""
+        """Wait for the calling thread's copies. Raises RuntimeError if the device has failed
+        permanently."""
         ...
 
-    # Faster ways, where the memory allows them
+    # Optional fast paths
 
     def memory_of(self, group: int) -> BlockMemory | None:
-        """Where the layers of a group, or ALL, lie side by side; None if they do not."""
+        """Memory that holds the layers of a group, or ALL, side by side; None if there is none."""
         ...
 
     def ids_in(self, group: int, block_ids: Sequence[int]) -> Sequence[int]:
-        """What these blocks are in memory_of(group). Raises ValueError where a block has nothing
-        there."""
+        """Translate block ids to indices of memory_of(group). Raises ValueError for a block without
+        memory there."""
         ...
 
 
 class HostOrdered:
-    """The half of a KvPool in host memory that orders nothing: what the engine has called has
-    happened."""
+    """The ordering half of a KvPool in host memory: engine calls are synchronous, so nothing
+    waits."""
 
     def mark(self) -> object:
         """See KvPool."""

@@ -1,5 +1,5 @@
-"""The groups of a layout: which layers keep KV alike, and which pieces of a sequence's KV are kept,
-sent and held. Nothing outside engine/kv asks which kind a layer is."""
+"""The layer groups of a layout: layers with the same KV retention, and the ranges of a sequence's
+KV that are kept, sent and held. Only engine/kv distinguishes kinds of layers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.kv import groups as kinds
 from engine.kv.groups.group import GroupAllocator, LayerGroup, SlotTable, record_of
 from engine.kv.range import ALL, KvRange
 
-#: Longer than any sequence, in tokens.
+#: More tokens than any sequence has.
 _LONG = 1 << 62
 
 
 class LayerGroups:
-    """All groups of one layout, by number: the order in which a sequence's pieces are sent."""
+    """All groups of one layout, in order of their numbers, which is the order of sending."""
 
     def __init__(self, layout: KvLayout, groups: Sequence[LayerGroup]) -> None:
         self.layout = layout
@@ -32,35 +32,35 @@ class LayerGroups:
             layer: group for group in self.paged for layer in group.layers
         }
         self.has_partial = bool(self._partial)
-        """Whether a group with rows keeps fewer than all tokens."""
+        """Whether some paged group keeps fewer than all tokens."""
         self.keeps_all_blocks = len(self._partial) < len(self.paged) or not self.paged
-        """Whether a sequence holds the blocks of all its tokens as long as it runs."""
+        """Whether a sequence holds the blocks of all its tokens while it runs."""
         self.cannot_rewind = next(filter(None, (group.cannot_rewind for group in groups)), "")
-        """See LayerGroup; of the first that cannot."""
+        """See LayerGroup; the first group's reason, if any."""
 
     def __getitem__(self, number: int) -> LayerGroup:
-        """Raises KeyError if there is no such group."""
+        """The group with this number. Raises KeyError if there is none."""
         return self._by_number[number]
 
     def __contains__(self, number: int) -> bool:
-        """Whether pieces may be of this group; ALL is one of paged groups."""
+        """Whether a KvRange may have this group number; ALL means all paged groups."""
         return number == ALL or number in self._by_number
 
     def is_paged(self, piece: KvRange) -> bool:
-        """Whether a piece is rows of tokens in blocks."""
+        """Whether a piece consists of token rows in blocks."""
         return piece.group == ALL or self._by_number[piece.group].is_paged
 
     # Sizes
 
     def num_layers(self, number: int) -> int:
-        """Layers of a group; 0 if there is none such."""
+        """Layers of a group; 0 if the layout does not have the group."""
         if number == ALL:
             return self.layout.num_layers
         group = self._by_number.get(number)
         return group.num_layers if group else 0
 
     def layers(self, number: int) -> Sequence[int]:
-        """A group's layers, ascending: a KvRange of the group numbers them from 0 on."""
+        """A group's layers, ascending; a KvRange of the group numbers them from 0."""
         return range(self.layout.num_layers) if number == ALL else self._by_number[number].layers
 
     def num_bytes(self, piece: KvRange) -> int:
@@ -81,47 +81,45 @@ class LayerGroups:
         return rows * self.layout.block_size
 
     def layout_of(self, number: int) -> KvLayout:
-        """The layout of a paged group's layers alone, numbered from 0 on, all of whose blocks are
-        kept."""
+        """The layout of a paged group alone: its layers renumbered from 0, no windows."""
         num_layers = self.num_layers(number)
         return replace(self.layout, num_layers=num_layers, window=0, windowed_layers=())
 
-    # What of a sequence is kept
+    # Retention
 
     def kept_start(self, num_tokens: int) -> int:
-        """The first token whose KV the next token needs in every group, after num_tokens tokens;
-        before it, groups that keep all tokens alone are needed."""
+        """First token with KV that the next token needs in any group, after num_tokens tokens.
+        Earlier tokens are needed only in groups that keep all."""
         starts = (group.kept_start(num_tokens) for group in self._partial)
         return min(starts, default=0)
 
     def whole_start(self, num_tokens: int) -> int:
-        """The first token whose KV is sent in every group along with a sequence of num_tokens
-        tokens, a multiple of the block size: with it the sequence goes on, and so does a sequence
-        that has its full blocks as a prefix."""
+        """First token with KV that is sent in all groups for a sequence of num_tokens tokens; a
+        multiple of the block size. Enough to continue the sequence, and to reuse its full blocks as
+        a prefix."""
         size = self.layout.block_size
         return self.kept_start(num_tokens // size * size) // size * size
 
     def held_start(self, num_tokens: int) -> int:
-        """The first token whose block a sequence of num_tokens tokens holds once they are
-        computed."""
+        """First token with a block that a sequence holds after num_tokens tokens are computed."""
         return 0 if self.keeps_all_blocks else self.whole_start(num_tokens)
 
     def num_held_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of num_tokens tokens holds once all but the last are computed."""
+        """Blocks held by a sequence of num_tokens tokens with all but the last computed."""
         first = self.held_start(max(0, num_tokens - 1)) // self.layout.block_size
         return self.layout.num_blocks_for(num_tokens) - first
 
     @property
     def reach_tokens(self) -> int:
-        """Most tokens that a new token attends to, itself included, in groups that keep fewer than
-        all."""
+        """Maximum tokens that a new token attends to, including itself, in groups that keep fewer
+        than all."""
         return _LONG - self.kept_start(_LONG) + 1
 
     # Pieces
 
     def split(self, piece: KvRange) -> Iterator[KvRange]:
-        """A piece as one of each group that it has layers of; as it is if it is of one group, or no
-        group keeps fewer than all tokens."""
+        """Split a piece by group. A piece of one group, or of a layout that keeps all tokens, is
+        not split."""
         if piece.group != ALL or (len(self.paged) == 1 and not self._partial):
             yield piece
             return
@@ -133,8 +131,8 @@ class LayerGroups:
                 yield replace(piece, first_layer=first, num_layers=end - first, group=group.number)
 
     def runs(self, piece: KvRange) -> Iterator[tuple[KvRange, KvRange]]:
-        """A piece of paged groups as runs of neighbouring layers of one group, in order: each as a
-        range of all layers, and as one of its group."""
+        """Split a piece of paged groups into runs of adjacent layers of one group, in order: (range
+        in all layers, range in the group) each."""
         layers = self.layers(piece.group)[piece.first_layer : piece.end_layer]
         of_layer = self._group_of_layer
         for (number, _), found in groupby(
@@ -148,9 +146,9 @@ class LayerGroups:
     def kept(
         self, piece: KvRange, whole_start: int, *, by_group: bool = False
     ) -> Iterator[KvRange]:
-        """`piece`, of ALL or of one record group, without tokens before whole_start in groups that
-        keep fewer than all. by_group: cut by groups rather than, where it must be, into runs of
-        layers in order."""
+        """`piece` (of ALL or a record group) without tokens before whole_start in groups that keep
+        fewer than all. by_group: split by group; default: in runs of layers, and only where
+        necessary."""
         if by_group:
             parts = [(part, part.group) for part in self.split(piece)]
         elif not self._partial or not self.is_paged(piece) or whole_start <= piece.first_token:
@@ -164,15 +162,15 @@ class LayerGroups:
                 yield replace(part, first_token=start, num_tokens=piece.end_token - start)
 
     def records_after(self, num_tokens: int) -> tuple[KvRange, ...]:
-        """All records of a sequence of which num_tokens tokens, at least one, are computed."""
+        """All records of a sequence after num_tokens >= 1 computed tokens."""
         return tuple(record_of(num_tokens, group) for group in self.records)
 
     # Slots
 
     def max_slots(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Most slots that running sequences need, if groups that keep fewer than all tokens lie
-        apart from the others, see LayerGroup.max_slots; 0 if none does, or all do: then the blocks
-        themselves are given back."""
+        """Maximum slots of running sequences, see LayerGroup.max_slots, if groups that keep fewer
+        than all tokens lie apart. 0 if no group, or every group, keeps fewer: blocks themselves are
+        then given back."""
         if not self.keeps_all_blocks:
             return 0
         size = self.layout.block_size
@@ -180,13 +178,13 @@ class LayerGroups:
         return max(slots, default=0)
 
     def allocators(self, tables: Mapping[int, SlotTable]) -> tuple[GroupAllocator, ...]:
-        """Owners of the slots that an engine's pool has, by group number."""
+        """Allocators of the slots in an engine's pool, in order of group number."""
         return tuple(self._by_number[number].allocator(table) for number, table in tables.items())
 
 
 def whole_blocks(block_size: int) -> LayerGroups:
-    """Blocks of block_size tokens that keep all tokens: for a pool that needs no more of a layout,
-    as those of drafts."""
+    """Groups of a pool that keeps all tokens in blocks of block_size, such as that of a draft
+    model."""
     return groups_of(KvLayout("", 1, 1, 1, "int8", block_size))
 
 
@@ -203,7 +201,7 @@ def groups_of(layout: KvLayout) -> LayerGroups:
 
 
 def is_sound(layout: KvLayout) -> bool:
-    """Whether a peer's layout describes a pool: its sizes are positive, its fields agree."""
+    """Whether a peer's layout is valid: sizes are positive and fields consistent."""
     sizes = layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size
     return (
         layout.dtype in DTYPE_BYTES

@@ -1,4 +1,4 @@
-"""A lease: ownership of one sequence's blocks, and of its slots in groups that lie apart."""
+"""A lease: ownership of one sequence's blocks, and of its slots in groups apart from the blocks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from engine.kv.blocks import Blocks
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Block `target` is to hold what block `source` holds, and its slots what the slots of `source`
-    hold."""
+    """Copy block `source` to block `target`, and its slots likewise."""
 
     source: int
     target: int
 
 
 class LeaseError(Exception):
-    """A lease was used after it had been released: a fault of ours, never of a request."""
+    """Use of a released lease: an internal fault, never caused by a request."""
 
 
 class BlockLease:
-    """Ownership of the blocks of one sequence, in the order of its block table. Given back exactly
-    once."""
+    """Ownership of one sequence's blocks, in block table order. Released exactly once."""
 
     __slots__ = (
         "_block_ids",
@@ -49,46 +47,46 @@ class BlockLease:
         first_held: int,
         slots: tuple[set[int], ...],
     ) -> None:
-        """num_indexed: leading blocks that others can find. last_key: of the last of them, or of
-        the tenant; None if nothing of this lease is ever to be found. first_held: place of the
-        first block that is this lease's. slots: by allocator, the places that it holds slots at."""
+        """num_indexed: leading blocks in the prefix index. last_key: chain key of the last of them,
+        or of the tenant; None disables indexing. first_held: index of the first block that the
+        lease holds. slots: by allocator, block table indices with slots."""
         self._blocks = blocks
         self._block_ids = BlockTable(block_ids, blocks.num_blocks)
         self.num_cached_tokens = num_indexed * blocks.size
-        """Leading tokens whose KV is computed and indexed."""
+        """Leading tokens with computed and indexed KV."""
         self.whole_start = whole_start
-        """Before this token, groups that keep fewer than all tokens may have no KV."""
+        """First token from which all groups have KV; groups that keep fewer may lack it before."""
         self._first_held = first_held
         self.slots = slots
         self._last_key = last_key
         self._is_live = True
-        # Tokens [own_start, own_end) are known to lie in blocks that no other lease has. Most steps
-        # write within this range, and then look at no block. An empty range claims nothing.
+        # Tokens [own_start, own_end) lie in blocks that no other lease has. Most writes are within
+        # this range and check no block. An empty range is always valid.
         self._own_start = self._own_end = 0
         blocks.leases[id(self)] = self
 
     @property
     def block_ids(self) -> BlockTable:
-        """The block table. Borrowed: it grows with the lease and must not be changed or kept.
-        Raises LeaseError after the release."""
+        """The block table, owned by the lease: callers must neither change nor keep it. Raises
+        LeaseError after the release."""
         if not self._is_live:
             raise LeaseError("this lease was released already")
         return self._block_ids
 
     @property
     def held_block_ids(self) -> Sequence[int]:
-        """The blocks that are this lease's: all of the block table, or those from `held_start` on.
-        Raises LeaseError after the release."""
+        """Held blocks: the block table from `held_start` on. Raises LeaseError after the
+        release."""
         return self.block_ids[self._first_held :] if self._first_held else self.block_ids
 
     @property
     def held_start(self) -> int:
-        """The first token that has a block; a multiple of the block size."""
+        """First token that has a block; a multiple of the block size."""
         return self._first_held * self._blocks.size
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the blocks have room for."""
+        """Capacity of the blocks, in tokens."""
         return len(self._block_ids) * self._blocks.size
 
     @property
@@ -98,17 +96,17 @@ class BlockLease:
         return sum(1 for block_id in self.held_block_ids if references[block_id] == 1)
 
     def num_blocks_to_write(self, start: int, end: int) -> int:
-        """Blocks that writing tokens [start, end) takes from the pool: missing ones, and own copies
-        of shared ones."""
+        """Blocks to allocate before tokens [start, end) can be written: missing ones, and copies of
+        shared ones."""
         if self._own_start <= start and end <= self._own_end:
             return 0
         num_missing = self._blocks.num_for(end) - len(self._block_ids)
         return max(0, num_missing) + len(self.shared_indices(start, end))
 
     def prepare_write(self, start: int, end: int) -> tuple[BlockCopy, ...] | None:
-        """Make tokens [start, end) writable; None, and nothing changed, if there is no room now.
+        """Make tokens [start, end) writable; None, without changes, if no blocks are available now.
 
-        The caller makes the copies returned before it writes, and before anyone else writes their
+        The caller executes the returned copies before its write and before any write to their
         sources.
         """
         blocks, block_ids = self._blocks, self.block_ids
@@ -135,7 +133,7 @@ class BlockLease:
         return tuple(copies)
 
     def fork(self, num_tokens: int) -> BlockLease:
-        """Another lease of the blocks that hold the first `num_tokens` tokens. Takes no block."""
+        """A second lease of the blocks with the first `num_tokens` tokens. Allocates no block."""
         blocks = self._blocks
         block_ids = self.block_ids[: blocks.num_for(num_tokens)]
         for block_id in block_ids[self._first_held :]:
@@ -152,10 +150,12 @@ class BlockLease:
         )
 
     def reserve(self, first_token: int, end_token: int) -> bool:
-        """Hold, of tokens before end_token, blocks and slots of those from first_token on; whether
-        there is room now. Blocks before first_token are given back in any case, unless all are
-        kept. first_token: 0 for all that is held already; else no token before it may be needed any
-        more in groups that keep fewer than all."""
+        """Hold blocks and slots for tokens [first_token, end_token); returns whether there is room
+        now. Blocks before first_token are given back in any case, unless all are kept.
+
+        first_token: 0 keeps the present range; else groups that keep fewer than all tokens must no
+        longer need earlier ones.
+        """
         blocks, block_ids = self._blocks, self.block_ids
         places = range(first_token // blocks.size, blocks.num_for(end_token))
         if not self._has_slots_for(places, ()):
@@ -173,8 +173,8 @@ class BlockLease:
         return True
 
     def slide(self, token_ids: Sequence[int], num_computed: int) -> None:
-        """The first `num_computed` tokens are computed, and will not be computed again: let others
-        find them, and give back the blocks, or the slots, that no later token attends to."""
+        """Mark the first `num_computed` tokens as computed for good: index them, and give back
+        blocks or slots that no later token attends to."""
         blocks = self._blocks
         if not blocks.slides:
             return
@@ -190,14 +190,15 @@ class BlockLease:
             self.whole_start = first * blocks.size
 
     def _give_back_before(self, first: int) -> None:
-        """Hold blocks from place `first` on only."""
+        """Give back blocks before index `first`."""
         for block_id in self._block_ids[self._first_held : first]:
             self._blocks.give_back(block_id)
         self._first_held = max(self._first_held, first)
         self.whole_start = max(self.whole_start, self.held_start)
 
     def _has_slots_for(self, places: range, copied: Sequence[int]) -> bool:
-        """Whether writing these places, those `copied` after a copy, finds slots enough."""
+        """Whether enough slots are available to write at these indices; `copied` are copied
+        first."""
         for allocator, held in zip(self._blocks.allocators, self.slots, strict=True):
             num_needed = allocator.num_to_write(held, places, copied)
             if num_needed and num_needed > allocator.num_available:
@@ -209,13 +210,13 @@ class BlockLease:
             allocator.on_write(held, self._block_ids, places)
 
     def received(self, whole_start: int) -> None:
-        """KV came for what was not cached; in every group from whole_start on."""
+        """KV of all uncached tokens arrived; all groups have it from whole_start on."""
         if whole_start > self.num_cached_tokens:
             self.whole_start = max(self.whole_start, whole_start)
 
     def shared_indices(self, start: int, end: int) -> list[int]:
-        """Places in the block table, among those that writing tokens [start, end) writes to, of
-        blocks that others hold too."""
+        """Block table indices, within a write of tokens [start, end), of blocks shared with other
+        leases."""
         blocks, references = self._blocks, self._blocks.references
         first, end_place = start // blocks.size, blocks.num_for(end)
         indices = list(range(first, min(end_place, len(self._block_ids))))
@@ -223,7 +224,7 @@ class BlockLease:
         return [index for index in indices if references[self._block_ids[index]] > 1]
 
     def index(self, token_ids: Sequence[int], num_computed: int) -> None:
-        """Let others find the full blocks among the first `num_computed` tokens, whose KV must be
+        """Index the full blocks among the first `num_computed` tokens. Their KV must be
         complete."""
         block_ids, size = self.block_ids, self._blocks.size
         if self._last_key is None:
@@ -239,12 +240,12 @@ class BlockLease:
             self._last_key, replaced = index.add(self._last_key, tokens, block_ids[place], is_whole)
             if replaced is not None:
                 self._blocks.on_unindexed(replaced)
-        # Others may take what is indexed from now on.
+        # Indexed blocks may be shared from now on.
         self._own_start = max(self._own_start, self.num_cached_tokens)
 
     def release(self) -> None:
-        """Give the blocks back: tails first, so that eviction takes the end of a prefix before its
-        beginning. Raises LeaseError the second time."""
+        """Give the blocks back, last first, so that eviction takes a prefix from its end. Raises
+        LeaseError the second time."""
         blocks, held_block_ids = self._blocks, self.held_block_ids
         for allocator, held in zip(blocks.allocators, self.slots, strict=True):
             allocator.release(held, self._block_ids)

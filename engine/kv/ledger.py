@@ -1,4 +1,4 @@
-"""Who has which KV blocks of a worker: the books against which a leak shows."""
+"""Owners of a worker's KV blocks, to detect leaks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from engine.kv.pool import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class BlockOwner:
-    """One lease and what it is for.
+    """One lease and its use.
 
-    stage: where its sequence or prompt is in its life here, in lower case. ticket_id: 0 if no
-    ticket is open for it.
+    stage: lifecycle state of its sequence or prompt on this worker, lower case. ticket_id: 0 if
+    there is no open ticket.
     """
 
     request_id: str
@@ -26,8 +26,8 @@ class BlockOwner:
 
 @dataclass(frozen=True, slots=True)
 class BlockLedger:
-    """All blocks of a pool at one moment. Each is free, cached, of one owner or more (a common
-    prefix), or an orphan."""
+    """All blocks of a pool at one moment. Each is free, cached, owned (by several owners if it is a
+    shared prefix), or an orphan."""
 
     free: tuple[int, ...]
     cached: tuple[int, ...]
@@ -37,14 +37,14 @@ class BlockLedger:
 
 @dataclass(frozen=True, slots=True)
 class ListBlocks:
-    """A command to a tier's core: report the ledger. `reply` is called in the engine loop's
+    """Command to a tier's core: report the ledger. `reply` is called in the engine loop's
     thread."""
 
     reply: Callable[[BlockLedger], None]
 
 
 def take_ledger(pool: BlockPool, owners: Iterable[BlockOwner]) -> BlockLedger:
-    """`owners`: everyone that a worker knows of."""
+    """`owners`: all leases that the worker accounts for."""
     known = tuple(owners)
     free, cached = pool.free_block_ids, pool.cached_block_ids
     owned = {block_id for owner in known for block_id in owner.block_ids}
@@ -54,8 +54,7 @@ def take_ledger(pool: BlockPool, owners: Iterable[BlockOwner]) -> BlockLedger:
 
 
 def num_orphan_blocks(pool: BlockPool, leases: Iterable[BlockLease]) -> int:
-    """Leased blocks that none of `leases` has. Quick as long as there are none: then no lease is
-    missing."""
+    """Leased blocks held by none of `leases`. Fast if all leases of the pool are listed."""
     known = tuple(leases)
     if len(known) == pool.num_leases:
         return 0

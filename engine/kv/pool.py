@@ -1,5 +1,5 @@
-"""The block pool: every KV block of a worker is free, cached or leased, and a lease is owned
-exactly once.
+"""The block pool: each KV block of a worker is free, cached or leased, and each lease has exactly
+one owner.
 
         take                     release, prefix not indexed
 free ─────────▶ leased ──────────────────────────────────────▶ free
@@ -7,16 +7,15 @@ free ─────────▶ leased ────────────�
     prefix hit   │   ▼
                  cached ─── evicted, least recently used first ─▶ leased by the taker
 
-A block may appear in several leases: as part of a common prefix that was found, or of one that was
-forked. It stays leased until the last of them is released, and nobody writes it while it is shared:
-`prepare_write` gives the writer a block of its own first (copy-on-write). One thread, the engine
-loop's, uses a pool.
+Several leases may share a block of a cached or forked prefix. It stays leased until the last of
+them is released, and is not written while shared: `prepare_write` copies it for the writer first
+(copy-on-write). One thread, the engine loop's, uses a pool.
 
-The pool knows no kinds of layers. Groups whose KV lies apart from the blocks have allocators
-(engine/kv/groups), which it tells what happens to leases and blocks. If no group keeps all tokens,
-a lease holds the blocks from some place on: those before it were given back as the sequence grew
-(`slide`), or never taken (`reserve`). Their entries in the block table have no meaning: nothing may
-read or write what they name. Blocks that were given back stay cached.
+The pool does not distinguish kinds of layers. Groups with KV apart from the blocks have allocators
+(engine/kv/groups), which it notifies of each event of leases and blocks. If no group keeps all
+tokens, a lease holds only the end of its block table: earlier blocks were given back as the
+sequence grew (`slide`), or never allocated (`reserve`). Their table entries are meaningless and
+must not be read or written through. Blocks that were given back stay cached.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ class BlockPool:
         allocators: Sequence[GroupAllocator] = (),
         enable_prefix_caching: bool = True,
     ) -> None:
-        """groups: of the KV in the blocks. secret: 32 bytes, drawn at start. allocators: of all
-        groups that lie apart, with the slots that the engine's pool has. Raises ValueError if
-        prefixes would be found of sequences that cannot go on from one, or blocks
-        that every step writes would be given back."""
+        """groups: of the KV in the blocks. secret: 32 random bytes per start. allocators: of all
+        groups apart from the blocks. Raises ValueError for prefix caching with layers that cannot
+        resume from a prefix, or if blocks that every step writes would be given back."""
         if groups.cannot_rewind and enable_prefix_caching:
             raise ValueError(f"sequences share no prefix: {groups.cannot_rewind}")
         self.num_blocks = num_blocks
@@ -62,7 +60,7 @@ class BlockPool:
         return BlockCounts(free=free, cached=cached, leased=self.num_blocks - free - cached)
 
     def slot_counts(self) -> BlockCounts:
-        """Slots of all groups that lie apart."""
+        """Slots of all groups apart from the blocks, by state."""
         counts = [allocator.counts() for allocator in self._blocks.allocators]
         return BlockCounts(
             *(sum(getattr(each, name) for each in counts) for name in ("free", "cached", "leased"))
@@ -70,18 +68,18 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be had now: free ones, and cached ones that are given up."""
+        """Blocks available now: free ones, and cached ones that can be evicted."""
         return self._blocks.num_available
 
     @property
     def num_copied_blocks(self) -> int:
-        """Most blocks that a fork copies before it goes on: the last one, and those that every step
-        writes."""
+        """Maximum blocks that a fork copies before its first write: the last one, and those that
+        every step writes."""
         return 1 + len(self._blocks.written_places)
 
     @property
     def num_leases(self) -> int:
-        """Leases that have not been released."""
+        """Number of unreleased leases."""
         return len(self._blocks.leases)
 
     @property
@@ -90,15 +88,14 @@ class BlockPool:
 
     @property
     def cached_block_ids(self) -> tuple[int, ...]:
-        """Least recently used first."""
+        """Cached blocks, least recently used first."""
         return tuple(self._blocks.cached)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return self._blocks.num_for(num_tokens)
 
     def num_cached_tokens(self, tenant: bytes, token_ids: Sequence[int]) -> int:
-        """Leading tokens of a sequence that a lease of it would find computed; the last token never
-        counts."""
+        """Leading tokens that a lease would find computed; never includes the last token."""
         if not self._indexes_prefixes:
             return 0
         shared = self._blocks.index.match(tenant, token_ids[:-1])
@@ -113,13 +110,13 @@ class BlockPool:
         shares_prefixes: bool = True,
         min_prefix_tokens: int = 0,
     ) -> BlockLease | None:
-        """Blocks for `num_tokens` tokens that begin with `token_ids`; None if there is no room now.
+        """Lease blocks for `num_tokens` tokens, beginning with `token_ids`; None if there is no
+        room now.
 
-        Blocks that hold a known prefix are shared, also if they are more than `num_tokens` take;
-        only those that the sequence still needs, unless it keeps all. At least the last of
-        `token_ids` is left to compute, because its logits are needed. shares_prefixes: False for KV
-        that means nothing outside its own sequence. min_prefix_tokens: a shorter prefix counts as
-        none.
+        Blocks of a cached prefix are shared, even beyond `num_tokens`; without groups that keep all
+        tokens, only those still needed. The last of `token_ids` is never counted as cached, because
+        its logits are needed. shares_prefixes: False for KV that is valid only in its own sequence.
+        min_prefix_tokens: shorter prefixes are ignored.
         """
         blocks, found = self._blocks, NO_PREFIX
         if shares_prefixes and self._indexes_prefixes:
@@ -146,25 +143,25 @@ class BlockPool:
         return BlockLease(blocks, block_ids, num_shared, found.last_key, whole_start, first, slots)
 
     def num_exclusive_blocks(self, leases: Sequence[BlockLease]) -> int:
-        """Blocks that releasing all of `leases` would make available."""
+        """Blocks that become available if all of `leases` are released."""
         held = Counter(block_id for lease in leases for block_id in lease.held_block_ids)
         references = self._blocks.references
         return sum(references[block_id] == count for block_id, count in held.items())
 
     def num_blocks_to_write(self, leases: Sequence[BlockLease], start: int, end: int) -> int:
-        """Blocks that it takes in all if each of `leases` writes tokens [start, end)."""
+        """Blocks to allocate in total if each of `leases` writes tokens [start, end)."""
         num_blocks = sum(lease.num_blocks_to_write(start, end) for lease in leases)
         shared = Counter(
             lease.block_ids[index] for lease in leases for index in lease.shared_indices(start, end)
         )
-        # The last to write a block that nobody else holds keeps it.
+        # The last writer of an otherwise unshared block keeps it.
         references = self._blocks.references
         num_kept = sum(references[block_id] == count for block_id, count in shared.items())
         return num_blocks - num_kept
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each block is in exactly one state and reference counts
-        match the leases."""
+        """Raise AssertionError unless each block is in exactly one state and reference counts match
+        the leases."""
         expected = [0] * self.num_blocks
         for lease in self._blocks.leases.values():
             for block_id in lease.held_block_ids:

@@ -1,13 +1,12 @@
-"""Which full blocks hold which prefix, known by a chain of keyed hashes, one link per block.
+"""Index of full blocks by prefix: a chain of keyed hashes, one per block.
 
-The key of a block digests its tokens and the key of the block before it, under a secret of this
-boot and the tenant, so that equal keys mean equal prefixes, tenants never meet, and nobody outside
-can predict a key. Tokens are compared on a hit all the same: a collision costs a miss, never a
-wrong answer.
+A block's key digests its tokens and the previous block's key, starting from a per-boot secret and
+the tenant: equal keys mean equal prefixes, tenants are isolated, and keys cannot be predicted. A
+hit also compares tokens, so a collision is a miss.
 
-If groups of layers keep fewer than all tokens, a block that came from elsewhere may lack their KV.
-It is found, too, but a prefix ends only where all blocks that these groups need from its end on are
-whole. If all groups keep fewer, a prefix is found by these blocks alone.
+If some groups keep fewer than all tokens, a received block may lack their KV. It is indexed as
+partial, and a prefix may end only where all blocks that these groups need next are whole. If all
+groups keep fewer tokens, only those blocks are looked up.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from engine.kv.layout import LayerGroups
 
 @dataclass(frozen=True, slots=True)
 class PrefixBlock:
-    """A full block in the index. is_whole: whether it has the KV of all groups."""
+    """An indexed full block. is_whole: whether it has the KV of all groups."""
 
     key: bytes
     parent: bytes
@@ -34,10 +33,9 @@ class PrefixBlock:
 
 
 class Prefix(NamedTuple):
-    """Blocks that hold a prefix, in order. last_key: what the chain goes on from, the key of the
-    last of them or of the tenant; None if nothing is looked for. first_whole: blocks from this one
-    on are whole; unless all blocks are kept, those before it need not be there, and their ids mean
-    nothing."""
+    """Blocks of a cached prefix, in order. last_key: chain key after the last of them, or of the
+    tenant; None disables the lookup. first_whole: index of the first whole block; unless all blocks
+    are kept, ids before it are meaningless."""
 
     block_ids: Sequence[int]
     last_key: bytes | None
@@ -48,19 +46,19 @@ NO_PREFIX = Prefix((), None)
 
 
 class PrefixIndex:
-    """Maps chain keys to blocks and back. Knows nothing of who owns a block."""
+    """Maps chain keys to blocks and back, independent of ownership."""
 
     def __init__(self, block_size: int, secret: bytes, groups: LayerGroups) -> None:
-        """secret: 32 bytes, drawn at start."""
+        """secret: 32 random bytes per start."""
         self._block_size = block_size
         self._groups = groups
         self._secret = secret
         self._by_key: dict[bytes, PrefixBlock] = {}
         self.by_block: dict[int, PrefixBlock] = {}
-        """By block id. Read by the pool."""
+        """Entries by block id; read by the pool."""
 
     def match(self, tenant: bytes, token_ids: Sequence[int], min_num_tokens: int = 0) -> Prefix:
-        """The longest known prefix of `token_ids` that a sequence can go on from; none if it is
+        """The longest cached prefix of `token_ids` that a sequence can resume from; empty if
         shorter than min_num_tokens."""
         root = last_key = blake3(tenant, key=self._secret).digest()
         blocks: list[PrefixBlock | None] = []
@@ -84,8 +82,7 @@ class PrefixIndex:
         return Prefix(block_ids, last.key, first_whole)
 
     def _usable(self, blocks: Sequence[PrefixBlock | None]) -> tuple[int, int]:
-        """How many of a prefix's blocks a sequence can go on from, and from which on they are
-        whole."""
+        """(number of blocks that a sequence can resume from, index of the first whole one)."""
         num_usable = first_usable = first_whole = 0
         for index, block in enumerate(blocks):
             if block is None or not block.is_whole:
@@ -98,8 +95,8 @@ class PrefixIndex:
     def add(
         self, parent: bytes, token_ids: Sequence[int], block_id: int, is_whole: bool = True
     ) -> tuple[bytes, int | None]:
-        """Index a full block behind the prefix of key `parent`, unless another one is already that
-        is no less whole. Returns its key, and the block that it takes the place of, if any."""
+        """Index a full block after the prefix with key `parent`, unless an equal block at least as
+        whole is indexed. Returns its key, and the block that it replaces, if any."""
         key, tokens = self.link(parent, token_ids)
         before = self._by_key.get(key)
         if before and (before.is_whole or not is_whole):
@@ -117,19 +114,19 @@ class PrefixIndex:
         return block is not None and block.is_whole
 
     def set_partial(self, block_id: int) -> None:
-        """A block, if it is indexed, has lost the KV of a group."""
+        """Mark the block, if indexed, as lacking the KV of a group."""
         block = self.by_block.get(block_id)
         if block is not None:
             partial = replace(block, is_whole=False)
             self._by_key[block.key] = self.by_block[block_id] = partial
 
     def remove(self, block_id: int) -> None:
-        """Forget a block that is about to hold something else."""
+        """Remove a block that is about to be overwritten."""
         block = self.by_block.pop(block_id)
         del self._by_key[block.key]
 
     def link(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, bytes]:
-        """The key of the block that holds `token_ids` after the prefix of key `parent`, and the ids
-        as native 32-bit words, as they are hashed and compared."""
+        """Key of the block with `token_ids` after the prefix with key `parent`, and the ids as
+        native 32-bit words, as hashed and compared."""
         tokens = array("I", token_ids).tobytes()
         return blake3(parent + tokens, key=self._secret).digest(), tokens

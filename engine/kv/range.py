@@ -1,11 +1,11 @@
-"""A piece of a sequence's KV: what pools copy and what the KV channel moves."""
+"""A range of a sequence's KV: the unit of copies by pools and transfers by the KV channel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-#: KvRange.group of a piece of all layers that keep rows of tokens, whatever their groups.
+#: KvRange.group for a range over all layers with token rows, of any group.
 ALL: Final = 0
 
 
@@ -13,7 +13,8 @@ ALL: Final = 0
 class KvRange:
     """Tokens [first_token, end_token) of layers [first_layer, end_layer).
 
-    group: number of a LayerGroup, which counts its layers from 0; or ALL, which counts the model's.
+    group: number of a LayerGroup, with its layers counted from 0; or ALL, with the model's layer
+    numbers.
     """
 
     first_token: int

@@ -13,7 +13,7 @@ from engine.quantization.weight import StoredWeight
 #: Dtypes of unquantised layers in a quantised checkpoint.
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 #: Tensors of static activation quantisation.
-_OF_INPUTS = ("input_scale", "input_zero_point")
+_ACTIVATION_SCALES = ("input_scale", "input_zero_point")
 
 
 class PendingLayers:
@@ -36,7 +36,7 @@ class PendingLayers:
         """Whether the tensor belongs to a quantised layer but is not needed: activations are
         quantised dynamically, not with calibrated scales."""
         layer, _, piece = name.rpartition(".")
-        return layer in self._layers and piece in _OF_INPUTS
+        return layer in self._layers and piece in _ACTIVATION_SCALES
 
     def is_bias(self, name: str) -> bool:
         """Whether the tensor is a bias of a layer that may be quantised."""

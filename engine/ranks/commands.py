@@ -24,8 +24,8 @@ _UNUSED = Sampling()
 class _Kind(IntEnum):
     STEP = 1
     """A batch: number of slices, the header of each slice, then each slice's numbers."""
-    TOLD_STEP = 2
-    """As STEP, for a forward with `layers_done`: ranks meet at every layer."""
+    LAYER_SYNC_STEP = 2
+    """As STEP; ranks synchronise after every layer, for `layers_done`."""
     LOGITS = 3
     """Logits of rows of the last step's states."""
 
@@ -37,7 +37,7 @@ class StepCommand:
 
     batch: Batch
     tables: Sequence[Sequence[int]]
-    is_told: bool
+    syncs_layers: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LogitsCommand:
     rows: Sequence[int]
 
 
-def encode_step(batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool) -> bytes:
+def encode_step(batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool) -> bytes:
     """Encode a StepCommand. tables: empty, or one per slice."""
     numbers = array("q", [len(batch.slices)])
     parts = list(zip(batch.slices, tables or [()] * len(batch.slices), strict=True))
@@ -59,7 +59,7 @@ def encode_step(batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool)
         numbers.extend(part.block_table)
         numbers.extend(row.offset for row in part.rows)
         numbers.extend(table)
-    return _frame(_Kind.TOLD_STEP if is_told else _Kind.STEP, numbers)
+    return _frame(_Kind.LAYER_SYNC_STEP if syncs_layers else _Kind.STEP, numbers)
 
 
 def encode_logits(rows: Sequence[int]) -> bytes:
@@ -85,7 +85,7 @@ def read_commands(stream: IO[bytes]) -> Iterator[StepCommand | LogitsCommand]:
 def _command(kind: _Kind, numbers: array[int]) -> StepCommand | LogitsCommand:
     if kind is _Kind.LOGITS:
         return LogitsCommand(numbers)
-    return StepCommand(*_batch(numbers), kind is _Kind.TOLD_STEP)
+    return StepCommand(*_batch(numbers), kind is _Kind.LAYER_SYNC_STEP)
 
 
 def _batch(numbers: array[int]) -> tuple[Batch, Sequence[Sequence[int]]]:

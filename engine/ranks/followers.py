@@ -46,9 +46,10 @@ class Followers(Protocol):
         ...
 
     def step(
-        self, batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool
+        self, batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool
     ) -> AbstractContextManager[None]:
-        """Send a forward. is_told: it has a `layers_done`. tables: see WindowedStep."""
+        """Send a forward. syncs_layers: ranks synchronise after every layer, for a `layers_done`.
+        tables: see WindowedStep."""
         ...
 
     def logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
@@ -81,7 +82,7 @@ class NoFollowers:
         batch: Batch,  # noqa: ARG002
         tables: Sequence[Sequence[int]],  # noqa: ARG002
         *,
-        is_told: bool,  # noqa: ARG002
+        syncs_layers: bool,  # noqa: ARG002
     ) -> AbstractContextManager[None]:
         """See Followers."""
         return nullcontext()

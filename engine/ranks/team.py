@@ -133,10 +133,10 @@ class RankTeam:
 
     @contextmanager
     def step(
-        self, batch: Batch, tables: Sequence[Sequence[int]], *, is_told: bool
+        self, batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool
     ) -> Iterator[None]:
         """See Followers."""
-        with self._together(encode_step(batch, tables, is_told=is_told)):
+        with self._together(encode_step(batch, tables, syncs_layers=syncs_layers)):
             yield
 
     @contextmanager

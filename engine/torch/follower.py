@@ -54,7 +54,7 @@ class Rank:
             rank_memory(memory, pool.layout, pool.num_blocks, shard).zero_()
             self._pools.append(rank_pool(memory, pool.layout, pool.num_blocks, shard))
         parameters, self.digest = load_parameters(
-            Path(spec.folder), whole, dtype, _CPU, _untold, shard
+            Path(spec.folder), whole, dtype, _CPU, _no_progress, shard
         )
         ranks = SharedRanks(meeting, shard, spec.staging_bytes)
         self._config = shard.attention_config(whole)
@@ -67,7 +67,7 @@ class Rank:
         if isinstance(command, LogitsCommand):
             self._decoder.logits(self._states[torch.tensor(command.rows)])
         else:
-            self._states = self._step(command, _meet_only if command.is_told else None)
+            self._states = self._step(command, _meet_only if command.syncs_layers else None)
 
     def _step(self, command: StepCommand, layer_done: Callable[[int], None] | None) -> torch.Tensor:
         (pool, *apart), decoder = self._pools, self._decoder
@@ -84,5 +84,5 @@ def _meet_only(_layer: int) -> None:
     """Ranks meet per layer; only rank 0 reports the layer."""
 
 
-def _untold(_: ShardProgress) -> None:
+def _no_progress(_: ShardProgress) -> None:
     """Only rank 0 reports loading progress."""

@@ -19,10 +19,10 @@ from engine.sampling.sampler import RowsError, draw
 from engine.torch.draft_head import IMPOSSIBLE
 from engine.torch.engine import OnStates
 
-#: Positions of a sequence whose states wait for its next drafts; the head forgets the rest.
+#: Maximum positions per sequence with states kept for its next drafts; older ones are dropped.
 MAX_WAITING = 64
 
-#: Launches in a row in which nobody takes states, after which none are kept.
+#: Consecutive launches without a consumer of states, after which none are kept.
 MAX_IDLE_LAUNCHES = 24
 
 
@@ -30,8 +30,8 @@ MAX_IDLE_LAUNCHES = 24
 class _Waiting:
     """States [positions, width] of the positions from `first` on.
 
-    branches: of the sequence's further slices in the last launch, which have other drafts: the
-    first position that there are new tokens of, those, and the states of the last ones of them.
+    branches: the sequence's other slices in the last launch, with other drafts: (position of the
+    first new token, new tokens, states of the last of them) each.
     """
 
     first: int

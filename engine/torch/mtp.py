@@ -45,7 +45,7 @@ from engine.torch.weights import load_weights
 
 
 def read_mtp_config(folder: Path, target: ModelConfig) -> HeadConfig:
-    """Of the first of the checkpoint's layers for multi-token prediction. Raises
+    """Config of the checkpoint's first layer for multi-token prediction. Raises
     UnsupportedModel."""
     if not FAMILIES[target.family].has_mtp_layers or not target.traits.num_unused_layers:
         known = (name for name, family in FAMILIES.items() if family.has_mtp_layers)

@@ -131,7 +131,7 @@ class EagerSteps:
             states = torch.empty(0, config.hidden_size)
             return EagerStep(states, decoder, self._followers)
         apart = _windowed(batch, pool)
-        with self._followers.step(batch, apart.tables, is_told=layer_done is not None):
+        with self._followers.step(batch, apart.tables, syncs_layers=layer_done is not None):
             packed = pack_batch(
                 batch,
                 config,

@@ -1,5 +1,5 @@
-"""Fill a decoder's parameters from a checkpoint's safetensors, while threads read ahead and digest
-what is read."""
+"""Fills a decoder's parameters from a checkpoint's safetensors, with threads that read and digest
+ahead."""
 
 from __future__ import annotations
 
@@ -34,20 +34,19 @@ from engine.torch.stacked_experts import StackedExperts
 
 _log = logging.getLogger(__name__)
 
-#: Tensors that old checkpoints hold and nobody reads.
+#: Unused tensors of old checkpoints.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$")
 
-#: Several, because a disk gives more to many that ask than to one.
+#: Reader threads: disks serve parallel reads faster.
 NUM_READERS = 8
-#: What is read ahead of the tensor that is taken. Mapped files cost no memory of their own, but
-#: page-locked copies do.
+#: Maximum bytes read ahead. Mapped files use no memory of their own, but page-locked copies do.
 _AHEAD_BYTES = 4 << 30
 _REPORT_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ShardProgress:
-    """Where loading stands: `done_bytes` of `num_bytes` of shard `index` (from 0) of
+    """Progress of loading: `done_bytes` of `num_bytes` of shard `index` (from 0) of
     `num_shards`."""
 
     name: str
@@ -61,19 +60,19 @@ ProgressHook = Callable[[ShardProgress], None]
 
 
 class Keeper(Protocol):
-    """Takes quantised weights as they are stored, in place of the memory of a Fillable."""
+    """Receives quantised weights as stored, instead of a Fillable's memory."""
 
     @property
     def keeps(self) -> Callable[[StoredWeight], bool]:
-        """Whether it takes such a weight; others are dequantised."""
+        """Whether it keeps such a weight; others are dequantised."""
         ...
 
     def keep(self, layer: str, weight: StoredWeight) -> None:
-        """A rank's part of the weight of a layer of the checkpoint."""
+        """Receive a rank's part of the weight of a checkpoint's layer."""
         ...
 
     def on_filled(self, name: str) -> None:
-        """The tensor is read: it is in the Fillable's memory, or was given to `keep`."""
+        """Called when the tensor has been read, into the Fillable's memory or by `keep`."""
         ...
 
 
@@ -84,8 +83,8 @@ def load_weights(
     quantization: QuantizationConfig | None = None,
     keeper: Keeper | None = None,
 ) -> str:
-    """Fill `parameters` from `folder`. Quantised weights go there dequantised, but for those that
-    `keeper` takes as they are. Returns the digest of every tensor read, by name, type and bytes.
+    """Fill `parameters` from `folder`. Quantised weights are dequantised, unless `keeper` keeps
+    them. Returns the digest of all tensors read, by name, type and bytes.
 
     Raises MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
     """
@@ -97,10 +96,11 @@ def load_weights(
 
 
 def digest_checkpoint(folder: Path, progress: ProgressHook | None = None) -> str:
-    """As load_weights returns, of all tensors in `folder`. Raises UnsafeCheckpoint, ModelError."""
+    """The digest of load_weights, over all tensors in `folder`. Raises UnsafeCheckpoint,
+    ModelError."""
 
     def taker_of(*_: object) -> Take:
-        """The digest is all that is wanted."""
+        """Accept every tensor and discard it: only the digest is needed."""
         return lambda _: None
 
     return _read_shards(folder, taker_of, progress)
@@ -113,11 +113,11 @@ def read_dequantized(
     transposed: AbstractSet[str],
     progress: ProgressHook | None = None,
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of the dense checkpoint that the one in `folder` stands for, by name: weights of
-    quantised layers in `dtype`, all others as they are; and the digest, as load_weights returns.
+    """Tensors of a checkpoint in dense form, by name: quantised weights dequantised to `dtype`,
+    others unchanged; and the digest of load_weights.
 
-    transposed: last parts of the names of layers whose dense weight is [in, out]. Raises
-    MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
+    transposed: suffixes of layers with dense weights [in, out]. Raises MissingTensor,
+    TensorMismatch, UnsafeCheckpoint, ModelError.
     """
     names = (stored.name for stored in _stored_tensors(list(find_shards(folder))))
     layers = frozenset(filter(None, (layer_of_scheme(name, quantization) for name in names)))
@@ -147,18 +147,17 @@ def read_dequantized(
     return dense, digest
 
 
-#: Takes what was read of a tensor.
+#: Consumer of a tensor that was read.
 Take = Callable[[torch.Tensor], None]
-#: Of a tensor's name, the mapped tensor and its shard, what takes it; None for one that is rightly
-#: not read.
+#: From (name, mapped tensor, shard path): the tensor's consumer; None for a tensor to skip.
 TakerOf = Callable[[str, torch.Tensor, Path], Take | None]
-#: From a mapped tensor to one in memory, and its digest.
+#: Reads a mapped tensor into memory; returns it and its digest.
 Read = Callable[[torch.Tensor], tuple[torch.Tensor, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of shard `index` at `path`, mapped."""
+    """A mapped tensor of shard `index` at `path`."""
 
     index: int
     path: Path
@@ -169,9 +168,9 @@ class StoredTensor:
 def _read_shards(
     folder: Path, taker_of: TakerOf, progress: ProgressHook | None, pins: bool = False
 ) -> str:
-    """Give each tensor that somebody takes, in order, while threads read and digest those after it.
-    pins: into page-locked memory, from which a GPU copies at the speed of its link. Returns the
-    digest of all that were taken."""
+    """Pass each wanted tensor to its consumer, in order, while threads read and digest later ones.
+    pins: read into page-locked memory, for GPU copies at full link speed. Returns the digest of all
+    tensors read."""
     shards = list(find_shards(folder))
     sizes = [path.stat().st_size for path in shards]
     done = [0] * len(shards)
@@ -201,7 +200,7 @@ def _read_shards(
 
 
 def _stored_tensors(shards: Sequence[Path]) -> Iterator[StoredTensor]:
-    """Raises ModelError."""
+    """All tensors of the shards, mapped. Raises ModelError."""
     for index, path in enumerate(shards):
         try:
             with safe_open(path, framework="pt", device="cpu") as shard:
@@ -216,8 +215,8 @@ def _stored_tensors(shards: Sequence[Path]) -> Iterator[StoredTensor]:
 def read_ahead(
     stored: Iterable[StoredTensor], taker_of: TakerOf, read: Read
 ) -> Iterator[tuple[StoredTensor, Take, tuple[torch.Tensor, str]]]:
-    """Those that somebody takes, in order, each with what was read of it and its digest. read:
-    called in one of several threads."""
+    """Wanted tensors in order, each with the tensor read and its digest. read: called in one of
+    several threads."""
     waiting: deque[tuple[StoredTensor, Take, Future[tuple[torch.Tensor, str]]]] = deque()
     num_bytes = 0
     readers = ThreadPoolExecutor(NUM_READERS, "reads-weights")
@@ -244,7 +243,7 @@ def _read(mapped: torch.Tensor, pins: bool) -> tuple[torch.Tensor, str]:
 
 
 def _total(digests: Mapping[str, str]) -> str:
-    """Of all tensors, from each one's."""
+    """Digest of all tensors, from the digest of each."""
     total = xxhash.xxh3_128()
     for name in sorted(digests):
         total.update(f"{name}={digests[name]};".encode())
@@ -252,7 +251,7 @@ def _total(digests: Mapping[str, str]) -> str:
 
 
 class _Filling:
-    """Where a checkpoint's tensors go, and which have come."""
+    """Destinations of a checkpoint's tensors, and the set of those already read."""
 
     def __init__(
         self,
@@ -272,8 +271,8 @@ class _Filling:
         self._filled: set[str] = set()
 
     def taker_of(self, name: str, tensor: torch.Tensor, path: Path) -> Take | None:
-        """See TakerOf. Raises TensorMismatch of a tensor that has no place; so does what takes
-        one, if it does not fit there."""
+        """See TakerOf. Raises TensorMismatch for a tensor without a destination; its consumer does
+        so for one that does not fit."""
         pending, stacked = self._pending, self._stacked
         if pending is not None and pending.takes(name, tensor.dtype):
             return partial(self._take_quantized, pending, name, path)
@@ -284,8 +283,8 @@ class _Filling:
         return partial(self._fill, name, path) if self._targets_of(name, path) else None
 
     def _is_idle(self, pending: PendingLayers, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a quantised checkpoint has it for nothing: GPTQ's older tools wrote zeros for
-        layers without a bias."""
+        """Whether a quantised checkpoint has it without use: older GPTQ tools wrote zero biases for
+        layers without one."""
         is_bias = name not in self._targets and pending.is_bias(name)
         return pending.is_unused(name) or (is_bias and not tensor.any())
 
@@ -314,8 +313,7 @@ class _Filling:
             self._on_filled(name)
 
     def _targets_of(self, name: str, path: Path) -> Sequence[Target]:
-        """None of them for a tensor that is rightly not read. Raises TensorMismatch of one that has
-        no place."""
+        """Destinations; empty for a tensor to skip. Raises TensorMismatch for an unknown tensor."""
         targets = self._targets.get(name, ())
         if not targets and not (_IGNORED.search(name) or self._ignores(name)):
             fix = "the config and the weights must be of one model"
@@ -357,7 +355,7 @@ class _Filling:
             self._keeper.on_filled(name)
 
     def finish(self, folder: Path) -> None:
-        """Once all tensors have come. Raises MissingTensor."""
+        """Check completeness after all tensors. Raises MissingTensor."""
         if self._pending is not None:
             _refuse_unfinished(folder, self._pending)
         if self._stacked is not None and (halves := self._stacked.missing):
@@ -429,7 +427,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 @contextmanager
 def terminal_progress() -> Iterator[ProgressHook]:
-    """A bar per shard on stderr where that is a terminal, a line of log per shard elsewhere."""
+    """Progress bar per shard on stderr if that is a terminal, else a log line per shard."""
     if not sys.stderr.isatty():
         yield _reporter()
         return
@@ -455,8 +453,8 @@ def terminal_progress() -> Iterator[ProgressHook]:
 
 
 def _reporter(clock: Callable[[], float] = time.monotonic) -> ProgressHook:
-    """A phase of the start each second, for large checkpoints, with the bytes per second of all
-    shards since the first; and a line of log per shard."""
+    """Logs once per second, for large checkpoints, with the bytes per second of all shards so far;
+    and once per shard."""
     started = last = clock()
     done_bytes: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""Kinds of layer groups: one file for each rule by which layers keep KV."""
+"""Kinds of layer groups: one file per rule of KV retention."""
 
 from engine.kv.groups.full import FullGroup
 from engine.kv.groups.group import LayerGroup
@@ -6,11 +6,11 @@ from engine.kv.groups.state import StateGroup
 from engine.kv.groups.window import WindowGroup
 from engine.kv.range import ALL
 
-#: Each takes its layers from those that the kinds before it have left. To add a kind: its file, and
-#: its entry here.
+#: In order: each kind takes its layers from those left by the kinds before it. A new kind adds its
+#: file and an entry here.
 KINDS: tuple[type[LayerGroup], ...] = (WindowGroup, StateGroup, FullGroup)
 
 
 def is_known(number: int) -> bool:
-    """Whether KvRange.group may be this."""
+    """Whether a KvRange may have this group number."""
     return number == ALL or any(kind.number == number for kind in KINDS)

@@ -1,4 +1,4 @@
-"""Layers that attend to all tokens: a sequence keeps the KV of each."""
+"""Layers that attend to all tokens and keep the KV of each."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FULL: Final = 1
 
 
 class FullGroup(LayerGroup):
-    """Keys and values, or one latent row, of every token. Always in the blocks."""
+    """Keys and values, or one latent row, of every token, always in the blocks."""
 
     number: ClassVar[int] = FULL
 
     @classmethod
     def of(cls, layout: KvLayout, rest: Sequence[int]) -> FullGroup | None:
-        """See LayerGroup: all that are left."""
+        """See LayerGroup: all layers that are left."""
         return cls(rest, layout.token_layer_bytes) if rest else None
 
     def kept_start(self, num_tokens: int) -> int:  # noqa: ARG002

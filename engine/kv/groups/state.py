@@ -1,13 +1,12 @@
 """Layers with a state in place of KV (Mamba, gated delta rule, short convolutions).
 
-A sequence has one record for each such layer: the state after the last token computed. All of a
-sequence's states lie in one slot, that of its first block, which its lease holds as long as it
-runs. So a slot has the owners that the block has, and goes where it goes: to a ticket's writer, to
-the sender of a handoff, into a fork, and back to the pool. Every step of a sequence writes its
-states: of two that share their first block after a fork, the first to go on takes a block, and a
-slot, of its own (copy-on-write).
+A sequence has one record per such layer: the state after the last computed token. All its states
+share the slot of its first block, which the lease holds while the sequence runs. The slot follows
+the block to a ticket's writer, to the sender of a handoff, into a fork, and back to the pool. Every
+step writes the states: of two leases that share the first block after a fork, the first to continue
+copies block and slot (copy-on-write).
 
-A state cannot be taken back by a token, and that after a prefix is not kept: no prefix is shared.
+States cannot be rewound, and states after a prefix are not kept, so prefixes are not shared.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ STATE: Final = 3
 
 
 class StateGroup(LayerGroup):
-    """States as bytes, never converted; layer_bytes of each layer."""
+    """States as opaque bytes, never converted; layer_bytes per layer."""
 
     number: ClassVar[int] = STATE
     is_paged: ClassVar[bool] = False
@@ -48,7 +47,7 @@ class StateGroup(LayerGroup):
     def arrived_from(
         self, starts: Sequence[int], ends: Sequence[int], first_token: int, end_token: int
     ) -> int | None:
-        """See LayerGroup: the record after the last token, and no other."""
+        """See LayerGroup: exactly the record after the last token."""
         return first_token if (starts, ends) == ([end_token - 1], [end_token]) else None
 
     def allocator(self, table: SlotTable) -> StateSlots:
@@ -57,19 +56,19 @@ class StateGroup(LayerGroup):
 
 
 class StateSlots(GroupAllocator):
-    """All slots of one worker. `of_block` is read by transfer threads, too, for blocks that they
-    own meanwhile."""
+    """State slots of one worker. Transfer threads also read `of_block`, for blocks that they
+    own."""
 
     written_places: ClassVar[tuple[int, ...]] = (0,)
     num_at_start: ClassVar[int] = 1
 
     def __init__(self, table: SlotTable) -> None:
-        """table: of blocks without slots."""
+        """table: without slots."""
         super().__init__(table)
         self._free = deque(range(self.num_slots))
 
     def counts(self) -> BlockCounts:
-        """None: one for each sequence that may run is never short."""
+        """All zero: there is one slot per sequence that may run, so slots never run out."""
         return BlockCounts(0, 0, 0)
 
     @property
@@ -101,7 +100,7 @@ class StateSlots(GroupAllocator):
             self.of_block[block_id] = -1
 
     def take(self, block_id: int) -> None:
-        """Give a block without a slot one that is available."""
+        """Assign an available slot to a block without one."""
         self.of_block[block_id] = self._free.popleft()
 
     def check_integrity(

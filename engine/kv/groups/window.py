@@ -1,9 +1,9 @@
 """Layers that attend to the last `window` tokens alone.
 
-KV that lies before the window is neither kept nor sent. If all layers are windowed, sequences give
-back the blocks themselves. If there are other layers, too, the blocks hold these, and the KV of
-windowed layers may lie apart, in slots: a sequence holds a block as long as it runs, and the
-block's slot while the block is in its window, so there are fewer slots than blocks.
+KV before the window is neither kept nor sent. If all layers are windowed, sequences give back the
+blocks themselves. Otherwise the blocks hold the KV of the other layers, and the KV of windowed
+layers may lie apart, in slots: a sequence holds a block while it runs, and the block's slot while
+the block is in its window, so there are fewer slots than blocks.
 
         take                    give_back, the block is not indexed as whole
 free ─────────▶ held ──────────────────────────────────────────────▶ free
@@ -11,9 +11,9 @@ free ─────────▶ held ─────────────
             hold │  ▼
                cached ─── taken, least recently given back first ─▶ held by another block
 
-A cached slot's block is found as part of a prefix with the KV of all its layers; a block that has
-lost its slot is found without that of the windowed ones. Slots are changed by the thread of the
-block pool; `of_block` is read by transfer threads, too, for blocks that they own meanwhile.
+The block of a cached slot is indexed with the KV of all layers; a block that lost its slot is
+indexed without that of windowed layers. The block pool's thread changes slots; transfer threads
+read `of_block` for blocks that they own.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ WINDOWED: Final = 2
 
 
 def windows_of(windows: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
-    """KvLayout's window and windowed_layers, from each layer's window in tokens, None for all."""
+    """window and windowed_layers of KvLayout, from each layer's window in tokens, None for full
+    attention."""
     windowed = tuple(layer for layer, window in enumerate(windows) if window)
     return max((window for window in windows if window), default=0), windowed
 
 
 class WindowGroup(LayerGroup):
-    """Keys and values of the last tokens. window: the longest of these layers, in tokens, the new
-    token among them."""
+    """Keys and values of the last tokens. window: the longest among these layers, in tokens,
+    including the new token."""
 
     number: ClassVar[int] = WINDOWED
 
@@ -61,11 +62,10 @@ class WindowGroup(LayerGroup):
         return max(0, num_tokens - self.window + 1)
 
     def max_slots(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> int:
-        """See LayerGroup: of each sequence the window from its last full block on and the block
-        that it goes on in, and what two steps in flight write.
+        """See LayerGroup: per sequence its window, counted from the last full block, and the block
+        being written; plus the writes of two steps in flight.
 
-        What is held besides for a moment (windows of prefixes that are sent, or that a ticket's KV
-        follows) is met by cached slots, or waited for.
+        Short-term needs (windows of prefixes being sent or awaited) evict cached slots, or wait.
         """
         own = -(-(self.window - 1) // block_size) + 2
         return max_num_seqs * own + -(-2 * max_num_batched_tokens // block_size)
@@ -76,18 +76,18 @@ class WindowGroup(LayerGroup):
 
 
 class WindowSlots(GroupAllocator):
-    """All slots of one worker."""
+    """Window slots of one worker."""
 
     slides: ClassVar[bool] = True
 
     def __init__(self, table: SlotTable) -> None:
-        """table: of blocks without slots."""
+        """table: without slots."""
         super().__init__(table)
         self._free = deque(range(self.num_slots))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Blocks with slots that nobody holds, least recently given back first."""
+        """Blocks with unreferenced slots, least recently given back first."""
         self._references = [0] * len(self.of_block)
-        """Leases that hold a block's slot."""
+        """Leases per block's slot."""
 
     def counts(self) -> BlockCounts:
         """See GroupAllocator."""
@@ -96,7 +96,7 @@ class WindowSlots(GroupAllocator):
 
     @property
     def num_available(self) -> int:
-        """Free slots, and cached ones, which are given up."""
+        """Free slots, and cached ones that can be evicted."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -148,7 +148,7 @@ class WindowSlots(GroupAllocator):
         held.difference_update(gone)
 
     def release(self, held: set[int], block_ids: Sequence[int]) -> None:
-        """See GroupAllocator. Tails first, as blocks are."""
+        """See GroupAllocator. Last first, as blocks are released."""
         for place in sorted(held, reverse=True):
             self.give_back(block_ids[place])
         held.clear()
@@ -156,7 +156,7 @@ class WindowSlots(GroupAllocator):
     # Slots
 
     def take(self, block_id: int) -> None:
-        """Give a block without a slot one that is available."""
+        """Assign an available slot to a block without one."""
         if self._free:
             slot = self._free.popleft()
         else:
@@ -167,12 +167,12 @@ class WindowSlots(GroupAllocator):
         self._references[block_id] = 1
 
     def hold(self, block_id: int) -> None:
-        """One lease more holds the block's slot, which it has."""
+        """Add a lease's reference to the block's slot."""
         self._cached.pop(block_id, None)
         self._references[block_id] += 1
 
     def give_back(self, block_id: int) -> None:
-        """One lease less holds the block's slot. It stays cached if the block is indexed as
+        """Drop a lease's reference to the block's slot; it stays cached if the block is indexed as
         whole."""
         self._references[block_id] -= 1
         if self._references[block_id]:
@@ -189,8 +189,7 @@ class WindowSlots(GroupAllocator):
             self._free_slot(block_id)
 
     def _move(self, source: int, target: int) -> None:
-        """The slot of block `source`, with what it holds, becomes that of `target`, which has none.
-        One lease holds it."""
+        """Move the slot of block `source`, held by one lease, to block `target`, which has none."""
         self.of_block[target], self.of_block[source] = self.of_block[source], -1
         self._references[target], self._references[source] = 1, 0
 

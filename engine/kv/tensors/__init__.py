@@ -1,1 +1,1 @@
-"""The memory that KV lies in."""
+"""Memory of KV pools."""

@@ -1,5 +1,4 @@
-"""A KV pool in a numpy array: the oracle engine's memory, and the pool that tests of the KV channel
-use."""
+"""A KV pool in a numpy array, for the oracle engine and for tests of the KV channel."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from engine.kv.range import KvRange
 from engine.kv.tensors.packed import PackedPart, PackedPool
 from engine.kv.tensors.state_memory import StateMemory
 
-#: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are
-#: kept as they are.
+#: numpy type for each KvLayout.dtype; bfloat16, unknown to numpy, is kept as raw bits.
 _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "float32": np.dtype(np.float32),
@@ -30,15 +28,15 @@ _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 
 
 class ArrayKvPool(HostOrdered, PackedPool):
-    """KV blocks of `layout`, all zero at first. Implements engine.kv.interface.KvPool.
+    """KV blocks of `layout`, initially zero. Implements engine.kv.interface.KvPool.
 
-    `data` is the pool itself, [num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim].
-    Its owner reads and writes it in place. Copies in and out hold no GIL while they move more than
-    a few elements. `states` are those of sequences, if the layout has any.
+    data: [num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim], read and written in
+    place by its owner. Large copies release the GIL. states: states of sequences, if the layout has
+    any.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, num_state_slots: int = 0) -> None:
-        """num_state_slots: read if the layout has states. Raises ValueError if there are no blocks,
+        """num_state_slots: used if the layout has states. Raises ValueError if there are no blocks,
         or the layout's dtype is unknown."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least 1 block, not {num_blocks}")
@@ -96,7 +94,7 @@ class ArrayKvPool(HostOrdered, PackedPool):
     def _in_blocks(
         self, block_ids: Sequence[int], piece: KvRange
     ) -> Iterator[tuple[int, slice, slice]]:
-        """The blocks of a piece: of each, the positions inside it, and in the piece."""
+        """Blocks of a piece: (block id, positions in the block, positions in the piece) each."""
         size, first_token, end = self.layout.block_size, piece.first_token, piece.end_token
         for index in range(first_token // size, -(-end // size)):
             start, stop = max(first_token, index * size), min(end, (index + 1) * size)

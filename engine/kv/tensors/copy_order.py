@@ -1,4 +1,4 @@
-"""In which order an engine's kernels and the copies of other threads touch the blocks of a pool."""
+"""Orders an engine's kernels and the copies of other threads on the blocks of a pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.kv.interface import HostOrdered
 
 
 class CopyOrder(Protocol):
-    """`mark` is called in the engine's thread, all else in any."""
+    """`mark` is called in the engine's thread, all other methods in any thread."""
 
     def mark(self) -> object:
         """See KvPool."""
@@ -28,12 +28,12 @@ class CopyOrder(Protocol):
         ...
 
     def copying(self) -> AbstractContextManager[None]:
-        """For the calling thread's copies. What is started in the context is over at its end."""
+        """Context of the calling thread's copies; at its end they are complete."""
         ...
 
 
 class HostOrder(HostOrdered):
-    """See CopyOrder. Of the CPU."""
+    """CopyOrder of the CPU."""
 
     def copying(self) -> AbstractContextManager[None]:
         """See CopyOrder."""
@@ -41,12 +41,12 @@ class HostOrder(HostOrdered):
 
 
 class StreamOrder:
-    """See CopyOrder. Of a CUDA device: each thread copies on a stream of its own, beside the
-    engine's kernels, and waits there for those that it must not overtake.
+    """CopyOrder of a CUDA device. Each thread copies on its own stream, concurrent with the
+    engine's kernels, and waits there for kernels that must come first.
 
-    A call of a kernel returns before the kernel has run. So a mark is an event: a place in the
-    engine's stream. It is taken when blocks become somebody's to read or to write; what the engine
-    is given after that does not touch them, and is not waited for.
+    Kernel launches return before the kernel runs, so a mark is an event in the engine's stream,
+    recorded when blocks pass to a transfer. Later kernels do not touch these blocks and are not
+    waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class StreamOrder:
         self._own = threading.local()
 
     def mark(self) -> object:
-        """See KvPool. The engine's stream is the one that is current in its thread."""
+        """See KvPool. Records on the current stream, which is the engine's."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def follow(self, mark: object) -> None:
@@ -63,13 +63,13 @@ class StreamOrder:
             self._stream().wait_event(cast(torch.Event, mark))
 
     def synchronize(self) -> None:
-        """See KvPool. A context that has failed reports it at every call, so that the thread's own
-        stream answers for the device; a wait for all of it would wait for the engine's steps."""
+        """See KvPool. A failed context reports its error at every call, so the thread's own stream
+        is enough; waiting for the device would wait for the engine's steps."""
         self._stream().synchronize()
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """See CopyOrder. The end holds no GIL while it waits."""
+        """See CopyOrder. The wait at the end releases the GIL."""
         stream = self._stream()
         with torch.cuda.stream(stream):
             try:
@@ -78,7 +78,7 @@ class StreamOrder:
                 stream.synchronize()
 
     def _stream(self) -> torch.cuda.Stream:
-        """The calling thread's own."""
+        """The calling thread's stream."""
         if not hasattr(self._own, "stream"):
             self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream: torch.cuda.Stream = self._own.stream
@@ -86,5 +86,5 @@ class StreamOrder:
 
 
 def copy_order(device: torch.device) -> CopyOrder:
-    """Of a pool on `device`."""
+    """The order for a pool on `device`."""
     return StreamOrder(device) if device.type == "cuda" else HostOrder()

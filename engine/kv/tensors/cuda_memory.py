@@ -1,12 +1,10 @@
-"""Memory of a CUDA device that other processes of this host can map, by the driver's own calls.
+"""CUDA device memory that other processes on this host can map, by calls of the CUDA driver.
 
-Not by torch's: its handles name a place in its allocator's pools and come with files that count
-their users. Here an area is one allocation, of whole pieces of GRAIN_BYTES, because smaller ones
-may share a piece with others: so who has an area's handle reaches that area, and nothing else. The
-calls are those of libcuda.so.1 since CUDA 11.
+torch's own handles are not used: they refer to places in its allocator's pools and need files that
+count users. Here each area is one allocation in multiples of GRAIN_BYTES, because smaller ones may
+share a page: a handle gives access to that area only. Requires libcuda.so.1 of CUDA 11 or later.
 
-THIS HAS RUN ON NO GPU YET: it was written without one. Its calls are tested against a stand-in for
-the driver.
+NOT YET RUN ON A GPU. Tests use a stand-in for the driver.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from contextlib import contextmanager
 
 import torch
 
-#: Of CUipcMemHandle.
+#: Size of CUipcMemHandle.
 HANDLE_BYTES = 64
-#: The CUDA programming guide, "Interprocess Communication": only sizes of whole 2 MiB are sure to
-#: be shared alone.
+#: CUDA programming guide, "Interprocess Communication": only multiples of 2 MiB are sure not to
+#: share other allocations.
 GRAIN_BYTES = 2 << 20
 _LAZY_PEER_ACCESS = 1
 
@@ -45,8 +43,8 @@ _CALLS = {
 
 
 class CudaDriver:
-    """The driver's calls for memory, for the calling thread's current device. Raises OSError with a
-    call's name and CUresult."""
+    """Memory calls of the driver, for the calling thread's current device. Raises OSError with the
+    name of the call and its CUresult."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         self._library = ctypes.CDLL(library)
@@ -55,23 +53,23 @@ class CudaDriver:
             function.argtypes, function.restype = arguments, ctypes.c_int
 
     def allocate(self, num_bytes: int) -> int:
-        """The address of new memory."""
+        """Allocate memory; returns its address."""
         address = _ADDRESS()
         self._call("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
         return address.value
 
     def free(self, address: int) -> None:
-        """Nobody else may have it mapped any more."""
+        """Free memory. No other process may have it mapped."""
         self._call("cuMemFree_v2", address)
 
     def handle(self, address: int) -> bytes:
-        """By which other processes open memory allocated here."""
+        """Handle by which other processes open memory allocated here."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Where another process's memory is mapped here."""
+        """Map another process's memory; returns its address."""
         if len(handle) != HANDLE_BYTES:
             raise OSError(f"a handle of {len(handle)} bytes")
         address = _ADDRESS()
@@ -80,7 +78,7 @@ class CudaDriver:
         return address.value
 
     def close(self, address: int) -> None:
-        """Unmap what open has mapped."""
+        """Unmap memory mapped by open."""
         self._call("cuIpcCloseMemHandle", address)
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -110,7 +108,8 @@ class CudaArea:
 
 
 class CudaMemory:
-    """See kv_transfer.device_memory.DeviceMemory. Of one device, as this process numbers it."""
+    """See kv_transfer.device_memory.DeviceMemory. Memory of one device, by its number in this
+    process."""
 
     def __init__(self, device: torch.device, driver: CudaDriver) -> None:
         self._device = device
@@ -147,15 +146,15 @@ class CudaMemory:
                 with self._current():
                     release(address)
             except (OSError, RuntimeError) as error:
-                # Of a device that has failed: all its memory goes with this process.
+                # A failed device: the process's end frees all its memory.
                 _log.warning("device memory is not given back: %s", error)
 
-        # Where the memory is, torch asks the driver: it may be another device's.
+        # torch asks the driver for the memory's device, which may be another one.
         return CudaArea(torch.as_tensor(_Foreign(address, num_bytes)), handle, close)
 
     @contextmanager
     def _undone(self, release: Callable[[int], None], address: int) -> Iterator[None]:
-        """Releases the memory if it cannot be used. Raises OSError."""
+        """Release the memory if it cannot be used. Raises OSError."""
         try:
             yield
         except (OSError, RuntimeError) as error:
@@ -164,15 +163,15 @@ class CudaMemory:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """The driver's calls are about the thread's current context, which torch's first call in a
-        thread makes the device's."""
+        """Make the device's context current, which the driver's calls use: torch's first call in a
+        thread does."""
         with torch.cuda.device(self._device):
             torch.cuda.mem_get_info(self._device)
             yield
 
 
 def cuda_memory(device: torch.device) -> CudaMemory | None:
-    """Of a device that torch calls CUDA; None where NVIDIA's driver is not what drives it."""
+    """DeviceMemory of a torch CUDA device; None without NVIDIA's driver."""
     try:
         return CudaMemory(device, CudaDriver())
     except (OSError, AttributeError) as error:
@@ -181,7 +180,7 @@ def cuda_memory(device: torch.device) -> CudaMemory | None:
 
 
 class _Foreign:
-    """Device memory that torch has not allocated, as it takes such in."""
+    """Device memory allocated outside torch, in the form that torch.as_tensor accepts."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

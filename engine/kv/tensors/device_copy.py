@@ -1,5 +1,5 @@
-"""Payloads of the KV channel, packed, unpacked, converted and summed by the device that the blocks
-are in: of the pool's own type in one pass over the bytes."""
+"""Packs, unpacks, converts and sums payloads of the KV channel on the device of the blocks; without
+conversion in one pass over the bytes."""
 
 from __future__ import annotations
 
@@ -62,23 +62,23 @@ class PayloadFormat(Protocol):
     def num_bytes(self, piece: KvRange) -> int: ...
 
 
-#: Elements of a head's run that are converted at once: more are left to the host.
+#: Maximum elements of a head's run to convert at once; the host converts longer ones.
 _MAX_RUN_ELEMENTS = 1 << 14
 
 
 class PagedDeviceCopy:
-    """See kv_transfer.device_memory.DeviceCopy. Payloads are uint8 [bytes], contiguous, at a
-    multiple of 8 bytes. Thread-safe for distinct blocks.
+    """See kv_transfer.device_memory.DeviceCopy. Payloads are uint8 [bytes], contiguous, aligned to
+    8 bytes. Thread-safe for distinct blocks.
 
-    A row of a plain pool is one token's head, [head_dim] elements; a row of one with scales is a
-    whole block's head, codes and scales, because there a block is what lies in one piece.
+    A row of a plain pool is one token's head, [head_dim] elements. A row of a pool with scales is
+    one block's head, codes and scales, which are contiguous per block.
     """
 
     def __init__(
         self, layout: KvLayout, blocks: torch.Tensor, order: CopyOrder, memory: SharedMemory
     ) -> None:
-        """blocks: [blocks, layers, parts, kv_heads, bytes of a block's head] uint8, a pool's own.
-        memory: of their device."""
+        """blocks: [blocks, layers, parts, kv_heads, bytes of a block's head] uint8, the pool's
+        memory. memory: of the same device."""
         self.memory = memory
         self._layout = layout
         self._order = order
@@ -90,19 +90,19 @@ class PagedDeviceCopy:
         self._rows = rows.view(torch.int64) if _is_words(rows) else None
 
     def fits(self, piece: KvRange, wire: PayloadFormat) -> bool:
-        """Whether a payload of that range can be packed and unpacked here."""
+        """Whether payloads of that range can be packed and unpacked here."""
         if wire.num_bytes(piece) % WORD_BYTES or piece.group != ALL:
             return False
         if not wire.is_that_of(self._layout.dtype):
             return self._converts(wire)
         tokens = (piece.first_token, piece.num_tokens, wire.block_size)
         is_of_rows = not any(count % self._row_tokens for count in tokens)
-        # A run of several blocks with scales has all codes before all scales.
+        # With scales, a payload of several blocks has all codes before all scales.
         is_block = self._row_tokens in (1, wire.block_size)
         return self._rows is not None and is_of_rows and is_block
 
     def _converts(self, wire: PayloadFormat) -> bool:
-        """Whether it turns KV into the payload's type, and back. A row's program holds it whole."""
+        """Whether it converts KV to and from the payload's type. One program holds a whole row."""
         is_known = wire.dtype in DTYPES and self._layout.dtype in DTYPES
         places = 1 << (wire.block_size - 1).bit_length() + (self._layout.head_dim - 1).bit_length()
         return is_known and places <= _MAX_RUN_ELEMENTS
@@ -115,8 +115,8 @@ class PagedDeviceCopy:
         payload: torch.Tensor,
         seed: int,
     ) -> int:
-        """Fill `payload`, and return its word_sum. Raises ValueError as KvPool.pack does, or if it
-        does not fit."""
+        """Fill `payload`; returns its word_sum. Raises ValueError as KvPool.pack does, or if the
+        payload does not fit."""
         self._check(block_ids, piece, wire, payload.nbytes)
         with self._order.copying():
             total = HostCopy(self._pack(block_ids, piece, wire, payload, key_of(seed)))
@@ -130,8 +130,8 @@ class PagedDeviceCopy:
         payload: torch.Tensor,
         seed: int,
     ) -> int:
-        """Write `payload` into the blocks; the word_sum of the very bytes that were written. Raises
-        what pack does."""
+        """Write `payload` into the blocks; returns the word_sum of the bytes written. Raises as
+        pack does."""
         self._check(block_ids, piece, wire, payload.nbytes)
         with self._order.copying():
             total = HostCopy(self._unpack(block_ids, piece, wire, payload, key_of(seed)))
@@ -140,7 +140,7 @@ class PagedDeviceCopy:
     def pack_to_host(
         self, block_ids: Sequence[int], piece: KvRange, wire: PayloadFormat, data: memoryview
     ) -> None:
-        """Fill `data`, in host memory, from the blocks. Raises what pack does."""
+        """Fill `data`, in host memory, from the blocks. Raises as pack does."""
         self._check(block_ids, piece, wire, data.nbytes)
         with self._order.copying():
             payload = self._pinned.staging(data.nbytes)
@@ -150,7 +150,7 @@ class PagedDeviceCopy:
     def unpack_from_host(
         self, block_ids: Sequence[int], piece: KvRange, wire: PayloadFormat, data: memoryview
     ) -> None:
-        """Write `data`, in host memory, into the blocks. Raises what pack does."""
+        """Write `data`, in host memory, into the blocks. Raises as pack does."""
         self._check(block_ids, piece, wire, data.nbytes)
         with self._order.copying():
             payload = self._pinned.staging(data.nbytes)
@@ -158,14 +158,14 @@ class PagedDeviceCopy:
             self._unpack(block_ids, piece, wire, payload, 0)
 
     def put(self, data: memoryview, payload: torch.Tensor, seed: int) -> int:
-        """Fill `payload` from the host; its word_sum."""
+        """Copy `data` from the host to `payload`; returns its word_sum."""
         host = torch.frombuffer(data, dtype=torch.uint8)
         with self._order.copying():
             self._pinned.to_device(data, payload)
         return host_checksum(host, seed)
 
     def take(self, payload: torch.Tensor, data: memoryview, seed: int) -> int:
-        """Copy `payload` to the host; the word_sum of what came there."""
+        """Copy `payload` to the host; returns the word_sum of the bytes that arrived."""
         host = torch.frombuffer(data, dtype=torch.uint8)
         with self._order.copying():
             self._pinned.to_host(payload, data)
@@ -179,7 +179,7 @@ class PagedDeviceCopy:
         payload: torch.Tensor,
         key: int,
     ) -> torch.Tensor:
-        """The sum over the payload's words, on the device."""
+        """Sum over the payload's words, on the device."""
         words = payload.view(torch.int64)
         if wire.is_that_of(self._layout.dtype) and self._rows is not None:
             return kv_pack_summed(self._rows, block_ids, self._row_runs(piece, wire), words, key)
@@ -195,11 +195,11 @@ class PagedDeviceCopy:
         payload: torch.Tensor,
         key: int,
     ) -> torch.Tensor:
-        """The sum over the words that were written, on the device."""
+        """Sum over the words written, on the device."""
         if wire.is_that_of(self._layout.dtype) and self._rows is not None:
             words = payload.view(torch.int64)
             return kv_unpack_summed(self._rows, block_ids, self._row_runs(piece, wire), words, key)
-        # Its owner might write to it between the sum and the conversion.
+        # The payload's owner might write to it between the sum and the conversion.
         taken = payload.clone()
         kv_decode(
             self._blocks, block_ids, _runs(piece, wire.block_size), self._conversion(wire), taken
@@ -220,7 +220,7 @@ class PagedDeviceCopy:
             raise ValueError(f"{num_bytes} bytes do not hold {piece}")
 
     def _row_runs(self, piece: KvRange, wire: PayloadFormat) -> Runs:
-        """In rows, not tokens."""
+        """Runs of a piece, in rows instead of tokens."""
         each = self._row_tokens
         return Runs(
             piece.first_token // each,
@@ -238,5 +238,5 @@ def _runs(piece: KvRange, run_tokens: int) -> Runs:
 
 
 def _is_words(rows: torch.Tensor) -> bool:
-    """Whether each row [..., bytes] begins and ends with a word."""
+    """Whether each row [..., bytes] begins and ends at a word boundary."""
     return not any(count % WORD_BYTES for count in (rows.shape[-1], rows.data_ptr()))

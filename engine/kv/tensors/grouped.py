@@ -1,5 +1,5 @@
-"""KV blocks in two memories: the blocks have the rows of layers that keep all tokens; slots have
-those of layers that keep fewer, for the blocks that a sequence still needs there."""
+"""KV in two memories: blocks with the rows of layers that keep all tokens, and slots with those of
+layers that keep fewer, for blocks still needed there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.kv.tensors.packed import PackedPart, PackedPool
 
 
 class LayersPool(KvPool, BlockMemory, Protocol):
-    """Blocks of layers that lie side by side, in host memory."""
+    """Host memory with the layers of each block side by side."""
 
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
@@ -39,8 +39,8 @@ P = TypeVar("P", bound=LayersPool)
 class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
     """See engine.kv.interface.KvPool.
 
-    in_blocks: the rows of the group that keeps all tokens, by block; in_slots: those of the group
-    that lies apart, by slot. Both number the layers that they have from 0 on.
+    in_blocks: rows of the group that keeps all tokens, by block; in_slots: rows of the other group,
+    by slot. Both number their layers from 0.
     """
 
     def __init__(
@@ -50,24 +50,22 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         num_slots: int,
         make_pool: Callable[[KvLayout, int], P],
     ) -> None:
-        """layout: of the whole model's KV, with two paged groups. num_slots: at least 1. make_pool:
-        called for the layers in blocks, then for those in slots, with the layout of these and how
-        many blocks there are to be."""
+        """layout: of the whole model, with two paged groups. num_slots: at least 1. make_pool:
+        called with (layout, number of blocks) for the layers in blocks, then for those in slots."""
         super().__init__(layout, num_blocks)
         apart, kept = sorted(self.groups.paged, key=lambda group: group.keeps_all_tokens)
         table = SlotTable.empty(num_blocks, num_slots)
         self.slot_tables = {apart.number: table}
         self._apart, self._slot_of = apart, table.of_block
-        # The same memory.
+        # Shares the memory of the table.
         self._slots = np.frombuffer(table.of_block, dtype=np.int64)
         self.in_blocks = make_pool(self.groups.layout_of(kept.number), num_blocks)
         self.in_slots = make_pool(self.groups.layout_of(apart.number), num_slots)
         self.pools: Mapping[int, P] = {kept.number: self.in_blocks, apart.number: self.in_slots}
 
     def slot_table(self, block_table: Sequence[int], start: int, end: int) -> array[int]:
-        """A block table as layers in slots have it, of a sequence with new tokens [start, end):
-        slots of the blocks that these attend to; other entries have no meaning. A negative one:
-        there is none."""
+        """Block table in slots, for a sequence with new tokens [start, end): the slots of the
+        blocks that these attend to, negative where there is none. Other entries are meaningless."""
         size = self.layout.block_size
         first = self._apart.kept_start(start) // size
         blocks = np.array(block_table[first : -(-end // size)], dtype=np.int64)
@@ -76,7 +74,7 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         return table
 
     def check(self, block_ids: Sequence[int], piece: KvRange) -> None:
-        """See PackedPool. Raises ValueError also where a block has no slot."""
+        """See PackedPool. Also raises ValueError for a block without a slot."""
         super().check(block_ids, piece)
         for part in self.groups.split(piece):
             self._within(block_ids, part)
@@ -116,7 +114,7 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         return self.pools.get(group)
 
     def ids_in(self, group: int, block_ids: Sequence[int]) -> Sequence[int]:
-        """See KvPool: slots, in the group that lies apart."""
+        """See KvPool: slots, for the group apart from the blocks."""
         if group != self._apart.number:
             return block_ids
         slots = [self._slot_of[block_id] for block_id in block_ids]
@@ -125,8 +123,8 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         return slots
 
     def _within(self, block_ids: Sequence[int], piece: KvRange) -> tuple[Sequence[int], KvRange]:
-        """A group's range as its pool has it: the blocks or slots that its tokens are in, and the
-        range within these."""
+        """A group's range in its own pool: the blocks or slots of its tokens, and the range within
+        these."""
         size = self.layout.block_size
         first = piece.first_token // size
         blocks = block_ids[first : -(-piece.end_token // size)]

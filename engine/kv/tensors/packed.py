@@ -1,5 +1,4 @@
-"""What pools share: the bytes of a range, seen as the arrays that each of them
-copies."""
+"""Base of pools: checks ranges, and views their bytes as arrays to copy."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from engine.kv.range import ALL, KvRange
 
 PackedPart = NDArray[np.signedinteger]
 
-#: Integers as wide as an element: packing moves bits, and numpy knows neither bfloat16 nor fp8.
+#: Integers of an element's width: packing moves bits, and numpy lacks bfloat16 and fp8.
 _BITS: Mapping[int, np.dtype[Any]] = MappingProxyType(
     {8: np.dtype(np.int64), 4: np.dtype(np.int32), 2: np.dtype(np.int16), 1: np.dtype(np.int8)}
 )
@@ -28,7 +27,7 @@ NO_RECORDS: Mapping[int, Any] = MappingProxyType({})
 
 
 class RecordMemory(Protocol):
-    """The records of a group that is not paged, see engine.kv.groups."""
+    """Records of an unpaged group, see engine.kv.groups."""
 
     @property
     def slots(self) -> SlotTable: ...
@@ -41,8 +40,8 @@ class RecordMemory(Protocol):
 
 
 class PackedPool(ABC):
-    """The half of engine.kv.interface.KvPool that checks a range and its bytes. The other half
-    copies them: rows by pack_parts and unpack_parts, records by a memory of their own."""
+    """The part of engine.kv.interface.KvPool that checks ranges and sizes. Subclasses copy rows in
+    pack_parts and unpack_parts; a RecordMemory copies records."""
 
     def __init__(
         self, layout: KvLayout, num_blocks: int, records: Mapping[int, RecordMemory] = NO_RECORDS
@@ -57,7 +56,7 @@ class PackedPool(ABC):
         }
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
-        """See KvPool. Raises ValueError also if `out` is read-only."""
+        """See KvPool. Also raises ValueError if `out` is read-only."""
         if out.readonly:
             raise ValueError("cannot pack into a read-only buffer")
         if memory := self.records.get(piece.group):
@@ -84,31 +83,31 @@ class PackedPool(ABC):
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """Copy a range, which is within the pool and one of those that `pieces_of` gives, into its
-        elements [num_layers, parts, kv_heads, num_tokens, head_dim], and its scales [num_layers,
-        parts, kv_heads, num_tokens, 1] if the layout has any."""
+        """Copy a checked range, as returned by `pieces_of`, to its elements [num_layers, parts,
+        kv_heads, num_tokens, head_dim], and its scales [num_layers, parts, kv_heads, num_tokens, 1]
+        if the layout has any."""
 
     @abstractmethod
     def unpack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """The inverse."""
+        """Inverse of pack_parts."""
 
     @abstractmethod
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See KvPool.copy_blocks; of paged groups."""
+        """See KvPool.copy_blocks; paged groups only."""
 
     def check(self, block_ids: Sequence[int], piece: KvRange) -> None:
-        """Raises ValueError if a range is not within these blocks."""
+        """Raise ValueError if a range is not within these blocks."""
         check_range(self.groups, self.num_blocks, block_ids, piece)
 
     def pieces_of(self, piece: KvRange) -> Iterable[KvRange]:
-        """A range cut, in the order of its bytes, into those whose layers lie side by side here."""
+        """Split a range, in byte order, into ranges with layers side by side in this pool."""
         if piece.group == ALL:
             return (piece,)
         return (run for run, _ in self.groups.runs(piece))
 
-    # See KvPool: nothing faster, unless a pool says so.
+    # See KvPool; subclasses override the fast paths that they have.
 
     has_block_views = False
     checked_copy: CheckedCopy | None = None
@@ -129,8 +128,8 @@ class PackedPool(ABC):
     def _parts(
         self, block_ids: Sequence[int], piece: KvRange, data: memoryview
     ) -> Iterator[tuple[KvRange, list[PackedPart]]]:
-        """`data` as pack_parts has it, range by range, without a copy. Raises ValueError as
-        KvPool.pack does."""
+        """View `data` as pack_parts expects it, range by range, without a copy. Raises ValueError
+        as KvPool.pack does."""
         layout = self.layout
         self.check(block_ids, piece)
         if data.nbytes != piece.num_bytes(layout.token_layer_bytes):
@@ -144,7 +143,7 @@ class PackedPool(ABC):
 def check_range(
     groups: LayerGroups, num_blocks: int, block_ids: Sequence[int], piece: KvRange
 ) -> None:
-    """Raises ValueError if a range of rows is not within these blocks of a pool of num_blocks."""
+    """Raise ValueError if a range of rows is not within these blocks of a pool of num_blocks."""
     if min(piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) < 0:
         raise ValueError(f"{piece} is negative")
     if piece.end_layer > (num_layers := groups.num_layers(piece.group)):
@@ -156,7 +155,7 @@ def check_range(
 
 
 def _split(layout: KvLayout, piece: KvRange, data: memoryview) -> list[PackedPart]:
-    """A piece's bytes as PackedPool.pack_parts has them."""
+    """View a piece's bytes as PackedPool.pack_parts expects them."""
     num_tokens = piece.num_tokens
     heads = (piece.num_layers, layout.num_parts, layout.num_kv_heads)
     num_elements = num_tokens * layout.head_dim

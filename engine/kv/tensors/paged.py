@@ -20,19 +20,18 @@ from engine.kv.tensors.grouped import GroupedKvPool, LayersPool
 from engine.kv.tensors.packed import NO_RECORDS, PackedPart, PackedPool, RecordMemory
 from engine.kv.tensors.prefault import prefault
 
-#: Integers as wide as an element: packing moves bits.
+#: Integers of an element's width: packing moves bits.
 _BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _DTYPES = {"fp8": torch.float8_e4m3fn}
 
 
 class TorchKvPool(PackedPool):
-    """Blocks as KvLayout has them, in one piece of memory.
+    """Blocks as defined by KvLayout, in one allocation.
 
     tensor: [blocks, layers, parts, kv_heads, block_size, head_dim]; scales: [blocks, layers, parts,
-    kv_heads, block_size] float32, None but for a layout of SCALED_DTYPES. Both are views of the
-    blocks. `pack` and `unpack` may be called from any thread; the caller owns the blocks it names.
-    On the CPU they copy once, straight from or to the caller's bytes, on the calling thread and
-    without the GIL.
+    kv_heads, block_size] float32, only for SCALED_DTYPES. Both are views of the blocks. `pack` and
+    `unpack` may be called from any thread; the caller owns the blocks. On the CPU they copy once,
+    between blocks and the caller's bytes, in the calling thread, without the GIL.
     """
 
     def __init__(
@@ -43,9 +42,8 @@ class TorchKvPool(PackedPool):
         memory: torch.Tensor | None = None,
         records: Mapping[int, RecordMemory] = NO_RECORDS,
     ) -> None:
-        """memory: the blocks' bytes, uint8 on `device`, which somebody else touches; its own if not
-        given. records: see PackedPool. Raises ValueError if scales would not lie at multiples of
-        their size."""
+        """memory: the blocks' bytes, uint8 on `device`, already backed by pages; allocated if not
+        given. records: see PackedPool. Raises ValueError if scales would be misaligned."""
         super().__init__(layout, num_blocks, records)
         self._is_host = device.type == "cpu"
         self._order = copy_order(device)
@@ -86,7 +84,7 @@ class TorchKvPool(PackedPool):
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """See PackedPool. The parts may be of the heads that are here alone."""
+        """See PackedPool. The parts may have only the heads held here."""
         for slab, packed in zip(self._slabs, parts, strict=True):
             if self._is_host:
                 kv_pack(slab, block_ids, piece.first_token, piece.first_layer, packed)
@@ -99,7 +97,7 @@ class TorchKvPool(PackedPool):
     def unpack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """See PackedPool. The parts may be of the heads that are here alone."""
+        """See PackedPool. The parts may have only the heads held here."""
         for slab, packed in zip(self._slabs, parts, strict=True):
             source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
             with self._order.copying():
@@ -127,20 +125,20 @@ class TorchKvPool(PackedPool):
 
     @property
     def device_copy(self) -> PagedDeviceCopy | None:
-        """Packs into, and unpacks from, memory of the blocks' own device; None if that is the CPU,
-        or shares no memory."""
+        """Packs to and unpacks from memory of the blocks' device; None on a CPU or if memory cannot
+        be shared."""
         return self._device_copy
 
 
 class LayersTensor(LayersPool, Protocol):
-    """tensor, scales: what this process's forward reads and writes, as TorchKvPool's."""
+    """tensor, scales: memory of this process's forward, as in TorchKvPool."""
 
     tensor: torch.Tensor
     scales: torch.Tensor | None
 
 
 class GroupedTensorPool(GroupedKvPool[LayersTensor]):
-    """Over tensors. tensor, scales: of the layers in the blocks."""
+    """GroupedKvPool over tensors. tensor, scales: of the layers in the blocks."""
 
     def __init__(
         self,
@@ -155,13 +153,13 @@ class GroupedTensorPool(GroupedKvPool[LayersTensor]):
 
 
 def host_pool(layout: KvLayout, num_blocks: int) -> TorchKvPool:
-    """In memory of its own."""
+    """A pool in newly allocated host memory."""
     return TorchKvPool(layout, num_blocks, torch.device("cpu"))
 
 
 def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros, uint8, whose pages are touched before steps come to them, if possible, so that no step
-    pays for it."""
+    """Zeroed uint8 memory; host pages are touched ahead of use where possible, so that steps do not
+    fault."""
     if device.type == "cpu":
         memory = host_memory(num_bytes)
         return memory if prefault(memory) else memory.zero_()

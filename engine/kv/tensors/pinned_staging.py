@@ -1,5 +1,5 @@
-"""Page-locked (pinned) memory between a device and the host: two pieces per thread, of which the
-host copies one while the device fills, or empties, the other."""
+"""Pinned (page-locked) buffers between a device and the host: two pieces per thread; the host
+copies one while the device fills or empties the other."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-#: Of page-locked memory, twice per thread: little enough to stay in a CPU's cache, and large enough
-#: that a copy's start costs little.
+#: Bytes of a piece, two per thread: small enough for a CPU's cache, large enough to amortise the
+#: start of a copy.
 PIECE_BYTES = 1 << 20
 
 Bytes = NDArray[np.uint8]
@@ -25,10 +25,12 @@ class PinnedStagingBuffer:
         self._own = threading.local()
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes] on the device, of the calling thread: overwritten by its next call.
+        """uint8 [num_bytes] on the device, owned by the calling thread, overwritten by its next
+        call.
 
-        Memory of the current stream, which must be the one that copies: another stream's may have
-        been freed with kernels queued that still write it, and this one would not wait for them."""
+        Allocated on the current stream, which must be the copying one: memory freed on another
+        stream may still be written by its queued kernels.
+        """
         staging: torch.Tensor | None = getattr(self._own, "staging", None)
         if staging is None or len(staging) < num_bytes:
             staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -36,11 +38,11 @@ class PinnedStagingBuffer:
         return staging[:num_bytes]
 
     def to_host(self, source: torch.Tensor, data: memoryview) -> None:
-        """Copy uint8 [bytes] of the device into as many bytes of the host. Over when it returns."""
+        """Copy uint8 [bytes] of the device to host memory of the same size; complete on return."""
         target = np.frombuffer(data, np.uint8)
         pieces = self._pieces()
         coming: list[tuple[Callable[[], None], int]] = []
-        """Pieces that the device fills, and where they belong: two at most."""
+        """At most two pieces being filled by the device, and their places in `data`."""
         for number, first in enumerate(range(0, len(target), PIECE_BYTES)):
             part = source[first : first + PIECE_BYTES]
             pieces[number % 2][: len(part)].copy_(part, non_blocking=True)
@@ -56,7 +58,7 @@ class PinnedStagingBuffer:
         part[...] = self._pieces()[first // PIECE_BYTES % 2].numpy()[: len(part)]
 
     def to_device(self, data: memoryview, target: torch.Tensor) -> None:
-        """The inverse. `data` is read when it returns; what follows on the stream finds it in
+        """Inverse of to_host. On return `data` has been read; later work on the stream sees it in
         `target`."""
         source = np.frombuffer(data, np.uint8)
         pieces = self._pieces()
@@ -80,7 +82,7 @@ class PinnedStagingBuffer:
         return pieces
 
     def _fence(self) -> Callable[[], None]:
-        """Waits, when called, until the copies are made that were started before it was made."""
+        """A function that waits for all copies started so far."""
         if self._device.type != "cuda":
             return lambda: None
         event = torch.cuda.current_stream(self._device).record_event()

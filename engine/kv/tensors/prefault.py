@@ -1,5 +1,5 @@
-"""Host memory that is backed by pages while the process already works: touching gigabytes at the
-start would hold it up."""
+"""Backs host memory with pages in the background: touching gigabytes at the start would delay
+it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-#: Of madvise, from Linux 5.14 on: backs pages as a write would, and leaves what they hold.
+#: madvise flag since Linux 5.14: backs pages as a write would, without changing them.
 _MADV_POPULATE_WRITE = 23
 
-#: Asked for at a time: the kernel holds up who maps memory meanwhile, as a thread that starts does.
+#: Bytes per madvise call: the kernel blocks mmap and thread starts meanwhile.
 _CHUNK_BYTES = 256 << 10
-#: Between two chunks, in times of what the first took. It leaves others the processor, as a low
-#: priority would; but a thread of low priority that is put aside while it holds the kernel's lock
-#: held up threads that wanted it for 50 to 100 ms.
+#: Pause between two chunks, in multiples of the first one's CPU time, to leave the CPU to others. A
+#: low thread priority would not do: preempted while it holds the kernel's lock, such a thread
+#: blocked others for 50 to 100 ms.
 _PAUSE = 3.0
 
 
 def prefault(memory: torch.Tensor) -> threading.Thread | None:
-    """Have all pages of `memory` backed, from its first on, by a thread that takes a quarter of a
-    core at most.
+    """Back all pages of `memory`, in order, in a thread that uses at most a quarter of a core.
 
-    memory: bytes of the process's own, which begin with a page; they may be written meanwhile.
-    Returns the thread, or None, with nothing done, where the kernel cannot do it.
+    memory: page-aligned bytes of this process, which may be written meanwhile. Returns the thread;
+    None, without effect, if the kernel does not support it.
     """
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     begin, num_bytes = memory.data_ptr(), memory.numel()
 
     def populate(offset: int) -> int:
-        """Zero, or the number of an error."""
+        """Returns 0 or an errno."""
         size = min(_CHUNK_BYTES, num_bytes - offset)
         if madvise(begin + offset, size, _MADV_POPULATE_WRITE) == 0:
             return 0

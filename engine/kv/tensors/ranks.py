@@ -1,4 +1,4 @@
-"""KV blocks whose heads are spread over the ranks of one engine."""
+"""KV blocks with heads distributed over the ranks of one engine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PoolSize:
 
 
 def pool_sizes(layout: KvLayout, num_blocks: int, num_slots: int) -> tuple[PoolSize, ...]:
-    """The pools that each rank has: one, or that of blocks and that of slots, see GroupedKvPool.
-    layout: of the whole model's KV."""
+    """The pools of each rank: one, or two (blocks and slots, see GroupedKvPool). layout: of the
+    whole model."""
     if not num_slots:
         return (PoolSize(layout, num_blocks),)
     groups = groups_of(layout)
@@ -40,7 +40,7 @@ def pool_sizes(layout: KvLayout, num_blocks: int, num_slots: int) -> tuple[PoolS
 
 
 def shard_layout(layout: KvLayout, shard: Shard) -> KvLayout:
-    """What a rank's own blocks hold of the model's `layout`."""
+    """The model's `layout`, reduced to the heads of one rank."""
     return replace(layout, num_kv_heads=len(shard.kv_heads(layout.num_kv_heads)))
 
 
@@ -52,36 +52,35 @@ def pool_bytes(layout: KvLayout, num_blocks: int, size: int) -> int:
 def pool_memories(
     memory: torch.Tensor, pools: Sequence[PoolSize], size: int
 ) -> tuple[torch.Tensor, ...]:
-    """The memory of all ranks, uint8, as that of each pool, in order."""
+    """Split the memory of all ranks, uint8, by pool, in order."""
     return memory.split([pool_bytes(pool.layout, pool.num_blocks, size) for pool in pools])  # type: ignore[no-any-return, no-untyped-call]
 
 
 def rank_memory(
     memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Shard
 ) -> torch.Tensor:
-    """A rank's part of the memory [pool_bytes] uint8 of all."""
+    """One rank's part of the shared memory [pool_bytes] uint8."""
     num_bytes = num_blocks * shard_layout(layout, shard).block_bytes
     return memory[shard.rank * num_bytes : (shard.rank + 1) * num_bytes]
 
 
 def rank_pool(memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Shard) -> TorchKvPool:
-    """A rank's own pool in the memory of all, with the KV heads that it has of the model's
-    `layout`."""
+    """One rank's pool in the shared memory, with its KV heads of the model's `layout`."""
     own = rank_memory(memory, layout, num_blocks, shard)
     return TorchKvPool(shard_layout(layout, shard), num_blocks, _CPU, own)
 
 
 class ShardedKvPool(HostOrdered, PackedPool):
-    """See engine.kv.interface.KvPool: the blocks of all ranks, as rank 0 sees them. What goes
-    out and comes in has all heads.
+    """See engine.kv.interface.KvPool: the blocks of all ranks, used by rank 0. Packed data has all
+    heads.
 
-    So neither the KV channel nor the other tier knows how many ranks there are. Ranks that hold the
-    same head are written alike, and the first of them is read. No whole block lies in one piece, so
-    none can be lent. As with TorchKvPool, copies run on the calling thread, without the GIL.
+    The number of ranks is therefore invisible to the KV channel and to the other tier. A head held
+    by several ranks is written to all and read from the first. Blocks are not contiguous, so there
+    are no block views. Copies run in the calling thread, without the GIL, as in TorchKvPool.
     """
 
     def __init__(self, memory: torch.Tensor, layout: KvLayout, num_blocks: int, size: int) -> None:
-        """memory: pool_bytes of uint8 that all ranks share."""
+        """memory: pool_bytes of uint8, shared by all ranks."""
         super().__init__(layout, num_blocks)
         shards = [Shard(rank, size) for rank in range(size)]
         heads = [shard.kv_heads(layout.num_kv_heads) for shard in shards]
@@ -92,7 +91,7 @@ class ShardedKvPool(HostOrdered, PackedPool):
         self._first_pools = [
             self._pools[rank] for rank in range(size) if heads[rank] not in heads[:rank]
         ]
-        #: Rank 0's own, for its forward: see TorchKvPool.
+        #: Memory of rank 0's forward: see TorchKvPool.
         self.tensor, self.scales = self._pools[0][1].tensor, self._pools[0][1].scales
 
     def pack_parts(

@@ -1,5 +1,4 @@
-"""The memory of sequences' states, of a model that has layers with a state: by slot, see
-engine.kv.groups.state."""
+"""Memory of sequences' states, by slot, for layers with a state: see engine.kv.groups.state."""
 
 from __future__ import annotations
 
@@ -12,44 +11,43 @@ from baton.types import KvLayout
 from engine.kv.groups.group import SlotTable
 from engine.kv.range import KvRange
 
-#: States that a slot holds: that after the last step, and that which the step before began with.
+#: States per slot: after the last step, and before it.
 STATES_PER_SLOT = 2
 
 
 class StatePlace(NamedTuple):
-    """Where states of all layers of a sequence are: StateMemory.data[place]."""
+    """Location of the states of all layers of a sequence: StateMemory.data[place]."""
 
     slot: int
     at: int
 
 
 class StateMemory:
-    """All slots' states, in a CPU's memory.
+    """The states of all slots, in host memory.
 
-    A slot has two places, each with the number of tokens that its states are after. A step reads
-    the one and writes the other, and what it has read stays until the step after it: a step whose
-    result is thrown away changes nothing, and may be run again, as one may that writes KV.
+    A slot has two places, each with the number of tokens that its states follow. A step reads one
+    place and writes the other, so its input stays until the next step: a discarded step has no
+    effect and may run again.
 
     data: uint8 [num_slots, STATES_PER_SLOT, num_state_layers, state_layer_bytes], read and written
-    in place by whoever computes a step.
+    in place by steps.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, num_slots: int) -> None:
-        """layout: with layers that have a state. num_blocks: of the pool that the states lie
-        beside."""
+        """layout: with state layers. num_blocks: of the pool next to it."""
         self.slots = SlotTable.empty(num_blocks, num_slots)
         self._layout = layout
         shape = (num_slots, STATES_PER_SLOT, layout.num_state_layers, layout.state_layer_bytes)
         self.data = np.zeros(shape, dtype=np.uint8)
         self._num_tokens = np.full(shape[:2], -1, dtype=np.int64)
-        """That the states are after; -1 if they are none."""
+        """Number of tokens that the states follow; -1 if there are none."""
 
     def begin_step(
         self, block_table: Sequence[int], start: int
     ) -> tuple[StatePlace | None, StatePlace]:
-        """Of a sequence whose new tokens begin at `start`: where its states before them are, None
-        at its beginning, and where those after them are to be written. Until end_step it has none
-        but those before. Raises ValueError if it has no slot, or those are not there."""
+        """Places of a sequence with new tokens from `start` on: of the states before them (None at
+        its beginning), and of those after them, to be written. Until end_step only the former are
+        valid. Raises ValueError if the sequence has no slot, or its states are missing."""
         slot = self._slot_of(block_table)
         if start == 0:
             self._num_tokens[slot] = -1
@@ -59,7 +57,7 @@ class StateMemory:
         return StatePlace(slot, at), StatePlace(slot, 1 - at)
 
     def end_step(self, block_table: Sequence[int], start: int, end: int) -> None:
-        """The states after tokens [start, end) are written."""
+        """Mark the states after tokens [start, end) as written."""
         slot = self._slot_of(block_table)
         at = 0 if start == 0 else 1 - self._place_of(slot, start)
         self._num_tokens[slot, at] = end
@@ -71,7 +69,7 @@ class StateMemory:
         np.frombuffer(out, dtype=np.uint8)[:] = self.data[slot, at, layers].reshape(-1)
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
-        """See KvPool. States that come are those of a sequence that begins here."""
+        """See KvPool. Received states start a sequence here."""
         slot, layers = self._slot_of(block_ids), self._layers(piece, data)
         place = self.data[slot, 0, layers]
         place[...] = np.frombuffer(data, dtype=np.uint8).reshape(place.shape)
@@ -92,7 +90,7 @@ class StateMemory:
         return slot
 
     def _place_of(self, slot: int, num_tokens: int) -> int:
-        """Of the states after num_tokens tokens."""
+        """Index of the states after num_tokens tokens."""
         for at in range(STATES_PER_SLOT):
             if self._num_tokens[slot, at] == num_tokens:
                 return at

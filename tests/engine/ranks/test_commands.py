@@ -45,17 +45,17 @@ COMMANDS = st.lists(st.one_of(STEPS, IDS), max_size=5)
 
 
 def step_of(
-    parts: list[tuple[SequenceSlice, tuple[int, ...]]], is_apart: bool, is_told: bool
+    parts: list[tuple[SequenceSlice, tuple[int, ...]]], is_apart: bool, syncs_layers: bool
 ) -> StepCommand:
     """is_apart: whether windowed layers have tables of their own."""
     tables = tuple(table if is_apart else () for _, table in parts)
-    return StepCommand(Batch(tuple(part for part, _ in parts)), tables, is_told)
+    return StepCommand(Batch(tuple(part for part, _ in parts)), tables, syncs_layers)
 
 
 def encode(command: StepCommand | tuple[int, ...]) -> bytes:
     match command:
-        case StepCommand(batch, tables, is_told):
-            return encode_step(batch, tables if any(tables) else (), is_told=is_told)
+        case StepCommand(batch, tables, syncs_layers):
+            return encode_step(batch, tables if any(tables) else (), syncs_layers=syncs_layers)
         case rows:
             return encode_logits(rows)
 
@@ -80,9 +80,9 @@ def test_commands_arrive_as_they_were(commands: list[StepCommand | tuple[int, ..
     assert len(read) == len(commands)
     for sent, got in zip(commands, read, strict=True):
         match sent:
-            case StepCommand(batch, tables, is_told):
+            case StepCommand(batch, tables, syncs_layers):
                 assert isinstance(got, StepCommand)
-                assert (plain(got.batch), got.is_told) == (plain(batch), is_told)
+                assert (plain(got.batch), got.syncs_layers) == (plain(batch), syncs_layers)
                 assert [tuple(table) for table in got.tables] == list(tables)
             case rows:
                 assert isinstance(got, LogitsCommand)
