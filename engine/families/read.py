@@ -1,8 +1,8 @@
 """Reads config.json into a ModelConfig, and chooses the code that runs the layers.
 
-Defaults, precedence of old and new spellings, and refused types are those of transformers;
-tests/model/test_config_same_as_transformers.py compares the two. It does not import transformers,
-because that takes longer than the rest of a worker's start.
+Defaults, precedence of old and new spellings, and refused types are those of transformers, which
+tests/engine/families/test_config_same_as_transformers.py holds them to. It does not import
+transformers, because that takes longer than the rest of a worker's start.
 """
 
 from __future__ import annotations

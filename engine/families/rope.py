@@ -98,7 +98,7 @@ def _check_yarn(parameters: Mapping[str, Any]) -> None:
     former is a divisor, and must not be 0."""
     if (theta := parameters["rope_theta"]) <= 0 or theta == 1:
         raise UnsupportedModel(
-            f"rope_theta={theta!r} with rope_type='yarn': must be positive and not 1; correct it in "
+            f"rope_theta={theta!r} with rope_type='yarn': must be positive and not 1; correct "
             "config.json"
         )
     original = parameters[ORIGINAL_LENGTH]
