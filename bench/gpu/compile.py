@@ -1,10 +1,10 @@
 """Compiles kernels ahead of time for a GPU that this machine lacks.
 
-python -m bench.gpu.compile [--arch 90]
+python -m bench.gpu.compile [--arch 90] [--tiles]
 
 Runs each case of `cases.py` on CPU tensors, with Triton set to compile launches instead of running
 them, so that tiles, options and specialisations are those of a GPU. Needs Triton, with its
-interpreter off.
+interpreter off. --tiles: attention in every tile class, by numbers of new tokens, besides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from bench.gpu.case import TINY
+from bench.gpu.attention_cases import attention_cases
+from bench.gpu.case import TINY, Case, Sizes
 from bench.gpu.cases import all_cases
 
 #: Compute capability times ten: Ampere (A100), Hopper (H100, H200), Blackwell (B200).
 ARCHS = (80, 90, 100)
 #: Maximum shared memory of a program, in bytes, by arch.
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+#: New tokens times heads that share a KV head, one number for each size of BLOCK_M.
+TILE_ROWS = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +119,36 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
 
 
+def tile_cases() -> list[tuple[str, Case, Sizes]]:
+    """Attention cases with one sequence of so many new tokens that each tile class is reached."""
+    group = TINY.heads[0] // TINY.heads[1]
+    return [
+        (f"{case.name}, {rows} rows", case, replace(TINY, lengths=((70, rows // group),)))
+        for case in attention_cases()
+        if case.name.startswith("attention")
+        for rows in TILE_ROWS
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table of the compiled kernels of all cases."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.compile", description=__doc__)
     parser.add_argument("--arch", type=int, choices=ARCHS, action="append", help="default: all")
+    parser.add_argument("--tiles", action="store_true", help="attention in every tile class, too")
     options = parser.parse_args(arguments)
     print(f"Triton {triton.__version__}")
     print("arch  regs  stack  shared KiB  warps  stages  case / kernel")
+    cases = [(case.name, case, TINY) for case in all_cases()]
     for arch in options.arch or ARCHS:
-        for case in all_cases():
+        for name, case, sizes in [*cases, *(tile_cases() if options.tiles else ())]:
             if case.min_arch > arch:
                 continue
-            trial = case.build(torch.Generator().manual_seed(0), TINY)
+            trial = case.build(torch.Generator().manual_seed(0), sizes)
             for one in compile_case(trial.run, arch):
                 print(
                     f"{arch:4}  {one.num_registers:4}  {one.stack_bytes:5}"
                     f"  {one.shared_bytes / 1024:10.1f}  {one.num_warps:5}  {one.num_stages:6}"
-                    f"  {case.name} / {one.kernel}"
+                    f"  {name} / {one.kernel}"
                 )
 
 

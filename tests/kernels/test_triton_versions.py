@@ -1,5 +1,5 @@
-"""Every kernel compiles under each Triton that Baton meets: the newest, which development and the
-tables have; the image's; and the one that torch 2.11 brings along."""
+"""Every kernel, attention in every tile class, compiles under each Triton that Baton meets: the
+newest, which development and the tables have; the image's; and the one that torch 2.11 brings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.cases import all_cases
-from bench.gpu.compile import MAX_SHARED_BYTES
+from bench.gpu.compile import MAX_SHARED_BYTES, tile_cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -37,7 +37,7 @@ def test_every_kernel_compiles(version: str, tmp_path: Path) -> None:
     if installed.returncode:
         pytest.skip(f"no package index has triton=={version} here: {installed.stderr[-300:]}")
     done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu.compile", "--arch", str(ARCH)],
+        [sys.executable, "-m", "bench.gpu.compile", "--arch", str(ARCH), "--tiles"],
         cwd=ROOT,
         env={
             **os.environ,
@@ -53,7 +53,9 @@ def test_every_kernel_compiles(version: str, tmp_path: Path) -> None:
     assert title == f"Triton {version}"
     rows = [line.split(maxsplit=6) for line in lines]
     compiled = {row[6].partition(" / ")[0] for row in rows}
-    assert compiled == {case.name for case in all_cases() if case.min_arch <= ARCH}
+    cases = [(case.name, case) for case in all_cases()]
+    cases += [(name, case) for name, case, _ in tile_cases()]
+    assert compiled == {name for name, case in cases if case.min_arch <= ARCH}
     for row in rows:
         assert int(row[2]) <= 64, row
         assert float(row[3]) * 1024 <= MAX_SHARED_BYTES[ARCH], row
