@@ -12,23 +12,10 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.chat.style import ChatStyle
 from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
-from gateway.http.format import (
-    FINISHES,
-    Chunk,
-    OpenAiFormat,
-    Route,
-    by_choice,
-    quoted,
-    stop_reason,
-)
+from gateway.http.format import FINISHES, Chunk, OpenAiFormat, Route, by_choice, quoted, stop_reason
 from gateway.http.json_body import MAX_PROMPTS
 from gateway.http.logprobs import BytesOf, completion_logprobs, prompt_logprobs
-from gateway.http.requests import (
-    GenerationBody,
-    generate_request,
-    put_token_ids,
-    sampling_message,
-)
+from gateway.http.requests import GenerationBody, generate_request, put_token_ids, sampling_message
 
 #: Default of OpenAI and vLLM.
 DEFAULT_MAX_TOKENS = 16
