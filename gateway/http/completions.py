@@ -158,12 +158,9 @@ def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     prompts = _prompts(body.prompt)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=max_tokens)
-    violations = []
     if body.resume_from and len(prompts) > 1:
         fault = f"given with {len(prompts)} prompts; give the one that it is of"
-        violations.append(FieldViolation("resume_from", fault))
-    if violations:
-        raise InvalidRequest.of(*violations)
+        raise InvalidRequest.of(FieldViolation("resume_from", fault))
     if body.echo:
         sampling.echo = True
         if body.logprobs is not None and body.prompt_logprobs is None:
