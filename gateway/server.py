@@ -190,9 +190,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         styles = {part.name: part.style for part in parts}
         http = await _start_http(options, models, styles, recorder, fleets, telemetry, api_keys)
         connect = functools.partial(
-            keep_connected,
-            tls=options.worker_tls,
-            stall_timeout_s=options.worker_stall_timeout_s,
+            keep_connected, tls=options.worker_tls, stall_timeout_s=options.worker_stall_timeout_s
         )
         jobs = [Roster(members, connect=connect).follow(static)]
         for part in parts:

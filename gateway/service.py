@@ -23,7 +23,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    async def Generate(  # type: ignore[override]  # noqa: N802, the name in the .proto
+    async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> None:
         """Stream by context.write, which applies backpressure from slow clients."""
@@ -39,10 +39,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
         await self._models.of(request.model).generate(request, call)
 
-    async def Tokenize(  # noqa: N802
-        self,
-        request: inference_pb2.TokenizeRequest,
-        context: _Context,  # noqa: ARG002, the signature of the .proto
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: _Context
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a prompt, as Generate uses them."""
         serving = self._models.of(request.model)
@@ -50,19 +48,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         await in_pieces(await serving.tokenize(request), response.token_ids.extend)
         return response
 
-    async def Detokenize(  # noqa: N802
-        self,
-        request: inference_pb2.DetokenizeRequest,
-        context: _Context,  # noqa: ARG002
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: _Context
     ) -> inference_pb2.DetokenizeResponse:
         """Decode token ids to text."""
         serving = self._models.of(request.model)
         return inference_pb2.DetokenizeResponse(text=await serving.detokenize(request))
 
-    async def ListModels(  # noqa: N802
-        self,
-        request: inference_pb2.ListModelsRequest,  # noqa: ARG002
-        context: _Context,  # noqa: ARG002
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: _Context
     ) -> inference_pb2.ListModelsResponse:
         """All models, each followed by its adapters."""
         return inference_pb2.ListModelsResponse(
@@ -73,10 +67,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             ]
         )
 
-    async def GetModel(  # noqa: N802
-        self,
-        request: inference_pb2.GetModelRequest,
-        context: _Context,  # noqa: ARG002
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: _Context
     ) -> inference_pb2.GetModelResponse:
         """One model and its workers."""
         serving = self._models.of(request.model)

@@ -1,2 +1,1 @@
-"""The `baton` command. Nothing here imports torch; what a command needs beyond its options is
-imported when it runs."""
+"""The `baton` command. Imports no torch; commands import their dependencies when they run."""

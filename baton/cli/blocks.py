@@ -1,4 +1,4 @@
-"""`baton status --blocks`: every worker's ledger of KV blocks, asked of the workers themselves."""
+"""`baton status --blocks`: the KV block ledger of every worker, queried from the workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBlocks:
-    """One worker's ledger; `error` says why there is none."""
+    """KV blocks of one worker; `error` is set if the query failed."""
 
     worker_id: str
     address: str
@@ -42,8 +42,7 @@ class WorkerBlocks:
 
 
 def blocks_of(workers: Iterable[WorkerStatus], tls: TlsFiles | None = None) -> list[WorkerBlocks]:
-    """Ask each worker. tls: None for plain text. One that does not answer has an error in its
-    ledger's place."""
+    """Query each worker; failures are recorded per worker. tls: None for plain text."""
     return [_ask(worker, tls) for worker in workers]
 
 
@@ -52,7 +51,7 @@ def as_json(found: Iterable[WorkerBlocks]) -> list[dict[str, object]]:
 
 
 def print_blocks(found: Iterable[WorkerBlocks]) -> None:
-    """One line for a worker, and one for each owner."""
+    """Print one line per worker and one per lease."""
     for worker in found:
         name = f"{worker.worker_id or '?'} at {worker.address}"
         if worker.error:

@@ -27,7 +27,7 @@ def chat(
     model: options.Model = "",
     system: Annotated[str, typer.Option(help="System message to begin with.")] = "",
 ) -> None:
-    """Talk with the model; the conversation is kept."""
+    """Chat with the model in the terminal. Earlier messages stay in the context."""
     from baton.client import ChatMessage
 
     first = [ChatMessage("system", system)] if system else []
@@ -55,7 +55,7 @@ def chat(
 
 
 def _read(prompt: str) -> str | None:
-    """The next line, or None at the end of input; Ctrl-C gives an empty line."""
+    """The next line; None at the end of input; empty after Ctrl-C."""
     try:
         return input(prompt)
     except EOFError:
@@ -66,8 +66,7 @@ def _read(prompt: str) -> str | None:
 
 
 def _print_answer(stream: CompletionStream) -> str:
-    """Print the answer as it comes and return it, or what there was of it when Ctrl-C stopped
-    it."""
+    """Print the answer as it streams. Returns it, truncated if Ctrl-C stopped it."""
     pieces: list[str] = []
     try:
         for chunk in stream:

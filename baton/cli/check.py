@@ -1,5 +1,5 @@
-"""`baton check`: proof, on the user's own model, that two tiers give the tokens that one process
-gives."""
+"""`baton check`: verifies on the user's own model that two tiers and one process give the same
+tokens."""
 
 from __future__ import annotations
 
@@ -64,14 +64,15 @@ def check(
         typer.Option(min=0.01, help="With --soak: how long. With --faults: no round begins later."),
     ] = 24.0,
 ) -> None:
-    """Compare split with one-process output, token for token. Exit status 1 if they differ.
+    """Compare the output of two tiers with that of one process. Tokens must be equal. Exit status 1 if
+    they differ.
 
-    With --faults, say whether the README's promises 1 to 3 hold while processes die: the same
-    tokens, none lost or doubled, no block leaked. Exit status 1 if one does not.
+    With --faults, verify promises 1 to 3 of the README while processes are killed: the same tokens,
+    none lost or repeated, no block leaked. Exit status 1 if one fails.
 
-    With --soak, say whether the memory, blocks, file descriptors and threads of its processes stay
-    as many as they were under hours of streams, some of them cancelled or disconnected, and whether
-    nothing is held at the end. Exit status 1 if not.
+    With --soak, verify that memory, blocks, file descriptors and threads stay constant under hours
+    of streams, some of them cancelled or disconnected, and that nothing is held at the end. Exit
+    status 1 if not.
     """
     from baton.check.run import check as run_check
     from baton.check.run import split_shapes
@@ -107,7 +108,7 @@ def check(
 
 
 def _report(verdict: Verdict) -> None:
-    """One line per shape."""
+    """Print one line per shape."""
     text = (
         f"{'equal' if verdict.is_equal else 'DIFFERENT'}  {verdict.shape.name}: "
         f"{verdict.num_equal}/{verdict.num_requests} requests, {verdict.num_tokens} tokens, "
@@ -122,7 +123,7 @@ def _report(verdict: Verdict) -> None:
 def _check_faults(
     options: dict[str, object], num_requests: int, num_rounds: int, hours: float, seed: int
 ) -> int:
-    """Exit status."""
+    """Returns the exit status."""
     from baton.check.faults import check_faults
 
     verdict = asyncio.run(
@@ -140,7 +141,7 @@ def _check_faults(
 
 
 def _report_faults(verdict: FaultVerdict) -> None:
-    """One line per fault and length of prompts, then one per promise."""
+    """Print one line per fault and prompt length, then one per promise."""
     headings = ("times", "streams", "resumed", "errors", "wrong", "gap p50", "p99", "longest, s")
     typer.echo("\n" + _row("lived through", headings))
     for result in (*verdict.results, *verdict.by_prompt):
@@ -164,7 +165,7 @@ def _report_faults(verdict: FaultVerdict) -> None:
 
 
 def _soak(options: dict[str, object], num_requests: int, hours: float, seed: int) -> int:
-    """Exit status."""
+    """Returns the exit status."""
     from baton.check.soak import soak
 
     verdict = asyncio.run(
@@ -190,7 +191,7 @@ def _counts(counts: SoakCounts) -> str:
 
 
 def _report_soak(verdict: SoakVerdict) -> None:
-    """One line per process and quantity, then what held."""
+    """Print one line per process and quantity, then the results of the checks."""
     typer.echo(
         f"\n{'process and quantity':<38}" + "".join(f"{name:>11}" for name in _TREND_COLUMNS)
     )
@@ -212,7 +213,7 @@ def _report_soak(verdict: SoakVerdict) -> None:
     )
 
 
-#: begins, ends: of the line fitted to what was measured after the warm-up.
+#: begins, ends: of the line fitted to the measurements after warm-up.
 _TREND_COLUMNS = ("begins", "ends", "largest", "rise", "bound", "")
 
 

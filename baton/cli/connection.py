@@ -1,4 +1,4 @@
-"""The options by which client commands reach a server."""
+"""Connection options of client commands."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NAME = "connection"
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where to connect, and what to show there."""
+    """Server address, credentials and TLS."""
 
     address: str
     api_key: str | None = field(repr=False)
     tls: TlsFiles | None
 
     def client(self, *, timeout_s: float | None = None) -> Client:
-        """A client of it; timeout_s: of each call, in seconds. Close it."""
+        """Create a client, which the caller closes. timeout_s: per call, in seconds."""
         from baton.client import DEFAULT_TIMEOUT_S, Client
 
         return Client(
@@ -41,8 +41,7 @@ class Connection:
 
 
 def connecting(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as typer shall see it: with one option per part of its parameter `connection`, in
-    that one's place."""
+    """The command for typer, with one option per field in place of its parameter `connection`."""
 
     @wraps(command)
     def run(**given: Any) -> None:
@@ -76,7 +75,7 @@ def _connection_of(
     from baton.rpc.tls import TlsFiles
 
     tls = TlsFiles(ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_server_name)
-    # A gateway's variable may hold several keys, with commas; any of them will do.
+    # A gateway's variable may hold several keys, separated by commas; any is valid.
     key = api_key.partition(",")[0] if api_key else None
     return Connection(address, key, None if tls == TlsFiles() else tls)
 

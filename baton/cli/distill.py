@@ -1,4 +1,4 @@
-"""`baton distill`: a draft model for speculation, trained to say what a target says."""
+"""`baton distill`: trains a draft model for speculative decoding on a target's output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.config.distill_options import DistillOptions
 
 
 def distill(options: DistillOptions) -> None:
-    """A process of its own: this one stays without torch."""
+    """Run in another process, to keep torch out of this one."""
     command = [sys.executable, "-P", "-m", "engine.distill", *to_arguments(options)]
     raise SystemExit(subprocess.run(command, check=False).returncode)
 

@@ -1,4 +1,4 @@
-"""`baton doctor`: what this machine lacks to serve."""
+"""`baton doctor`: checks whether this machine can serve."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def doctor(
     ] = "",
     is_json: options.Json = False,
 ) -> None:
-    """Look at Python, torch, ports, shared memory, clock and a model's files. Exit status 1 if
+    """Check Python, torch, ports, shared memory, clock and a model's files. Exit status 1 if
     serving is impossible."""
     from baton.config import ServeOptions
     from baton.config.load import build_options
     from baton.doctor import DoctorRequest, Level, examine
 
-    # Refuses here what `baton serve` would refuse.
+    # Refuse the same values as `baton serve`.
     values = {"host": host, "port": port, "dtype": dtype, "device": device}
     build_options(ServeOptions, {"model": model or "none", "block_size": block_size, **values})
     request = DoctorRequest(model, host, port, dtype, device, block_size, registry)
@@ -54,6 +54,6 @@ def doctor(
 
 
 def _line(finding: Finding) -> str:
-    """Level, check and what was found; below, what to do."""
+    """Level, check and result; below, the fix."""
     text = f"{finding.level:<8} {finding.check}: {finding.found}"
     return f"{text}\n{'':8} -> {finding.fix}" if finding.fix else text

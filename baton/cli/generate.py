@@ -1,4 +1,4 @@
-"""`baton generate`: one prompt, streamed."""
+"""`baton generate`: streams the completion of one prompt."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class EarlyStop(enum.Enum):
-    """When a search with as many finished outputs as beams may end: once these are likely the best,
-    at once, or once they are sure to be."""
+    """When a beam search with as many finished outputs as beams ends: if better ones are unlikely,
+    at once, or when better ones are impossible."""
 
     LIKELY = "likely"
     ALWAYS = "always"
@@ -81,7 +81,7 @@ def generate(
         typer.Option(help="Grammar, in Lark's syntax, of the output; @FILE reads it from there."),
     ] = None,
 ) -> None:
-    """Complete PROMPT and print the text as it comes."""
+    """Complete PROMPT and print the text as it streams."""
     from baton.client import ChatMessage
 
     structured_output = StructuredOutput(
@@ -121,7 +121,7 @@ def generate(
 
 
 def _text_of(option: str | None) -> str | None:
-    """An option's own text, or that of the file it names with @."""
+    """The value of an option, or the content of the file named with @."""
     if option is None or not option.startswith("@"):
         return option
     try:
@@ -141,7 +141,7 @@ def _print_stream(stream: CompletionStream, shows_timing: bool) -> None:
 
 
 def _as_text(completion: Completion) -> str:
-    """Each choice under a line with its number, and its score if it has one."""
+    """Each choice below a line with its number, and its score if present."""
     lines = []
     for choice in completion.choices:
         score = "" if choice.score is None else f", score {choice.score:.4f}"
@@ -150,8 +150,7 @@ def _as_text(completion: Completion) -> str:
 
 
 def _as_json(completion: Completion) -> dict[str, object]:
-    """The completion as plain values; finish reasons by name, and no score where a search found
-    nothing."""
+    """The completion as plain values: finish reasons by name; without scores if there are none."""
     entry = dataclasses.asdict(completion)
     for choice, shown in zip(completion.choices, entry["choices"], strict=True):
         shown["finish_reason"] = choice.finish_reason.name.lower()

@@ -1,4 +1,4 @@
-"""`baton health`: whether a process of Baton serves now; what containers are probed with."""
+"""`baton health`: health probe of a process, for containers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def health(
         float, typer.Option("--timeout-s", help="Time to wait for the answer, in seconds.")
     ] = 5.0,
 ) -> None:
-    """Ask a gateway or a worker for its health. Exit status 1 if it does not serve, or does not
+    """Query the health of a gateway or worker. Exit status 1 if it does not serve, or does not
     answer."""
     with connection.client(timeout_s=timeout_s) as client:
         is_serving = client.health(service)

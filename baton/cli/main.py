@@ -1,5 +1,5 @@
-"""`baton`: the commands, and how their errors end. Each is imported when it is asked for: what one
-needs is not all light."""
+"""`baton`: dispatches commands and reports their errors. Each command's module is imported when it
+is used, because some imports are slow."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typer.core import TyperGroup
 
 from baton import __version__
 
-#: Exit status of a command line that starts nothing.
+#: Exit status if the command line is invalid and nothing was started.
 EXIT_REFUSED = 2
 
-#: What typer raises for a command line that does not fit: it has a name only in some versions.
+#: typer's usage error, which has a public name only in some versions.
 _UsageError: Any = typer.BadParameter.__base__
 
-#: Commands by name: the module that has it, the function there, and a line for the list of
-#: commands.
+#: Commands by name: module, function and one-line help.
 COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         "serve": (
@@ -32,15 +31,15 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "gateway": ("start", "gateway_command", "Start the gateway alone."),
         "prefill": ("start", "prefill_command", "Start one prefill worker."),
         "decode": ("start", "decode_command", "Start one decode worker."),
-        "generate": ("generate", "generate", "Complete PROMPT and print the text as it comes."),
-        "chat": ("chat", "chat", "Talk with the model; the conversation is kept."),
+        "generate": ("generate", "generate", "Complete PROMPT and print the text as it streams."),
+        "chat": ("chat", "chat", "Chat with the model in the terminal."),
         "status": ("status", "status", "Show models, workers, load and blocks."),
-        "health": ("health", "health", "Ask a gateway or a worker for its health."),
-        "check": ("check", "check", "Compare split with one-process output, token for token."),
+        "health": ("health", "health", "Query the health of a gateway or worker."),
+        "check": ("check", "check", "Compare the output of two tiers with that of one process."),
         "doctor": (
             "doctor",
             "doctor",
-            "Look at Python, torch, ports, shared memory, clock and a model's files.",
+            "Check Python, torch, ports, shared memory, clock and a model's files.",
         ),
         "distill": (
             "distill",
@@ -51,7 +50,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "version": (
             "version",
             "version",
-            "Print the versions of the software and of its protocol.",
+            "Print the versions of Baton and of its protocol.",
         ),
     }
 )
@@ -65,7 +64,7 @@ class _Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Imports the command's module."""
+        """Import the command's module."""
         if cmd_name not in COMMANDS:
             return None
         module, function, _ = COMMANDS[cmd_name]
@@ -77,8 +76,8 @@ class _Commands(TyperGroup):
         return typer.main.get_command(one)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Before the imports of `serve` there is a sign of life: on a busy machine they take a
-        second. Not while a shell asks for completions: it would offer the line as one."""
+        """Print a line before the imports of `serve`, which take a second on a loaded machine; not
+        during shell completion, which would offer it as a completion."""
         is_help = bool({"-h", "--help"} & set(args))
         if args and args[0] == "serve" and not is_help and not ctx.resilient_parsing:
             sys.stdout.write(f"Baton {__version__} is starting\n")
@@ -86,7 +85,7 @@ class _Commands(TyperGroup):
         return list(super().parse_args(ctx, args))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
-        """The list, without importing what is on it."""
+        """List the commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
 

@@ -1,4 +1,4 @@
-"""Options that several client commands share."""
+"""Options of several client commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton set-role`: have a worker serve the other tier, while it runs."""
+"""`baton set-role`: moves a running worker to the other tier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.cli.connection import Connection, connecting
 
 
 class Role(StrEnum):
-    """As options spell a tier."""
+    """Tiers as spelled in options."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -28,8 +28,8 @@ def set_role(
         float, typer.Option("--timeout-s", help="Time to wait for the worker, in seconds.")
     ] = 10.0,
 ) -> None:
-    """Change the tier of a running worker, which a gateway knows. What runs on it runs on, and
-    new requests are placed by the new tier. Exit status 1 if the worker is unknown, or does not
+    """Change the tier of a running worker that a gateway knows. Its running requests finish; new
+    requests are placed by the new tier. Exit status 1 if the worker is unknown, or does not
     answer."""
     import grpc
 

@@ -1,4 +1,4 @@
-"""The flags of sampling options, made from their table."""
+"""Flags of sampling options, generated from their table."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import typer
 from baton.sampling_params import OPTIONS, SamplingParams, Texts, TokenBiases, TokenIds
 
 _NAME = "params"
-#: Options of several parts: a command that has flags for them makes them itself.
+#: Options with several parts, for which commands define their own flags.
 _COMPOSED = ("beam_search", "structured_output")
 
-#: What a command does with some.
+#: Additions to help texts.
 _NOTES = {
     "n": "Several are printed when all have ended.",
     "logprobs": "Seen with --json.",
     "prompt_logprobs": "Seen with --json.",
 }
 
-#: All options that one flag can hold.
+#: Options that fit one flag.
 FLAGS = tuple(
     name
     for name, option in OPTIONS.items()
@@ -33,14 +33,14 @@ FLAGS = tuple(
 def sampling_flags(
     names: Sequence[str] = FLAGS, **defaults: object
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command as typer shall see it: with a flag per option in place of its parameter `params`,
-    which gets the SamplingParams. defaults: of flags that have one."""
+    """The command for typer, with one flag per option in place of its parameter `params`, which
+    receives the SamplingParams. defaults: by flag."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
             options: dict[str, Any] = {name: given.pop(name) for name in names}
-            # A flag that may be repeated gives an empty list where it is not given at all.
+            # An absent repeatable flag is an empty list.
             params = SamplingParams(**{k: v for k, v in options.items() if v != []})
             command(**given, **{_NAME: params})
 
@@ -75,7 +75,7 @@ def _flag(name: str, default: object) -> inspect.Parameter:
             kind, text = list[str] | None, f"{text} May be repeated."
         case TokenIds():
             kind, text = list[int] | None, f"{text} May be repeated."
-    # A flag of one letter would get a single dash.
+    # Typer would give a one-letter flag a single dash.
     flags = (f"--{name}",) if len(name) == 1 else ()
     annotation = Annotated[kind, typer.Option(*flags, help=text, show_default=False)]
     parameter_kind = inspect.Parameter.KEYWORD_ONLY

@@ -1,4 +1,4 @@
-"""`baton serve|gateway|prefill|decode`: from a command line to running processes."""
+"""`baton serve|gateway|prefill|decode`: start processes from a command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.grpc_environment import GRPC_ENVIRONMENT
 
 
 def serve(options: ServeOptions) -> None:
-    """Run the supervisor until it is asked to stop."""
+    """Run the supervisor until it is stopped."""
     from baton.service import run_service
     from baton.supervisor import serve_cluster
 
@@ -28,9 +28,9 @@ def serve(options: ServeOptions) -> None:
 
 
 def check_model(options: ServeOptions) -> None:
-    """Fetch and check the checkpoint once, before each worker does. Raises ModelError.
+    """Fetch and check the checkpoint once, before the workers do. Raises ModelError.
 
-    In a process of its own: the command line imports nothing of the engine.
+    Runs in another process, because the command line imports nothing of the engine.
     """
     command = [sys.executable, "-P", "-m", "engine.checkpoint", "--model-impl", options.model_impl]
     if options.revision is not None:
@@ -42,7 +42,7 @@ def check_model(options: ServeOptions) -> None:
 
 
 def _becomes(module: str) -> Callable[[ServiceOptions], NoReturn]:
-    """This process becomes `python -m MODULE`: the CLI imports no tier, and signals reach the
+    """Replace this process by `python -m MODULE`: the CLI imports no tier, and signals reach the
     service itself."""
 
     def run(options: ServiceOptions) -> NoReturn:

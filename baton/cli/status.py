@@ -1,4 +1,4 @@
-"""`baton status`: the workers as the gateway sees them."""
+"""`baton status`: the workers as seen by the gateway."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 10.0
 
-#: Headings, and whether the column holds numbers. flight: requests of the gateway; blocks: owned
-#: ones of all; local: missing tokens of a prompt up to which a decode worker would compute them
-#: itself now.
+#: (heading, is numeric). flight: requests of the gateway; blocks: leased ones of all; local:
+#: maximum uncached prompt tokens that a decode worker computes itself now.
 _COLUMNS = (
     ("worker", False),
     ("tier", False),
@@ -38,13 +37,13 @@ _COLUMNS = (
     ("local", True),
 )
 
-#: Where windowed layers' KV lies apart: slots in use, and all.
+#: KV slots of windowed layers, if separate: in use, and total.
 _WINDOWS = ("windows", True)
 
-#: Characters of a line that goes to no terminal.
+#: Width in characters for output that is not a terminal.
 _UNFOLDED_WIDTH = 10_000
 
-#: Text is folded on narrow terminals, down to this many characters; numbers are never cut.
+#: Minimum width of text columns, which wrap on narrow terminals; numbers are never cut.
 _MIN_TEXT_WIDTH = 7
 
 
@@ -57,8 +56,8 @@ def status(
         typer.Option("--blocks", help="Show who has which KV blocks, as the workers report it."),
     ] = False,
 ) -> None:
-    """Show models, workers, load and blocks. Exit status 1 if a model lacks a decode worker that is
-    ready; with --blocks, if a worker does not answer from here or has blocks that nobody owns."""
+    """Show models, workers, load and blocks. Exit status 1 if a model has no ready decode worker;
+    with --blocks, if a worker does not answer this process or has blocks without an owner."""
     with connection.client(timeout_s=_TIMEOUT_S) as client:
         models = client.models()
     if shows_blocks:
@@ -91,7 +90,7 @@ def _is_ready(model: Model) -> bool:
 def _print_tables(models: tuple[Model, ...]) -> None:
     from rich.console import Console
 
-    # What goes to another program is not folded: each line is a worker.
+    # One line per worker for other programs.
     console = Console() if sys.stdout.isatty() else Console(width=_UNFOLDED_WIDTH)
     for model in models:
         console.print(_table(model))
@@ -121,7 +120,7 @@ def _table(model: Model) -> Table:
 
 
 def numerics_lines(workers: Sequence[WorkerStatus]) -> Iterator[str]:
-    """How the workers that were reached round, and what to know about it."""
+    """Numerics classes of the reached workers, with hints."""
     names_of: dict[NumericsClass, list[str]] = {}
     for worker in workers:
         if worker.numerics != UNKNOWN_NUMERICS:
@@ -140,7 +139,7 @@ def numerics_lines(workers: Sequence[WorkerStatus]) -> Iterator[str]:
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
     state = f"{worker.state}: {worker.reason}" if worker.reason else worker.state
-    # Below each other where people read it; in one line, which a program can look for, elsewhere.
+    # Separate lines for people, one searchable line for programs.
     separator = "\n" if sys.stdout.isatty() else " "
     return (
         f"{worker.worker_id or '?'}{separator}{worker.address}",

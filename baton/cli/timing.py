@@ -1,4 +1,4 @@
-"""Where a request's time went, for people."""
+"""Human-readable timing of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def render_timing(timing: Timing, usage: Usage) -> str:
-    """One line per tier, one for the handoff between them, one for the whole."""
+    """One line per tier, one for the handoff, one for the total."""
     decode = timing.decode_worker or "nobody"
     num_decoded = max(0, usage.completion_tokens - 1)
     per_token = f", {timing.decode_ms / num_decoded:.1f} ms a token" if num_decoded else ""
@@ -27,9 +27,9 @@ def render_timing(timing: Timing, usage: Usage) -> str:
 
 
 def _prefill_lines(timing: Timing, usage: Usage) -> tuple[str, ...]:
-    """Where the prompt was computed. A decode worker that does it does so among its steps: there is
-    no handoff then, and the time is what the gateway waited for, the step's other sequences
-    included."""
+    """Where the prompt was computed. A decode worker computes a prompt among its other steps:
+    without a handoff, and the time shown is the gateway's wait, including the step's other
+    sequences."""
     if not timing.prefill_worker:
         return (
             f"prefill   {usage.prompt_tokens} tokens ({usage.decode_cached_tokens} cached), "

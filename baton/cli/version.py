@@ -9,5 +9,5 @@ from baton.types import PROTOCOL_VERSION
 
 
 def version() -> None:
-    """Print the versions of the software and of its protocol."""
+    """Print the versions of Baton and of its protocol."""
     typer.echo(f"baton {__version__}, protocol {PROTOCOL_VERSION}")

@@ -1,5 +1,5 @@
-"""The client for asyncio, and one answer as it comes. The client for threads, in sync_client, runs
-the same code with another kind of channel and event."""
+"""The asyncio client and its streams. sync_client runs the same code with a blocking channel and
+event."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ from baton.v1 import inference_pb2
 
 
 class ClosedEvent(Protocol):
-    """Set once a client is closed."""
+    """Event that is set when a client is closed."""
 
     def set(self) -> object: ...
 
     def is_set(self) -> bool: ...
 
     async def is_set_within(self, timeout_s: float) -> bool:
-        """Whether it is set, now or before the time is over."""
+        """Wait for the event up to a time limit. Returns whether it is set."""
         ...
 
 
 class AsyncClient:
-    """Connections to a Baton gateway, for one event loop; an async context manager.
+    """Client of a Baton gateway, for one event loop; an async context manager.
 
-    Every method raises the errors of baton.errors. Arguments as of Client. It connects at its first
-    call, which is to be made in the running loop, and once more for each hundred calls under way.
+    Every method raises the errors of baton.errors. Arguments as of Client. It connects at the first
+    call, which must run in the event loop, and opens another connection per hundred concurrent
+    calls.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class AsyncClient:
         params: SamplingParams | None = None,
         **options: Unpack[StreamOptions],
     ) -> Completion:
-        """The whole answer to a prompt. Arguments as in `stream`."""
+        """Generate a whole answer. Arguments as in `stream`."""
         async with self.stream(prompt, params, **options) as stream:
             return await stream.collect()
 
@@ -91,9 +92,9 @@ class AsyncClient:
         params: SamplingParams | None = None,
         **options: Unpack[StreamOptions],
     ) -> list[Completion]:
-        """The whole answers to several prompts, in their order, as many at once as the server may
-        be asked for. The first error ends them all, and is raised. Arguments as in `stream`; a
-        request_id is proposed with each prompt's index behind it."""
+        """Generate answers to several prompts, in their order, with at most MAX_AT_ONCE requests at
+        a time. The first error cancels the others, and is raised. Arguments as in `stream`; a
+        prompt's index is appended to request_id."""
         room = asyncio.Semaphore(MAX_AT_ONCE)
 
         async def answer(index: int, prompt: PromptLike) -> Completion:
@@ -120,15 +121,15 @@ class AsyncClient:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncCompletionStream:
-        """The answer to a prompt, piece by piece. The request is sent at once.
+        """Stream the answer to a prompt. The request is sent at once.
 
-        prompt: text, token ids, or chat messages. params, sampling: how tokens are chosen; the
-        latter win.
-        model: empty for the only one served. priority: lower is sooner. cache_salt: who may share
-        cached prefixes.
-        add_special_tokens: False for a text that has the tokenizer's special tokens already, as one
-        that a chat template wrote; none are ever added to token ids or messages.
-        request_id: proposed to the server; drawn if empty. timeout_s: None for the client's.
+        prompt: text, token ids, or chat messages. params, sampling: sampling parameters; the latter
+        take precedence.
+        model: empty for the only model served. priority: lower runs sooner. cache_salt: scope of
+        prefix cache sharing.
+        add_special_tokens: False for a text that already has the tokenizer's special tokens, such
+        as a rendered chat template; never added to token ids or messages.
+        request_id: proposed to the server; random if empty. timeout_s: None for the client's.
         """
         request = requests.generate_request(
             prompt,
@@ -149,7 +150,7 @@ class AsyncClient:
         add_special_tokens: bool = True,
         timeout_s: float | None = None,
     ) -> Tokenization:
-        """The token ids of a prompt, chat messages rendered with the model's template.
+        """Tokenize a prompt; chat messages are rendered with the model's template.
         add_special_tokens: as in `stream`."""
         request = requests.tokenize_request(
             prompt, model=model, add_special_tokens=add_special_tokens
@@ -165,7 +166,7 @@ class AsyncClient:
         skip_special_tokens: bool = False,
         timeout_s: float | None = None,
     ) -> str:
-        """The text of token ids."""
+        """Decode token ids to text."""
         request = requests.detokenize_request(
             token_ids, model=model, skip_special_tokens=skip_special_tokens
         )
@@ -173,25 +174,25 @@ class AsyncClient:
         return str(response.text)
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
-        """The models served, with their workers."""
+        """List the served models, with their workers."""
         request = inference_pb2.ListModelsRequest()
         response = await self._unary(lambda c: c.inference.ListModels, request, timeout_s)
         return results.models_of(response)
 
     async def model(self, name: str = "", *, timeout_s: float | None = None) -> Model:
-        """One model; empty for the only one served."""
+        """Describe one model; empty for the only one served."""
         request = requests.get_model_request(model=name)
         response = await self._unary(lambda c: c.inference.GetModel, request, timeout_s)
         return results.model_of(response.model)
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
-        """Whether the server, or one service of it by its full name, serves now."""
+        """Whether the server, or one of its services by full name, is serving."""
         request = health_pb2.HealthCheckRequest(service=service)
         response = await self._unary(lambda c: c.health.Check, request, timeout_s)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        """Cancel all that runs, and disconnect. May be called again."""
+        """Cancel all running calls and disconnect. Idempotent."""
         self._closed.set()
         for channel in self._connections.close():
             await channel.close()
@@ -237,15 +238,15 @@ class AsyncClient:
 
 
 class AsyncCompletionStream:
-    """The pieces of one answer, as they come. An async iterator, and a context manager whose end
-    cancels the request.
+    """Stream of one answer: an async iterator, and a context manager that cancels the request on
+    exit.
 
-    Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled
-    when it is collected, and one whose reading task is cancelled at once.
+    Iterating raises the errors of baton.errors. The request is cancelled when its reading task is
+    cancelled, or when an abandoned stream is garbage-collected.
     """
 
     def __init__(self, calls: GenerateCalls, closed: ClosedEvent) -> None:
-        """closed: whether the client is."""
+        """closed: set when the client is closed."""
         self._calls = calls
         self._client_closed = closed
         self._is_over = False
@@ -254,18 +255,18 @@ class AsyncCompletionStream:
 
     @property
     def request_id(self) -> str:
-        """As the server knows it, once the first piece has come; until then as this client proposed
-        it."""
+        """The server's request id once the first piece has arrived; before, the id proposed by this
+        client."""
         return self._calls.request_id
 
     async def collect(self) -> Completion:
-        """Read to the end, and put together what this call read. Raises Cancelled if the stream is
-        closed before."""
+        """Read to the end, and join the pieces read by this call. Raises Cancelled if the stream is
+        closed first."""
         return self._calls.completion([chunk async for chunk in self])
 
     async def close(self) -> None:
-        """Cancel the request unless it has ended: whoever reads on, or waits for a piece, gets
-        Cancelled. May be called again, and by any task."""
+        """Cancel the request unless it has ended; concurrent and later reads raise Cancelled.
+        Idempotent, callable from any task."""
         self._is_closed = True
         self._end()
 
@@ -277,8 +278,8 @@ class AsyncCompletionStream:
             try:
                 response = await self._call.read()
             except asyncio.CancelledError:
-                # Of the reading task; or of the call, by some task's `close`, which grpc reports
-                # in the same way.
+                # Cancellation of the reading task, or of the call by `close` in another task; grpc
+                # reports both alike.
                 self._end()
                 if _is_task_cancelled():
                     raise
@@ -308,11 +309,11 @@ class AsyncCompletionStream:
         await self.close()
 
     def _open(self) -> None:
-        # Read by read(): an unfinished aiter() keeps the call, and by it the connection, alive
-        # until the next collection.
+        # Read with read(): an unfinished aiter() keeps the call and its connection alive until
+        # garbage collection.
         self._call = self._calls.open()
         self._cancel = weakref.finalize(self, self._call.cancel)
-        # An event loop that is gone at exit has taken its calls with it.
+        # At exit, the event loop is gone, and its calls with it.
         self._cancel.atexit = not isinstance(self._call, grpc.aio.Call)
 
     def _end(self) -> None:
@@ -320,7 +321,7 @@ class AsyncCompletionStream:
         self._cancel()
 
     async def _retry(self, error: BatonError) -> None:
-        """Open the stream anew, behind what came, or raise the error."""
+        """Reopen the stream after the last piece, or raise the error."""
         if self._calls.is_whole:
             self._end()
             self._calls.end()
@@ -335,7 +336,7 @@ class AsyncCompletionStream:
 
 
 def _is_task_cancelled() -> bool:
-    """Whether the running task is asked to end, as opposed to a call of its being cancelled."""
+    """Whether the running task is being cancelled, as opposed to one of its calls."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

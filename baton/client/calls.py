@@ -1,6 +1,5 @@
-"""The calls of a client: what a client is given once, and the rules for metadata, deadlines and
-retries that follow from it; connections; and the calls of one stream, which go on where another
-gateway broke off."""
+"""Calls of a client: settings, and the resulting metadata, deadlines and retries; connections; and
+the calls of one stream, which resume on another gateway."""
 
 from __future__ import annotations
 
@@ -32,16 +31,16 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
 MAX_AT_ONCE = 64
-"""Requests that generate_all has under way at a time."""
+"""Maximum concurrent requests of generate_all."""
 DEFAULT_MAX_RETRIES = 2
 MIN_RESUMPTIONS = 5
-"""Retries in a row that a stream has at least, once pieces of it have come, unless there are to be
-none: after 31 s a gateway that died has been started again, and what was paid for is not lost."""
+"""Minimum consecutive retries of a stream that has received pieces, unless retries are disabled: 31
+s, enough to restart a gateway without losing the work done."""
 MAX_METADATA_BYTES = 8192
-"""Servers may refuse more; each entry counts 32 bytes beside its text, as HTTP/2 counts it."""
+"""Servers may refuse more. Each entry counts 32 bytes in addition to its text, as in HTTP/2."""
 
 MAX_TRACESTATE_CHARS = 512
-"""Of a tracestate that is sent; a longer one stays here, where the trace goes on without it."""
+"""Longer tracestates are not sent; the trace continues without."""
 
 _AUTHORIZATION = "authorization"
 _ADDRESS = re.compile(r"(?:[^\s:/]+|\[[0-9a-fA-F:.%]+\]):[0-9]{1,5}")
@@ -53,13 +52,13 @@ _API_KEY = re.compile(r"[\x21-\x7e]+")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A client's addresses, default timeout, metadata sent with every call, and retries. tls: None
-    for plain text."""
+    """A client's addresses, default timeout, metadata of every call, and retries. tls: None for
+    plain text."""
 
     addresses: tuple[str, ...]
     tls: TlsFiles | None
     timeout_s: float
-    #: May hold a key.
+    #: May contain an API key.
     metadata: Metadata = field(repr=False)
     max_retries: int
 
@@ -73,7 +72,7 @@ class Settings:
         api_key: str | None = None,
         tls: TlsFiles | None = None,
     ) -> Settings:
-        """address: see Client. Raises InvalidRequest for a value that cannot be used."""
+        """address: see Client. Raises InvalidRequest for an invalid value."""
         if max_retries < 0:
             raise _wrong("max_retries", f"{max_retries}: must be 0 or more")
         given = tuple(part.strip() for part in address.split(","))
@@ -102,25 +101,24 @@ class Settings:
 
     @property
     def address(self) -> str:
-        """Of the gateways: host:port, separated by commas."""
+        """Gateways: host:port, separated by commas."""
         return ",".join(self.addresses)
 
     def attempts(self, timeout_s: float | None) -> Attempts:
-        """Those of a call that begins now. timeout_s: the call's own; None for the client's. Raises
-        InvalidRequest if it is not a positive number."""
+        """Attempts of a call that begins now. timeout_s: the call's own; None for the client's.
+        Raises InvalidRequest if it is not a positive number."""
         timeout_s = self.timeout_s if timeout_s is None else _timeout(timeout_s)
         return Attempts(self.max_retries, time.monotonic() + timeout_s)
 
     def call_metadata(self, request_id: str) -> Metadata:
-        """What a call sends: the client's metadata, the request id, and the caller's trace, so that
-        it goes on in the servers, unless the metadata name one: W3C trace context of the current
-        OpenTelemetry span; nothing outside of one.
+        """Metadata of a call: the client's, the request id, and the W3C trace context of the
+        current OpenTelemetry span, unless the metadata contain one.
 
-        Raises InvalidRequest for a request id that no header can carry.
+        Raises InvalidRequest for a request id that a header cannot contain.
         """
         trace: dict[str, str] = {}
-        # A span exists only where the program has imported OpenTelemetry, which this package does
-        # without.
+        # A span exists only if the program has imported OpenTelemetry, which this package does not
+        # depend on.
         if "opentelemetry.trace" in sys.modules and "traceparent" not in dict(self.metadata):
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -136,24 +134,23 @@ class Settings:
 
 @dataclass(slots=True)
 class Attempts:
-    """How often a call may be tried again in a row, and until when on the caller's monotonic
-    clock."""
+    """Remaining retries of a call, and its deadline on the caller's monotonic clock."""
 
     max_retries: int
     deadline_s: float
     num_failed: int = 0
-    """In a row."""
+    """Consecutive failures."""
 
     def remaining_s(self, now_s: float) -> float:
-        """Time left for the call; never negative."""
+        """Seconds left for the call; never negative."""
         return max(0.0, self.deadline_s - now_s)
 
     def delay_s(
         self, error: BatonError, now_s: float, *, is_resumption: bool = False
     ) -> float | None:
-        """How long to wait before the next attempt, which is then counted: as long as the server
-        asks for, and twice as long with each in a row; None if there is to be none. is_resumption:
-        of a stream of which pieces have come."""
+        """Count an attempt, and return the delay before it in seconds: the server's retry time,
+        doubled for each consecutive retry; None to give up. is_resumption: of a stream that has
+        received pieces."""
         most = self.max_retries
         if most and is_resumption:
             most = max(most, MIN_RESUMPTIONS)
@@ -167,42 +164,42 @@ class Attempts:
 
 
 class Channel(Protocol):
-    """grpc.aio.Channel, or what has the same methods."""
+    """grpc.aio.Channel, or an object with the same methods."""
 
     async def close(self) -> None: ...
 
 
 class Connection:
-    """One channel, and the services behind it."""
+    """A channel and the stubs of its services."""
 
     def __init__(self, channel: Channel, address: str) -> None:
         self.channel = channel
         self.address = address
-        either: Any = channel  # the stubs are one class for all channels
+        either: Any = channel  # the stubs have one class for all channels
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(either)
         self.health: Any = health_pb2_grpc.HealthStub(either)
         self.num_calls = 0
-        """Under way."""
+        """Calls in progress."""
 
 
 class Connections:
-    """Thread-safe. A server answers MAX_CONCURRENT_STREAMS calls of a connection at once; grpc
-    would have further ones wait, and their deadlines run, without a word."""
+    """Thread-safe connection pool. A server runs MAX_CONCURRENT_STREAMS calls per connection; grpc
+    would queue further calls silently while their deadlines run."""
 
     def __init__(self, connect: Callable[[str], Channel], addresses: Sequence[str]) -> None:
-        """connect: makes a channel to an address, which whoever made this closes. addresses: of
-        gateways that can stand in for each other; the first one is used until it fails."""
+        """connect: creates a channel to an address; the caller closes it. addresses: of
+        interchangeable gateways; each is used until it fails."""
         self._connect = connect
         self._addresses = addresses
         self._place = 0
-        """Of the address in use."""
+        """Index of the current address."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._connections: list[Connection] = []
 
     def take(self) -> Connection:
-        """A connection for one call, which the caller gives back when the call has ended. Raises
-        Cancelled once they are closed."""
+        """Take a connection for one call, to be returned with `give_back`. Raises Cancelled once
+        closed."""
         with self._lock:
             if self._is_closed:
                 raise Cancelled("this client is closed; make a new one")
@@ -217,27 +214,26 @@ class Connections:
             return connection
 
     def avoid(self, connection: Connection) -> None:
-        """A call of the connection failed, and may succeed elsewhere: use the next address, if that
-        has not been done."""
+        """Switch to the next address after a retriable failure, unless another call has done so."""
         with self._lock:
             if connection.address == self._addresses[self._place]:
                 self._place = (self._place + 1) % len(self._addresses)
 
     def give_back(self, connection: Connection) -> None:
-        """A call of the connection has ended."""
+        """Return a connection after a call."""
         with self._lock:
             connection.num_calls -= 1
 
     def close(self) -> list[Channel]:
-        """Take no further calls. All channels that were made, for the caller to close."""
+        """Refuse further calls. Returns all channels, for the caller to close."""
         with self._lock:
             self._is_closed = True
             return [connection.channel for connection in self._connections]
 
 
 class GenerateCalls:
-    """The calls of one stream: the first, and those that go on behind what came of the ones before.
-    Checks that pieces follow each other, and that each choice ends."""
+    """Calls of one stream: the first, and those that resume after it. Checks that pieces are
+    contiguous, and that each choice ends."""
 
     def __init__(
         self,
@@ -247,15 +243,14 @@ class GenerateCalls:
         request_id: str,
         timeout_s: float | None,
     ) -> None:
-        """request_id: drawn if it is empty. timeout_s: of all calls together; None for the
-        client's."""
+        """request_id: random if empty. timeout_s: for all calls together; None for the client's."""
         self._attempts = settings.attempts(timeout_s)
         self.request_id = request_id or uuid.uuid4().hex
-        """As the server knows it, once the first piece has come; until then as it was proposed."""
+        """The server's request id once the first piece has arrived; before, the proposed one."""
         self.has_ended = False
-        """Whether the server has ended the stream, and all choices with it."""
+        """Whether the server has ended the stream and all choices."""
         self.is_whole = False
-        """Whether all pieces came."""
+        """Whether all pieces arrived."""
         self._connections = connections
         self._settings = settings
         self._request = request
@@ -263,25 +258,25 @@ class GenerateCalls:
         self._last: Connection | None = None
         self._choices: dict[int, inference_pb2.ChoiceSoFar] = {}
         sampling = request.sampling
-        # Of as many choices as are returned, none is held back.
+        # If all choices are returned, none is held back.
         is_best_of = sampling.HasField("best_of") and sampling.best_of != max(1, sampling.n)
         is_beam_search = sampling.HasField("beam_search")
         self._comes_at_end = is_best_of or is_beam_search
-        """Whether each choice is one piece, sent once all have ended: a further call has all of
-        them computed again, and those that came are left out here."""
+        """Whether each choice is one piece, sent after all have ended: a resumed call computes all
+        again, and repeated choices are dropped here."""
         self._repeated: set[int] = set()
-        """Choices that came before, and will come again in this call."""
+        """Choices received before, which this call will repeat."""
         if not (is_beam_search or sampling.HasField("seed")):
-            # Drawn here, so that every gateway draws the same tokens with it.
+            # Drawn here, so that every gateway generates the same tokens.
             sampling.seed = secrets.randbits(64)
 
     def open(self) -> Any:
-        """A call of Generate, to be cancelled or read to its end. Raises Cancelled once the client
-        is closed."""
+        """Open a Generate call, to be cancelled or read to its end. Raises Cancelled once the
+        client is closed."""
         if self._last is not None:
             self._connections.avoid(self._last)
         connection = self._last = self._connections.take()
-        # What came of each choice that anything came of: see GenerateRequest.resume_from.
+        # The output received per choice: see GenerateRequest.resume_from.
         if self._comes_at_end:
             self._repeated = set(self._choices)
         else:
@@ -297,8 +292,8 @@ class GenerateCalls:
         return call
 
     def accept(self, response: inference_pb2.GenerateResponse) -> Chunk | None:
-        """A piece came; None if it had come before. Raises BatonError if it does not follow the
-        choice's last one, or is another than had come."""
+        """Accept a piece. Returns None for a repeated one. Raises BatonError if it is not
+        contiguous or differs from the piece it repeats."""
         chunk = chunk_of(response)
         self.request_id = chunk.request_id or self.request_id
         choice = self._choices.get(chunk.choice)
@@ -322,30 +317,28 @@ class GenerateCalls:
         return chunk
 
     def end(self) -> None:
-        """The server has ended the stream. Raises BatonError if it is not the end of all
-        choices."""
+        """Record the end of the stream. Raises BatonError if some choice has not ended."""
         if not self._choices or not all(choice.has_ended for choice in self._choices.values()):
             raise self._broken("ended without a last piece")
         self.has_ended = True
 
     def completion(self, chunks: Iterable[Chunk]) -> Completion:
-        """What was read of an ended stream, put together. Raises Cancelled if it was closed
-        before."""
+        """Join what was read of an ended stream. Raises Cancelled if it was closed first."""
         self.check_whole("stream")
         return completion_of(self.request_id, chunks)
 
     def check_whole(self, closed: Literal["stream", "client"]) -> None:
-        """Raises Cancelled if what was closed is short of pieces."""
+        """Raises Cancelled if the closed stream lacks pieces."""
         if not (self.is_whole or self.has_ended):
             message = f"the {closed} was closed before the answer's end"
             raise Cancelled(message, request_id=self.request_id)
 
     def error_of(self, error: grpc.RpcError) -> BatonError:
-        """The typed error of a call that failed."""
+        """The typed error of a failed call."""
         return self._settings.error_of(error, self.request_id)
 
     def retry_delay_s(self, error: BatonError) -> float | None:
-        """How long to wait before the next call; None if there is to be none."""
+        """Seconds before the next call; None to give up."""
         is_in_pieces = not all(choice.has_ended for choice in self._choices.values())
         if self._comes_at_end and is_in_pieces:
             return None
@@ -357,8 +350,7 @@ class GenerateCalls:
 
 
 def checked_metadata(metadata: MetadataLike) -> Metadata:
-    """Raises InvalidRequest naming the entry that gRPC would refuse, or the size if it is too
-    large."""
+    """Raises InvalidRequest naming an entry that gRPC would refuse, or the size if too large."""
     pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
     entries = tuple((key, value) for key, value in pairs)
     for key, value in entries:

@@ -1,4 +1,4 @@
-"""A conversation as a prompt: its messages, and what the model's chat template makes of them."""
+"""Conversations as prompts: messages, tools and options of the model's chat template."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool, as a model made it. arguments: a JSON object, or its text. id: names the
-    call for the tool's answer."""
+    """A tool call by the model. arguments: a JSON object, or its text. id: identifies the call in
+    the tool's result."""
 
     name: str
     arguments: Mapping[str, Any] | str
@@ -21,10 +21,10 @@ class ToolCall:
 class ChatMessage:
     """One message of a conversation.
 
-    role: "system", "user", "assistant", "tool" or what else the model's template knows.
-    tool_calls: what the assistant called with it. tool_call_id: of a tool's answer, the call's.
-    name: of the speaker or the tool, and reasoning_content: what the assistant thought before, for
-    templates that use them.
+    role: "system", "user", "assistant", "tool" or another role of the model's template. tool_calls:
+    made by the assistant. tool_call_id: in a tool's result, the id of the call. name: of the
+    speaker or tool; reasoning_content: the assistant's earlier reasoning; both for templates that
+    use them.
     """
 
     role: str
@@ -37,7 +37,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What the model may call. parameters: of its arguments, a JSON Schema, or its text."""
+    """A tool that the model may call. parameters: JSON Schema of its arguments, or its text."""
 
     name: str
     description: str = ""

@@ -27,12 +27,12 @@ from baton.sampling_params import (
 from baton.v1 import inference_pb2, sampling_pb2
 
 PromptLike: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, Any]] | ChatPrompt
-"""Text; token ids; or a conversation, each message a ChatMessage or a mapping with "role",
-"content" and what else ChatMessage has."""
+"""Text; token ids; or a conversation of messages, each a ChatMessage or a mapping with "role",
+"content" and other fields of ChatMessage."""
 
 
 class StreamOptions(SamplingOptions, total=False):
-    """What `stream` takes beside a prompt and its SamplingParams, for type checkers."""
+    """Options of `stream` except prompt and SamplingParams, for type checkers."""
 
     model: str
     priority: int
@@ -43,7 +43,7 @@ class StreamOptions(SamplingOptions, total=False):
 
 
 def options_of(options: StreamOptions, index: int) -> StreamOptions:
-    """Of one of several prompts: each is a request of its own."""
+    """Options for one of several prompts, each a request of its own."""
     request_id = options.get("request_id", "")
     return {**options, "request_id": f"{request_id}-{index}"} if request_id else options
 
@@ -66,7 +66,7 @@ def generate_request(
     cache_salt: str,
     add_special_tokens: bool,
 ) -> inference_pb2.GenerateRequest:
-    """The message of Generate."""
+    """Build the message of Generate."""
     request = inference_pb2.GenerateRequest(
         model=_checked_text("model", model),
         prompt=prompt_message(prompt, add_special_tokens=add_special_tokens),
@@ -81,7 +81,7 @@ def generate_request(
 def tokenize_request(
     prompt: PromptLike, *, model: str, add_special_tokens: bool
 ) -> inference_pb2.TokenizeRequest:
-    """The message of Tokenize."""
+    """Build the message of Tokenize."""
     return inference_pb2.TokenizeRequest(
         model=_checked_text("model", model),
         prompt=prompt_message(prompt, add_special_tokens=add_special_tokens),
@@ -91,7 +91,7 @@ def tokenize_request(
 def detokenize_request(
     token_ids: Sequence[int], *, model: str, skip_special_tokens: bool
 ) -> inference_pb2.DetokenizeRequest:
-    """The message of Detokenize."""
+    """Build the message of Detokenize."""
     return inference_pb2.DetokenizeRequest(
         model=_checked_text("model", model),
         token_ids=_token_ids("token_ids", token_ids),
@@ -100,13 +100,13 @@ def detokenize_request(
 
 
 def get_model_request(*, model: str) -> inference_pb2.GetModelRequest:
-    """The message of GetModel."""
+    """Build the message of GetModel."""
     return inference_pb2.GetModelRequest(model=_checked_text("model", model))
 
 
 def prompt_message(prompt: PromptLike, *, add_special_tokens: bool = True) -> inference_pb2.Prompt:
-    """The kind of prompt follows from its type; an empty sequence is one of token ids.
-    add_special_tokens: to a text; nothing is added to the other kinds."""
+    """Build a prompt. Its kind follows from its type; an empty sequence means token ids.
+    add_special_tokens: applies to text only."""
     if isinstance(prompt, str):
         text = _checked_text("prompt.text", prompt)
         return inference_pb2.Prompt(text=text, omit_special_tokens=not add_special_tokens)
@@ -121,7 +121,7 @@ def prompt_message(prompt: PromptLike, *, add_special_tokens: bool = True) -> in
 
 
 def sampling_message(params: SamplingParams) -> sampling_pb2.SamplingParams:
-    """Fields that are None stay unset."""
+    """Build sampling parameters; fields that are None stay unset."""
     message = sampling_pb2.SamplingParams()
     for name, option in OPTIONS.items():
         value = getattr(params, name)
@@ -150,7 +150,7 @@ def sampling_message(params: SamplingParams) -> sampling_pb2.SamplingParams:
 
 @contextmanager
 def _naming(field: str, value: object) -> Iterator[None]:
-    """Raises InvalidRequest with the field's name where protobuf refuses its value."""
+    """Converts protobuf's errors to InvalidRequest with the field's name."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -174,8 +174,8 @@ def _beam_message(beam: BeamSearch) -> sampling_pb2.BeamSearch:
 
 
 def _structured_message(output: StructuredOutput) -> sampling_pb2.StructuredOutput:
-    """The message of one. Raises InvalidRequest for more than one constraint, and for what a
-    message cannot carry."""
+    """Build a structured output. Raises InvalidRequest for more than one constraint, and for values
+    that the message cannot hold."""
     kinds = ("json_schema", "json_object", "regex", "choice", "grammar")
     given = [kind for kind in kinds if getattr(output, kind) is not None]
     if len(given) > 1:
@@ -203,7 +203,7 @@ def _structured_message(output: StructuredOutput) -> sampling_pb2.StructuredOutp
 
 
 def _json(field: str, value: Mapping[str, Any] | str) -> str:
-    """An object's JSON text; a text is taken for it."""
+    """JSON text of an object; a string is returned unchanged."""
     if isinstance(value, str):
         return _checked_text(field, value)
     try:
@@ -213,7 +213,7 @@ def _json(field: str, value: Mapping[str, Any] | str) -> str:
 
 
 def _texts(field: str, texts: str | Sequence[str]) -> list[str]:
-    """A text alone is a sequence of one."""
+    """A list of texts; a single text becomes a list of one."""
     together = (texts,) if isinstance(texts, str) else texts
     return [_checked_text(f"{field}[{i}]", text) for i, text in enumerate(together)]
 
@@ -294,8 +294,8 @@ def _token_ids(field: str, token_ids: Sequence[object]) -> list[int]:
 
 
 def _checked_text(field: str, text: str) -> str:
-    """`text`, if UTF-8 can hold it. Raises InvalidRequest naming the field, the position and the
-    fix if not."""
+    """Return `text`. Raises InvalidRequest naming field, position and fix if UTF-8 cannot encode
+    it."""
     if not isinstance(text, str):
         raise _wrong(field, text, "must be a str")
     try:
@@ -312,7 +312,7 @@ def _checked_text(field: str, text: str) -> str:
 
 
 def _wrong(field: str, value: object, fix: str) -> InvalidRequest:
-    """A field that a message cannot carry."""
+    """Error for a value that the message cannot hold."""
     return _refused(field, f"{value!a:.80}: {fix}")
 
 

@@ -1,5 +1,5 @@
-"""What the SDK returns, immutable values with nothing of protobuf in them; and how they are read
-from the messages that arrive. Pure: no I/O, no clock."""
+"""Result types of the SDK, immutable and free of protobuf, and their construction from messages.
+Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from baton.v1 import inference_pb2, sampling_pb2
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request; completion_tokens is over all choices."""
+    """Token counts of a request; completion_tokens is summed over choices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens whose KV the prefill worker had cached."""
+    """Prompt tokens cached by the prefill worker."""
     decode_cached_tokens: int = 0
-    """Prompt tokens whose KV the decode worker already held, so that they were not sent."""
+    """Prompt tokens cached by the decode worker, and therefore not transferred."""
     draft_tokens: int = 0
-    """Tokens that speculation proposed, over all choices."""
+    """Draft tokens of speculative decoding, summed over choices."""
     accepted_tokens: int = 0
-    """How many of them the model confirmed."""
+    """Draft tokens accepted by the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeToFirstToken:
-    """What the time to the first token was spent on; see baton.v1.TimeToFirstToken. The parts add
-    up to it."""
+    """Parts of the time to first token, which they sum to; see baton.v1.TimeToFirstToken."""
 
     tokenize_ms: float = 0.0
     queue_ms: float = 0.0
@@ -44,7 +43,7 @@ class TimeToFirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of a request went; see baton.v1.RequestTiming."""
+    """Timing of a request; see baton.v1.RequestTiming."""
 
     tokenize_ms: float = 0.0
     queue_ms: float = 0.0
@@ -64,20 +63,20 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One piece of a stream. Pieces of one choice follow each other without gap or overlap."""
+    """One piece of a stream. Pieces of a choice are contiguous."""
 
     token_index: int
-    """Index in the choice's output of the first of token_ids."""
+    """Index of token_ids[0] in the choice's output."""
     token_ids: tuple[int, ...] = ()
     text: str = ""
-    """The text that these tokens complete."""
+    """Text completed by these tokens."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One entry per token, if asked for."""
+    """One entry per token, if requested."""
     finish_reason: FinishReason | None = None
     """Set in a choice's last piece."""
     stop: str | int | None = None
-    """The stop string or stop token id that ended the choice; None if the end-of-sequence token or
-    a limit did."""
+    """The stop string or stop token id that ended the choice; None for the end-of-sequence token or
+    a limit."""
     usage: Usage | None = None
     """Set in the stream's last piece."""
     timing: Timing | None = None
@@ -85,13 +84,11 @@ class Chunk:
     choice: int = 0
     request_id: str = ""
     score: float | None = None
-    """Set in a choice's last piece: a beam's score, or with best_of the mean log probability that
-    chose it."""
+    """Set in a choice's last piece: a beam's score, or with best_of its mean log probability."""
     prompt_token_ids: tuple[int, ...] = ()
-    """With echo, in each choice's first piece, whose text begins with the prompt's."""
+    """With echo, set in each choice's first piece; its text then begins with the prompt's."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """If asked for, in the first piece of choice 0: one entry per token of the prompt but the
-    first."""
+    """If requested, in the first piece of choice 0: one entry per prompt token after the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. The shortcuts are of its first choice, the only one unless n > 1."""
+    """A whole answer. The shortcuts refer to its first choice, the only one unless n > 1."""
 
     request_id: str
     choices: tuple[Choice, ...]
@@ -118,7 +115,7 @@ class Completion:
     prompt_token_ids: tuple[int, ...] = ()
     """With echo."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """If asked for, one entry per token of the prompt but the first."""
+    """If requested, one entry per prompt token after the first."""
 
     @property
     def text(self) -> str:
@@ -135,7 +132,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
-    """A prompt's token ids, and how many tokens, prompt and output together, the model takes."""
+    """Token ids of a prompt, and the model's maximum length in tokens, prompt and output."""
 
     token_ids: tuple[int, ...]
     max_model_len: int
@@ -143,7 +140,7 @@ class Tokenization:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as the gateway sees it; see baton.v1.WorkerStatus."""
+    """A worker as seen by the gateway; see baton.v1.WorkerStatus."""
 
     worker_id: str
     address: str
@@ -166,7 +163,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model served, and the workers that serve it."""
+    """A served model and its workers."""
 
     name: str
     max_model_len: int
@@ -174,16 +171,16 @@ class Model:
     has_chat_template: bool
     workers: tuple[WorkerStatus, ...]
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
-    """What requests get that leave it out, by the model's generation_config.json."""
+    """Defaults from the model's generation_config.json."""
     parent: str = ""
-    """Of a LoRA adapter, the name of the model that it is for; empty for the model itself."""
+    """Base model of a LoRA adapter; empty for a model itself."""
 
 
 _T = TypeVar("_T", Usage, TimeToFirstToken, Timing, WorkerStatus)
 
 
 def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
-    """Raises BatonError for a finish reason that this version does not know."""
+    """Convert a piece. Raises BatonError for a finish reason that this version does not know."""
     try:
         finish = FinishReason(response.finish_reason)
     except ValueError:
@@ -238,7 +235,7 @@ def model_of(model: inference_pb2.Model) -> Model:
 
 
 def _sampling_of(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """Of options that are numbers."""
+    """Numeric sampling options."""
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     # float32 on the wire: 0.7, not 0.699999988.
     rounded = {k: float(f"{v:.7g}") for k, v in values.items() if isinstance(v, float)}
@@ -253,7 +250,7 @@ def _worker_status(message: inference_pb2.WorkerStatus) -> WorkerStatus:
 
 @dataclass(slots=True)
 class _Output:
-    """A choice so far."""
+    """Accumulated output of a choice."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -264,7 +261,7 @@ class _Output:
 
 
 def completion_of(request_id: str, chunks: Iterable[Chunk]) -> Completion:
-    """All pieces of an ended stream, put together."""
+    """Join all pieces of an ended stream."""
     outputs: dict[int, _Output] = {}
     usage, timing = Usage(), Timing()
     prompt_token_ids: tuple[int, ...] = ()
@@ -296,5 +293,5 @@ def completion_of(request_id: str, chunks: Iterable[Chunk]) -> Completion:
 
 
 def _same_fields(cls: type[_T], message: Any) -> _T:
-    """A dataclass from the message whose fields have the same names."""
+    """Build a dataclass from a message with the same field names."""
     return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})

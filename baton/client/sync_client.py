@@ -1,8 +1,6 @@
-"""The client for threads, and one answer as it comes.
-
-It runs AsyncClient's coroutines to their end in the calling thread, without an event loop: over
-channels whose calls block instead of suspending, a coroutine never waits for a loop.
-"""
+"""The client for threads and its streams. Runs AsyncClient's coroutines to completion in the
+calling thread, without an event loop: its channels block instead of suspending, so the coroutines
+never await."""
 
 from __future__ import annotations
 
@@ -38,13 +36,13 @@ AsyncT = TypeVar("AsyncT")
 
 
 class _Blocking(Generic[AsyncT]):
-    """What has the methods of `_twin`, an object over blocking calls."""
+    """Base of wrappers around `_twin`, an async object whose calls block."""
 
     _twin: AsyncT
 
 
 def _result(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine over blocking calls."""
+    """Run a coroutine whose calls block."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -57,7 +55,7 @@ def _result(coroutine: Coroutine[Any, Any, T]) -> T:
 def _blocking(
     method: Callable[Concatenate[AsyncT, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[_Blocking[AsyncT], P], T]:
-    """The method of a class that runs `method` of its twin."""
+    """A method that runs `method` of the twin."""
 
     @wraps(method)
     def run(self: _Blocking[AsyncT], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -79,21 +77,19 @@ def _opening(
 
 
 class Client(_Blocking[AsyncClient]):
-    """Connections to a Baton gateway, one for each hundred calls under way. Thread-safe; a context
-    manager. Every method raises the errors of baton.errors.
+    """Client of a Baton gateway, one connection per hundred concurrent calls. Thread-safe; a
+    context manager. Every method raises the errors of baton.errors.
 
-    address: host:port of the gateway, or of several, separated by commas, that serve the same
-    model: the next one is used when one fails. As a URL, too: http://host:port for plain text,
-    https://host:port for TLS by the usual roots, or by `tls`.
-    timeout_s: of each call that names none of its own, retries included.
+    address: host:port of the gateway, or of several interchangeable ones, separated by commas; the
+    next is used when one fails. Also a URL: http://host:port for plain text, https://host:port for
+    TLS with the usual roots, or with `tls`.
+    timeout_s: default per call, retries included.
     metadata: sent with every call.
-    max_retries: how often in a row a call is tried again where it may succeed later, after the
-    time the server asks for, or a second, and twice as long the next time. A stream of which
-    pieces have come goes on behind them, and is tried five times in a row at least, unless this
-    is 0.
-    tls: files by which the two ends know each other; TlsFiles() trusts the usual roots. None for
-    plain text.
-    api_key: shown with every call; only ever together with tls where others can listen.
+    max_retries: consecutive retries of a call that may succeed later, after the server's retry time
+    or one second, doubled for each retry. A stream that has received pieces resumes after them,
+    with at least five consecutive retries, unless this is 0.
+    tls: certificate files; TlsFiles() trusts the usual roots. None for plain text.
+    api_key: sent with every call; use only with tls where others can listen.
     """
 
     def __init__(
@@ -125,9 +121,9 @@ class Client(_Blocking[AsyncClient]):
         params: SamplingParams | None = None,
         **options: Unpack[StreamOptions],
     ) -> list[Completion]:
-        """The whole answers to several prompts, in their order, as many at once as the server may
-        be asked for. After the first error no more are begun, and it is raised. Arguments as in
-        `stream`; a request_id is proposed with each prompt's index behind it."""
+        """Generate answers to several prompts, in their order, with at most MAX_AT_ONCE requests at
+        a time. After the first error no more are started, and it is raised. Arguments as in
+        `stream`; a prompt's index is appended to request_id."""
 
         def answer(index: int, prompt: PromptLike) -> Completion:
             return self.generate(prompt, params, **requests.options_of(options, index))
@@ -156,11 +152,11 @@ class Client(_Blocking[AsyncClient]):
 
 
 class CompletionStream(_Blocking[AsyncCompletionStream]):
-    """The pieces of one answer, as they come. An iterator, and a context manager whose end cancels
-    the request. May be closed by any thread.
+    """Stream of one answer: an iterator, and a context manager that cancels the request on exit.
+    Any thread may close it.
 
-    Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled
-    when it is collected.
+    Iterating raises the errors of baton.errors. An abandoned stream is cancelled when
+    garbage-collected.
     """
 
     def __init__(self, twin: AsyncCompletionStream) -> None:
@@ -168,8 +164,8 @@ class CompletionStream(_Blocking[AsyncCompletionStream]):
 
     @property
     def request_id(self) -> str:
-        """As the server knows it, once the first piece has come; until then as this client proposed
-        it."""
+        """The server's request id once the first piece has arrived; before, the id proposed by this
+        client."""
         return self._twin.request_id
 
     collect = _blocking(AsyncCompletionStream.collect)
@@ -192,11 +188,11 @@ class CompletionStream(_Blocking[AsyncCompletionStream]):
 
 
 class _BlockingClient(AsyncClient):
-    """Its coroutines never suspend."""
+    """Client with coroutines that never suspend."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The first one now: files that cannot be read are an error here.
+        # Connect now, to report unreadable files here.
         self._connections.give_back(self._connections.take())
 
     def _connect(self, address: str) -> Channel:
@@ -214,7 +210,7 @@ class _ThreadingClosedEvent(threading.Event):
 
 
 class _BlockingChannel:
-    """A channel for any thread with the methods of grpc.aio.Channel."""
+    """A channel for any thread, with the methods of grpc.aio.Channel."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
@@ -236,7 +232,7 @@ class _BlockingChannel:
 
 
 class _BlockingCall:
-    """A call that answers with a stream, with the methods of grpc.aio.UnaryStreamCall."""
+    """A streaming call, with the methods of grpc.aio.UnaryStreamCall."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

@@ -1,5 +1,4 @@
-"""Options of every command: what they are (*options, fields), how they are read (load), and what
-their defaults need."""
+"""Options of every command: definitions (*options, fields), loading (load) and derived defaults."""
 
 from baton.config.decode_options import DecodeOptions
 from baton.config.engine_options import EngineOptions

@@ -1,7 +1,7 @@
-"""Command lines made from options classes, so that a flag and its field cannot drift apart.
+"""Command lines generated from options classes, so that flags and fields cannot diverge.
 
-Flags are parsed as text and checked by the options class alone; what the user leaves out stays out,
-so that the environment and the configuration file can speak.
+Flags are parsed as text and validated only by the options class. Omitted flags stay unset, so that
+the environment and the configuration file apply.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.errors import ConfigError
 
 O = TypeVar("O", bound=Options)  # noqa: E741
 
-#: Options that hardly anybody needs: listed by --help-all, not by --help.
+#: Rarely needed options: listed by --help-all, not by --help.
 ADVANCED = frozenset(
     {
         *("client_stall_timeout_s", "worker_stall_timeout_s", "ticket_lease_s", "ticket_offer_s"),
@@ -45,7 +45,7 @@ ADVANCED = frozenset(
         *("max_remembered_prefixes", "max_json_whitespace"),
     }
 )
-#: What --help-all shows them under.
+#: Heading of advanced options in --help-all.
 ADVANCED_PANEL = "Advanced"
 
 _CONFIG_HELP = (
@@ -54,7 +54,7 @@ _CONFIG_HELP = (
 
 
 def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable[..., None]:
-    """A function for typer's `command()`: one flag per field of `cls`; it loads the options and
+    """Function for typer's `command()` with one flag per field of `cls`; loads the options and
     calls `run`."""
 
     def command(config: Path | None = None, **flags: object) -> None:
@@ -71,8 +71,8 @@ def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable
 
 
 def _first_and_further(models: list[str], more_models: Any) -> dict[str, object]:
-    """What MODELs say: the first one, its name if it has one, and the further ones. One alone that
-    is a folder has no name, whatever stands in it. Raises ConfigError."""
+    """Split the MODEL arguments: the first model, its name if given, and the further ones. A single
+    existing folder has no name, even if its path contains "=". Raises ConfigError."""
     if len(models) == 1 and Path(models[0]).is_dir():
         return {"model": models[0]}
     try:
@@ -89,8 +89,7 @@ def _first_and_further(models: list[str], more_models: Any) -> dict[str, object]
 
 
 def to_arguments(options: Options) -> list[str]:
-    """The command line that gives these options again; defaults that nobody set, and what is
-    private, are left out."""
+    """Command line that reproduces these options, without unset and private ones."""
     arguments = [
         argument
         for name in type(options).model_fields
@@ -104,8 +103,7 @@ def to_arguments(options: Options) -> list[str]:
 
 
 def private_environment(options: Options) -> dict[str, str]:
-    """What of these options goes by a process's environment, since everybody may read command
-    lines."""
+    """Private options as environment variables, because other users can read command lines."""
     cls = type(options)
     return {
         ENV_PREFIX + name.upper(): _as_text(getattr(options, name))
@@ -212,7 +210,7 @@ def _metavar(field: FieldInfo) -> str:
 
 
 def _without_none(annotation: Any) -> Any:
-    """The type of an optional field's value, without the annotations of its bounds."""
+    """The type of an optional field's value, without bounds."""
     if get_origin(annotation) in (Union, types.UnionType):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Annotated:

@@ -1,4 +1,4 @@
-"""The options of decode workers."""
+"""Options of decode workers."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from baton.types import Tier
 
 
 class SpeculationOptions(Options):
-    """How decode workers guess tokens ahead, to confirm several in one step."""
+    """Speculative decoding."""
 
     speculative_method: Literal["auto", "none", "ngram", "draft", "eagle", "medusa", "mtp"] = "auto"
-    """ngram drafts what followed the last tokens where they occurred before; draft asks
-    --speculative-model; eagle asks a head over MODEL's hidden states, and medusa several, which
-    --speculative-model is; mtp asks MODEL's own layer for multi-token prediction; none drafts
-    nothing. auto: none on a GPU, where steps with drafts are not replayed and not launched ahead;
-    else ngram. The tokens of an answer are the same with each."""
+    """How decode workers draft tokens for verification in one step. ngram: the tokens that followed
+    an earlier occurrence of the last ones; draft: the model --speculative-model; eagle, medusa:
+    heads over MODEL's hidden states, in --speculative-model; mtp: MODEL's own multi-token
+    prediction layer; none: no drafts. auto: none on a GPU, because steps with drafts use neither
+    CUDA graphs nor asynchronous scheduling; ngram otherwise. The output tokens are the same for
+    all."""
     speculative_model: NonEmpty | None = None
     """Draft model, with MODEL's tokenizer, EAGLE head or Medusa heads: a local directory, or a
     Hugging Face Hub id."""
     num_speculative_tokens: Count = 8
-    """Most tokens drafted for a sequence in one step; fewer where they are not worth their time."""
+    """Maximum tokens drafted per sequence and step; fewer if more would not pay off."""
     speculative_tree: NonEmpty | None = None
-    """Tokens that a head proposes for each place, as 3,2: three for the first draft, two for the
-    second, one for each after. All are verified in one step, and one of them may be right where the
-    likeliest is not; each takes as many rows of the step as it has tokens before it, and one."""
+    """Candidates per position of a head, such as 3,2: three for the first draft, two for the
+    second, one for each after. All are verified in one step, which raises the chance that one is
+    accepted. Each candidate costs one row of the step per token on its path."""
 
     @property
     def tree_widths(self) -> tuple[int, ...]:
-        """What --speculative-tree says; empty for one token at each place."""
+        """Widths of --speculative-tree; empty for one candidate per position."""
         return tuple(map(int, self.speculative_tree.split(","))) if self.speculative_tree else ()
 
     @model_validator(mode="after")
@@ -65,25 +66,26 @@ class SpeculationOptions(Options):
 
 
 class DecodeTierOptions(SpeculationOptions, SchedulingOptions):
-    """How decode workers treat their sequences."""
+    """Scheduling, memory and graphs of decode workers."""
 
     max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Missing prompt tokens up to which a decode worker computes by itself; if not given, what is
-    measured to be faster."""
+    """Maximum uncached prompt tokens that a decode worker computes itself; if not given, chosen by
+    measured speed."""
     colocated: bool = False
-    """Decode workers compute all prompts themselves, and nothing is handed over."""
+    """Decode workers compute all prompts themselves, without prefill workers."""
     swap_space: Annotated[float, Field(ge=0)] = 1.0
-    """Host memory, in GiB, for the KV of preempted sequences; what does not fit is computed
-    anew."""
+    """Host memory, in GiB, for the KV of preempted sequences; KV that does not fit is
+    recomputed."""
     kv_transfer_dtype: KvDtype = "auto"
-    """Type that KV travels in to decode workers; auto takes the narrower of the two workers' own.
-    fp8 and int8 come with scales and halve the bytes of 16 bits, at some cost in quality."""
+    """Data type of KV in transfers to decode workers; auto takes the narrower of the two workers'
+    types. fp8 and int8 include scales and halve the bytes of 16-bit types, at some cost in
+    quality."""
     enforce_eager: bool = False
-    """On a GPU, launch each decode step operation by operation instead of replaying a CUDA graph of
-    it. Saves their memory and the time to capture them."""
+    """On a GPU, run decode steps eagerly instead of replaying CUDA graphs. Saves the graphs' memory
+    and capture time."""
     max_cudagraph_capture_size: Count = 512
-    """Most sequences of a decode step that is captured as a CUDA graph, of those that
-    --max-num-seqs allows; larger ones run operation by operation."""
+    """Maximum sequences of a decode step captured as a CUDA graph, within --max-num-seqs; larger
+    steps run eagerly."""
 
     @model_validator(mode="after")
     def _check_graphs(self) -> Self:
@@ -111,7 +113,7 @@ class DecodeOptions(WorkerOptions, DecodeTierOptions):
 
     @property
     def max_graph_seqs(self) -> int | None:
-        """Most sequences of a step that is captured; None if none is."""
+        """Maximum sequences of a captured step; None without capture."""
         if self.enforce_eager:
             return None
         return min(self.max_cudagraph_capture_size, self.max_num_seqs)

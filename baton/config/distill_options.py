@@ -12,30 +12,30 @@ from baton.config.options import Options
 
 
 class DistillOptions(Options):
-    """What a distillation is given."""
+    """Options of a distillation."""
 
     target: NonEmpty
-    """Model to learn from: a local directory, or a Hugging Face Hub id."""
+    """Target model to distill: a local directory, or a Hugging Face Hub id."""
     data: Path
-    """Text like what the target will be asked to write: a file of text, or of JSON lines with a
+    """Training text similar to the target's expected output: a text file, or JSON lines with a
     field "text"."""
     output: Path
-    """Directory that receives the draft model."""
+    """Output directory of the draft model."""
     method: Literal["draft", "eagle", "medusa"] = "draft"
-    """draft: a small model by itself, for --speculative-method=draft; eagle: an EAGLE-3 head over
+    """draft: a separate small model, for --speculative-method=draft; eagle: an EAGLE-3 head over
     the target's hidden states, for --speculative-method=eagle; medusa: four Medusa heads, for
     --speculative-method=medusa."""
     minutes: Annotated[float, Field(gt=0)] = 15.0
-    """Wall time of the training."""
+    """Training time in minutes."""
     num_layers: Count = 2
     """Layers of the draft model."""
     hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] | None = None
-    """Its width; about half of the target's if not given."""
+    """Width of the draft model; about half of the target's if not given."""
     context: Annotated[int, Field(ge=8)] = 256
-    """Tokens of a training window."""
+    """Tokens per training window."""
     tokens_per_step: Count = 4096
-    """Tokens of a training step: windows of --context tokens, at least one."""
+    """Tokens per training step: windows of --context tokens, at least one."""
     num_threads: Count | None = None
     """CPU threads; all cores if not given."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the weights and of the batches."""
+    """Seed of initial weights and batches."""

@@ -1,4 +1,4 @@
-"""What an engine is loaded with."""
+"""Options of the engine."""
 
 from __future__ import annotations
 
@@ -21,69 +21,69 @@ from baton.config.options import ModelOptions
 
 
 class EngineOptions(ModelOptions):
-    """What an engine is loaded with, in either tier."""
+    """Options of the engine, common to both tiers."""
 
     engine: Literal["torch", "oracle"] = "torch"
-    """torch runs the model; oracle makes tokens from hashes without one, to try the plumbing."""
+    """torch runs the model; oracle generates tokens from hashes without a model, for tests."""
     oracle_step_ms: Annotated[float, Field(ge=0)] = 0.0
-    """Time a step of the oracle engine takes, in milliseconds."""
+    """Duration of a step of the oracle engine, in milliseconds."""
     oracle_token_us: Annotated[float, Field(ge=0)] = 0.0
-    """Time each new token of a step adds to it, of the oracle engine, in microseconds."""
+    """Additional step duration per new token of the oracle engine, in microseconds."""
     oracle_window: Annotated[int, Field(ge=0)] = 0
-    """Tokens that every other layer of the oracle engine attends to, which keeps their KV apart; 0
-    if all layers attend to all tokens."""
+    """Sliding window of every other layer of the oracle engine, in tokens, stored in separate KV
+    blocks; 0 for full attention in all layers."""
     oracle_has_states: bool = False
-    """The oracle engine has layers with a state, too."""
+    """Add layers with recurrent state to the oracle engine."""
     model_impl: ModelImpl = "auto"
-    """Whose code runs the layers: baton has its own for some families; transformers has most
-    decoders, and runs them with Baton's attention, KV blocks and linear layers; auto takes the
-    first that has the model."""
+    """Implementation of the model: baton has its own for some families; transformers supports most
+    decoders and runs them with Baton's attention, KV blocks and linear layers; auto takes the first
+    that supports the model."""
     attention_backend: AttentionBackendName = "auto"
-    """Who computes attention. triton: Baton's own kernels, for everything on a GPU, which auto
-    takes. The others compute prompts alone: sdpa and varlen are torch's, flash-attn and flashinfer
-    need these packages. What is named must be installed and be able to compute the model."""
+    """Attention kernels. triton: Baton's own, for prefill and decode on a GPU, chosen by auto. The
+    others compute only prefill: sdpa and varlen are torch's; flash-attn and flashinfer need these
+    packages. The chosen backend must be installed and support the model."""
     batch_invariant: bool = False
-    """Greedy outputs do not depend on what else is in the batch, nor on how prompts were cut into
-    chunks: on a GPU all sums are taken in one order, which takes time. With the native kernels of a
-    CPU they never do. What cannot hold it is refused."""
+    """Make greedy outputs independent of the other sequences in the batch and of prompt chunking.
+    On a GPU, sums are computed in a fixed order, which is slower; the native CPU kernels always do
+    so. Refuses configurations that cannot guarantee it."""
     dtype: Dtype = "auto"
-    """Element type of weights and of what is computed; auto takes the checkpoint's, or float32 on a
-    CPU without kernels for that."""
+    """Data type of weights and computation; auto takes the checkpoint's, or float32 on a CPU
+    without kernels for it."""
     kv_cache_dtype: KvDtype = "auto"
-    """Element type of the KV blocks; auto takes --dtype's. fp8 (e4m3) and int8 hold about twice the
-    tokens of 16 bits, rounded: each head of a token has a scale of its own."""
+    """Data type of the KV cache; auto takes --dtype. fp8 (e4m3) and int8 hold about twice the
+    tokens of 16-bit types, with less precision; each head of a token has its own scale."""
     device: Device = "auto"
     """auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     num_threads: Count | None = None
-    """CPU threads of the engine, of all its ranks together; all cores if not given."""
+    """CPU threads of the engine, summed over its ranks; all cores if not given."""
     tensor_parallel_size: Count = 1
-    """Processes that share the model, each with a part of every layer and of every token's KV. The
-    two tiers may differ."""
+    """Processes that share the model, each with a shard of every layer and of the KV cache. The two
+    tiers may differ."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of a sequence, prompt and output; the model's own limit if not given."""
+    """Maximum tokens of a sequence, prompt and output; the model's own limit if not given."""
     block_size: BlockSize = 16
     """Tokens per KV block. The two tiers may differ."""
     kv_cache_memory_bytes: ByteSize | None = None
-    """Memory for KV blocks, such as 512MiB or 2GB; if not given, what --max-num-seqs sequences of
-    --max-model-len tokens need, within --gpu-memory-utilization."""
+    """Memory for KV blocks, such as 512MiB or 2GB; if not given, enough for --max-num-seqs
+    sequences of --max-model-len tokens, within --gpu-memory-utilization."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Share of a GPU's memory, as far as it is free, or of the memory that a machine without one
-    has free at the start, that weights, activations and KV blocks may take."""
+    """Fraction of the free memory at start, of the GPU or else of the machine, for weights,
+    activations and KV blocks."""
     num_gpu_blocks_override: Count | None = None
-    """Number of KV blocks (on any device), in place of the one that memory gives."""
+    """Number of KV blocks, on any device; overrides the number computed from memory."""
     enable_prefix_caching: bool = True
-    """Keep KV of past prompts and reuse it for prompts that begin alike."""
+    """Reuse the KV of earlier prompts for prompts with the same prefix."""
     max_num_seqs: Count = 64
-    """Most sequences in one batch."""
+    """Maximum sequences in one batch."""
     max_num_batched_tokens: Count = 2048
-    """Most new tokens in one batch: longer prompts are computed in chunks."""
+    """Maximum new tokens in one batch; longer prompts are computed in chunks."""
 
     lora_modules: LoraModules = ()
-    """LoRA adapters, NAME=PATH, that requests may name in place of the model: PATH is a folder as
-    PEFT saves one. Repeat the option or separate with commas for several. All workers of both tiers
-    need the same ones."""
+    """LoRA adapters, NAME=PATH, that requests select by name in place of the model: PATH is a
+    folder in PEFT's format. Repeat the option or separate with commas for several. All workers of
+    both tiers need the same ones."""
     max_lora_rank: Count = 16
-    """Largest rank of an adapter."""
+    """Maximum rank of an adapter."""
 
     @property
     def adapter_paths(self) -> dict[str, str]:
@@ -110,8 +110,8 @@ class EngineOptions(ModelOptions):
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:
-        """Each running sequence adds a token to a batch, so that a smaller batch would starve the
-        last of them."""
+        """Each running sequence needs one token per batch; a smaller batch would starve some
+        sequences."""
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens < seqs:
             raise ValueError(

@@ -1,5 +1,4 @@
-"""The kinds of values that options have: how they are read and checked, and what may be shown of
-them."""
+"""Types of option values: parsing, validation and redaction."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ _BYTE_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_byte_size(value: object) -> object:
-    """The number of bytes that text like "512MiB", "2GB", "1.5G" or "4096" names; other types come
-    back as they are.
+    """Parse a number of bytes such as "512MiB", "2GB", "1.5G" or "4096"; values of other types are
+    returned unchanged.
 
     MiB and M are 1024-based, MB and m are 1000-based, likewise for the other letters. Raises
     ValueError.
@@ -48,7 +47,7 @@ KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 if TYPE_CHECKING:
     Transport = str
 else:
-    #: Type checkers take literals only as they are written.
+    #: Type checkers accept only a literal spelled out.
     Transport = Literal[(AUTO, *(each.name for each in REMOTE))]
 
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -63,17 +62,17 @@ FileDescriptor = Annotated[int, Field(ge=0)]
 API_KEY_FIX = "give keys of printable ASCII, without spaces and commas"
 
 HIDDEN: dict[str, Any] = {"hidden": True}
-#: Of a field that may have a password in it: it reaches other processes by their environment only.
+#: Metadata of a field that may contain a password: passed to other processes only by environment.
 PRIVATE: dict[str, Any] = {"private": True}
-#: Of a field whose value is shown to nobody, besides.
+#: Metadata of a private field that is never shown.
 SECRET: dict[str, Any] = {"secret": True, **PRIVATE}
 
-#: As uvicorn and vLLM number them.
+#: Numbers used by uvicorn and vLLM.
 _CERT_REQS = {"0": "none", "2": "required"}
 
 
 def split_commas(value: object) -> object:
-    """["a,b", "c"] or "a,b,c" as a list of its non-empty parts."""
+    """Split ["a,b", "c"] or "a,b,c" into its non-empty parts."""
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
@@ -96,7 +95,7 @@ def _check_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_pairs(what: str, form: str) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
-    """Of pairs with "=", each of them a `what` in the form of `form`."""
+    """Check pairs NAME=VALUE; `what` and `form` describe them in errors."""
 
     def check(pairs: tuple[str, ...]) -> tuple[str, ...]:
         names = []
@@ -125,7 +124,7 @@ def _check_api_keys(keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
 
 
 def is_api_key(text: str) -> bool:
-    """Whether a header can carry it, and a list with commas."""
+    """Whether a header and a comma-separated list can contain the key."""
     return re.fullmatch(r"[!-+\--~]+", text, re.ASCII) is not None
 
 
@@ -139,7 +138,7 @@ def _check_device(device: str) -> str:
     return device
 
 
-#: Worker addresses, "host:port", given by repeating the option or with commas.
+#: Worker addresses, "host:port"; repeated option or comma-separated.
 Addresses = Annotated[
     tuple[str, ...],
     BeforeValidator(split_commas),
@@ -152,21 +151,21 @@ Addresses = Annotated[
 RegistryUrl = Annotated[str, AfterValidator(_check_registry)]
 
 
-#: Keys of callers, given by repeating the option or with commas.
+#: API keys; repeated option or comma-separated.
 ApiKeys = Annotated[
     tuple[SecretStr, ...],
     BeforeValidator(split_commas),
     AfterValidator(_check_api_keys),
 ]
 
-#: Given by repeating the option or with commas.
+#: Names; repeated option or comma-separated.
 Names = Annotated[
     tuple[NonEmpty, ...],
     BeforeValidator(split_commas),
     Field(json_schema_extra={"metavar": "NAME"}),
 ]
 
-#: Adapters, NAME=PATH, given by repeating the option or with commas.
+#: Adapters, NAME=PATH; repeated option or comma-separated.
 LoraModules = Annotated[
     tuple[str, ...],
     BeforeValidator(split_commas),
@@ -179,7 +178,7 @@ PeerNames = Names
 
 CertReqs = Annotated[Literal["none", "required"], BeforeValidator(_cert_reqs)]
 
-#: Numbers of GPUs, given by repeating the option or with commas.
+#: GPU numbers; repeated option or comma-separated.
 Devices = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
     BeforeValidator(split_commas),

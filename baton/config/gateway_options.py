@@ -1,4 +1,4 @@
-"""The options of gateways."""
+"""Options of gateways."""
 
 from __future__ import annotations
 
@@ -30,49 +30,46 @@ from baton.config.options import (
 from baton.rpc.tls import TlsFiles
 from baton.types import DEFAULT_MAX_PREFIXES, DEFAULT_MAX_WHITESPACE
 
-#: vLLM's.
+#: vLLM's default port.
 _HTTP_PORT = 8000
 
 
 class FrontDoorOptions(ServiceOptions, SeveralModelsOptions):
-    """How the gateway treats requests, and where they come from."""
+    """Options for clients and their requests."""
 
     own_options: ClassVar[frozenset[str]] = SeveralModelsOptions.own_options | {
         *("tokenizer", "generation_config", "tool_call_parser", "reasoning_parser")
     }
 
     host: NonEmpty = "127.0.0.1"
-    """Address that the gateway listens on."""
+    """Address to listen on."""
     port: Port = 50051
-    """Port that the gateway listens on for gRPC; 0 takes a free one."""
+    """gRPC port; 0 takes a free one."""
 
     tokenizer: NonEmpty | None = None
     """Directory or Hub id of the tokenizer; MODEL's own if not given."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Where a request's sampling options come from if it leaves them out. auto: temperature, top_k,
-    top_p, min_p, repetition_penalty and max_new_tokens of the generation_config.json beside the
-    tokenizer. none: the documented defaults."""
+    """Default sampling options of requests. auto: temperature, top_k, top_p, min_p,
+    repetition_penalty and max_new_tokens of the generation_config.json beside the tokenizer. none:
+    the documented defaults."""
     max_queue_size: Count = 1024
-    """Most requests that wait for workers; further ones are refused, with when to try again."""
+    """Maximum requests waiting for workers; further ones are refused with a retry time."""
     max_remembered_prefixes: Count = DEFAULT_MAX_PREFIXES
-    """Most prefixes of prompts and answers that are remembered, of each model, to send what begins
-    alike to the same workers. About three are new with a new request of some hundred tokens, and
-    each takes some 215 bytes."""
+    """Maximum prefixes of prompts and answers remembered per model, to route requests to workers
+    that cache them. A request of some hundred tokens adds about three, of about 215 bytes each."""
     request_timeout_s: Seconds = 600.0
-    """Deadline, in seconds, of requests that come without one."""
+    """Deadline, in seconds, of requests without one."""
     client_stall_timeout_s: Seconds = 30.0
-    """Time, in seconds, that a client may leave a piece unread before its request is ended."""
+    """Seconds that a client may leave output unread before its request is cancelled."""
     max_json_whitespace: JsonWhitespace = DEFAULT_MAX_WHITESPACE
-    """Most white-space characters between two parts of a JSON document that a request asks for; 0
-    writes it without any."""
+    """Maximum consecutive white-space characters in the output of a JSON request; 0 allows none."""
     ssl_cert_reqs: CertReqs | None = None
-    """Whether clients of the gateway must show a certificate that comes from --ssl-ca-certs;
-    required if not given and that is. 0 and 2 say it, too."""
+    """Whether gateway clients must present a certificate signed by --ssl-ca-certs; required by
+    default if that is given. Also accepts 0 (none) and 2 (required)."""
     enable_http: bool = True
-    """Serve OpenAI's HTTP API, too, on --host and --http-port."""
+    """Serve OpenAI's HTTP API on --host and --http-port."""
     http_port: Port | None = None
-    """Port of OpenAI's HTTP API; 8000 if not given, or a free one where --port is 0. 0 takes a free
-    one."""
+    """Port of the HTTP API; 8000 if not given, or a free one if --port is 0. 0 takes a free one."""
     tool_call_parser: Literal[
         "auto",
         "none",
@@ -84,27 +81,27 @@ class FrontDoorOptions(ServiceOptions, SeveralModelsOptions):
         "glm45",
         "qwen3_coder",
     ] = "auto"
-    """How the model writes calls of tools, for the HTTP API; auto goes by its chat template."""
+    """Format of the model's tool calls, for the HTTP API; auto detects it from the chat
+    template."""
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "openai_gptoss"] = "auto"
-    """Whether the model thinks before it answers, for the HTTP API. qwen3: where it says <think>,
-    or the prompt ends with that. deepseek_r1: always. openai_gptoss: harmony's messages, calls of
-    tools among them. auto goes by its chat template."""
+    """Format of the model's reasoning, for the HTTP API. qwen3: after <think> in the output or at
+    the end of the prompt. deepseek_r1: every output begins with it. openai_gptoss: harmony,
+    including tool calls. auto detects it from the chat template."""
     enable_openengine: bool = False
-    """Serve OpenEngine's protocol (openengine.v1), too, on --port: what routers such as Dynamo's
-    use engines by."""
+    """Serve OpenEngine's protocol (openengine.v1) on --port, for routers such as Dynamo."""
     allowed_origins: Names = ()
-    """Origins, such as https://example.org, whose web pages may call the HTTP API from a browser;
-    * for all."""
+    """Web origins, such as https://example.org, from which browsers may call the HTTP API; * for
+    all."""
     api_key: ApiKeys = Field(default=(), json_schema_extra=SECRET)
-    """Key that clients must show; repeat the option or separate with commas for several. Better
-    given as BATON_API_KEY or by --api-key-file: a command line can be read by others."""
+    """API key accepted from clients; repeat the option or separate with commas for several. Prefer
+    BATON_API_KEY or --api-key-file, because other users can read command lines."""
     api_key_file: NonEmpty | None = None
-    """File of further keys that clients may show, one per line; after a key, and a space, weight=3
-    gives it three times the share of the queue."""
+    """File of further API keys, one per line; an optional weight=3 after a key and a space gives it
+    three times the share of the queue."""
 
     @property
     def bound_http_port(self) -> int | None:
-        """Where HTTP listens, 0 for any free port; None for nowhere."""
+        """HTTP port to bind, 0 for any free one; None without HTTP."""
         if not self.enable_http:
             return None
         default = _HTTP_PORT if self.port else 0
@@ -140,21 +137,20 @@ class GatewayOptions(
     """Options of `baton gateway`."""
 
     reuse_port: bool = False
-    """Share the ports with other gateways that have this option: the kernel spreads connections
-    over them."""
+    """Share the ports with other gateways that set this option: the kernel distributes
+    connections."""
     prefill_workers: Addresses = ()
     """Addresses of prefill workers, host:port; repeat the option or separate with commas."""
     decode_workers: Addresses = ()
     """Addresses of decode workers, host:port; repeat the option or separate with commas."""
     workers_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
-    """File descriptor to read addresses of workers from, a JSON object a line, until its end of
-    file."""
+    """File descriptor to read worker addresses from, as JSON lines until end of file."""
 
     _also_needed_for_tls: ClassVar[tuple[str, ...]] = ()
 
     @property
     def worker_tls(self) -> TlsFiles | None:
-        """How workers are called; None for plain text."""
+        """TLS for calls to workers; None for plain text."""
         if self.tls is None or self.ssl_ca_certs is None:
             return None
         return self.tls

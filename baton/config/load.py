@@ -1,8 +1,7 @@
-"""Reading options: flags, then the environment (BATON_*), then a YAML file, then defaults.
+"""Loads options: flags, then environment (BATON_*), then a YAML file, then defaults.
 
-pydantic-settings reads the environment. Its YAML source and its merging of sources are not used: an
-error names the option as the source that set it spells it, and a file may write `block-size` for
-`block_size`; theirs lose both.
+pydantic-settings reads the environment. Its YAML source and its merging are not used: errors here
+name the option in the spelling of its source, and files may write `block-size` for `block_size`.
 """
 
 from __future__ import annotations
@@ -24,19 +23,18 @@ from baton.errors import ConfigError, StartupError
 
 ENV_PREFIX = "BATON_"
 
-#: The level of CPU kernels. It has to be known before there are options, so that it is none of
-#: them, and a process that is started by another takes it from the environment, too.
+#: Level of CPU kernels. Not an option, because it is needed before options are read; child
+#: processes inherit it.
 CPU_LEVEL_VARIABLE = "BATON_CPU_LEVEL"
 
-#: Environment variables that are no options of a process; BATON_ADDRESS is where clients look for
-#: the gateway.
+#: BATON_ variables that are not options; clients read BATON_ADDRESS.
 _OTHER_VARIABLES = frozenset({"BATON_ADDRESS", CPU_LEVEL_VARIABLE})
 
-#: What the name of a variable says whose value is not to be shown.
+#: Words in variable names that mark their values as secret.
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASS")
 _HIDDEN_VALUE = "***"
 
-#: How to mend a value, by pydantic's name of the fault; other faults say it themselves.
+#: Fixes by pydantic's error type; other errors contain their own.
 _FIXES: Mapping[str, str] = MappingProxyType(
     {
         "greater_than_equal": "give at least {ge}",
@@ -61,23 +59,22 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 def flag_of(name: str) -> str:
-    """How the option `name` is spelled on the command line; the model is the one positional
-    argument."""
+    """Command-line spelling of the option `name`; the model is the one positional argument."""
     return "MODEL" if name == "model" else "--" + name.replace("_", "-")
 
 
 def is_switch(field: FieldInfo) -> bool:
-    """Whether an option is yes or no, and perhaps neither."""
+    """Whether an option is boolean, or an optional boolean."""
     return field.annotation in (bool, bool | None)
 
 
 def is_secret(cls: type[Options], name: str) -> bool:
-    """Whether the value of the option `name` must not be shown."""
+    """Whether the value of the option `name` is a secret."""
     return _is_marked(cls, name, "secret")
 
 
 def is_private(cls: type[Options], name: str) -> bool:
-    """Whether the value of the option `name` must be on no command line that we make."""
+    """Whether the option `name` must be kept off command lines."""
     return _is_marked(cls, name, "private")
 
 
@@ -88,8 +85,7 @@ def _is_marked(cls: type[Options], name: str, mark: str) -> bool:
 
 
 def as_told(error: StartupError) -> str:
-    """The message of an error on one line; an option that it names by its field is spelled as on
-    the command line."""
+    """The error's message on one line, with options spelled as on the command line."""
     message = " ".join(error.message.split())
     option = error.metadata.get("option", "")
     if option.isidentifier() and option.islower() and message.startswith(f"{option}="):
@@ -98,9 +94,9 @@ def as_told(error: StartupError) -> str:
 
 
 def load_options(cls: type[O], flags: Mapping[str, object], config_file: Path | None = None) -> O:
-    """The options of one command. `flags` holds what the command line gives, by field name.
+    """Load the options of a command. `flags`: values from the command line by field name.
 
-    Raises ConfigError naming option, value and fix, as the source that set it spells the option.
+    Raises ConfigError naming option, value and fix, in the spelling of the option's source.
     """
     sources = (
         (flags, flag_of),
@@ -119,8 +115,7 @@ def load_options(cls: type[O], flags: Mapping[str, object], config_file: Path | 
 def build_options(
     cls: type[O], values: Mapping[str, object], spellings: Mapping[str, str] | None = None
 ) -> O:
-    """cls(**values), with ConfigError for what pydantic finds wrong; only the first fault is
-    reported."""
+    """Construct cls(**values). Raises ConfigError for the first fault that pydantic reports."""
     spellings = spellings or {}
     for name, value in values.items():
         field = cls.model_fields.get(name)
@@ -143,20 +138,19 @@ def _from_environment(cls: type[Options]) -> Mapping[str, object]:
             raise ConfigError.of(variable, shown, f"no such option{_suggestion(name, known)}")
     if not any(variable.startswith(ENV_PREFIX) for variable in os.environ):
         return {}
-    # Imports the readers of every source that it knows: no process waits for that which has no such
-    # variable.
+    # Imported on demand: slow, and needed only if such a variable is set.
     from pydantic_settings import BaseSettings, EnvSettingsSource
 
     source = EnvSettingsSource(
         cast("type[BaseSettings]", cls), case_sensitive=False, env_prefix=ENV_PREFIX
     )
-    # Lists come as text with commas, which the fields split, and not as JSON.
+    # Comma-separated text, split by the fields; not JSON.
     source.config = {**source.config, "enable_decoding": False}
     return source()
 
 
 def _from_file(path: Path) -> Mapping[str, object]:
-    import yaml  # few have a file, and every process would wait for the import
+    import yaml  # rarely needed, and slow to import
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -205,7 +199,7 @@ def _config_error(
 
 
 def _message(fault: ErrorDetails) -> str:
-    """What is wrong and how to mend it, without the value."""
+    """The fault and its fix, without the value."""
     template = _FIXES.get(fault["type"])
     if template is None:
         return fault["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Several models of one command: how each is written, and what options it has."""
+"""Several models in one command: syntax and per-model options."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from baton.config.fields import Names, split_commas
 from baton.config.options import ModelOptions
 
-#: Where a model ends and an option of its own begins.
+#: Separates a model from its own options.
 _OPTION = re.compile(r":(?=[a-z][a-z0-9_-]*=)")
 
 _FORM = "NAME=MODEL, with options of its own as :OPTION=VALUE behind it"
 
-#: What is MODEL's alone, and no other model's that has not its own.
+#: Options of MODEL that other models do not inherit.
 _OF_ONE = frozenset(
     {
         *("model", "revision", "served_model_name", "tokenizer", "lora_modules"),
@@ -28,8 +28,8 @@ _OF_ONE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """One of several models. name: what requests call it. model: a directory or Hub id. options: of
-    its own, by their names, as text."""
+    """One of several models. name: used by requests. model: a directory or Hub id. options: its
+    own, by name, as text."""
 
     name: str
     model: str
@@ -40,14 +40,13 @@ class NamedModel:
         return f"{self.name}={self.model}{''.join(options)}"
 
     def with_options(self, is_kept: Callable[[str], bool]) -> NamedModel:
-        """With those of its options alone."""
+        """The options with those of this model alone."""
         kept = {name: value for name, value in self.options.items() if is_kept(name)}
         return NamedModel(self.name, self.model, kept)
 
 
 def named_model(text: str) -> NamedModel:
-    """[NAME=]MODEL[:OPTION=VALUE]...; a model without a name is called what it is. Raises
-    ValueError."""
+    """Parse [NAME=]MODEL[:OPTION=VALUE]...; the name defaults to the model. Raises ValueError."""
     head, *parts = _OPTION.split(text)
     name, is_named, model = head.partition("=")
     if not is_named:
@@ -67,7 +66,7 @@ def _normalized(texts: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(str(named_model(text)) for text in texts)
 
 
-#: Given by repeating the option or with commas.
+#: Repeated option or comma-separated.
 NamedModels = Annotated[
     tuple[str, ...],
     BeforeValidator(split_commas),
@@ -77,28 +76,28 @@ NamedModels = Annotated[
 
 
 class SeveralModelsOptions(ModelOptions):
-    """Models beside MODEL."""
+    """Models in addition to MODEL."""
 
     own_options: ClassVar[frozenset[str]] = frozenset({"revision"})
-    """What each of several models may have of its own."""
+    """Options that each model may set for itself."""
 
     more_models: NamedModels = ()
-    """Further models, each with workers of its own: what requests call it, and its directory or
-    Hub id; further MODELs on the command line are the same. Repeat the option or separate with
-    commas. A request names its model then. Options hold for all models but those that say what
-    MODEL is, its --revision, --tokenizer, --lora-modules, --speculative-model and names; a model's
-    own follow it, as in chat=org/chat:revision=v2:tool_call_parser=mistral."""
+    """Further models, as additional MODEL arguments, each with workers of its own: a name for
+    requests, and a directory or Hub id. Repeat the option or separate with commas. With several
+    models, requests must name one. All options apply to all models, except those of MODEL itself:
+    --revision, --tokenizer, --lora-modules, --speculative-model and names. A model's own options
+    follow it, as in chat=org/chat:revision=v2:tool_call_parser=mistral."""
     served_model_aliases: Names = ()
-    """Further names that requests may call MODEL by, or ALIAS=NAME for one of --more-models; repeat
-    the option or separate with commas."""
+    """Further names of MODEL in requests, or ALIAS=NAME for one of --more-models; repeat the option
+    or separate with commas."""
 
     def each_model(self) -> tuple[Self, ...]:
-        """The options of each model, this one first: what is said of all, and its own."""
+        """The options of each model, this one first."""
         first = self.model_copy(update={"more_models": ()})
         return (first, *(self._further(named_model(text)) for text in self.more_models))
 
     def aliases_of(self, name: str) -> tuple[str, ...]:
-        """Further names of the model of that name."""
+        """Further names of the model `name`."""
         pairs = (alias.partition("=")[::2] for alias in self.served_model_aliases)
         return tuple(alias for alias, of in pairs if (of or self.model_name) == name)
 

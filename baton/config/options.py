@@ -1,9 +1,8 @@
-"""The options of every command, each spelled as vLLM spells it where vLLM has it: their base, and
-those of every process.
+"""Options of every process and their base class, spelled as vLLM's where it has them.
 
-A field is all there is to an option: its name gives the flag, the environment variable and the YAML
-key, its type and bounds the check, its docstring the help text. Constructing a class reads nothing
-but its arguments.
+A field defines an option completely: its name gives the flag, the environment variable and the YAML
+key; its type and bounds the validation; its docstring the help text. Constructing a class reads
+nothing but its arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from baton.rpc.tls import TlsFiles
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches who listens there, as far as the name says."""
+    """Whether only this machine can connect to the host, judged by its name."""
     if host == "localhost":
         return True
     try:
@@ -37,8 +36,8 @@ def is_loopback(host: str) -> bool:
 
 
 class Options(BaseModel):
-    """Base of all: frozen, and closed to unknown names. Environment and files are read by
-    baton.config.load only."""
+    """Base class: frozen, rejects unknown names. Only baton.config.load reads environment and
+    files."""
 
     model_config = ConfigDict(
         defer_build=True,
@@ -52,25 +51,23 @@ class Options(BaseModel):
 
 
 class TlsOptions(Options):
-    """TLS of every gRPC port and channel; plain text if nothing is given. Files are read when the
-    process starts."""
+    """TLS of every gRPC port and channel; plain text by default. Files are read at start."""
 
     ssl_certfile: NonEmpty | None = None
-    """PEM file of this process's certificate, for its port, and for workers that it calls. Needs
+    """PEM file of this process's certificate, for its port and for calls to workers. Needs
     --ssl-keyfile."""
     ssl_keyfile: NonEmpty | None = None
     """PEM file of the private key of --ssl-certfile, without a password."""
     ssl_ca_certs: NonEmpty | None = None
-    """PEM file of the certificates that those of peers must come from. Workers need it with
-    --ssl-certfile: they answer only to who shows such a certificate."""
+    """PEM file of the CA certificates that sign peers' certificates. Required for workers with
+    --ssl-certfile, which accept only clients with such a certificate."""
 
     ssl_server_name: NonEmpty | None = None
-    """Name that certificates of workers are made out to, where it is not the host of their
-    addresses."""
+    """Server name in workers' certificates, if it is not the host of their addresses."""
 
     @property
     def tls(self) -> TlsFiles | None:
-        """This process's files; None for plain text."""
+        """TLS files of this process; None for plain text."""
         if not (self.ssl_certfile or self.ssl_keyfile or self.ssl_ca_certs):
             return None
         return TlsFiles(
@@ -95,48 +92,46 @@ class TlsOptions(Options):
 
 
 class LivenessOptions(Options):
-    """When a worker is given up."""
+    """Failure detection."""
 
     worker_stall_timeout_s: Annotated[float, Field(ge=1)] = 1.5
-    """Silence of a worker, in seconds, after which its work is placed elsewhere. One whose steps
-    take longer allows itself more."""
+    """Seconds without a message after which a worker is considered lost and its work moves
+    elsewhere. Workers with longer steps extend it themselves."""
 
 
 class NumericsOptions(Options):
-    """What becomes of workers that round differently."""
+    """Handling of workers with different rounding."""
 
     numerics: Literal["mixed", "strict"] = "mixed"
     """Whether workers of different numerics classes (device and CPU level, dtype, kernel version)
-    may work on one sequence. mixed: they may, and a warning says so. strict: each sequence stays
-    within one class, and a worker that no other of its class can work with is refused."""
+    may work on one sequence. mixed: allowed, with a warning. strict: each sequence stays within one
+    class, and a worker without a partner of its class is refused."""
 
 
 class ServiceOptions(TlsOptions):
-    """What every process has."""
+    """Options of every process."""
 
     insecure: bool = False
-    """Listen beyond this machine although nothing says who may call: without TLS, keys or a KV
-    secret where they belong, and with a metrics port. For networks that keep strangers out
-    themselves."""
+    """Allow listening beyond this machine without authentication (TLS, API keys or KV secret) or
+    with a metrics port. Only for networks that are isolated otherwise."""
     log_level: LogLevel = "info"
-    """Least severe messages to log."""
+    """Minimum severity of log messages."""
     drain_timeout_s: Seconds = 60.0
-    """Time, in seconds, that running requests have to end when the process is stopped."""
+    """Seconds for running requests to finish when the process stops."""
     metrics_port: Port = 0
     """Port of the Prometheus exporter, on --host; 0 for none. With baton serve, the first of
     consecutive ports: gateways, prefill workers, decode workers."""
     metrics_compat: Literal["none", "vllm"] = "none"
-    """vllm: publish metrics on that port under vLLM's names, too, so that boards made for it
-    work."""
+    """vllm: also publish metrics under vLLM's names, for existing dashboards."""
     ready_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
-    """File descriptor to write one JSON line to when the process is ready or cannot start."""
+    """File descriptor to which one JSON line is written when the process is ready or failed to
+    start."""
     parent_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
-    """File descriptor of a pipe whose end of file means that the supervisor is gone: the process
-    stops then."""
+    """File descriptor of a pipe from the supervisor; the process stops at its end of file."""
 
     def _refuse_exposed(self, option: str, host: str, what: str, fix: str) -> None:
-        """Raises ValueError for a host that strangers may reach, unless --insecure says that this
-        is meant."""
+        """Raises ValueError for a host that is reachable from other machines without
+        authentication, unless --insecure is set."""
         if not (self.insecure or is_loopback(host)):
             raise ValueError(
                 f"--{option}={host}: whoever reaches this address could {what}; give {fix}, or "
@@ -151,22 +146,22 @@ class ServiceOptions(TlsOptions):
 
 
 class RegistryOptions(Options):
-    """Where workers and gateways find each other."""
+    """Discovery of workers by gateways."""
 
     registry: RegistryUrl | None = Field(default=None, json_schema_extra=PRIVATE)
-    """Redis by which gateways find workers, redis://host:port/db; not needed where their addresses
-    are given."""
+    """Redis through which gateways discover workers, redis://host:port/db; not needed if worker
+    addresses are given."""
 
 
 class ModelOptions(Options):
-    """Which model."""
+    """The model."""
 
     model: NonEmpty
     """Model to serve: a local directory, or a Hugging Face Hub id."""
     revision: NonEmpty | None = None
     """Branch, tag or commit of the Hub id."""
     served_model_name: NonEmpty | None = None
-    """Name that requests call the model by; MODEL itself if not given."""
+    """Model name in requests; MODEL itself if not given."""
 
     @property
     def model_name(self) -> str:

@@ -1,4 +1,4 @@
-"""The options of all tiers together."""
+"""Options of all tiers together."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class ServeOptions(
     ) - {"model", "served_model_name", "gpu_memory_utilization"}
 
     num_prefill_workers: Count = 1
-    """Number of prefill processes of each model."""
+    """Number of prefill processes per model."""
     num_decode_workers: Count = 1
-    """Number of decode processes of each model."""
+    """Number of decode processes per model."""
     num_gateways: Count = 1
     """Number of gateway processes, all on the same ports."""
     prefill_devices: Devices = ()
-    """GPUs of the prefill workers, by number, taken in turn; one worker for each unless
-    --num-prefill-workers says how many. If not given, the workers of both tiers are spread over all
+    """GPU numbers of the prefill workers, assigned in turn; one worker per GPU unless
+    --num-prefill-workers is given. If not given, the workers of both tiers are distributed over all
     GPUs."""
     decode_devices: Devices = ()
     """GPUs of the decode workers, as --prefill-devices."""
@@ -53,13 +53,12 @@ class ServeOptions(
     decode_block_size: BlockSize | None = None
     """Tokens per KV block in the decode tier; --block-size if not given."""
     prefill_tensor_parallel_size: Count | None = None
-    """Processes that share the model in each prefill worker; --tensor-parallel-size if not
-    given."""
+    """Processes per prefill worker that share the model; --tensor-parallel-size if not given."""
     decode_tensor_parallel_size: Count | None = None
-    """Processes that share the model in each decode worker; --tensor-parallel-size if not given."""
+    """Processes per decode worker that share the model; --tensor-parallel-size if not given."""
     prefill_gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of --gpu-memory-utilization's that goes to the prefill tier, where both tiers are on
-    one device; if not given, all workers have alike."""
+    """Part of --gpu-memory-utilization for the prefill tier if both tiers share a device; if not
+    given, all workers get equal parts."""
 
     @model_validator(mode="after")
     def _check_aliases(self) -> Self:

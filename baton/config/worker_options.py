@@ -1,4 +1,4 @@
-"""The options of prefill workers, and what decode workers have in common with them."""
+"""Options of prefill workers, and those common to all workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from baton.config.options import (
 from baton.kv_transports import AUTO, REMOTE
 from baton.types import Tier
 
-#: Hosts to listen on that nobody can connect to from elsewhere.
+#: Hosts that listen on all interfaces and are not addresses to connect to.
 _ALL_ADDRESSES = frozenset({"0.0.0.0", "[::]", "::"})
 
 _TRANSPORT_HELP = (
@@ -41,12 +41,12 @@ _TRANSPORT_HELP = (
 
 
 class PeerOptions(TlsOptions):
-    """Whom workers work with."""
+    """Which peers a worker accepts."""
 
     ssl_peer_names: PeerNames = ()
-    """Name that certificates of gateways and of other workers carry, as DNS name or URI of
-    subjectAltName; repeat the option or separate with commas for several. Who shows none of them is
-    refused; if none is given, every certificate that comes from --ssl-ca-certs will do."""
+    """Accepted DNS names or URIs (subjectAltName) in certificates of gateways and other workers;
+    repeat the option or separate with commas for several. If not given, any certificate signed by
+    --ssl-ca-certs is accepted."""
 
     @model_validator(mode="after")
     def _check_peer_names(self) -> Self:
@@ -56,30 +56,30 @@ class PeerOptions(TlsOptions):
 
 
 class HandoffOptions(Options):
-    """How workers pass sequences on."""
+    """KV transfer between workers."""
 
     kv_transport: Annotated[Transport, Field(description=_TRANSPORT_HELP)] = AUTO
     kv_num_lanes: Annotated[int, Field(ge=1, le=16)] = 1
-    """Most connections from one worker to another. Handoffs that are under way at the same time
-    share them out: one connection is enough where one stream fills the network."""
+    """Maximum connections from one worker to another, shared by concurrent transfers. One is enough
+    if a single stream saturates the network."""
     ticket_lease_s: Seconds = 30.0
-    """Silence of a sender, in seconds, after which its reservation is given up."""
+    """Seconds without a message from a sender after which its KV reservation expires."""
     ticket_offer_s: Seconds = 10.0
-    """How long a reservation waits for its sender to come, in seconds. A sender comes when it is
-    given a prompt, not when the prompt's turn has come."""
+    """Seconds that a KV reservation waits for its sender to connect. A sender connects when it
+    receives a prompt, before it computes it."""
     kv_secret_file: NonEmpty | None = None
-    """File of a secret that all workers share, such as openssl rand -hex 32 makes: KV goes only
-    between workers that have it, and carries digests under it."""
+    """File of a secret shared by all workers, for example from openssl rand -hex 32: KV transfers
+    require it, and are authenticated with it."""
     kv_secret: SecretStr | None = Field(default=None, json_schema_extra={**HIDDEN, **SECRET})
-    """The secret itself, in place of its file."""
+    """The secret itself, instead of its file."""
 
 
 class SchedulingOptions(Options):
-    """When workers launch steps."""
+    """Scheduling of steps."""
 
     async_scheduling: bool | None = None
-    """Launch a step before the results of the one before are handed out, so that a device does not
-    wait for that. If not given, on a GPU; on decode workers without drafts. There it goes with
+    """Launch a step before processing the results of the previous one, so that the device never
+    idles in between. Default: on for GPUs, except decode workers with speculation; those need
     --speculative-method none."""
 
 
@@ -93,7 +93,7 @@ class WorkerOptions(
     PeerOptions,
     ServiceOptions,
 ):
-    """What a worker of either tier takes."""
+    """Options of a worker of either tier."""
 
     tier: ClassVar[Tier]
 
@@ -102,18 +102,18 @@ class WorkerOptions(
     port: Port = 0
     """Port to listen on; 0 takes a free one."""
     worker_id: NonEmpty | None = None
-    """Name of the worker, unique among all; tier-hostname-pid if not given."""
+    """Worker name, unique among all; tier-hostname-pid if not given."""
     kv_host: NonEmpty = "127.0.0.1"
-    """Address that this worker's KV channel listens on, and under which other workers reach it if
+    """Address that the KV channel listens on; also the address for other workers if
     --kv-advertise-address is not given."""
     kv_port: Port = 0
     """Port of the KV channel over TCP; 0 takes a free one."""
     kv_advertise_address: Address | None = None
-    """Address, host:port, under which other workers reach this one's KV channel, where a NAT or a
-    proxy stands before --kv-host and --kv-port."""
+    """Address, host:port, at which other workers reach this KV channel, if a NAT or proxy stands
+    before --kv-host and --kv-port."""
     advertise_host: NonEmpty | None = None
-    """Host that the registry names this worker by; if not given, --host, or for 0.0.0.0 this
-    machine's name."""
+    """Host published in the registry; if not given, --host, or this machine's name if that is
+    0.0.0.0."""
 
     @model_validator(mode="after")
     def _check_exposed(self) -> Self:
@@ -134,7 +134,7 @@ class WorkerOptions(
 
     @property
     def advertised_host(self) -> str:
-        """advertise_host, or what stands in for it."""
+        """advertise_host, or its default."""
         fallback = socket.gethostname() if self.host in _ALL_ADDRESSES else self.host
         return self.advertise_host or fallback
 

@@ -32,10 +32,7 @@ class ChatRenderer:
         start_line = {"template": template, "special_tokens": dict(special_tokens)}
         self.process = ChildProcess(
             ChildSpec(
-                "chat template renderer",
-                "gateway.chat.template",
-                start_line,
-                render_timeout_s,
+                "chat template renderer", "gateway.chat.template", start_line, render_timeout_s
             )
         )
 

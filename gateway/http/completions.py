@@ -12,23 +12,10 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.chat.style import ChatStyle
 from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
-from gateway.http.format import (
-    FINISHES,
-    Chunk,
-    OpenAiFormat,
-    Route,
-    by_choice,
-    quoted,
-    stop_reason,
-)
+from gateway.http.format import FINISHES, Chunk, OpenAiFormat, Route, by_choice, quoted, stop_reason
 from gateway.http.json_body import MAX_PROMPTS
 from gateway.http.logprobs import BytesOf, completion_logprobs, prompt_logprobs
-from gateway.http.requests import (
-    GenerationBody,
-    generate_request,
-    put_token_ids,
-    sampling_message,
-)
+from gateway.http.requests import GenerationBody, generate_request, put_token_ids, sampling_message
 
 #: Default of OpenAI and vLLM.
 DEFAULT_MAX_TOKENS = 16
@@ -171,12 +158,9 @@ def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     prompts = _prompts(body.prompt)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=max_tokens)
-    violations = []
     if body.resume_from and len(prompts) > 1:
         fault = f"given with {len(prompts)} prompts; give the one that it is of"
-        violations.append(FieldViolation("resume_from", fault))
-    if violations:
-        raise InvalidRequest.of(*violations)
+        raise InvalidRequest.of(FieldViolation("resume_from", fault))
     if body.echo:
         sampling.echo = True
         if body.logprobs is not None and body.prompt_logprobs is None:

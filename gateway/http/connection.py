@@ -422,20 +422,18 @@ class HttpConnection(asyncio.Protocol):
     def write(self, data: bytes) -> Coroutine[Any, Any, object] | None:
         """Write `data`. Return None if the client's window took it, else an awaitable that
         completes when it has. Writes nothing after the client disconnected."""
-        if self._transport is not None:
-            self._transport.write(data)
+        self._write(data)
         if self._writable is None or self._writable.is_set():
             return None
         return self._writable.wait()
 
     async def write_all(self, data: bytes) -> None:
         """As `write`, with a deadline of its own."""
-        self._write(data)
-        if self._writable is None or self._writable.is_set():
+        if (written := self.write(data)) is None:
             return
         try:
             async with asyncio.timeout(self._limits.write_timeout_s):
-                await self._writable.wait()
+                await written
         except TimeoutError:
             self.abort()
 

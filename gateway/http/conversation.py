@@ -9,20 +9,10 @@ from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.chat.style import (
-    ChoiceOfTools,
-)
+from gateway.chat.style import ChoiceOfTools
 from gateway.http.errors import shown_value
-from gateway.http.requests import (
-    json_text,
-)
-from gateway.intake.rules import (
-    MAX_SHOWN,
-    MAX_TOOL_CALLS,
-    MAX_TOOL_CHARS,
-    MAX_TOOLS,
-    Violations,
-)
+from gateway.http.requests import json_text
+from gateway.intake.rules import MAX_SHOWN, MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOLS, Violations
 from gateway.intake.validator import MAX_MESSAGES
 
 #: Maximum characters of a tool call's arguments or result.

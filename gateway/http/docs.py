@@ -35,10 +35,7 @@ class Docs:
 def _make() -> Mapping[str, bytes]:
     document = openapi()
     return MappingProxyType(
-        {
-            OPENAPI_PATH: json.dumps(document).encode(),
-            DOCS_PATH: "".join(_page(document)).encode(),
-        }
+        {OPENAPI_PATH: json.dumps(document).encode(), DOCS_PATH: "".join(_page(document)).encode()}
     )
 
 

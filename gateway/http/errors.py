@@ -38,6 +38,8 @@ from gateway.intake.rules import MAX_SHOWN, shown
 #: nginx's status for a client that disconnected; appears only in logs and metrics.
 CLIENT_CLOSED_REQUEST = 499
 
+_MAX_NUMBER_CHARS = 40
+
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 
 
@@ -227,16 +229,10 @@ def shown_value(value: object) -> str:
         return f"a list of {len(value.ids)}"
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
-    names = {None: "null", True: "true", False: "false"}
-    return names[value] if value is None or isinstance(value, bool) else shown_number(value)
-
-
-def shown_number(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     text = str(value) if not isinstance(value, int) or abs(value) < 10**20 else "a huge number"
     return text[:_MAX_NUMBER_CHARS]
-
-
-_MAX_NUMBER_CHARS = 40
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> Mapping[str, Any]:

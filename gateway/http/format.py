@@ -161,11 +161,8 @@ def timing_of(chunk: Chunk) -> dict[str, Any]:
         "time_to_first_token_ms": round(timing.time_to_first_token_ms, 3),
         "total_ms": round(timing.total_ms, 3),
         "first_token_ms": {
-            "tokenize": round(first.tokenize_ms, 3),
-            "queue": round(first.queue_ms, 3),
-            "reserve": round(first.reserve_ms, 3),
-            "prefill": round(first.prefill_ms, 3),
-            "first_step": round(first.first_step_ms, 3),
+            part: round(getattr(first, f"{part}_ms"), 3)
+            for part in ("tokenize", "queue", "reserve", "prefill", "first_step")
         },
         "transfer_exposed_ms": round(timing.transfer_exposed_ms, 3),
         "transfer_bytes": timing.transfer_bytes,

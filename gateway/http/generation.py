@@ -310,10 +310,8 @@ def _cut(chunk: Chunk, num_tokens: int, num_chars: int) -> tuple[Chunk, Chunk]:
     del second.token_ids[:num_tokens], second.logprobs[:num_tokens]
     first.text, second.text = chunk.text[:num_chars], chunk.text[num_chars:]
     first.finish_reason = sampling_pb2.FINISH_REASON_UNSPECIFIED
-    first.ClearField("stop_cause")
-    first.ClearField("score")
-    first.ClearField("usage")
-    first.ClearField("timing")
+    for name in ("stop_cause", "score", "usage", "timing"):
+        first.ClearField(name)
     second.ClearField("prompt_token_ids")
     second.ClearField("prompt_logprobs")
     return first, second

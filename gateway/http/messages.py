@@ -49,10 +49,7 @@ _MESSAGES = {
     "items": {
         "type": "object",
         "required": ["role", "content"],
-        "properties": {
-            "role": {"enum": ["user", "assistant", "system"]},
-            "content": TEXT_OR_PARTS,
-        },
+        "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": TEXT_OR_PARTS},
     },
 }
 _TOOLS = {

@@ -214,10 +214,7 @@ class GenerationBody(ModelBody):
         str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["grammar"])), Fills(_STRUCTURE)
     ] = None
     """A grammar, in Lark's syntax, whose rule `start` the output must follow."""
-    priority: Annotated[
-        int | None,
-        WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY)),
-    ] = None
+    priority: Annotated[int | None, WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY))] = None
     """Lower ones are served first among the requests of one API key, or cache_salt where there are
     no keys; 0 if not given."""
     cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None

@@ -209,8 +209,7 @@ class _Items(ChatOutput):
                 self.emit("response.reasoning_text.done", **self._where, **_FIRST, text=text)
                 item["content"] = [{"type": "reasoning_text", "text": text}]
         item["status"] = "completed"
-        where = {"output_index": len(self.items)}
-        self.emit("response.output_item.done", **where, item=item)
+        self.emit("response.output_item.done", output_index=len(self.items), item=item)
         self.items.append(item)
         self._open, self._text = None, ""
 
@@ -228,8 +227,8 @@ class _Items(ChatOutput):
     def _begin(self, kind: str, prefix: str, **fields: Any) -> None:
         self.close()
         self._open = {"type": kind, "id": self._new_id[prefix](), "status": "in_progress", **fields}
-        where = {"output_index": len(self.items)}
-        self.emit("response.output_item.added", **where, item=dict(self._open))
+        index = len(self.items)
+        self.emit("response.output_item.added", output_index=index, item=dict(self._open))
 
     @property
     def _where(self) -> dict[str, Any]:

@@ -135,8 +135,7 @@ class TranslatedChat(ABC):
                 self.output.resume(entry)
         self._add(self._choice, text, chunk)
         if self.body.return_token_ids and not chunk.finish_reason:
-            so_far = {"token_ids": list(chunk.token_ids), "num_chars": len(text)}
-            self.output.emit(PROGRESS, **so_far)
+            self.output.emit(PROGRESS, token_ids=list(chunk.token_ids), num_chars=len(text))
         return self.output.take_events()
 
     @abstractmethod

@@ -160,7 +160,7 @@ class ChildProcess:
             except BaseException:
                 # After a timeout or cancellation, the next line out would be the answer to this
                 # question.
-                await self._kill()
+                await self.close()
                 raise
 
     async def start(self) -> None:
@@ -168,10 +168,6 @@ class ChildProcess:
         async with self._turn:
             if self._process is None:
                 await self._spawn()
-
-    async def close(self) -> None:
-        """End the process."""
-        await self._kill()
 
     async def _running(self) -> asyncio.subprocess.Process:
         """The process, ready to answer."""
@@ -184,10 +180,10 @@ class ChildProcess:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._answer(process)
         except TimeoutError:
-            await self._kill()
+            await self.close()
             raise EngineFault(f"the {self._spec.name} did not start in time") from None
         except BaseException:
-            await self._kill()
+            await self.close()
             raise
         self._is_ready = True
         return process
@@ -210,7 +206,8 @@ class ChildProcess:
         _log.info("%s started, pid %s", self._spec.name, self._process.pid)
         return self._process
 
-    async def _kill(self) -> None:
+    async def close(self) -> None:
+        """Kill the process, and wait for its end."""
         process, self._process = self._process, None
         if process is None:
             return

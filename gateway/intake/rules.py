@@ -99,12 +99,7 @@ def limit_violations(field: str, value: Any, limits: Limits, vocab_size: int) ->
 
 
 def id_violations(
-    field: str,
-    token_ids: Sequence[int],
-    vocab_size: int,
-    *,
-    is_map: bool = False,
-    first: int = 0,
+    field: str, token_ids: Sequence[int], vocab_size: int, *, is_map: bool = False, first: int = 0
 ) -> Violations:
     """Token ids outside the vocabulary. is_map: the ids are keys of a map. first: index of the
     first id in the field."""
@@ -279,8 +274,7 @@ def _best_of_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) 
     n = given(params, "n", 1)
     if not n <= params.best_of <= most:
         yield FieldViolation(
-            f"{_PATH}.best_of",
-            f"{params.best_of}: must be n, {n}, to {_most_at_once(most)}",
+            f"{_PATH}.best_of", f"{params.best_of}: must be n, {n}, to {_most_at_once(most)}"
         )
 
 

@@ -142,9 +142,7 @@ class Tokenized:
 
 
 def check_request(
-    request: inference_pb2.GenerateRequest,
-    facts: ModelFacts,
-    read: LongFields | None = None,
+    request: inference_pb2.GenerateRequest, facts: ModelFacts, read: LongFields | None = None
 ) -> None:
     """Check everything that needs no tokenizer, including the length of a token prompt. read: long
     fields, if already read from the message.
@@ -171,9 +169,7 @@ def check_request(
 
 
 def check_tokenize(
-    request: inference_pb2.TokenizeRequest,
-    facts: ModelFacts,
-    read: LongFields | None = None,
+    request: inference_pb2.TokenizeRequest, facts: ModelFacts, read: LongFields | None = None
 ) -> None:
     """As check_request, for a prompt alone."""
     if violations := tuple(_prompt_violations(request.prompt, facts, read)):
@@ -181,9 +177,7 @@ def check_tokenize(
 
 
 def check_detokenize(
-    request: inference_pb2.DetokenizeRequest,
-    facts: ModelFacts,
-    read: ReadIds | None = None,
+    request: inference_pb2.DetokenizeRequest, facts: ModelFacts, read: ReadIds | None = None
 ) -> None:
     """As check_request, for token ids alone."""
     num_tokens = len(request.token_ids)

@@ -70,7 +70,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         services = oe.DESCRIPTOR.services_by_name
         return [service.full_name for service in services.values()]
 
-    async def Generate(  # type: ignore[override]  # noqa: N802, the name in the .proto
+    async def Generate(  # type: ignore[override]
         self, request: oe.GenerateRequest, context: _Context
     ) -> None:
         """Stream events by context.write, which applies backpressure. A failure before acceptance
@@ -140,10 +140,8 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         )
         await serving.generate(own, call)
 
-    async def GetServerInfo(  # noqa: N802
-        self,
-        request: oe.GetServerInfoRequest,  # noqa: ARG002, the signature of the .proto
-        context: _Context,  # noqa: ARG002
+    async def GetServerInfo(
+        self, request: oe.GetServerInfoRequest, context: _Context
     ) -> oe.ServerInfo:
         """Describe this gateway and its decode workers."""
         decode = list(self._decode_workers())
@@ -162,10 +160,8 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
             ),
         )
 
-    async def GetModelInfo(  # noqa: N802
-        self,
-        request: oe.GetModelInfoRequest,
-        context: _Context,  # noqa: ARG002
+    async def GetModelInfo(
+        self, request: oe.GetModelInfoRequest, context: _Context
     ) -> oe.ModelInfo:
         """Describe one model and the request options that it supports."""
         facts = self._models.of(request.model).facts
@@ -196,11 +192,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
             ),
         )
 
-    async def GetLoad(  # noqa: N802
-        self,
-        request: oe.GetLoadRequest,  # noqa: ARG002
-        context: _Context,  # noqa: ARG002
-    ) -> oe.LoadInfo:
+    async def GetLoad(self, request: oe.GetLoadRequest, context: _Context) -> oe.LoadInfo:
         """Load of the decode workers and of the gateway's queue."""
         decode = list(self._decode_workers())
         waiting = sum(serving.num_waiting for serving in self._models)
@@ -213,11 +205,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
             total_kv_blocks=sum(worker.num_blocks for worker in decode),
         )
 
-    async def Health(  # noqa: N802
-        self,
-        request: oe.HealthRequest,
-        context: _Context,  # noqa: ARG002
-    ) -> oe.HealthResponse:
+    async def Health(self, request: oe.HealthRequest, context: _Context) -> oe.HealthResponse:
         """READY if all requested checks pass. The inference probe generates one token."""
         ready, not_ready = oe.HEALTH_STATE_READY, oe.HEALTH_STATE_NOT_READY
         has_workers = any(worker.state == "ready" for worker in self._decode_workers())
@@ -241,9 +229,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         is_ready = all(check.state == ready for check in checks)
         return oe.HealthResponse(state=ready if is_ready else not_ready, checks=checks)
 
-    async def Abort(  # noqa: N802
-        self, request: oe.AbortRequest, context: _Context
-    ) -> oe.AbortResponse:
+    async def Abort(self, request: oe.AbortRequest, context: _Context) -> oe.AbortResponse:
         """Abort requests of this protocol; those of other APIs continue."""
         match request.WhichOneof("target"):
             case "all_requests":
@@ -267,44 +253,32 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
             running.task.cancel()
         return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED, message=f"{len(found)} requests")
 
-    async def ListLoras(  # noqa: N802
-        self,
-        request: oe.ListLorasRequest,  # noqa: ARG002
-        context: _Context,  # noqa: ARG002
+    async def ListLoras(
+        self, request: oe.ListLorasRequest, context: _Context
     ) -> oe.ListLorasResponse:
         """Adapters that every decode worker of their model has, numbered from 1."""
         names = [name for serving in self._models for name in serving.facts.adapters]
         adapters = [oe.LoraAdapter(lora_id=i, lora_name=n) for i, n in enumerate(names, start=1)]
         return oe.ListLorasResponse(adapters=adapters)
 
-    async def LoadLora(  # noqa: N802
-        self,
-        request: oe.LoadLoraRequest,  # noqa: ARG002
-        context: _Context,
-    ) -> oe.LoadLoraResponse:
+    async def LoadLora(self, request: oe.LoadLoraRequest, context: _Context) -> oe.LoadLoraResponse:
         """Refused."""
         return await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _NO_LOADING)
 
-    async def UnloadLora(  # noqa: N802
-        self,
-        request: oe.UnloadLoraRequest,  # noqa: ARG002
-        context: _Context,
+    async def UnloadLora(
+        self, request: oe.UnloadLoraRequest, context: _Context
     ) -> oe.UnloadLoraResponse:
         """Refused."""
         return await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _NO_LOADING)
 
-    async def GetKvEventSources(  # noqa: N802
-        self,
-        request: oe.GetKvEventSourcesRequest,  # noqa: ARG002
-        context: _Context,  # noqa: ARG002
+    async def GetKvEventSources(
+        self, request: oe.GetKvEventSourcesRequest, context: _Context
     ) -> oe.GetKvEventSourcesResponse:
         """Return none: the gateway itself routes by cached prefix."""
         return oe.GetKvEventSourcesResponse()
 
-    async def SubscribeKvEvents(  # type: ignore[override]  # noqa: N802
-        self,
-        request: oe.SubscribeKvEventsRequest,  # noqa: ARG002
-        context: _Context,
+    async def SubscribeKvEvents(  # type: ignore[override]
+        self, request: oe.SubscribeKvEventsRequest, context: _Context
     ) -> None:
         """Refused."""
         await context.abort(
