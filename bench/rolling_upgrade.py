@@ -40,9 +40,9 @@ from bench.machine import BUNDLED_MODEL, ROOT, document_of, now, publish
 FROZEN = ROOT / "tests" / "frozen"
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 NUM_PROMPTS = 8
-#: How long a process has to end its streams.
+#: Seconds for a process to end its streams.
 _DRAIN_S = 30.0
-#: How long a gateway has to find a worker that is new at its address.
+#: Seconds for a gateway to find a new worker at a known address.
 _PATIENCE_S = 30.0
 _LOOK_EVERY_S = 0.05
 _STEP_MS = 8.0
@@ -110,12 +110,13 @@ class RollingCluster:
         """lifeline: read end of a pipe; its end of file stops all children."""
         self._lifeline = lifeline
         self._children: dict[str, Child] = {}
-        #: Of each gateway so far: the last takes new streams; others may still be read from.
+        #: Clients of all gateways so far: the last one takes new streams; others may still be read
+        #: from.
         self._clients: list[AsyncClient] = []
 
     @property
     def client(self) -> AsyncClient:
-        """Of the gateway that takes new streams."""
+        """Client of the gateway that takes new streams."""
         return self._clients[-1]
 
     async def start(self, version: Version) -> None:
@@ -180,11 +181,11 @@ class RollingCluster:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the streams."""
+    """Results of the streams."""
 
     num_streams: int = 0
     num_mixed: int = 0
-    """Ended while both versions served."""
+    """Streams that ended while both versions served."""
     num_resumed: int = 0
     failures: list[str] = field(default_factory=list)
     num_unequal: int = 0
@@ -195,7 +196,7 @@ class Tally:
 
 
 class Load:
-    """Streams without end, a fixed number at a time, of a few prompts."""
+    """A fixed number of concurrent streams, restarted endlessly, with few prompts."""
 
     def __init__(self, cluster: RollingCluster, vocab_size: int) -> None:
         rng = random.Random(7)
@@ -248,7 +249,7 @@ class Load:
 
 
 async def roll(old: Version, new: Version, num_streams: int) -> Tally:
-    """From one to the other and back, process by process."""
+    """Roll from one version to the other and back, process by process."""
     lifeline, held = os.pipe()
     cluster = RollingCluster(lifeline)
     async with AsyncExitStack() as stack:

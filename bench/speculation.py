@@ -50,10 +50,10 @@ from worker_core.commands import Command, Open
 from worker_core.speculation.interface import Estimate
 from worker_core.speculation.speculator import Speculator, build_speculation
 
-#: Modules whose functions are the prompts.
+#: Modules with the functions used as prompts.
 MODULES = ("calendar", "fnmatch", "heapq", "shutil", "statistics", "textwrap")
 
-#: Sizes of functions that are taken, in characters.
+#: Accepted lengths of functions, in characters.
 PROMPT_CHARS = range(200, 900)
 
 METHODS = ("none", "control", "ngram", "draft")
@@ -63,7 +63,7 @@ NUM_STRETCHES = 10
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """num_at_once sequences, always."""
+    """Keeps num_at_once sequences running."""
 
     name: str
     temperature: float
@@ -73,7 +73,7 @@ class Workload:
 
 @dataclass(slots=True)
 class Tally:
-    """What one core did. stretches: (tokens, seconds) of each."""
+    """Results of one core. stretches: (tokens, seconds) of each."""
 
     stretches: list[tuple[int, float]] = field(default_factory=lambda: [(0, 0.0)])
     num_drafted: int = 0
@@ -87,8 +87,8 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one method and workload. ratio: to the same without speculation, median over the
-    stretches; low and high: quartiles."""
+    """One method and workload. ratio: relative to no speculation, median over the stretches; low
+    and high: quartiles."""
 
     tokens_per_s: float
     ratio: float
@@ -121,7 +121,7 @@ def spec_of(index: int, workload: Workload, texts: Sequence[tuple[int, ...]]) ->
 
 
 class AlwaysDrafting(Speculator):
-    """Drafts as much in every step as `max_num_drafts` says, whatever it costs."""
+    """Always drafts `max_num_drafts` tokens, regardless of their cost."""
 
     def _lengths(self, _tracks: object, estimates: Sequence[Estimate], *_: object) -> list[int]:
         return [min(self.max_num_drafts, estimate.num_drafts) for estimate in estimates]

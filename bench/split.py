@@ -57,7 +57,7 @@ BASE_SETTINGS: Mapping[str, object] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Requests with short prompts at even gaps. rate: requests/s."""
+    """Requests with short prompts at equal intervals. rate: requests/s."""
 
     rate: float = 4.0
     num_input_tokens: int = 64
@@ -66,7 +66,7 @@ class Steady:
 
 @dataclass(frozen=True, slots=True)
 class MixedLoad:
-    """steady, bursts: in order of their times; the two overlap."""
+    """steady, bursts: in order of time; the two overlap."""
 
     steady: tuple[LoadRequest, ...]
     bursts: tuple[LoadRequest, ...]
@@ -74,8 +74,8 @@ class MixedLoad:
 
 @dataclass(frozen=True, slots=True)
 class MixedSummary:
-    """Latencies in milliseconds. itl_ms, tpot_ms: of the steady requests. attainment: of all
-    requests, the share that is complete and inside the SLO."""
+    """Latencies in milliseconds. itl_ms, tpot_ms: of the steady requests. attainment: share of all
+    requests that complete inside the SLO."""
 
     num_steady: int
     num_bursts: int
@@ -110,7 +110,7 @@ def mixed_load(
 
 
 def summarise_mixed(steady: Sequence[Record], bursts: Sequence[Record], slo: Slo) -> MixedSummary:
-    """Of one run's records. Raises ValueError if there are none."""
+    """Summarise one run's records. Raises ValueError if there are none."""
     records = (*steady, *bursts)
     if not records:
         raise ValueError("no request was made")
@@ -154,7 +154,7 @@ class Comparison:
 def clusters_of(
     model: str, tuned_tokens: int, settings: Mapping[str, object]
 ) -> dict[str, ServeOptions]:
-    """The rivals, by name. settings: options of all. Raises ConfigError."""
+    """Clusters to compare, by name. settings: options of all. Raises ConfigError."""
     base = {**BASE_SETTINGS, **settings}
     # A step has room for a token of each sequence.
     base["max_num_seqs"] = min(cast("int", base["max_num_seqs"]), tuned_tokens)

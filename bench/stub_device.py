@@ -1,5 +1,5 @@
-"""The real engine over a device that computes nothing: what is left is the engine's own work on the
-host, with the decode steps' metadata, their replay and their draws."""
+"""The real engine on a device that computes nothing, to time the engine's host work: metadata of
+decode steps, replay, and draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.torch.engine import TorchEngine
 from engine.torch.rope import make_rope
 from engine.torch.step_runner import EagerStep, EagerSteps, LayerDone, StepModel
 
-#: A Llama that is hardly there: the host's work for a step depends on sequences and contexts alone.
+#: A minimal Llama: host work per step depends on sequences and contexts only.
 _CONFIG: Mapping[str, object] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -106,7 +106,7 @@ class _Eager:
 
 
 class StubDeviceEngine(TorchEngine):
-    """Every row gets the same token. num_eager_steps: those that were not replayed."""
+    """Every row gets the same token. num_eager_steps: steps that were not replayed."""
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
-"""What is sent: recorded loads (when requests came, how long they were, and which prefixes they
-shared; no text, no token ids), and requests with token ids made from such lengths. The same for the
-same seed."""
+"""Requests: recorded loads (arrivals, lengths and shared prefixes, without text or token ids), and
+requests with token ids made from lengths. Deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -137,8 +136,8 @@ class LoadRequest:
 def synthetic_entries(
     num_requests: int, num_input_tokens: int, num_output_tokens: int, spread: float, rng: Random
 ) -> tuple[TraceEntry, ...]:
-    """Requests whose lengths are uniform within `spread` (0..1, as a share) around the means, each
-    at least 1."""
+    """Requests with lengths uniform within `spread` (0..1, a share) of the means, each at least
+    1."""
     if not 0 <= spread <= 1:
         raise ValueError(f"spread {spread}: give 0 to 1")
 

@@ -16,7 +16,7 @@ from bench.machine import forced_level, level_environment
 from bench.peers.models import checkpoint, gguf_file, peers_python
 from bench.peers.task import Answer, Task
 
-#: Those that run quantised weights.
+#: Contenders with quantised weights.
 INT8 = ("baton", "llama.cpp")
 CONTENDERS = ("baton", "llama.cpp", "transformers", "continuous-batching")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def command_of(contender: str, model: str, dtype: str, num_threads: int) -> list
         path = gguf_file(model, dtype)
         return [str(peers_python()), "-m", "bench.peers.llama_cpp", str(path), threads]
     folder = str(checkpoint(model, dtype))
-    # What is quantised names its own types; what computes beside it is bfloat16.
+    # Quantised weights define their own dtypes; the remaining computation uses bfloat16.
     loaded_as = "bfloat16" if dtype == "int8" else dtype
     return [sys.executable, "-m", "bench.peers.contender", contender, folder, loaded_as, threads]
 
@@ -91,7 +91,7 @@ def contender_process(command: Sequence[str]) -> Iterator[ContenderProcess]:
 
 
 def orders(names: Sequence[str], num_rounds: int) -> Iterator[tuple[str, ...]]:
-    """Of each round: all names, beginning with the next of them each time."""
+    """Order of names in each round, rotated by one each time."""
     for index in range(num_rounds):
         first = index % len(names)
         yield (*names[first:], *names[:first])

@@ -1,5 +1,5 @@
-"""What a contender is asked and what it answers. Of the standard library alone: peers run it in
-environments of their own."""
+"""Tasks and answers of contenders. Standard library only: peers run in environments of their
+own."""
 
 from __future__ import annotations
 

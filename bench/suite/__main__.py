@@ -45,12 +45,12 @@ class Places:
     page: Path
 
     def result(self, section: Section) -> Path:
-        """Of this machine."""
+        """Path of this machine's result."""
         name = f"{section.name}-{level()}" if section.is_per_level else section.name
         return self.results / f"{name}.json"
 
     def read(self, section: Section) -> dict[str, Any] | None:
-        """What its tables are rendered from; None if nothing was measured."""
+        """Data that the section's tables are rendered from; None if nothing was measured."""
         if section.is_per_level:
             paths = sorted(self.results.glob(f"{section.name}-*.json"), reverse=True)
             return {"machines": [json.loads(path.read_text()) for path in paths]} if paths else None
@@ -59,8 +59,8 @@ class Places:
 
 
 def rendered(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with all of its generated parts as the results say. Raises PageError if one of them
-    has no place."""
+    """The page with all generated parts updated from results. Raises PageError if a part is missing
+    in it."""
     for name, (section, render) in tables().items():
         body = render(results[section]) if section in results else NOT_MEASURED
         page = replaced(page, name, body)

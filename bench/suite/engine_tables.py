@@ -8,8 +8,7 @@ from typing import Any
 
 from bench.suite.markdown import Goal, about, goal_line, number, table
 
-#: Models too large for any cache of such a machine: only there is reading memory what bounds a
-#: step.
+#: Models larger than caches, where memory reads bound a step.
 _LARGE = ("125m", "1.1b")
 
 _STEP = Goal("Goal: a step of one sequence in bfloat16 at 0.85 of the read roof or more", 0.85)
@@ -275,7 +274,7 @@ class _Level:
         return None if ours is None or not theirs else min(theirs) / ours
 
     def least_gain_over_torch(self, tasks: Sequence[tuple[Any, ...]]) -> float | None:
-        """Of steps and prompts of all tasks."""
+        """The least over steps and prompts of all tasks."""
         gains = [
             gain
             for task in tasks
@@ -285,7 +284,7 @@ class _Level:
         return min(gains, default=None)
 
     def roofs(self) -> str:
-        """Of bfloat16 on the largest model measured."""
+        """Roofs of bfloat16 on the largest model measured."""
         roof = [r for r in self.measured["roofs"] if r["dtype"] == "bfloat16"][-1]
         return f"{roof['read_bytes_per_s'] / 1e9:.1f}; {roof['flops_per_s'] / 1e9:.0f}"
 

@@ -22,11 +22,10 @@ Render = Callable[[Mapping[str, Any]], str]
 class Section:
     """One program and its result, bench/results/NAME.json.
 
-    tables: what renders each generated part of the page. quick: arguments that try it in seconds;
-    its figures mean nothing.
-    trace: arguments before a trace's path, if it can use one.
-    is_per_level: whether machines whose best CPU levels differ each keep a result of their own,
-    bench/results/NAME-LEVEL.json; its tables get all of them, as `machines`.
+    tables: renderer of each generated part of the page. quick: arguments for a trial of seconds
+    with meaningless figures. trace: arguments before a trace's path, if it can use one.
+    is_per_level: machines with different best CPU levels keep separate results,
+    bench/results/NAME-LEVEL.json; tables get all of them, as `machines`.
     """
 
     name: str
@@ -143,7 +142,7 @@ SECTIONS = (
 
 
 def tables() -> dict[str, tuple[str, Render]]:
-    """Of each generated part: the section whose result it shows, and what renders it."""
+    """By generated part: its section, and its renderer."""
     return {
         name: (section.name, render)
         for section in SECTIONS
