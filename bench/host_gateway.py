@@ -57,7 +57,7 @@ class Flow:
 
     @property
     def offered_per_s(self) -> float | None:
-        """Tokens per second of all streams; None if the readers determine it."""
+        """Tokens per second of all streams; None if the readers determine the rate."""
         return self.num_streams * self.step_tokens / self.step_ms * 1e3 if self.step_ms else None
 
 

@@ -2,16 +2,16 @@
 
     python -m bench.rolling_upgrade [--release 0.1.0] [--num-streams 12] [--json FILE]
 
-The release's commit (tests/frozen/RELEASE/commit) is checked out into a worktree of its own, whose
-processes use this environment's packages and build a native library of their own. Two prefill and
-two decode workers and a gateway start from it, with engines that compute nothing (`--engine
-oracle`): any KV block that is lost, doubled or changed shows in the tokens. Streams come without
-end, so many at a time. Then the processes are replaced one by one, the workers first: one of the
-other version takes the place, and the port, of one that has drained and ended. A new
-gateway starts beside the old one, which ends when its streams do. Then all of it goes back.
+The release's commit (tests/frozen/RELEASE/commit) is checked out into its own worktree; its
+processes use this environment's packages and build their own native library. Two prefill workers,
+two decode workers and a gateway start from it, on engines that compute nothing (`--engine oracle`):
+any KV block that is lost, duplicated or changed shows in the tokens. A fixed number of streams runs
+at any time. Then the processes are replaced one by one, workers first: a worker drains and ends,
+and one of the other version takes its place and port. A new gateway starts beside the old one,
+which ends with its last stream. Then everything is rolled back.
 
-Reported are: the streams that failed, those whose tokens differ from what the first of the same
-prompt had, and how many ended while both versions served. Exit status 1 unless the first two are 0.
+Reported: failed streams, streams with tokens that differ from the first ones of the same prompt,
+and streams that ended while both versions served. Exit status 1 unless the first two are 0.
 """
 
 from __future__ import annotations

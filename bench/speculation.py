@@ -1,16 +1,14 @@
-"""What speculation gains: tokens a second of a decode worker with and without, step by step in
-turn.
+"""Gain of speculation: tokens per second of a decode worker with and without it, in turns.
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48]
         [--eagle DIR] [--medusa DIR] [--tree WIDTHS] [--always N]
         [--clock wall|cpu] [--json FILE]
 
-One decode core for each method (none, none again as a control, ngram, draft, and eagle and medusa
-if heads are given, also with a tree if its widths are, and with N drafts in every step, whatever
-they gain) in this process, each with an engine of its own: the control's ratio is what the
-measurement errs by. They take turns at every step, so that whatever else the machine does falls on
-all of them alike; with --clock cpu and one thread, the seconds are those that the process computed,
-which hardly depend on others at all.
+One decode core per method (none, none again as a control, ngram, draft; eagle and medusa if heads
+are given, also with a tree if --tree is given, and with N drafts in every step, regardless of gain)
+in this process, each with its own engine; the control's ratio is the error of the measurement. The
+cores take turns at every step, so that other load affects all alike; with --clock cpu and one
+thread, CPU seconds are measured, which hardly depend on other load.
 As soon as a sequence ends the next one is opened, the same for each method: the batch is always
 full. Shown are tokens over the seconds of a core's own steps, prompts and drafting included; the
 ratio to none, median and quartiles over ten stretches of the run; how many drafts were right; and

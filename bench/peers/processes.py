@@ -23,11 +23,11 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class ContenderFailed(Exception):
-    """Its process ended, with the last line that it wrote."""
+    """The process ended; has its last line of output."""
 
 
 def command_of(contender: str, model: str, dtype: str, num_threads: int) -> list[str]:
-    """How a contender is started on one of bench.peers.models.NAMES. Raises PeerMissing,
+    """Command of a contender for a model of bench.peers.models.NAMES. Raises PeerMissing,
     KeyError."""
     threads = str(num_threads)
     if contender == "llama.cpp":
@@ -72,7 +72,7 @@ class ContenderProcess:
 
 @contextmanager
 def contender_process(command: Sequence[str]) -> Iterator[ContenderProcess]:
-    """Ended by the end of its input."""
+    """A running contender; the end of its input stops it."""
     with (
         TemporaryFile() as log,
         subprocess.Popen(
@@ -99,8 +99,8 @@ def orders(names: Sequence[str], num_rounds: int) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """answers: of each contender and task, in order of the rounds. failures: why a contender has
-    none, or no more."""
+    """answers: by contender and task, in order of the rounds. failures: reason for missing
+    answers."""
 
     answers: Mapping[str, Mapping[Task, Sequence[Answer]]]
     failures: Mapping[str, str]
@@ -112,8 +112,8 @@ def ask_all(
     num_rounds: int,
     before_round: Callable[[], None] = lambda: None,
 ) -> Asked:
-    """Each task in `num_rounds` rounds, after one that warms up and does not count. A contender
-    that fails is asked no more, and the others go on."""
+    """Run each task in `num_rounds` rounds after an uncounted warm-up. A failed contender is
+    skipped from then on."""
     answers: dict[str, dict[Task, list[Answer]]] = {
         name: {task: [] for task in tasks} for name in commands
     }

@@ -43,22 +43,22 @@ class Section:
         return ("-m", self.module, *arguments, *recorded, "--json", result)
 
 
-#: A model whose step takes long enough to be seen among the switches of two cores that five
-#: processes share, and whose long prompts one core reads at the lower rate.
+#: A model with steps long enough to be visible among context switches of two cores and five
+#: processes, and with long prompts that one core can process at the lower rate.
 _SPLIT = (
     *("125m", "--long-tokens", "600", "--burst-size", "2", "--rate", "0.5", "--rate", "1"),
     *("--seconds", "20", "--steady-rate", "1.5", "--steady-output-tokens", "96"),
     *("--ttft-slo-ms", "3000", "--tpot-slo-ms", "60"),
 )
-#: About the floors of an 8B model on an H200, 64 sequences of 1,000 tokens in a step.
+#: About the floors of an 8B model on an H200: 64 sequences of 1,000 tokens per step.
 _H200 = ("--oracle-step-ms", "5.5", "--oracle-token-us", "20")
 _SPLIT_SIMULATED = (
     *(*_H200, "--long-tokens", "2000", "--tuned-tokens", "256"),
     *("--rate", "4", "--rate", "8", "--seconds", "10", "--steady-rate", "6"),
     *("--ttft-slo-ms", "1500", "--tpot-slo-ms", "12"),
 )
-#: The same model on a GPU of 2 TB/s and 312 TFLOP/s, with few sequences: 0.75 of the one, 0.6 of
-#: the other.
+#: The same model on a GPU with 2 TB/s and 312 TFLOP/s and few sequences, at 0.75 of the former and
+#: 0.6 of the latter.
 _A100 = ("--oracle-step-ms", "10.5", "--oracle-token-us", "85")
 _SPLIT_SLOW = (
     *(*_A100, "--long-tokens", "2000", "--tuned-tokens", "128"),
