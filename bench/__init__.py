@@ -1,2 +1,1 @@
-"""Measuring tools. They stand outside the package, use it as users do, and are run from a
-checkout."""
+"""Measuring tools. They use the packages as users do, and run from a checkout only."""

@@ -1,27 +1,26 @@
-"""What of the host's work for a decode step is hidden behind the device, where steps are launched
-ahead. See bench/README.md.
+"""Host work per decode step that launching steps ahead hides. See bench/README.md.
 
     python -m bench.ahead [--num-seqs 64 ...] [--step-ms 6] [--json FILE]
 
-A decode core over an engine whose steps take --step-ms and no processor, as a device's do:
-milliseconds from step to step when each waits for the tokens of the one before, and when it is
-launched before they are there.
+A decode core over an engine with steps of --step-ms that use no CPU, as on a device: milliseconds
+from step to step, first when each step waits for the previous tokens, then when it is launched
+before they exist.
 
     python -m bench.ahead --context 1024 8192 32768 [--num-seqs 1 64 256]
 
-The same core over the real engine, whose device is a stub that takes no time: milliseconds of the
-host for a step, by sequences and tokens of context, and of these what Engine.launch takes.
+The same core over the real engine on a stub device that takes no time: host milliseconds per step,
+by sequences and tokens of context, and the part of Engine.launch.
 
     python -m bench.ahead --prompts 64 512 8192 [--chunk 2048] [--step-ms 20]
 
-A prefill core over the real engine, whose device is a stub that takes --step-ms for a step of
---chunk tokens: milliseconds from step to step while prompts of each length are computed and handed
-off, waiting and launched ahead.
+A prefill core over the real engine on a stub device that takes --step-ms per step of --chunk
+tokens: milliseconds from step to step while prompts of each length are computed and handed off,
+without and with launching ahead.
 
     python -m bench.ahead --prefill 512 --context 1024 8192 32768 [--num-seqs 1 64 256]
 
-Engine.launch of steps that compute --prefill tokens of a prompt with so much context beside
-sequences that decode: where block tables are on the device, and where each step sends them whole.
+Time of Engine.launch for steps with --prefill tokens of a prompt and decoding sequences of
+--context tokens: with block tables kept on the device, and with tables sent in each step.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Destination, Open
 from worker_core.worker import collect_garbage_less_often
 
-#: Steps in a row of one way, before those of the other: what disturbs the machine meets both.
+#: Consecutive steps of one variant before those of the other, so that disturbances affect both.
 _ROUND = 20
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Milliseconds from step to step, in the median. engine_ms: what the engine itself takes."""
+    """Median milliseconds from step to step. engine_ms: time of the engine itself."""
 
     num_seqs: int
     engine_ms: float
@@ -67,12 +66,12 @@ class StepTimes:
 
     @property
     def hidden_share(self) -> float:
-        """Of what the host adds to a step when it waits."""
+        """Hidden share of the host time that a waiting step adds."""
         return (self.waiting_ms - self.ahead_ms) / (self.waiting_ms - self.engine_ms)
 
 
 def measure_ahead(num_seqs: int, engine_ms: float, num_rounds: int) -> StepTimes:
-    """Both ways in turns, in this process."""
+    """Measure both variants in turns, in this process."""
     collect_garbage_less_often(num_seqs)
     num_tokens = 2 * BLOCK_SIZE + (num_rounds + 1) * _ROUND
     num_blocks = num_seqs * (num_tokens // BLOCK_SIZE + 2)
@@ -86,7 +85,7 @@ def measure_ahead(num_seqs: int, engine_ms: float, num_rounds: int) -> StepTimes
     times_ms: list[list[float]] = [[], []]
     for _ in range(num_rounds):
         for rig, own_ms in zip(rigs, times_ms, strict=True):
-            rig.step()  # what was in flight is long done
+            rig.step()  # all earlier launches are complete
             own_ms += [_step_ms(rig) for _ in range(_ROUND - 1)]
     waiting_ms, ahead_ms = map(median, times_ms)
     return StepTimes(num_seqs, engine_ms, waiting_ms, ahead_ms)
@@ -100,8 +99,7 @@ def _step_ms(rig: HostRig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HostTimes:
-    """Milliseconds of the host for a step that is launched ahead, in the median. launch_ms:
-    Engine.launch."""
+    """Median host milliseconds of a step launched ahead. launch_ms: Engine.launch."""
 
     num_seqs: int
     context: int
@@ -110,7 +108,7 @@ class HostTimes:
 
 
 def measure_host(num_seqs: int, context: int, num_steps: int) -> HostTimes:
-    """Raises RuntimeError if a step is not replayed."""
+    """Host time per step. Raises RuntimeError if a step is not replayed."""
     collect_garbage_less_often(num_seqs)
     num_tokens = context + num_steps + 2 * BLOCK_SIZE
     num_blocks = num_seqs * (num_tokens // BLOCK_SIZE + 2)
@@ -128,7 +126,7 @@ def measure_host(num_seqs: int, context: int, num_steps: int) -> HostTimes:
 
 
 class _TimedEngine(StubDeviceEngine):
-    """launches_ms: of each launch."""
+    """launches_ms: time of each launch."""
 
     def __init__(self, *sizes: int, has_tables: bool = True) -> None:
         super().__init__(*sizes, has_tables=has_tables)
@@ -143,8 +141,8 @@ class _TimedEngine(StubDeviceEngine):
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """Milliseconds of Engine.launch for a step of a prompt's chunk beside sequences that decode, in
-    the median. sent_ms: where it sends all block tables; ms: where the device has them."""
+    """Median milliseconds of Engine.launch for a step with a prompt chunk and decoding sequences.
+    sent_ms: with all block tables sent; ms: with tables kept on the device."""
 
     num_seqs: int
     context: int
@@ -154,7 +152,7 @@ class PrefillTimes:
 
 
 def measure_prefill(num_seqs: int, context: int, num_new: int, num_steps: int) -> PrefillTimes:
-    """Both ways in turns. num_seqs: with the prompt."""
+    """Measure both variants in turns. num_seqs: including the prompt."""
     length = context + num_new + num_steps
     per_seq = -(-length // BLOCK_SIZE)
     num_blocks = num_seqs * per_seq
@@ -175,7 +173,7 @@ def measure_prefill(num_seqs: int, context: int, num_new: int, num_steps: int) -
         )
         for engine in engines:
             engine.forward(batch)
-    # The first step sends the tables either way.
+    # The first step sends the tables in both variants.
     sent_ms, ms = (median(engine.launches_ms[1:]) for engine in engines)
     return PrefillTimes(num_seqs, context, num_new, sent_ms, ms)
 
@@ -187,8 +185,8 @@ def _slice(table: BlockTable, start: int, num_new: int) -> SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class PromptTimes:
-    """Milliseconds from step to step of a prefill core, in the mean over all prompts. engine_ms:
-    what the device takes."""
+    """Mean milliseconds from step to step of a prefill core, over all prompts. engine_ms: time of
+    the device."""
 
     num_prompt_tokens: int
     chunk: int
@@ -200,7 +198,7 @@ class PromptTimes:
 def measure_prompts(
     num_prompt_tokens: int, chunk: int, engine_ms: float, num_steps: int, num_rounds: int
 ) -> PromptTimes:
-    """Both ways in turns. num_steps: of one way in a round."""
+    """Measure both variants in turns. num_steps: per variant and round."""
     num_prompts = num_steps * chunk // num_prompt_tokens
     collect_garbage_less_often(num_prompts)
     times_ms: list[list[float]] = [[], []]
@@ -217,7 +215,7 @@ def measure_prompts(
 def _prompts_ms(
     num_prompts: int, num_prompt_tokens: int, chunk: int, engine_ms: float, num_launches: int
 ) -> float:
-    """From the first step until all are handed off."""
+    """Seconds from the first step until all prompts are handed off."""
     num_blocks = num_prompts * (num_prompt_tokens // BLOCK_SIZE + 2)
     engine = _BusyDevice(num_blocks, num_prompts, num_prompt_tokens + 2, engine_ms / 1e3)
     pool = BlockPool(num_blocks, whole_blocks(BLOCK_SIZE), secret=secrets.token_bytes(32))
@@ -228,7 +226,7 @@ def _prompts_ms(
         for handle in range(num_prompts)
     ]
     num_left = num_prompts
-    # What comes in is taken in by the first step: of the two ways alike.
+    # The first step admits all prompts, in both variants alike.
     begin_s = time.perf_counter()
     while num_left:
         taken, commands[:] = tuple(commands), ()
@@ -238,7 +236,7 @@ def _prompts_ms(
 
 
 class _BusyDevice(StubDeviceEngine):
-    """Takes as long for each step as it is given, one after the other."""
+    """Takes the given time for each step, one after the other."""
 
     def __init__(
         self, num_blocks: int, largest_batch: int, max_model_len: int, step_s: float
@@ -255,7 +253,7 @@ class _BusyDevice(StubDeviceEngine):
 
 @dataclass(frozen=True, slots=True)
 class _BusyLaunch:
-    """Implements Launched. end_s: when the device is done with it."""
+    """Implements Launched. end_s: time at which the device completes it."""
 
     inner: Launched
     end_s: float
@@ -267,7 +265,7 @@ class _BusyLaunch:
 
 
 def prompts_table(found: Sequence[PromptTimes]) -> Table:
-    """Milliseconds."""
+    """Markdown, in milliseconds."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("prompt", "chunk", "engine", "waiting", "ahead"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -278,7 +276,7 @@ def prompts_table(found: Sequence[PromptTimes]) -> Table:
 
 
 def prefill_table(found: Sequence[PrefillTimes]) -> Table:
-    """Milliseconds."""
+    """Markdown, in milliseconds."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("sequences", "context", "new tokens", "tables sent", "on the device"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -289,7 +287,7 @@ def prefill_table(found: Sequence[PrefillTimes]) -> Table:
 
 
 def host_table(found: Sequence[HostTimes]) -> Table:
-    """Milliseconds."""
+    """Markdown, in milliseconds."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("sequences", "context", "step", "launch"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -300,7 +298,7 @@ def host_table(found: Sequence[HostTimes]) -> Table:
 
 
 def steps_table(found: Sequence[StepTimes]) -> Table:
-    """Milliseconds."""
+    """Markdown, in milliseconds."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("sequences", "engine", "waiting", "ahead", "hidden"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -311,7 +309,7 @@ def steps_table(found: Sequence[StepTimes]) -> Table:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--step-ms", type=float, default=6.0)

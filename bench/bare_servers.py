@@ -1,5 +1,5 @@
-"""The floors under a gateway: servers that answer with chunks like its own, of one text and at the
-same pace, and have nothing but their protocol around them."""
+"""Lower bounds for a gateway: servers that write the same chunks at the same pace, with only their
+protocol."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _HEAD = (
 
 
 class Steps:
-    """As those of an engine: all streams write a chunk when one ends, and nothing until the next.
-    To the caches it is another thing to write as many chunks without a pause.
+    """Steps of an engine: all streams write a chunk at the end of one, and nothing until the next.
+    Chunks written without pauses would use CPU caches differently.
 
-    step_s: from one's end to the next; 0 to wait only until others have had their turn.
+    step_s: seconds from one end to the next; 0: only yield to other tasks.
     """
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._end_s = 0.0
-        """Of the last one that was waited for, on the event loop's clock."""
+        """End of the last step waited for, in event loop time."""
         self._has_ended: asyncio.Event | None = None
-        """Of the one that is waited for."""
+        """Event of the step waited for."""
 
     async def next(self) -> None:
-        """Wait for the end of the step that runs."""
+        """Wait for the end of the current step."""
         if self._has_ended is None:
             loop = asyncio.get_running_loop()
             self._has_ended = asyncio.Event()
@@ -49,7 +49,7 @@ class Steps:
 
 
 class BareInference(inference_pb2_grpc.InferenceServiceServicer):
-    """Of gRPC. token_ids: of each chunk."""
+    """The gRPC server. token_ids: of each chunk."""
 
     def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int], steps: Steps) -> None:
         self._steps = steps
@@ -67,8 +67,8 @@ class BareInference(inference_pb2_grpc.InferenceServiceServicer):
 
 @asynccontextmanager
 async def start_bare_sse(host: str, text: str, num_tokens: int, steps: Steps) -> AsyncIterator[str]:
-    """Of server-sent events, on asyncio's streams; its host:port. text: of each chunk, which is
-    counted as num_tokens."""
+    """Start the server-sent events server, on asyncio streams; yields its host:port. text: of each
+    chunk, counted as num_tokens."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()

@@ -1,22 +1,20 @@
-"""Faults on real processes and their links under load: what each costs, and that no stream loses,
-doubles or changes a token.
+"""Faults on real processes and links under load: their cost, and the correctness of every stream.
 
     python -m bench.chaos [--num-streams 500] [--seed N] [--only TEXT] [--json FILE]
         [--window N] [--states]
 
-Starts prefill and decode workers on oracle engines, whose right output is known, and a gateway,
-with a proxy on every link between them and to the clients. Streams come without end,
-`--concurrency` at once, each of 1 or 2 choices, greedy or seeded; some clients stop reading for a
-while, and some give up. One fault after the other is injected, and the next one not before all
-that lived through the last one have ended, until enough have lived through one: they ran at some
-time between the fault and the moment when all workers were ready again. At the end, no block may be
-held 10 s after the last stream. --window and --states: the workers' --oracle-window and
---oracle-has-states.
+Starts a gateway and prefill and decode workers on oracle engines, which have a known correct
+output, with a proxy on every link between them and to the clients. `--concurrency` streams run at
+any time, each of 1 or 2 choices, greedy or seeded; some clients stop reading for a while, and some
+cancel. Faults are injected one at a time. A stream is exposed to a fault if it ran between the
+fault and the moment when all workers were ready again; the next fault follows when enough streams
+were exposed and all of them have ended. No block may be held 10 s after the last stream. --window
+and --states: the workers' --oracle-window and --oracle-has-states.
 
-Shown per fault: streams that lived through it; of them resumed, ended by an error, and wrong (a
-token lost, doubled or not the oracle's, something after the end, or a wrong charge); and of the
-resumed, but for those whose readers stopped, the longest silence between two tokens (the resume
-gap); and the longest silence of any, resumed or not.
+Shown per fault: exposed streams; the resumed, failed and wrong ones among them (a token lost,
+duplicated or different from the oracle's, output after the end, or wrong usage); the longest gap
+between two tokens of resumed streams with active readers (the resume gap); and the longest gap of
+any stream.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ CHUNK_TOKENS = 128
 NUM_TOKENS = 160
 MAX_PROMPT_TOKENS = 400
 
-#: Longest time to compute a prompt and all its output anew, alone, in seconds.
+#: Maximum seconds to recompute a prompt and all its output, alone.
 REPREFILL_S = (MAX_PROMPT_TOKENS + NUM_TOKENS) / CHUNK_TOKENS * STEP_MS / 1e3
 
 
@@ -70,7 +68,7 @@ async def chaos(
     console: Console,
     layers: OracleLayers,
 ) -> tuple[list[FaultResult], int]:
-    """Results by fault, and blocks leaked, once `num_streams` streams lived through a fault."""
+    """Results by fault, and leaked blocks, after `num_streams` streams were exposed to a fault."""
     options = ServeOptions(
         model=BUNDLED_MODEL,
         engine="oracle",
@@ -119,7 +117,8 @@ def _draw(rng: random.Random, layers: OracleLayers) -> OracleRequest:
 
 
 def compare_with_oracle(records: Sequence[StreamRecord[OracleRequest]]) -> None:
-    """Afterwards, and beside this process: it takes longer than a stream's steps do."""
+    """Check streams after the run, in other processes: the oracle takes longer than the streams'
+    steps."""
     context = multiprocessing.get_context("spawn")
     requests = [record.request for record in records]
     with ProcessPoolExecutor(mp_context=context) as pool:
@@ -129,7 +128,7 @@ def compare_with_oracle(records: Sequence[StreamRecord[OracleRequest]]) -> None:
 
 
 def table_of(document: Mapping[str, Any]) -> str:
-    """Markdown, a line for each fault."""
+    """Markdown, one line per fault."""
     headings = ("Fault", "Times", "Streams through it", "Resumed", "Errors", "Wrong")
     rows = []
     for found in document["faults"]:

@@ -1,6 +1,6 @@
-"""The faults that bench.chaos injects: those of processes, and on links, by proxies.
+"""Faults injected by bench.chaos: of processes, and on links by proxies.
 
-Each names its victims by tier; the round decides which of the two workers it is.
+Each names its victims by tier; the round selects one of the tier's two workers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from bench.fault_proxy import FAIR, FaultProxy, ProxiedCluster, Way, Weather
 
 @dataclass(frozen=True, slots=True)
 class LinkedTarget(Target):
-    """Whose links may fail, too."""
+    """A target with links that may fail, too."""
 
     cluster: ProxiedCluster
 
     def link(self, victim: str) -> FaultProxy:
-        """ "kv decode" is the way of KV to the first decode worker."""
+        """Proxy of a link; "kv decode" is the KV channel to the first decode worker."""
         return self.cluster.links[self.name_of(victim)]
 
 
@@ -73,7 +73,7 @@ _FLIPPING = Weather(flip_every=20_000)
 
 
 def _of_link(victim: str, text: str) -> tuple[Fault[LinkedTarget], ...]:
-    """What may happen to any link."""
+    """Faults of any link."""
     return (
         Fault(f"cut {text}", _cutting(victim)),
         Fault(f"refuse {text}", _refusing(victim)),

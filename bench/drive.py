@@ -1,5 +1,5 @@
-"""An open loop: every request is sent when it is due, whatever has become of the others; and a
-whole measurement, every run of a plan, on clusters started for it or a gateway that runs."""
+"""Open-loop load: each request is sent when due, regardless of the others. Also runs a whole plan,
+on clusters started for it or on a running gateway."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from bench.workload import LoadRequest, TraceEntry
 
 @dataclass(frozen=True, slots=True)
 class DriveOptions:
-    """cache_salt: requests of loads with different salts share no cached prefix. timeout_s:
-    deadline of a request."""
+    """cache_salt: loads with different salts share no cached prefix. timeout_s: deadline of a
+    request, in seconds."""
 
     model: str = ""
     cache_salt: str = ""
@@ -36,8 +36,8 @@ class DriveOptions:
 async def drive(
     client: AsyncClient, requests: Sequence[LoadRequest], options: DriveOptions
 ) -> tuple[Record, ...]:
-    """Send all requests, each at its time, and measure them; in their order. A failed one is a
-    record, too."""
+    """Send all requests, each at its time; returns their records in the same order, including
+    failures."""
     loop = asyncio.get_running_loop()
     start_s = loop.time()
 
@@ -45,7 +45,7 @@ async def drive(
         return loop.time() - start_s
 
     async def run(request: LoadRequest) -> Record:
-        # The one kind of sleep that an open loop is made of.
+        # Waits for the due time: the only sleep in an open loop.
         await asyncio.sleep(request.due_s - now())
         return await _measure(client, request, options, now)
 
@@ -94,20 +94,20 @@ async def _measure(
     )
 
 
-#: SPLIT shares prompts between the tiers by load; in APART the prefill tier computes all of them.
+#: SPLIT: tiers share prompts by load. APART: the prefill tier computes all prompts.
 SPLIT, APART, COLOCATED, GIVEN = "split", "apart", "colocated", "given"
 
-#: Missing tokens that a decode worker computes itself all the same: a tail within a block.
+#: Maximum missing tokens that a decode worker computes itself: a tail within a block.
 _APART_TOKENS = 16
 
 
 def cluster_options(
     model: str, settings: Mapping[str, object], compares: bool
 ) -> dict[str, ServeOptions]:
-    """Options of `baton serve` for each target, by its name. Raises ConfigError.
+    """Options of `baton serve` by target name. Raises ConfigError.
 
-    settings: options by field name, as a YAML file of `baton serve` holds them. compares: whether
-    the same number of workers is measured colocated, too.
+    settings: options by field name, as in a YAML file of `baton serve`. compares: also measure the
+    same number of colocated workers.
     """
     base: dict[str, object] = {"log_level": "warning", **settings, "model": model, "port": 0}
     if not compares:
@@ -124,7 +124,8 @@ def cluster_options(
 
 
 def apart_options(model: str, settings: Mapping[str, object]) -> dict[str, ServeOptions]:
-    """A split whose prefill tier computes all prompts, by its name. Raises ConfigError."""
+    """Options of a split with all prompts computed by the prefill tier, by name. Raises
+    ConfigError."""
     options = {**settings, "colocated": False, "max_local_prefill_tokens": _APART_TOKENS}
     return {APART: cluster_options(model, options, compares=False)[SPLIT]}
 
@@ -134,7 +135,7 @@ async def started(
     clusters: Mapping[str, ServeOptions], given: str | None = None
 ) -> AsyncIterator[dict[str, AsyncClient]]:
     """Start the clusters, one after the other, and yield a client of each, by name. given: address
-    of a gateway that runs already. Raises StartupError."""
+    of a running gateway. Raises StartupError."""
     async with AsyncExitStack() as stack:
         clients = {}
         if given:
@@ -147,13 +148,13 @@ async def started(
         yield clients
 
 
-#: Requests that are sent one after the other before the first run on a target, and not measured.
+#: Unmeasured sequential requests before the first run on a target.
 NUM_WARM_UP = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One call of the program. rates: None stands for a trace's own."""
+    """One call of the program. A rate of None means the trace's own."""
 
     load: LoadOptions
     rates: tuple[float | None, ...]
@@ -162,8 +163,8 @@ class Session:
 
 
 async def measure(session: Session, clients: Mapping[str, AsyncClient]) -> tuple[Point, ...]:
-    """Run all of a session, and say on stderr what is done. clients: of each target, by name.
-    Raises BatonError, TraceError, ArrivalsError."""
+    """Run all of a session, with progress on stderr. clients: by target name. Raises BatonError,
+    TraceError, ArrivalsError."""
     models = [await client.model() for client in clients.values()]
     vocab_size = min(model.vocab_size for model in models)
     entries = entries_of(session.load, min(model.max_model_len for model in models))
@@ -198,7 +199,7 @@ async def _point(
     vocab_size: int,
 ) -> Point:
     requests, rate = load_of(session.load, entries, run, vocab_size)
-    # A salt of its own: a run finds no prefix that an earlier one has cached.
+    # A new salt per run, so that no run hits prefixes cached by an earlier one.
     options = DriveOptions(cache_salt=secrets.token_hex(8))
     records = await drive(client, requests, options)
     return Point(run.target, rate, run.repetition, summarise(records, session.slo))

@@ -3,10 +3,10 @@
     python -m bench.engine [--model NAME ...] [--dtype NAME ...] [--rounds 5] [--threads N]
         [--json FILE]
 
-The floor is the least time that a step or a prompt can take on this machine by the roof measured in
-this run: weights and KV read once at the read roof, or its operations at the roof of products,
-which is that of the CPU level, whichever is longer. A model that fits the cache can be faster.
-Rounds alternate with those of the roof; times are medians over all steps of all rounds. Models: see
+The floor is the minimum time of a step or prompt according to the roof measured in this run:
+reading weights and KV once at the read roof, or its operations at the roof of products of the CPU
+level, whichever is longer. A model that fits in the cache can be faster. Rounds alternate with
+those of the roof; times are medians over all steps of all rounds. Models: see
 bench/peers/models.py. Peers: see bench.peers.
 """
 
@@ -34,24 +34,24 @@ _TASKS = {
     "125m": (Task(1, 512, _TOKENS), Task(8, 128, _TOKENS)),
     "1.1b": (Task(1, 512, _TOKENS), Task(8, 16, _TOKENS)),
 }
-#: The operations that a float32 product of bfloat16 takes are not known by a roof: no floors for
-#: it.
+#: No float32: the roof does not cover its products with bfloat16 weights.
 _DTYPES = ("bfloat16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Milliseconds, for the figure in the same place. prompt_ms: None where operations have no roof
-    here (int8)."""
+    """Milliseconds, for the figure with the same index. prompt_ms: None without a roof of
+    operations (int8)."""
 
     step_ms: float
     prompt_ms: float | None
 
 
 def floor_s(config: ModelConfig, dtype: str, batch: int, context: int, roof: Roof) -> float:
-    """The least time of a step of `batch` sequences with `context` tokens each, KV in bfloat16.
+    """Minimum seconds of a step of `batch` sequences with `context` tokens each, KV in bfloat16.
 
-    int8: a byte a weight; only reading bounds it, as the roof of int8 operations is not measured.
+    int8: one byte per weight; bounded by reads only, as the roof of int8 operations is not
+    measured.
     """
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
     weight_bytes = _used_parameters(config) * (1 if dtype == "int8" else 2)
@@ -64,8 +64,8 @@ def floor_s(config: ModelConfig, dtype: str, batch: int, context: int, roof: Roo
 
 
 def prompt_floor_s(config: ModelConfig, context: int, roof: Roof) -> float:
-    """The least time of a prompt by its operations: causal attention, and logits of the last token
-    alone."""
+    """Minimum seconds of a prompt by its operations: causal attention, and logits of the last token
+    only."""
     embeddings = config.vocab_size * config.hidden_size
     in_layers = _used_parameters(config) - embeddings
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * context**2
@@ -73,16 +73,16 @@ def prompt_floor_s(config: ModelConfig, context: int, roof: Roof) -> float:
 
 
 def _used_parameters(config: ModelConfig) -> int:
-    """Those that a step reads: of embeddings that are not tied, only rows are looked up."""
+    """Parameters that a step reads; untied embeddings are excluded, as only some rows are read."""
     embeddings = config.vocab_size * config.hidden_size
     return num_parameters(config) - (0 if config.is_tied else embeddings)
 
 
 def floors_of(result: Result) -> Iterator[Floors]:
-    """For each figure, in its order."""
+    """Floors in the order of the figures."""
     for f in result.figures:
         config = read_config(checkpoint(f.model, "bfloat16"))
-        # A sequence grows while it is timed: on average by half of what is written.
+        # A sequence grows while it is timed: on average by half of its new tokens.
         context = f.context + f.num_tokens // 2
         step_s = floor_s(config, f.dtype, f.batch, context, result.roof)
         has_roof = f.dtype == "bfloat16"
@@ -91,7 +91,7 @@ def floors_of(result: Result) -> Iterator[Floors]:
 
 
 def floors_data(results: Sequence[Result]) -> dict[str, list[dict[str, Any]]]:
-    """As plain values, in the order of the figures."""
+    """Floors as plain values, in the order of the figures."""
     return {"floors": [dataclasses.asdict(f) for result in results for f in floors_of(result)]}
 
 

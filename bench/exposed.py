@@ -1,11 +1,10 @@
-"""What of a handoff a request sees: from the end of its prefill to the writing of the commit, in
-two processes.
+"""The exposed part of a handoff: from the end of its prefill to the commit, in two processes.
 
     python -m bench.exposed [--lengths 600,1000,1900] [--num-requests 12]
         [--json FILE] [--doc docs/kv_transfer.md]
 
-Random prompts, one at a time, prefix caches off: all KV is moved. --doc puts the table into a page,
-where its part "exposed" is.
+Random prompts, one at a time, without prefix caches: all KV is transferred. --doc writes the table
+to the part "exposed" of a page.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from baton.supervisor.log_lines import forward_to_stderr
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.suite.markdown import about, replaced, table
 
-#: Below the vocabulary of every model that is measured, and above its special tokens.
+#: Within the vocabulary of every measured model, above its special tokens.
 _TOKEN_IDS = range(10, 500)
 
 
 @dataclass(frozen=True, slots=True)
 class Handoffs:
-    """Those of prompts of one length: [i] is of the i-th request."""
+    """Handoffs of prompts of one length; index i is the i-th request."""
 
     num_tokens: int
     num_bytes: int
@@ -40,12 +39,12 @@ class Handoffs:
 
     @property
     def shares(self) -> list[float]:
-        """Of the time of the prefill before it, what each handoff adds."""
+        """Time added by each handoff, as a share of its prefill."""
         return [e / p for e, p in zip(self.exposed_ms, self.prefill_ms, strict=True)]
 
 
 def handoffs_of(num_tokens: int, timings: Sequence[Timing]) -> Handoffs:
-    """Raises ValueError if a prompt was not handed off: then there is nothing to measure."""
+    """Collect handoffs. Raises ValueError if a prompt was not handed off."""
     if not all(timing.transfer_bytes for timing in timings):
         raise ValueError(f"a prompt of {num_tokens} tokens was computed where it was decoded")
     return Handoffs(
@@ -59,7 +58,7 @@ def handoffs_of(num_tokens: int, timings: Sequence[Timing]) -> Handoffs:
 async def measure(
     options: ServeOptions, lengths: Sequence[int], num_requests: int
 ) -> list[Handoffs]:
-    """The first request of each length only warms up."""
+    """The first request of each length is a warm-up."""
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     draws = random.Random(0)
     found = []

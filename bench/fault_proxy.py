@@ -1,8 +1,8 @@
-"""A TCP proxy that does to a link what networks do: cuts, refusals, delays, little bandwidth,
-silence, flipped bits.
+"""A TCP proxy that injects network faults: cuts, refusals, delays, low bandwidth, silence, bit
+flips.
 
-All in the event loop that runs it. What a link does may be changed at any time, and concerns the
-connections that stand as well as those to come.
+It runs in its caller's event loop. Settings may change at any time, and apply to open connections
+and to later ones.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from baton.supervisor import Cluster
 from baton.supervisor.log_lines import forward_to_stderr
 from baton.supervisor.plan import ChildSpec
 
-#: SO_LINGER on, for 0 s: closing resets the connection, and drops what was not sent.
+#: SO_LINGER of 0 s: close sends RST and drops unsent data.
 _RESET = struct.pack("ii", 1, 0)
 
-#: Pieces that a direction holds back at most, before it reads no further.
+#: Maximum pieces buffered per direction before reading pauses.
 _MAX_PIECES = 64
 
-#: How much of a thin link's time one write may take, in seconds.
+#: Maximum seconds of a slow link's time per write.
 _THIN_S = 0.05
 
 
@@ -40,11 +40,11 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What becomes of bytes that go one way.
+    """Conditions of one direction.
 
-    delay_s: how long each is kept back. bytes_per_s: the most that pass. flip_every: bytes from one
-    flipped bit to the next, in the mean. is_silent: nothing passes, unnoticed; what came is passed
-    on when it is over, as by a network that was partitioned.
+    delay_s: added latency, in seconds. bytes_per_s: bandwidth. flip_every: mean bytes between
+    flipped bits. is_silent: nothing passes and nobody is notified; buffered bytes pass afterwards,
+    as after a network partition.
     """
 
     delay_s: float = 0.0
@@ -57,7 +57,7 @@ FAIR = Weather()
 
 
 class FaultProxy:
-    """One link: between its own port and the target's, both on the loopback interface."""
+    """One link, from its own port to the target's, both on the loopback interface."""
 
     def __init__(self, target_port: int, seed: int = 0) -> None:
         self._target_port = target_port
@@ -69,7 +69,7 @@ class FaultProxy:
         self.port = 0
         self.num_flipped = 0
         self.num_passed = dict.fromkeys(Way, 0)
-        """Bytes, of all connections."""
+        """Bytes passed, over all connections."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[FaultProxy]:
@@ -85,26 +85,26 @@ class FaultProxy:
     # Faults
 
     def weather(self, there: Weather = FAIR, back: Weather = FAIR) -> None:
-        """What becomes of bytes from now on."""
+        """Set the conditions of both directions."""
         self._weather = {Way.THERE: there, Way.BACK: back}
         self._changed.set()
         self._changed = asyncio.Event()
 
     def silence(self) -> None:
-        """Nothing passes in either direction, and new connections are accepted."""
+        """Pass nothing in either direction; still accept connections."""
         self.weather(Weather(is_silent=True), Weather(is_silent=True))
 
     def heal(self) -> None:
         self.weather()
 
     def cut(self) -> None:
-        """End all connections by RST on both sides."""
+        """Reset all connections on both sides."""
         for pair in tuple(self._pairs):
             pair.reset()
 
     def half_close(self, way: Way) -> None:
-        """FIN to the end that `way` leads to; what comes for it later is lost. The other direction
-        goes on."""
+        """Send FIN to the end that `way` leads to, and drop later bytes for it. The other direction
+        continues."""
         for pair in tuple(self._pairs):
             pair.half_close(way)
 
@@ -116,7 +116,7 @@ class FaultProxy:
             self._listening = None
 
     async def accept(self) -> None:
-        """Take new connections, on the same port as before."""
+        """Accept connections again, on the same port."""
         if self._listening is None:
             self._listening = socket.create_server(("127.0.0.1", self.port))
             self._listening.setblocking(False)
@@ -126,11 +126,11 @@ class FaultProxy:
     # Bytes
 
     def _accept_one(self) -> None:
-        """By hand: asyncio's servers, closed while a connection comes in, leave that one open
-        (Python 3.11)."""
+        """Accepts directly on the socket: an asyncio server closed during an accept leaks that
+        connection (Python 3.11)."""
         if self._listening is None:
             return
-        with suppress(OSError):  # it has gone again
+        with suppress(OSError):  # closed meanwhile
             near, _ = self._listening.accept()
             pair = _Pair()
             self._pairs.add(pair)
@@ -153,8 +153,8 @@ class FaultProxy:
             self._pairs.discard(pair)
 
     async def _pass(self, reader: asyncio.StreamReader, pair: _Pair, way: Way) -> None:
-        """One direction of one connection, until its end was passed on. Raises OSError when either
-        side has broken."""
+        """Pass one direction of one connection until its end. Raises OSError when either side
+        breaks."""
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_PIECES)
         filling = asyncio.create_task(self._fill(reader, pieces, way))
         try:
@@ -214,7 +214,7 @@ class FaultProxy:
 
 
 def _parts(data: bytes, bytes_per_s: float | None) -> list[bytes]:
-    """As much at once as a thin link carries in _THIN_S."""
+    """Split into pieces that a slow link carries in _THIN_S."""
     size = max(1, int(bytes_per_s * _THIN_S)) if bytes_per_s else len(data)
     return [data[at : at + size] for at in range(0, len(data), size)]
 
@@ -247,20 +247,20 @@ class _Pair:
 
 
 class ProxiedCluster(Cluster):
-    """Links are named by who is called: a worker's name for the gateway's way to it, "kv " and its
-    name for other workers' way to its KV channel, "gateway" for the clients' way in. --kv-transport
-    must be tcp."""
+    """A cluster with proxied links, named by their target: a worker's name for gateway to worker,
+    "kv " and its name for workers to its KV channel, "gateway" for clients to the gateway. Requires
+    --kv-transport tcp."""
 
     def __init__(self, options: ServeOptions) -> None:
         super().__init__(options, on_line=self._take_line)
         self.log_lines: list[str] = []
-        """All that the processes have logged; it goes to this process's error output, too."""
+        """Log lines of all processes; also copied to stderr."""
         self._stack = AsyncExitStack()
         self.links: dict[str, FaultProxy] = {}
 
     @property
     def front(self) -> str:
-        """host:port at which clients find the gateway."""
+        """host:port of the gateway for clients."""
         return f"127.0.0.1:{self.links['gateway'].port}"
 
     async def start(self) -> None:
@@ -268,7 +268,7 @@ class ProxiedCluster(Cluster):
         await self._link("gateway", int(self.address.rpartition(":")[2]))
 
     async def stop(self) -> None:
-        # First the links: a worker that is asked to go must not wait for what a proxy keeps back.
+        # Close links first: a worker asked to stop must not wait for bytes held by a proxy.
         await self._stack.aclose()
         await super().stop()
 

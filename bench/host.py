@@ -1,15 +1,14 @@
-"""What the host itself costs, without any engine: the decode tier's step, and the gateway. See
-bench/README.md.
+"""Cost of the host without an engine: the decode tier's step, and the gateway. See bench/README.md.
 
     python -m bench.host [--num-seqs 16 ...] [--json FILE]
 
 Tier: a decode core over an engine that computes nothing, for several numbers of sequences, in a
-pool of --num-blocks. What is spent per sequence, block or ticket should not grow with their number.
-Gateway: its process between a source of tokens and raw streams of this process, of gRPC and of
-HTTP; tokens a second of its CPU time, by the source's pace, beside bare servers of gRPC and of HTTP
-that write chunks of its steps, and what it adds to the time to the first token. Connections: what
---num-connections idle ones, and clients that do not read, cost it. Service: what clients get of
-the tokens of an engine whose steps take --step-ms, and no processor.
+pool of --num-blocks. Costs per sequence, block or ticket should not grow with their number.
+Gateway: its process between a token source and raw gRPC and HTTP streams of this process; tokens
+per second of its CPU time, by the source's pace, beside bare gRPC and HTTP servers that write the
+same chunks; and the added time to first token. Connections: cost of --num-connections idle ones,
+and of clients that do not read. Service: share of an engine's tokens that clients get, with steps
+of --step-ms that use no CPU.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from bench.host_tier import measure_tier
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.suite.host_tables import gateway_table, scheduler_table
 
-#: Steps that are measured, for the fewest and for the most sequences.
+#: Measured steps, for the fewest and for the most sequences.
 _MOST_STEPS, _FEWEST_STEPS = 100, 9
 _NUM_STEPPED = 20_000
 
 _NUM_SERVED_TOKENS = 200
 
-#: Of each stream whose client does not read: more than sockets hold.
+#: Tokens per stream of a client that does not read: more than socket buffers hold.
 _NUM_HELD_TOKENS = 1000
 
 
 def flows_of(num_streams: int) -> tuple[Flow, ...]:
-    """Steps as those of a large model, with one token and with several; then ever shorter ones,
-    up to more than a core takes."""
+    """Flows with the steps of a large model, with one and with several tokens; then shorter steps,
+    until a core is overloaded."""
     return (
         Flow(num_streams, 100, 1, 20.0),
         Flow(num_streams, 800, 8, 20.0),
@@ -61,13 +60,13 @@ def flows_of(num_streams: int) -> tuple[Flow, ...]:
 async def measure_gateway(
     model: str, num_streams: int, num_requests: int, door: Door
 ) -> tuple[AddedTtft, list[GatewayCosts]]:
-    """One after the other, each with a gateway of its own."""
+    """Measure flows one after the other, each with a new gateway."""
     ttft = await measure_added_ttft(model, num_requests, door)
     return ttft, [await measure_flow(model, flow, door) for flow in flows_of(num_streams)]
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[16, 256, 1024, 4096])
     parser.add_argument("--num-blocks", type=int, default=1_000_000)
@@ -81,7 +80,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = now()
-    # Thrown away: the first of all pays for what is done once in a process.
+    # Discarded warm-up: pays the one-time costs of the process.
     measure_tier(arguments.num_seqs[0], arguments.num_blocks, steps_for(arguments.num_seqs[0]))
     tier = [
         measure_tier(num_seqs, arguments.num_blocks, steps_for(num_seqs))
@@ -116,7 +115,7 @@ def main() -> None:
 
 
 def steps_for(num_seqs: int) -> int:
-    """Steps that are measured: more of shorter ones."""
+    """Number of measured steps: more if they are shorter."""
     return min(max(_NUM_STEPPED // num_seqs, _FEWEST_STEPS), _MOST_STEPS)
 
 

@@ -1,4 +1,4 @@
-"""What connections cost the gateway that want nothing: idle ones, and streams whose clients do not
+"""Cost of inactive connections at the gateway: idle ones, and streams with clients that do not
 read."""
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from bench.host_gateway import Flow, cpu_seconds, gateway_before_source, open_post, read_events
 
-#: Opened at once, so that the queue of those not accepted yet does not overflow.
+#: Connections opened at once, at most the accept queue's length.
 _NUM_AT_ONCE = 250
 
-#: Descriptors that a process needs beside its connections.
+#: File descriptors of a process besides its connections.
 _NUM_SPARE_FILES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class IdleCosts:
-    """Of keep-alive connections that were used once. bytes_each: of the gateway's resident memory.
-    cpu_before, cpu: shares of a core that the gateway takes without them, and with them."""
+    """Idle keep-alive connections after one use. bytes_each: resident memory of the gateway per
+    connection. cpu_before, cpu: the gateway's share of a core without and with them."""
 
     num_connections: int
     bytes_each: float
@@ -32,10 +32,11 @@ class IdleCosts:
 
 @dataclass(frozen=True, slots=True)
 class SlowReaderCosts:
-    """Of streams whose clients read nothing, beside as many that read all, and then all of it.
+    """Streams with clients that read nothing at first and everything later, beside as many with
+    clients that read at once.
 
-    held_bytes: of the gateway's resident memory, for each token that such a client did not take
-    yet. brisk_cpu_us, cpu_us: for a token, with the brisk streams alone, and with both kinds.
+    held_bytes: resident memory of the gateway per unread token. brisk_cpu_us, cpu_us: per token,
+    with reading clients only, and with both.
     """
 
     num_streams: int
@@ -46,13 +47,13 @@ class SlowReaderCosts:
 
 
 async def measure_idle(model: str, num_connections: int, seconds: float) -> IdleCosts:
-    """seconds: that the gateway is watched, before and with them."""
+    """seconds: duration of the watch, before and with the connections."""
     async with (
         files_for(num_connections),
         gateway_before_source(model, Flow(1, 1, 1, 0.0)) as (cluster, _),
     ):
         address, pid = cluster.http_address, cluster.pid_of("gateway")
-        async with open_post(address, 1) as reader:  # what is made once is there
+        async with open_post(address, 1) as reader:  # one-time allocations are done
             await reader.read()
         before_s = await _cpu_of(pid, seconds)
         before_bytes = _resident_bytes(pid)
@@ -69,7 +70,7 @@ async def measure_idle(model: str, num_connections: int, seconds: float) -> Idle
 
 
 async def measure_slow_readers(model: str, num_streams: int, num_tokens: int) -> SlowReaderCosts:
-    """One token of each stream in a step of 5 ms."""
+    """One token per stream in each step of 5 ms."""
     flow = Flow(num_streams, num_tokens, 1, 5.0)
     async with gateway_before_source(model, flow) as (cluster, _):
         address, pid = cluster.http_address, cluster.pid_of("gateway")
@@ -83,7 +84,7 @@ async def measure_slow_readers(model: str, num_streams: int, num_tokens: int) ->
         alone_s = await brisk_s()
         before_bytes = _resident_bytes(pid)
         async with AsyncExitStack() as slow:
-            # A few bytes of each are read ahead here; the sockets' buffers hold what comes next.
+            # Little is buffered here, so the rest stays in socket buffers.
             opened = (open_post(address, num_tokens, limit=1) for _ in range(num_streams))
             readers = [await slow.enter_async_context(one) for one in opened]
             both_s = await brisk_s()
@@ -101,8 +102,8 @@ async def measure_slow_readers(model: str, num_streams: int, num_tokens: int) ->
 
 @asynccontextmanager
 async def files_for(num_connections: int) -> AsyncIterator[None]:
-    """So many descriptors may be open in this process, and in those that it starts. Raises
-    RuntimeError where the system allows fewer."""
+    """Raise the limit of file descriptors to num_connections, for this process and its children.
+    Raises RuntimeError if the system allows fewer."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections + _NUM_SPARE_FILES
     if limits[1] != resource.RLIM_INFINITY and limits[1] < wanted:
@@ -115,7 +116,7 @@ async def files_for(num_connections: int) -> AsyncIterator[None]:
 
 
 async def _use_once(address: str) -> asyncio.StreamWriter:
-    """A connection that had one answer and is kept."""
+    """Open a connection, receive one answer, and keep it open."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET /version HTTP/1.1\r\nhost: {address}\r\n\r\n".encode())

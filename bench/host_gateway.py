@@ -1,5 +1,5 @@
-"""What the gateway costs: tokens of a source that computes nothing, through its process, to raw
-streams of gRPC or of server-sent events."""
+"""Cost of the gateway: tokens of a source that computes nothing, through its process, to raw gRPC
+or server-sent event streams."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _GENERATE = "/baton.v1.InferenceService/Generate"
 _PROMPT = (17, 18, 19, 20)
 _DEADLINE_S = 300.0
 
-#: Of each stream, at most: enough to see what one costs.
+#: Maximum chunks per stream of the bare server; enough to measure the cost of one.
 _NUM_BARE_CHUNKS = 1000
 
-#: Of each answer whose first token is waited for.
+#: Tokens of each answer in measurements of time to first token.
 _NUM_TTFT_TOKENS = 2
 
-#: How clients come in.
+#: Protocol of the clients.
 Door = Literal["grpc", "http"]
 
-#: Reads an answer of so many tokens, and counts its chunks.
+#: Reads an answer with this number of tokens; returns its number of chunks.
 _Read = Callable[[int], Awaitable[int]]
 
 SOURCE = (sys.executable, "-m", "bench.token_source")
@@ -47,8 +47,8 @@ SOURCE = (sys.executable, "-m", "bench.token_source")
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What the source emits, of each stream. step_tokens: in a step. step_ms: between steps, which
-    do not wait for who is slow to take them; 0: each step ends when the one before was taken."""
+    """Output of the source, per stream. step_tokens: per step. step_ms: between steps, independent
+    of slow readers; 0: each step starts when the previous one was read."""
 
     num_streams: int
     num_tokens: int
@@ -57,16 +57,16 @@ class Flow:
 
     @property
     def offered_per_s(self) -> float | None:
-        """Tokens a second of all streams; None if that is up to who takes them."""
+        """Tokens per second of all streams; None if the readers determine the rate."""
         return self.num_streams * self.step_tokens / self.step_ms * 1e3 if self.step_ms else None
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayCosts:
-    """tokens_per_core_s: over the CPU time of all threads of the gateway's process, which others on
-    the machine hardly add to. chunk_tokens: in the mean, as clients get them. chunk_cpu_us: of the
-    gateway, for each chunk. bare_cpu_us: of a server that writes chunks of a step's tokens, at the
-    pace of the steps, and does nothing else, in the same run."""
+    """tokens_per_core_s: per CPU second of all threads of the gateway, nearly independent of other
+    load. chunk_tokens: mean, as received by clients. chunk_cpu_us: of the gateway, per chunk.
+    bare_cpu_us: of a server that only writes the chunks of each step, at the same pace, in the same
+    run."""
 
     flow: Flow
     tokens_per_s: float
@@ -78,12 +78,11 @@ class GatewayCosts:
 
 @dataclass(frozen=True, slots=True)
 class AddedTtft:
-    """Milliseconds of one request at a time, in the median: to its first token at the gateway, and
-    at the source itself. Another token follows a step later, so that the first one is no end.
+    """Median milliseconds of single requests to the first token, at the gateway and directly at the
+    source. A second token follows one step later, so that the first one does not end the stream.
 
-    bare_ms: to the first chunk of a server of the same door that does nothing but answer.
-    cpu_ms: of the gateway's process, for a whole request. On a busy machine it is the figure to go
-    by: what is added cannot be less than a part of it, and is more when each wake-up waits for a
+    bare_ms: to the first chunk of a bare server with the same protocol. cpu_ms: CPU of the gateway
+    for a whole request; the most reliable figure on a busy machine, where each wake-up waits for a
     core.
     """
 
@@ -94,12 +93,13 @@ class AddedTtft:
 
     @property
     def added_ms(self) -> float:
-        """To a sequence opened at the source itself."""
+        """Difference from a sequence opened directly at the source."""
         return self.gateway_ms - self.source_ms
 
     @property
     def beside_bare_ms(self) -> float:
-        """To the bare server's: all that a gateway does, and its way to the source."""
+        """Difference from the bare server: all work of the gateway, including its connection to the
+        source."""
         return self.gateway_ms - self.bare_ms
 
 
@@ -123,7 +123,7 @@ def _options(model: str, flow: Flow) -> ServeOptions:
 async def gateway_before_source(
     model: str, flow: Flow
 ) -> AsyncIterator[tuple[Cluster, grpc.aio.Channel]]:
-    """A gateway before a token source."""
+    """Start a gateway and a token source behind it."""
     programs = Programs(PROGRAMS.prefill, SOURCE, PROGRAMS.gateway)
     async with (
         Cluster(_options(model, flow), programs=programs) as cluster,
@@ -133,7 +133,7 @@ async def gateway_before_source(
 
 
 async def measure_flow(model: str, flow: Flow, door: Door = "grpc") -> GatewayCosts:
-    """All streams at once, from the first request to the last token."""
+    """Run all streams at once, from the first request to the last token."""
     async with gateway_before_source(model, flow) as (cluster, channel):
         read = _reader(channel) if door == "grpc" else _sse_reader(cluster.http_address)
         gateway, source = cluster.pid_of("gateway"), cluster.pid_of("decode-0")
@@ -162,8 +162,7 @@ async def measure_flow(model: str, flow: Flow, door: Door = "grpc") -> GatewayCo
 
 
 async def _run_streams(read: _Read, flow: Flow, pid: int) -> tuple[int, float, float]:
-    """All streams at once: chunks, seconds, and seconds of CPU time of the process that serves
-    them."""
+    """Run all streams at once; returns chunks, seconds, and CPU seconds of the serving process."""
     await read(flow.step_tokens)
     cpu_s, begin_s = cpu_seconds(pid), time.monotonic()
     streams = [read(flow.num_tokens) for _ in range(flow.num_streams)]
@@ -173,8 +172,7 @@ async def _run_streams(read: _Read, flow: Flow, pid: int) -> tuple[int, float, f
 
 
 async def measure_added_ttft(model: str, num_requests: int, door: Door = "grpc") -> AddedTtft:
-    """By turns at the gateway, at the source and at a bare server, so that what disturbs one
-    disturbs the others."""
+    """Measure gateway, source and bare server in turns, so that disturbances affect all."""
     async with gateway_before_source(model, Flow(1, _NUM_TTFT_TOKENS, 1, 5.0)) as (
         cluster,
         channel,
@@ -209,7 +207,7 @@ async def measure_added_ttft(model: str, num_requests: int, door: Door = "grpc")
 
 
 async def _read_tokens(call: Any) -> int:
-    """How many there are in the next message with any: of a busy machine, all at once."""
+    """Number of tokens in the next message with any; on a busy machine that may be all of them."""
     while (response := await call.read()) is not grpc.aio.EOF:
         if num_tokens := len(response.tokens.token_ids):
             return num_tokens
@@ -227,7 +225,7 @@ def _opening(handle: int) -> sequence_service_pb2.ServeRequest:
 
 
 async def _first_token_s(channel: grpc.aio.Channel) -> float:
-    """Seconds from the call to the first chunk of an answer, which is read to its end."""
+    """Seconds from the call to the first chunk of an answer; reads it to its end."""
     begin_s = time.perf_counter()
     call = _generate(channel, _NUM_TTFT_TOKENS)
     await call.read()
@@ -238,8 +236,7 @@ async def _first_token_s(channel: grpc.aio.Channel) -> float:
 
 
 async def _first_event_s(address: str) -> float:
-    """Seconds from opening a connection to the first event of an answer, which is read to its
-    end."""
+    """Seconds from connecting to the first event of an answer; reads it to its end."""
     begin_s = time.perf_counter()
     async with open_post(address, _NUM_TTFT_TOKENS) as reader:
         await reader.readuntil(b"data: ")
@@ -260,7 +257,7 @@ def _sse_reader(address: str) -> _Read:
 
 
 async def read_events(answer: AbstractAsyncContextManager[asyncio.StreamReader]) -> int:
-    """Chunks of one answer."""
+    """Number of chunks of one answer."""
     async with answer as reader:
         data = await reader.read()
     if not data.endswith(b"\r\n0\r\n\r\n") or b"data: [DONE]\n\n" not in data[-40:]:
@@ -272,8 +269,8 @@ async def read_events(answer: AbstractAsyncContextManager[asyncio.StreamReader])
 async def open_post(
     address: str, num_tokens: int, limit: int = 2**26
 ) -> AsyncIterator[asyncio.StreamReader]:
-    """The answer to a completion, on a connection that ends with it. Its chunks stay bytes.
-    limit: of bytes that are read ahead of who reads them."""
+    """Answer to a completion on a new connection, as raw bytes. limit: read-ahead buffer, in
+    bytes."""
     fields = {"prompt": _PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     body = json.dumps(fields)
     host, _, port = address.rpartition(":")
@@ -288,7 +285,7 @@ async def open_post(
 
 
 async def _read_stream(channel: grpc.aio.Channel, num_tokens: int) -> int:
-    """Chunks of one answer."""
+    """Number of chunks of one answer."""
     call = _generate(channel, num_tokens)
     num_chunks = 0
     while await call.read() is not grpc.aio.EOF:
@@ -297,7 +294,7 @@ async def _read_stream(channel: grpc.aio.Channel, num_tokens: int) -> int:
 
 
 def _generate(channel: grpc.aio.Channel, num_tokens: int) -> Any:
-    """A call whose chunks stay bytes: what the client does with them is not what is measured."""
+    """A call with undecoded responses, to exclude the client's decoding cost."""
     request = inference_pb2.GenerateRequest()
     request.prompt.token_ids.ids.extend(_PROMPT)
     request.sampling.max_tokens = num_tokens
@@ -314,7 +311,7 @@ def pin(pid: int, cores: set[int]) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process so far, in user and in kernel mode; to the nanosecond, where the
-    clock that ps shows ticks each 10 ms."""
+    """CPU seconds, user and kernel, of all threads of a process so far, with nanosecond resolution
+    (the counters that ps reads have 10 ms)."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9

@@ -1,5 +1,5 @@
-"""A decode core that is stepped by hand, without processes, threads or a network; and one over an
-engine that computes nothing, so that only the host's own work takes time."""
+"""Decode cores stepped by hand, without processes, threads or network; also over an engine that
+computes nothing, to time the host's work only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from worker_core.policy import Policy, decode_policy, pinned_local_prefill, pref
 from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace
 
-#: Of a ticket, in seconds: none ends while it is measured.
+#: Lease of a ticket, in seconds; longer than any measurement.
 _LEASE_S = 1e6
 
 
@@ -43,8 +43,8 @@ def decode_core(
     matchers: Matchers | None = None,
     speculation: Speculation | None = None,
 ) -> tuple[WorkerCore, TicketTable]:
-    """One that computes all prompts itself. commands: gets what its tickets and its sender report,
-    for the next step."""
+    """A core that computes all prompts itself. commands: receives the reports of its tickets and
+    sender, for the next step."""
     policy = decode_policy(pinned_local_prefill(engine.spec.max_model_len, None))
     return _core(engine, pool, limits, policy, commands, None, matchers, speculation)
 
@@ -52,15 +52,14 @@ def decode_core(
 def prefill_core(
     engine: Engine, pool: BlockPool, limits: CoreLimits, commands: list[Command]
 ) -> WorkerCore:
-    """One whose handoffs take no time. commands: as of decode_core."""
+    """A core with instantaneous handoffs. commands: see decode_core."""
     core, _ = _core(engine, pool, limits, prefill_policy(), commands, InstantSender(commands))
     return core
 
 
 @dataclass(frozen=True, slots=True)
 class InstantSender:
-    """A KvSender that sends nothing, and is done when it is to finish. commands: get what it
-    reports."""
+    """A KvSender that sends nothing and completes at once. commands: receives its reports."""
 
     commands: list[Command]
 
@@ -85,7 +84,7 @@ def _core(
     matchers: Matchers | None = None,
     speculation: Speculation | None = None,
 ) -> tuple[WorkerCore, TicketTable]:
-    """sender: None for one over loopback."""
+    """sender: None: one over loopback."""
     identity = WorkerIdentity("bench", 1)
     hub = LoopbackHub()
     ids = itertools.count(1)
@@ -119,7 +118,7 @@ def _core(
 
 
 def draw_spec(index: int, num_prompt_tokens: int) -> SequenceSpec:
-    """A sequence that shares no block with others, and does not end while it is measured."""
+    """A sequence that shares no block with others, and does not end during the measurement."""
     rng = random.Random(index)
     return SequenceSpec(
         request_id=f"r{index}",
@@ -135,7 +134,7 @@ def _no_vocabulary() -> GrammarVocabulary:
 
 
 class HostRig:
-    """`num_seqs` sequences that decode, each with `num_prompt_tokens` before its first token."""
+    """`num_seqs` decoding sequences, each with `num_prompt_tokens` of prompt."""
 
     def __init__(
         self,
@@ -146,8 +145,8 @@ class HostRig:
         max_num_launches: int = 1,
         engine: Engine | None = None,
     ) -> None:
-        """step_s: what the engine takes for a step, in seconds. max_num_launches: 2 to launch steps
-        ahead. engine: one of num_blocks, in place of the stub."""
+        """step_s: seconds per step of the engine. max_num_launches: 2 launches steps ahead. engine:
+        with num_blocks, replaces the stub."""
         self.num_seqs = num_seqs
         engine = engine or StubEngine(num_blocks, step_s)
         self.pool = BlockPool(num_blocks, whole_blocks(BLOCK_SIZE), secret=secrets.token_bytes(32))
@@ -159,5 +158,5 @@ class HostRig:
         ]
 
     def step(self, commands: Sequence[Command] = ()) -> Sequence[SequenceEvent]:
-        """One step; what it emitted, without whom."""
+        """Run one step; returns its events without their recipients."""
         return [emitted.event for emitted in self.core.step(commands).events]

@@ -1,8 +1,8 @@
-"""What is left of an engine's speed at the clients: steps of a set length, with all of the service
+"""Share of an engine's speed that reaches clients: steps of a fixed length, with the whole service
 around them.
 
-As a program: a decode worker whose engine computes nothing, for --oracle-step-ms a step, in place
-of decode_svc and with its options.
+As a program: a decode worker on an engine that computes nothing for --oracle-step-ms per step;
+replaces decode_svc and has its options.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _PROMPT = (17, 18, 19, 20)
 
 @dataclass(frozen=True, slots=True)
 class ServiceShare:
-    """Milliseconds, in the mean. engine_ms: a step of the engine. core_ms: one of the decode core
-    around it, alone in its process, half of them before and half after what clients see. client_ms:
-    between the tokens of a stream."""
+    """Mean milliseconds. engine_ms: a step of the engine. core_ms: a step of the decode core alone
+    in its process. client_ms: between tokens of a stream. core_ms is measured half before and half
+    after client_ms."""
 
     num_streams: int
     engine_ms: float
@@ -41,14 +41,14 @@ class ServiceShare:
 
     @property
     def share(self) -> float:
-        """Of the core's tokens a second, those that reach clients."""
+        """Share of the core's token rate that reaches clients."""
         return self.core_ms / self.client_ms
 
 
 async def measure_service(
     model: str, num_streams: int, num_tokens: int, engine_ms: float
 ) -> ServiceShare:
-    """One decode worker, whose engine takes time and no processor, and a gateway before it."""
+    """One decode worker on an engine that takes time but no CPU, behind a gateway."""
     before_ms = _core_ms(num_streams, num_tokens // 2, engine_ms)
     options = ServeOptions.model_validate(
         {
@@ -76,7 +76,7 @@ async def measure_service(
 
 
 def _core_ms(num_streams: int, num_steps: int, engine_ms: float) -> float:
-    """Of a step of all streams."""
+    """Milliseconds of a step of all streams."""
     num_blocks = -(-(len(_PROMPT) + num_steps + 3) // BLOCK_SIZE)
     rig = HostRig(num_streams, len(_PROMPT), num_streams * num_blocks, engine_ms / 1e3, 2)
     rig.step(rig.opening)
@@ -87,7 +87,7 @@ def _core_ms(num_streams: int, num_steps: int, engine_ms: float) -> float:
 
 
 async def _stream_ms(client: AsyncClient, num_tokens: int) -> float:
-    """Time per token of one stream after its first piece."""
+    """Milliseconds per token of one stream after its first chunk."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     first_s = last_s = 0.0
     num_first = 0
@@ -100,7 +100,7 @@ async def _stream_ms(client: AsyncClient, num_tokens: int) -> float:
 
 
 async def serve_stub(options: DecodeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
-    """Decode worker without a model."""
+    """Serve a decode worker without a model."""
     step_s = options.oracle_step_ms / 1e3
     await serve_decode(options, stop, on_ready, lambda _: StubEngine(_NUM_BLOCKS, step_s))
 

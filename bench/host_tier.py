@@ -1,4 +1,4 @@
-"""What a step costs the host of a decode worker, by the number of its sequences."""
+"""Host cost of a decode worker's step, by number of sequences."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from worker_core.scheduler import Budget, plan_step
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.worker import collect_garbage_less_often
 
-#: Blocks of each sequence where blocks are taken, given back, and looked up.
+#: Blocks per sequence in measurements of allocation, release and lookup.
 NUM_LEASED_BLOCKS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class TierCosts:
     """Microseconds of one core. step, plan: per sequence and step. take, find: per block. open,
-    abort: per sequence.
-
-    expire: per open ticket and step.
-    """
+    abort: per sequence. expire: per open ticket and step."""
 
     num_seqs: int
     step_us: float
@@ -41,7 +38,7 @@ class TierCosts:
 
 
 def measure_tier(num_seqs: int, num_blocks: int, num_steps: int) -> TierCosts:
-    """All for one number of sequences, in a pool of so many blocks."""
+    """Measure all costs for one number of sequences, in a pool of num_blocks."""
     rig = HostRig(num_seqs, 2 * BLOCK_SIZE, num_blocks)
     collect_garbage_less_often(num_seqs)
     open_s = _seconds(lambda: rig.step(rig.opening))
@@ -63,7 +60,7 @@ def measure_tier(num_seqs: int, num_blocks: int, num_steps: int) -> TierCosts:
 
 
 def _plan_seconds(num_seqs: int, num_steps: int) -> float:
-    """The scheduler alone, over sequences that decode and sometimes need a block."""
+    """Seconds of the scheduler alone, over decoding sequences that sometimes need a block."""
     pool = BlockPool(4 * num_seqs, whole_blocks(BLOCK_SIZE), secret=bytes(32))
     sequences = []
     for index in range(num_seqs):
@@ -79,7 +76,7 @@ def _plan_seconds(num_seqs: int, num_steps: int) -> float:
 
 
 def _cache_seconds(pool: BlockPool, num_seqs: int) -> tuple[float, float]:
-    """Per block: to take and give back, and to find one that holds a known prefix."""
+    """Seconds per block: to allocate and release it, and to find it by its prefix."""
     specs = [draw_spec(-1 - index, NUM_LEASED_BLOCKS * BLOCK_SIZE + 1) for index in range(num_seqs)]
     num_blocks = num_seqs * (NUM_LEASED_BLOCKS + 1)
     leases: list[BlockLease] = []
@@ -109,19 +106,19 @@ def _cache_seconds(pool: BlockPool, num_seqs: int) -> tuple[float, float]:
 
 
 def _expire_seconds(rig: HostRig, num_tickets: int, num_steps: int) -> float:
-    """With so many tickets open, none of them over."""
+    """Seconds with num_tickets open tickets, none expired."""
     for index in range(num_tickets):
         rig.tickets.offer(draw_spec(index, BLOCK_SIZE), (index,), 0, BLOCK_SIZE)
     return _typical(rig.tickets.expire, num_steps)
 
 
 def _typical(work: Callable[[], object], num_times: int) -> float:
-    """Median seconds: what disturbs a few of the times does not show."""
+    """Median seconds; robust against a few disturbances."""
     return median(_seconds(work) for _ in range(num_times))
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """CPU time of this thread, which others on the machine do not add to."""
+    """CPU seconds of this thread, nearly independent of other load."""
     begin_s = time.thread_time()
     work()
     return time.thread_time() - begin_s

@@ -1,8 +1,8 @@
-"""The shape of the source: `python -m bench.house`.
+"""The structure of the source: `python -m bench.house`.
 
-Prints the rooms (top-level packages) with their lines without generated code, the largest room's
-share, circles of modules, and imports that point up. The import graph is read from the syntax trees
-alone: imports for type checking and those within functions count as well.
+Prints the top-level packages with their lines (without generated code), the largest one's share,
+import cycles, and imports that point up. The import graph comes from the syntax trees: imports for
+type checking and inside functions count, too.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-#: Folders that hold packages.
+#: Folders of packages.
 _PARENTS = (".", "kernels")
 
-#: Modules by name, with the names of the modules that each imports.
+#: By module name: names of the modules that it imports.
 Graph = Mapping[str, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """lines: of each room. imports: of each module, all within the rooms."""
+    """lines: by package. imports: by module, within the packages."""
 
     lines: Mapping[str, int]
     imports: Graph
 
 
 def read_house(layers: list[list[str]], root: Path = ROOT) -> House:
-    """Of the rooms that `layers` name, as the contract `tiers` of pyproject.toml does."""
+    """Read the packages named in `layers`, see the contract `tiers` in pyproject.toml."""
     lines: dict[str, int] = {}
     trees: dict[str, ast.Module] = {}
     for room in (room for layer in layers for room in layer):
@@ -47,7 +47,7 @@ def read_house(layers: list[list[str]], root: Path = ROOT) -> House:
 
 
 def _imports(module: str, tree: ast.Module, known: Mapping[str, object]) -> Iterator[str]:
-    """The sources have no relative imports: ruff's TID252."""
+    """Modules imported by `module`. There are no relative imports: ruff's TID252."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -60,7 +60,7 @@ def _imports(module: str, tree: ast.Module, known: Mapping[str, object]) -> Iter
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """The strongly connected components of more than one module, by Tarjan's algorithm."""
+    """Strongly connected components of several modules, by Tarjan's algorithm."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -87,7 +87,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def upward(graph: Graph, layers: list[list[str]]) -> list[tuple[str, str]]:
-    """Imports from a room to one above it, or to another one beside it."""
+    """Imports from a package to a higher one, or to another one in the same layer."""
     level = {room: number for number, layer in enumerate(layers) for room in layer}
 
     def points_up(module: str, other: str) -> bool:
@@ -98,7 +98,7 @@ def upward(graph: Graph, layers: list[list[str]]) -> list[tuple[str, str]]:
 
 
 def room_layers(root: Path = ROOT) -> list[list[str]]:
-    """Of the contract `tiers`, top first; rooms in one layer do not import each other."""
+    """Layers of the contract `tiers`, top first; packages in one layer do not import each other."""
     with (root / "pyproject.toml").open("rb") as file:
         contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
     (tiers,) = (contract for contract in contracts if contract["id"] == "tiers")

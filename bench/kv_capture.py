@@ -1,13 +1,11 @@
-"""Bytes from a prefill to a decode worker for one prompt and n choices, or beams, of it: from a
-capture of packets, beside what a proxy counts.
+"""KV channel bytes for one prompt with n choices or beams: a packet capture beside a proxy's count.
 
     python -m bench.kv_capture [--most 16] [MODEL]
 
-Real processes of the model, in a network namespace of their own, whose only interface is a loopback
-that nobody else sends on (`unshare` of util-linux makes it, for root or where users may make
-namespaces). There a packet socket takes all that is sent to the port at which the decode worker
-takes KV. Status 1: the proxy and the capture differ, or more travelled than the prompt's KV once
-and `MAX_OVERHEAD_BYTES` a choice.
+Real processes of the model in a network namespace of their own, with an otherwise unused loopback
+(`unshare` of util-linux creates it, for root or where users may create namespaces). A packet socket
+captures traffic to the decode worker's KV port. Exit status 1: proxy and capture differ, or more
+was sent than the prompt's KV once and `MAX_OVERHEAD_BYTES` per choice.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ from bench.suite.markdown import table
 
 NUM_PROMPT_TOKENS = 640
 NUM_NEW_TOKENS = 4
-#: Of headers of frames, commits, and renewals of tickets; each choice has its first token besides.
+#: Allowed bytes of frame headers, commits and lease renewals; and per choice, for its first token.
 MAX_OVERHEAD_BYTES, MAX_CHOICE_BYTES = 4096, 256
-#: Within which the proxy has passed on what the capture has seen.
+#: Seconds for the proxy to pass on all captured bytes.
 SETTLES_S = 5.0
 
 _ETH_P_IP = 0x0800
@@ -47,15 +45,15 @@ _SOL_PACKET, _PACKET_STATISTICS = 263, 6
 _SO_RCVBUFFORCE = 33
 _BUFFER_BYTES = 64 * 2**20
 _SYN = 2
-#: Of a packet, what is looked at: the headers of IPv4 and TCP, with options.
+#: Captured bytes per packet: IPv4 and TCP headers with options.
 _HEADERS_BYTES = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """To one port: packets, as the kernel passes them (the loopback carries up to 64 KiB in one);
-    bytes of TCP's payload, those that were sent again because an acknowledgement was late, which a
-    proxy does not see; and bytes of packets, with the headers of IP and TCP."""
+    """Traffic to one port: packets as the kernel passes them (up to 64 KiB each on the loopback);
+    TCP payload bytes; retransmitted bytes, which a proxy does not see; and packet bytes, including
+    IP and TCP headers."""
 
     num_packets: int = 0
     payload_bytes: int = 0
@@ -76,15 +74,15 @@ class Sent:
 
 
 class Capture:
-    """Of packets to one port of the loopback interface, by a packet socket."""
+    """Captures packets to one loopback port by a packet socket."""
 
     def __init__(self, port: int) -> None:
-        """Raises PermissionError to who may not capture here."""
+        """Raises PermissionError without the right to capture."""
         self._port = port
         self._sent = Sent()
-        #: By the sender's port, the sequence number behind what it has sent.
+        #: By sender port: the next sequence number.
         self._next: dict[int, int] = {}
-        # One protocol, not all of them: each packet is seen once, where it arrives.
+        # A single protocol, not all: each packet is then seen once, on arrival.
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_IP))
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
         self._socket.bind(("lo", _ETH_P_IP))
@@ -101,7 +99,7 @@ class Capture:
             self._socket.close()
 
     def sent(self) -> Sent:
-        """Until now. Raises OSError if packets came faster than they were read."""
+        """Traffic so far. Raises OSError if packets were dropped."""
         self._take()
         statistics = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8)
         if num_dropped := struct.unpack("II", statistics)[1]:
@@ -117,7 +115,7 @@ class Capture:
             self._add(data)
 
     def _add(self, data: bytes) -> None:
-        """See RFC 791 and RFC 9293."""
+        """Parses IPv4 and TCP headers: RFC 791, RFC 9293."""
         ip_bytes = (data[0] & 15) * 4
         if data[9] != socket.IPPROTO_TCP:
             return
@@ -132,7 +130,7 @@ class Capture:
         num_new = 0
         if payload_bytes:
             end = sequence + payload_bytes
-            # Numbers are of 32 bits, and come round.
+            # Sequence numbers wrap at 32 bits.
             ahead = (end - self._next.get(sender, sequence)) & 0xFFFFFFFF
             num_new = min(ahead, payload_bytes) if ahead < 1 << 31 else 0
             if num_new:
@@ -147,7 +145,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one request sent. kv_bytes: of its prompt."""
+    """Traffic of one request. kv_bytes: KV size of its prompt."""
 
     kind: str
     number: int
@@ -165,14 +163,14 @@ class Row:
 
 
 async def measure(model: str, most: int) -> list[Row]:
-    """For 1 to `most` choices, and as many beams."""
+    """Measure 1 to `most` choices, and as many beams."""
     options = ServeOptions(
         model=model,
         dtype="float32",
         kv_transport="tcp",
         port=0,
         log_level="error",
-        # A decode worker that computes a prompt by itself is sent nothing.
+        # The decode worker must not compute prompts itself, or nothing is sent.
         max_local_prefill_tokens=0,
     )
     rng = random.Random(1)
@@ -212,8 +210,7 @@ async def _row(
 
 
 async def _counts(link: FaultProxy, capture: Capture) -> tuple[Sent, int]:
-    """The capture's and the proxy's, once nothing is on its way between the two; after `SETTLES_S`
-    as they are."""
+    """Counts of capture and proxy, once they agree; at the latest after `SETTLES_S`."""
     deadline_s = time.monotonic() + SETTLES_S
     while True:
         sent, passed = capture.sent(), link.num_passed[Way.THERE]
@@ -246,7 +243,7 @@ def table_of(rows: list[Row]) -> str:
 
 
 def _raise_loopback() -> None:
-    """The interface of a new namespace is down."""
+    """Bring up the loopback of the new namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sH14x", b"lo", 0)
         (flags,) = struct.unpack_from("H", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request), 16)

@@ -1,12 +1,14 @@
-"""What packing and unpacking KV costs where windowed layers' KV lies in a pool of its own: chunks
-of all layers, which lie in two pools, next to chunks of one group each, and to one pool.
+"""Cost of packing KV with windowed layers in a pool of their own.
+
+Compares chunks of all layers, which span two pools, with chunks of one group each, and with a
+single pool.
 
     python -m bench.kv_groups [--rounds 30] [--json FILE] [--doc docs/kv_transfer.md]
 
 The layers of Gemma 3 4B (29 of 34 windowed), bfloat16, scattered blocks, all within the window, so
-that each way moves the same bytes: from a pool into a chunk with its checksum, and from the chunk
-into another pool. One thread; ways take turns; medians. --doc puts the table into a page, where its
-part "kv-groups" is.
+that every variant moves the same bytes: from a pool into a chunk with its checksum, and from the
+chunk into another pool. One thread; variants take turns; medians. --doc writes the table to the
+part "kv-groups" of a page.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ _NUM_BLOCKS = 2 * LAYOUT.num_blocks_for(_NUM_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Bytes per second, medians."""
+    """Median bytes per second."""
 
     pack: float
     unpack: float
 
 
 class Side:
-    """A pool, and the blocks of one sequence in it."""
+    """A pool, and one sequence's blocks in it."""
 
     def __init__(self, is_grouped: bool) -> None:
         self.pool: TorchKvPool | GroupedTensorPool
@@ -65,7 +67,7 @@ class Side:
 
 
 class Way:
-    """From one pool to another, in chunks."""
+    """Transfer from one pool to another, in chunks."""
 
     def __init__(self, *, is_grouped: bool, by_group: bool) -> None:
         self._source, self._target = Side(is_grouped), Side(is_grouped)
@@ -77,11 +79,11 @@ class Way:
             for chunk in chunks(part, size, most, LAYOUT.block_size)
         ]
         self._memory = memoryview(bytearray(most))
-        # One pass that nobody times: what is touched first costs more.
+        # Warm-up: first touches cost more.
         self.move()
 
     def move(self) -> tuple[float, float]:
-        """Seconds that packing and unpacking took."""
+        """Seconds of packing and of unpacking."""
         pack_s = unpack_s = 0.0
         for chunk in self.chunks:
             data = self._memory[: chunk.num_bytes(LAYOUT.token_layer_bytes)]

@@ -1,12 +1,11 @@
-"""What the types that KV travels in, and is kept in, cost in quality: perplexity and logits of a
-model.
+"""Quality cost of KV transfer and cache dtypes: perplexity and logits of a model.
 
     python -m bench.kv_quality models/baton-py-6m --windows 24
 
-Text is cut into windows. The first half of each is prefilled, its KV packed, sent as each type, and
-unpacked into other blocks; the model then foretells the second half on top of it. Then the same
-with nothing sent, but with all KV of the window kept in each type (--kv-cache-dtype). Text: the
-files of the Python standard library that the shipped models have not been trained on.
+Text is cut into windows. The first half of each is prefilled; its KV is packed, converted to each
+dtype and unpacked into other blocks; then the model scores the second half. A second measurement
+transfers nothing, and keeps all KV of the window in each dtype (--kv-cache-dtype). Text: files of
+the Python standard library that were held out from the training of the bundled models.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of one type. Logits are compared with those on top of KV of the engine's own type.
+    """Quality of one dtype. Logits are compared with those on KV of the engine's own dtype.
 
-    bytes_share: next to bfloat16's. divergence: mean KL, in nats. same_top: share of positions
-    whose likeliest token is the same.
+    bytes_share: size relative to bfloat16. divergence: mean KL, in nats. same_top: share of
+    positions with the same likeliest token.
     """
 
     dtype: str
@@ -54,7 +53,7 @@ class Quality:
 
 
 class Handoffs:
-    """KV that travels. An engine with blocks for one prompt, and as many to hand it to."""
+    """Transferred KV: an engine with blocks for one prompt and its copy."""
 
     def __init__(self, model: str, dtype: str, num_tokens: int) -> None:
         num_blocks = -(-num_tokens // _BLOCK_SIZE)
@@ -72,8 +71,8 @@ class Handoffs:
         self._engine.logits(Batch((SequenceSlice(prompt, 0, self._source),)))
 
     def logits_after(self, dtype: str, window: Sequence[int], num_sent: int) -> torch.Tensor:
-        """Of all tokens of `window` after the first `num_sent`, whose KV has travelled as `dtype`:
-        [tokens, vocab]."""
+        """Logits [tokens, vocab] of the tokens of `window` after the first `num_sent`, with the KV
+        of these transferred as `dtype`."""
         self._send(dtype, num_sent)
         return _logits_after(self._engine, window, num_sent, self._target)
 
@@ -91,7 +90,7 @@ class Handoffs:
 
 
 class Caches:
-    """KV that is kept: an engine for each type, with blocks for one window."""
+    """Cached KV: an engine per dtype, with blocks for one window."""
 
     def __init__(self, model: str, dtype: str, num_tokens: int, kv_dtypes: Sequence[str]) -> None:
         num_blocks = -(-num_tokens // _BLOCK_SIZE)
@@ -129,7 +128,7 @@ def _logits_after(
 def measure(
     subject: Handoffs | Caches, windows: Sequence[Sequence[int]], dtypes: Sequence[str], own: str
 ) -> list[Quality]:
-    """One for each type; `own` is that which the others are compared with."""
+    """Quality of each dtype, relative to `own`."""
     sums = {dtype: torch.zeros(4, dtype=torch.float64) for dtype in dtypes}
     largest = dict.fromkeys(dtypes, 0.0)
     num_tokens = 0
@@ -162,8 +161,8 @@ def measure(
 def _figures(
     logits: torch.Tensor, exact: torch.Tensor, expected: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Sums over positions: nats of the expected tokens, mean error of the logits, divergence, same
-    likeliest token."""
+    """Sums over positions: loss in nats, mean error of the logits, divergence, same likeliest
+    token."""
     scores, exact_scores = logits.log_softmax(-1), exact.log_softmax(-1)
     return (
         -scores.gather(1, expected[:, None]).sum(),
@@ -174,14 +173,14 @@ def _figures(
 
 
 def windows_of(model: str, num_windows: int, num_tokens: int) -> list[list[int]]:
-    """Of held-out files, one from each that is long enough, while they last."""
+    """Windows of held-out files, one from each file that is long enough; at most num_windows."""
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
     documents = encode_documents(tokenizer, read_corpus().validation)
     return [ids[:num_tokens].tolist() for ids in documents if len(ids) >= num_tokens][:num_windows]
 
 
 def table_of(found: Sequence[Quality], what: str) -> str:
-    """Markdown. what: KV does as one of the types."""
+    """Markdown. what: use of the dtype, "travels as" or "is kept in"."""
     headings = (
         *(f"KV {what} as", "Bytes, of bfloat16's", "Perplexity", "Mean error of a logit"),
         *("Largest", "KL, nats", "Same likeliest token"),

@@ -1,15 +1,15 @@
-"""What a handoff's bytes cost: the KV channel between two processes, next to memcpy, a bare socket
-and grpc.aio.
+"""Cost of a handoff: the KV channel between two processes, next to memcpy, a bare socket and
+grpc.aio.
 
     python -m bench.kv_transfer [--sizes 64KiB,1MiB,64MiB] [--rounds 9]
         [--json FILE] [--doc docs/kv_transfer.md]
 
-Every way moves the same number of bytes between the same two processes of one run; ways take turns
-within a round, and medians over the rounds are shown. A handoff's time runs from `begin` to the
-peer's confirmation that it owns the blocks: it holds ticket, packing, checksums, unpacking and
-commit. The others only move bytes into memory that is ready.
+All variants move the same number of bytes between the same two processes; they take turns within a
+round, and medians over the rounds are shown. A handoff is timed from `begin` to the peer's
+confirmation that it owns the blocks, including ticket, packing, checksums, unpacking and commit.
+The other variants only move bytes into prepared memory.
 
---doc puts the tables into a page, where its part "kv-transfer" is.
+--doc writes the tables to the part "kv-transfer" of a page.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from kv_transfer.wire_format import wire_format
 SIZES = "64KiB,512KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _CHECKSUM_PIECE_BYTES = 1 << 20
-#: What is compared with which roof.
+#: The roof of each variant.
 _ROOFS = {"shm scattered": "memcpy", "tcp scattered": "raw tcp"}
 
 
 def num_bytes_of(text: str) -> int:
-    """Of "64KiB". Raises ValueError."""
+    """Parse a size such as "64KiB". Raises ValueError."""
     return int(text[:-3]) * _UNITS[text[-3:]]
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one transfer, in seconds: by the clock, on the CPU of the side that needs more of it, and
-    at the receiver from the presentation of the last ticket to its commit."""
+    """Seconds of one transfer: wall clock; CPU of the busier side; and at the receiver, from the
+    presentation of the last ticket to its commit."""
 
     wall_s: float
     cpu_s: float
@@ -71,7 +71,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of many. On a machine with other work the best is nearer to what a transfer costs than the
+    """Statistics of many transfers. On a busy machine the best is closer to the real cost than the
     median."""
 
     median_s: float
@@ -91,13 +91,13 @@ def summary_of(costs: Sequence[Cost]) -> Summary:
 
 
 def peer_cpu_s_of(way: Way) -> float:
-    """Seconds that the threads of the other process have run; 0 where the kernel does not say."""
+    """CPU seconds of the other process's threads; 0 if the kernel does not report them."""
     tasks = Path(f"/proc/{way.peer_pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 def channels(certificate_folder: str) -> dict[str, Channel]:
-    """The ways through the channel, by name."""
+    """Variants of the KV channel, by name."""
     found: dict[str, Channel] = {}
     for transport in (each.name for each in REMOTE if each.is_installed and not each.needs_device):
         found |= {
@@ -116,7 +116,7 @@ def channels(certificate_folder: str) -> dict[str, Channel]:
 
 @contextmanager
 def opened(max_bytes: int) -> Iterator[dict[str, Way]]:
-    """All ways, ready."""
+    """All variants, ready to transfer."""
     source = TorchKvPool(LAYOUT, num_blocks_of(max_bytes), torch.device("cpu"))
     source.tensor.uniform_(-1, 1)
     with ExitStack() as stack:
@@ -143,7 +143,7 @@ def timed(way: Way, num_bytes: int) -> Cost:
 def measure(
     ways: dict[str, Way], sizes: Sequence[int], num_rounds: int
 ) -> dict[str, list[Summary]]:
-    """What each way costs, per size. The first round warms up and is not counted."""
+    """Costs per variant, by size. The first round is a warm-up."""
     found: dict[str, list[Summary]] = {name: [] for name in ways}
     for num_bytes in sizes:
         costs: dict[str, list[Cost]] = {name: [] for name in ways}
@@ -157,9 +157,9 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class ChecksumCost:
-    """Seconds of one side per byte. copied: what computing it adds to a copy between blocks and a
-    chunk; negative where the one pass that does both is faster than the plain copy. alone: over
-    what was just written."""
+    """Seconds per byte on one side. copied: added by a checksum to a copy between blocks and a
+    chunk; negative if the combined pass is faster than the plain copy. alone: checksum of bytes
+    just written."""
 
     copied: float
     alone: float
@@ -194,7 +194,7 @@ def checksum_cost(num_rounds: int = 30) -> ChecksumCost:
 
 
 def _medians(num_rounds: int, *runs: Callable[[], object]) -> list[float]:
-    """Seconds of each; they take turns."""
+    """Median seconds of each; they take turns."""
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(num_rounds):
         for run, times in zip(runs, seconds, strict=True):
@@ -205,7 +205,7 @@ def _medians(num_rounds: int, *runs: Callable[[], object]) -> list[float]:
 
 
 def times_table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
-    """Markdown: GB/s of the median and of the best, and microseconds of the median."""
+    """Markdown: GB/s of the median and the best, and median microseconds."""
 
     def cell(size: str, summary: Summary) -> str:
         median, best = (
@@ -220,9 +220,8 @@ def times_table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
 def ratios(
     sizes: Sequence[str], found: dict[str, list[Summary]], checksum: ChecksumCost
 ) -> dict[str, dict[str, float]]:
-    """Per size, of plain handoffs: their rate next to their roof's and grpc.aio's (medians, bests,
-    and by the CPU of the busier side), and the share of the time by which checksums lengthen one
-    side's work."""
+    """By size, for plain handoffs: their rate relative to the roof's and to grpc.aio's (medians,
+    bests, and by CPU of the busier side), and the share of one side's time spent on checksums."""
 
     def of(index: int) -> dict[str, float]:
         summary_by = {name: summaries[index] for name, summaries in found.items()}
@@ -242,7 +241,7 @@ def ratios(
 
 
 def presented_table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
-    """Markdown: microseconds, medians."""
+    """Markdown: median microseconds."""
     rows = [
         [name, *(f"{summary.median_presented_s * 1e6:.0f}" for summary in found[name])]
         for name in _ROOFS

@@ -1,4 +1,4 @@
-"""The ways that bench.kv_transfer compares, each between this process and a peer of its own."""
+"""Transfer variants of bench.kv_transfer, each between this process and its own peer process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.connector import make_connector
 from kv_transfer.transport.listeners import open_receiver
 
-#: Shape of Llama-3.2-1B: 512 KiB a block.
+#: KV of Llama-3.2-1B: 512 KiB per block.
 LAYOUT = KvLayout("bench", 16, 8, 64, "bfloat16", 16)
 _GRPC_MESSAGE_BYTES = 1 << 20
 _GRPC_METHOD = "/baton.bench.Sink/Put"
@@ -45,15 +45,15 @@ _PATIENCE_S = 60.0
 _ROOT = Path(__file__).resolve().parents[1]
 _SECRET = KvSecret(b"known to both processes of a benchmark")
 
-#: One transfer; returns when the bytes are there.
+#: Performs one transfer; returns when the bytes have arrived.
 Transfer = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One way through the KV channel. wire_dtype: what bfloat16 travels as. num_handoffs: that
-    share the bytes out and run at the same time. certificates: folder of a certificate for both
-    ends, for TLS; empty for none."""
+    """A variant of the KV channel. wire_dtype: transfer dtype of bfloat16 KV. num_handoffs:
+    concurrent handoffs that share the bytes. certificates: folder of a certificate for both ends,
+    for TLS; empty: no TLS."""
 
     transport: str
     wire_dtype: str = "auto"
@@ -80,7 +80,7 @@ _PEM_FILES = ("ca.pem", "own.crt", "own.key")
 
 @contextmanager
 def certificates() -> Iterator[str]:
-    """A folder with the certificate of an authority of its own."""
+    """A folder with a certificate of a new authority."""
     with tempfile.TemporaryDirectory() as folder:
         authority = trustme.CA()
         own = authority.issue_cert("127.0.0.1")
@@ -95,7 +95,7 @@ def num_blocks_of(num_bytes: int) -> int:
 
 
 def block_ids_of(num_blocks: int, num_wanted: int, is_scattered: bool) -> tuple[int, ...]:
-    """Blocks of a sequence: neighbours, or drawn from the whole pool."""
+    """Blocks of a sequence: contiguous, or drawn from the whole pool."""
     if is_scattered:
         return tuple(random.Random(num_wanted).sample(range(num_blocks), num_wanted))
     return tuple(range(num_wanted))
@@ -104,7 +104,7 @@ def block_ids_of(num_blocks: int, num_wanted: int, is_scattered: bool) -> tuple[
 def shares_of(
     num_tokens: int, channel: Channel, num_blocks: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """(tokens, blocks) of each handoff; with more than one, whole blocks but for the last."""
+    """(tokens, blocks) of each handoff; with several, all but the last have whole blocks."""
     blocks = block_ids_of(num_blocks, LAYOUT.num_blocks_for(num_tokens), channel.is_scattered)
     size = -(-len(blocks) // channel.num_handoffs)
     parts = [blocks[at : at + size] for at in range(0, len(blocks), size)]
@@ -113,7 +113,7 @@ def shares_of(
     return list(zip(counts, parts, strict=True))
 
 
-# The peer: a process of its own that takes orders as lines of JSON.
+# The peer: a separate process that reads commands as lines of JSON.
 
 
 def report(message: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def report(message: dict[str, Any]) -> None:
 
 
 def serve_kv(channel: Channel, num_blocks: int) -> None:
-    """Per order, offer tickets, or report how long those since then took; until the orders end."""
+    """Per command: offer tickets, or report durations since the last report; until stdin ends."""
     pool = TorchKvPool(LAYOUT, num_blocks, torch.device("cpu"))
     presented_s: list[float] = []
 
@@ -170,7 +170,8 @@ def fill(sock: socket.socket, view: memoryview) -> bool:
 
 
 def serve_raw(max_bytes: int) -> None:
-    """Per message: eight bytes of length, that many bytes into warm memory, one byte back."""
+    """Per message: read eight bytes of length and that many bytes into warm memory; answer one
+    byte."""
     memory = np.ones(max_bytes, np.uint8).data
     with socket.create_server(("127.0.0.1", 0)) as server:
         report({"port": server.getsockname()[1]})
@@ -183,7 +184,7 @@ def serve_raw(max_bytes: int) -> None:
 
 
 async def serve_grpc(max_bytes: int) -> None:
-    """A client stream of raw messages, copied into warm memory."""
+    """Copy a client stream of raw messages into warm memory."""
     memory = np.ones(max_bytes, np.uint8)
 
     async def put(messages: AsyncIterator[bytes], context: object) -> bytes:
@@ -207,7 +208,7 @@ async def serve_grpc(max_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other process, until its `process.stdin` is closed."""
+    """The peer process; ends when its `process.stdin` is closed."""
 
     process: subprocess.Popen[str]
     hello: dict[str, Any]
@@ -242,9 +243,9 @@ def peer(kind: str, max_bytes: int) -> Iterator[Peer]:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How bytes can go. prepare: makes the transfer of so many. peer_pid: the process that takes
-    them, if it is another. presented_s: seconds from the presentation of a ticket to its commit, at
-    the receiver, of each handoff since the last call."""
+    """A variant. prepare: from a number of bytes, makes the transfer. peer_pid: the receiving
+    process, if it is another one. presented_s: seconds from the presentation of a ticket to its
+    commit, at the receiver, for each handoff since the last call."""
 
     prepare: Callable[[int], Transfer]
     peer_pid: int | None = None
@@ -253,8 +254,8 @@ class Way:
 
 @contextmanager
 def memcpy(max_bytes: int) -> Iterator[Way]:
-    """One thread, from warm memory to warm memory. Above the cache's size the C library streams
-    past the cache."""
+    """One thread, between warm buffers. Beyond the cache's size, the C library uses non-temporal
+    stores."""
     source, target = np.ones(max_bytes, np.uint8), np.ones(max_bytes, np.uint8)
     yield Way(lambda num_bytes: lambda: np.copyto(target[:num_bytes], source[:num_bytes]))
 
@@ -305,7 +306,7 @@ async def _open_channel(port: int) -> grpc.aio.Channel:
 
 @contextmanager
 def kv_channel(channel: Channel, source: TorchKvPool, max_bytes: int) -> Iterator[Way]:
-    """Handoffs to one worker, of so many bytes of bfloat16 whatever they travel as."""
+    """Handoffs to one worker. max_bytes: KV size in bfloat16, for any transfer dtype."""
     dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()
     config = SenderConfig(
         WorkerIdentity("bench", 1),

@@ -1,12 +1,12 @@
-"""What a prompt pays for latent attention without expanded keys and values.
+"""Cost of a prompt with latent attention that does not expand keys and values.
 
     python -m bench.latent [--tokens 512 2048 4096] [--num-threads 1] [--rounds 3]
 
-Of one layer of DeepSeek-V2-Lite's shape (16 heads, a latent of 512 and 64 rotated, 128 of a head)
-with random weights, in bfloat16: the attention of a whole prompt by the rows that the KV cache
-holds, as Baton computes it, and over keys and values expanded from them. Both with what they need
-around it, the product with each head's matrix; what they have in common is left out, and expanded
-values are as wide as keys, for the kernel knows one width. By turns; medians of processor seconds.
+One layer of DeepSeek-V2-Lite's shape (16 heads, latent of 512 and 64 rotated dimensions, 128 per
+head) with random weights in bfloat16. Compares a whole prompt's attention over the rows of the KV
+cache, as Baton computes it, with attention over expanded keys and values. Both include the products
+with each head's matrix; common parts are left out. Expanded values are as wide as keys, because the
+kernel has one width. Variants take turns; medians of CPU seconds.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SCALE = (NOPE + ROPE) ** -0.5
 
 @dataclass(frozen=True)
 class Prompt:
-    """query [tokens, heads, NOPE], turned [tokens, heads, ROPE]: each head's; latent [tokens, RANK]
-    and key [tokens, ROPE]: what is kept of a token."""
+    """Per head: query [tokens, heads, NOPE], turned [tokens, heads, ROPE]. Cached per token: latent
+    [tokens, RANK], key [tokens, ROPE]."""
 
     query: torch.Tensor
     turned: torch.Tensor
@@ -56,8 +56,8 @@ def random(*shape: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Heads:
-    """Each head's matrices: queries to latents, latents to keys, which is the first one's
-    transpose, and latents to values."""
+    """Each head's matrices: queries to latents; latents to keys, the transpose of the first; and
+    latents to values."""
 
     queries: GroupedLinear
     keys: GroupedLinear
@@ -74,14 +74,14 @@ class Heads:
 
 
 def by_heads(x: torch.Tensor, layers: GroupedLinear) -> torch.Tensor:
-    """x [tokens, heads, num_in], each head by its own layer: [tokens, heads, num_out]."""
+    """Apply each head's own layer: x [tokens, heads, num_in] -> [tokens, heads, num_out]."""
     head = torch.arange(HEADS, dtype=torch.int32).repeat(len(x))
     found = grouped_linear(x.reshape(-1, x.shape[2]), head, layers, 1)
     return found.view(len(x), HEADS, -1)
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tensor:
-    """Each token to itself and those before it, by way of a pool of the prompt's own blocks."""
+    """Causal attention through a pool with the prompt's own blocks."""
     tokens, kv_heads, width = key.shape
     blocks = -(-tokens // BLOCK_SIZE)
     pool = torch.zeros(blocks, 1, parts, kv_heads, BLOCK_SIZE, width, dtype=DTYPE)
@@ -101,7 +101,7 @@ def absorbed(prompt: Prompt, heads: Heads) -> torch.Tensor:
 
 
 def expanded(prompt: Prompt, heads: Heads) -> torch.Tensor:
-    """The same but for rounding."""
+    """Equal to `absorbed` except for rounding."""
     latents = prompt.latent[:, None].expand(-1, HEADS, -1)
     turned = prompt.key[:, None].expand(-1, HEADS, -1)
     key = torch.cat((by_heads(latents, heads.keys), turned), -1)

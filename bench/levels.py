@@ -1,12 +1,12 @@
-"""The engine at every CPU level of this machine beside llama.cpp and torch at the same level.
+"""The engine at each CPU level of this machine, beside llama.cpp and torch at the same level.
 
     python -m bench.levels [--level NAME ...] [--model NAME ...] [--dtype NAME ...]
         [--contender NAME ...] [--rounds 5] [--threads N] [--json FILE]
 
-Each level is measured in a process of its own, with BATON_CPU_LEVEL set: its roofs of reading and
-of products before each round, and its contenders by turns, on the same cores. torch is
-transformers' `generate`, held to the level's instructions; llama.cpp is a build of its own for the
-level: see bench/peers/setup.sh. Times are medians over all steps of all rounds, by the clock.
+Each level runs in its own process, with BATON_CPU_LEVEL set: the roofs of reads and products before
+each round, then its contenders in turns, on the same cores. torch is transformers' `generate`,
+limited to the level's instructions; llama.cpp is a build for the level: see bench/peers/setup.sh.
+Times are wall-clock medians over all steps of all rounds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CONTENDERS = {
 
 
 def measure_level(given: argparse.Namespace) -> dict[str, object]:
-    """Of the level of this process: figures, their floors, roofs, and who is missing."""
+    """Measure the level of this process: figures, their floors, roofs, and missing contenders."""
     cases = {}
     for model, dtype in itertools.product(given.model, given.dtype):
         contenders = tuple(name for name in _CONTENDERS[dtype] if name in given.contender)
@@ -51,7 +51,7 @@ def measure_level(given: argparse.Namespace) -> dict[str, object]:
 
 
 def _in_process(level: str, given: argparse.Namespace) -> dict[str, object]:
-    """What `measure_level` returns at `level`. Raises CalledProcessError."""
+    """Run `measure_level` at `level` in another process. Raises CalledProcessError."""
     options = [
         *("--within", level, "--model", *given.model, "--dtype", *given.dtype),
         *("--contender", *given.contender),
@@ -68,7 +68,7 @@ def _in_process(level: str, given: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     levels = levels_of_machine()
     parser = parser_of(__doc__, ("box", "125m"), tuple(_CONTENDERS))
     parser.add_argument("--level", nargs="+", choices=levels, default=levels)

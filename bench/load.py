@@ -34,7 +34,7 @@ from bench.workload import TraceError
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, object]:
-    """NAME=VALUE as options of `baton serve`, values as YAML has them. Raises BadParameter."""
+    """Parse NAME=VALUE options of `baton serve`, with values in YAML. Raises BadParameter."""
     settings: dict[str, object] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -95,8 +95,7 @@ def main(
         Path | None, typer.Option("--plot", help="Write latency against rate as a PNG.")
     ] = None,
 ) -> None:
-    """Send requests at given rates, whatever becomes of them, and measure what their senders
-    see."""
+    """Send requests at given rates, open loop, and measure latency and throughput at the client."""
     kind: Arrivals = arrivals or ("trace" if trace else "poisson")
     _refuse(
         compare and address is not None, "--compare starts its own clusters: leave out --address"

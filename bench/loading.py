@@ -1,11 +1,12 @@
-"""How long weights take from disk to GPU, by simulation of both: the real reading ahead (threads,
-order, bound), over tensors that have shapes and no memory. See bench/README.md.
+"""Simulated time to load weights from disk to GPU. See bench/README.md.
+
+Runs the real read-ahead (threads, order, bound) over tensors that have shapes but no memory.
 
     python -m bench.loading [--disk 1 3.5 7 14] [--link 25 55] [--host 5] [--speed-up 4]
 
-All rates in GB/s. A reader copies a tensor into page-locked memory and digests it at --host, as
-soon as the disk, which all share, has it; meanwhile the tensor before goes over the link. Nothing
-is read or copied: threads sleep, --speed-up times as short as it would take.
+All rates in GB/s. A reader copies a tensor into page-locked memory and digests it at --host once
+the shared disk has delivered it; meanwhile the previous tensor crosses the link. Nothing is read or
+copied: threads sleep, for 1/--speed-up of the time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from engine.torch.weights import NUM_READERS, StoredTensor, Take, read_ahead
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Llama 3 in bfloat16."""
+    """Shape of a Llama 3 in bfloat16."""
 
     name: str
     hidden: int
@@ -45,7 +46,7 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second: of the disk, of one reader's copy and digest, of the link to the GPU."""
+    """Bytes per second: disk, one reader's copy and digest, link to the GPU."""
 
     disk: float
     host: float
@@ -54,7 +55,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LoadTime:
-    """Seconds. bound_s: of whatever is slowest, if all the others were hidden behind it."""
+    """Seconds. bound_s: of the slowest stage alone, as if the others were fully hidden."""
 
     num_bytes: int
     seconds: float
@@ -62,7 +63,7 @@ class LoadTime:
 
 
 def tensors_of(shape: Shape) -> Iterator[StoredTensor]:
-    """In the order of a checkpoint's files, all in one."""
+    """Tensors in the order of a checkpoint's files, as a single file."""
     hidden, kv = shape.hidden, shape.num_kv_heads * shape.head_dim
     layer = [
         (hidden,),
@@ -82,7 +83,7 @@ def tensors_of(shape: Shape) -> Iterator[StoredTensor]:
 
 
 class Shared:
-    """What serves one after the other, so many bytes in a second."""
+    """A resource that serves one request at a time, at a rate in bytes per second."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -97,7 +98,7 @@ class Shared:
 
 
 def measure_loading(shape: Shape, rates: Rates, speed_up: float) -> LoadTime:
-    """speed_up: how many times as fast the simulation runs."""
+    """speed_up: ratio of simulated to real time."""
     disk, link = Shared(rates.disk * speed_up), Shared(rates.link * speed_up)
     num_bytes = sum(stored.tensor.nbytes for stored in tensors_of(shape))
 
@@ -121,7 +122,7 @@ def measure_loading(shape: Shape, rates: Rates, speed_up: float) -> LoadTime:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--disk", type=float, nargs="+", default=[1.0, 3.5, 7.0, 14.0])
     parser.add_argument("--link", type=float, nargs="+", default=[25.0, 55.0])

@@ -1,14 +1,15 @@
-"""How long others are silent while the gateway is given a text of a megabyte, or of eight, or as
-many token ids as its model takes, as a prompt or as what an earlier stream sent.
+"""Longest stall of other streams while the gateway processes a very long request.
+
+The request has a text of one or eight megabytes, or as many token ids as the model takes, as a
+prompt or as output so far.
 
     python -m bench.long_texts [--num-streams 8]
 
-A gateway before a token source, which emits a token of each stream every 5 ms; the model takes a
-million tokens. Each request is sent by a process of its own, by gRPC and by HTTP: words, one word
-without end, ids, and ids behind which the answer goes on. The longest silence of any of the streams
-until it was answered, and for half a second more, is printed, beside that of some seconds without
-such a request; and the longest that the gateway's event loop computed in one go meanwhile, which
-others' load on the machine hardly changes.
+A gateway before a token source with one token per stream each 5 ms, and a context of a million
+tokens. Each request is sent by another process, by gRPC and by HTTP: words, one endless word, ids,
+and ids to continue. Printed are the longest gap of any stream until 0.5 s after the answer, beside
+that of some seconds without such a request, and the longest CPU time of one turn of the gateway's
+event loop, which hardly depends on other load.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ IDS, IDS_SO_FAR = "token ids", "token ids so far"
 
 @dataclass(frozen=True, slots=True)
 class Long:
-    """What a request has much of. what: one of `TEXTS`, repeated to so many characters; or so many
-    token ids, of the prompt or of an answer so far."""
+    """Content of a long request. what: one of `TEXTS`, repeated to a number of characters; or a
+    number of token ids, of the prompt or of the output so far."""
 
     what: str
     size: int
@@ -73,7 +74,7 @@ class Long:
 
     @property
     def so_far(self) -> list[int]:
-        """Of the answer."""
+        """Output so far, as token ids."""
         return self._ids if self.what == IDS_SO_FAR else []
 
     @property
@@ -81,7 +82,7 @@ class Long:
         return [i % 1000 for i in range(self.size)]
 
 
-#: Each with the doors that take it.
+#: Each request with the protocols that accept it.
 REQUESTS = (
     *(
         (Long(what, size), door)
@@ -89,7 +90,7 @@ REQUESTS = (
         for what in ("words", "one word")
         for door in DOORS
     ),
-    # As long as a message, or a body, may be: in JSON a character is an escape, or a pair of them.
+    # Maximum size of a message or body: in JSON a character is one or two escapes.
     *((Long("line ends", 8_000_000), door) for door in DOORS),
     *((Long("emoji", size), door) for size, door in ((2_000_000, "gRPC"), (1_300_000, "HTTP"))),
     *((Long(IDS, size), door) for size in (100_000, 1_000_000) for door in DOORS),
@@ -98,7 +99,7 @@ REQUESTS = (
 )
 STEP_MS = 5.0
 _GATEWAY = (sys.executable, "-m", "bench.timed_gateway")
-#: Tokens that the model takes, and of each stream: none ends within a measurement.
+#: Context of the model and length of each stream, in tokens: no stream ends during a measurement.
 _MODEL_LEN = 1 << 20
 _AFTER_S, _ALONE_S = 0.5, 5.0
 _TIMEOUT_S = 300.0
@@ -106,7 +107,7 @@ _TIMEOUT_S = 300.0
 
 @dataclass
 class Turns:
-    """The gateway's longest turn of its event loop, in CPU time; see bench.timed_gateway."""
+    """Longest turn of the gateway's event loop, in CPU time; see bench.timed_gateway."""
 
     longest_ms: float = 0.0
 
@@ -117,14 +118,14 @@ class Turns:
             forward_to_stderr(name, line)
 
     def take_ms(self) -> float:
-        """The longest until now; another begins."""
+        """The longest so far, in milliseconds; then starts anew."""
         longest_ms, self.longest_ms = self.longest_ms, 0.0
         return longest_ms
 
 
 @dataclass
 class Silences:
-    """Of streams without end: when each was last heard, and the longest time between two chunks."""
+    """Gaps of endless streams: last arrival per stream, and the longest gap between two chunks."""
 
     longest_s: float = 0.0
 
@@ -140,13 +141,13 @@ class Silences:
             last_s = now_s
 
     def take_ms(self) -> float:
-        """The longest until now; another begins."""
+        """The longest so far, in milliseconds; then starts anew."""
         longest_s, self.longest_s = self.longest_s, 0.0
         return longest_s * 1e3
 
 
 def send(door: str, address: str, asked: Long) -> str:
-    """What became of a request for one token more."""
+    """Send a request for one more token; returns its result."""
     prompt, so_far = asked.prompt, asked.so_far
     max_tokens = len(so_far) + 1
     if door == "gRPC":
@@ -167,7 +168,7 @@ def send(door: str, address: str, asked: Long) -> str:
                 return f"{error.code().name}: {error.details()}"
         usage = chunks[-1].usage
         return f"answered, {max(usage.prompt_tokens, usage.completion_tokens):,} tokens"
-    import http.client  # of the process that sends alone
+    import http.client  # in the sending process only
 
     connection = http.client.HTTPConnection(address, timeout=_TIMEOUT_S)
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens}
@@ -181,7 +182,7 @@ def send(door: str, address: str, asked: Long) -> str:
     text = answer.read()
     connection.close()
     if answer.status == 200 and so_far:
-        text = text.split(b"data: ")[-2]  # the last but the end's mark
+        text = text.split(b"data: ")[-2]  # the last line before the end mark
     document = json.loads(text)
     if answer.status == 200:
         usage = document["usage"]
@@ -190,7 +191,7 @@ def send(door: str, address: str, asked: Long) -> str:
 
 
 async def send_elsewhere(door: str, address: str, asked: Long) -> tuple[str, float]:
-    """As `send`, by another process; and how many seconds it took."""
+    """`send` in another process; returns the result and its seconds."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.long_texts", "--send", door, address),
         *(asked.what, str(asked.size)),
@@ -203,7 +204,7 @@ async def send_elsewhere(door: str, address: str, asked: Long) -> tuple[str, flo
 
 @asynccontextmanager
 async def gateway_of_a_long_model(folder: Path, turns: Turns) -> AsyncIterator[Cluster]:
-    """folder: for the model's files."""
+    """folder: receives the model's files."""
     shutil.copy(Path(BUNDLED_MODEL) / "tokenizer.json", folder)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": _MODEL_LEN}))
     options = ServeOptions.model_validate(
@@ -226,7 +227,7 @@ async def gateway_of_a_long_model(folder: Path, turns: Turns) -> AsyncIterator[C
 async def measure(
     cluster: Cluster, num_streams: int, requests: Sequence[tuple[Long, str]], turns: Turns
 ) -> None:
-    """Prints a row for each request and door. turns: of the cluster's gateway."""
+    """Print a row per request and protocol. turns: of the cluster's gateway."""
     silences = Silences()
     async with aio_channel(cluster.address) as channel, asyncio.TaskGroup() as group:
         listeners = [group.create_task(silences.listen(channel)) for _ in range(num_streams)]

@@ -1,5 +1,5 @@
-"""Where and with what a measurement was made, so that a figure can be judged later; how it is kept;
-and the CPU level that is forced on whatever is measured beside Baton, too."""
+"""Records machine, versions and commit of a measurement, writes its results, and forces a CPU level
+on Baton and its peers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUNDLED_MODEL = str(ROOT / "models" / "baton-py-6m")
 
 
 def describe_machine() -> dict[str, object]:
-    """The host: CPU, cores this process may use, memory in bytes, load average, GPUs."""
+    """The host: CPU, usable cores, memory in bytes, load average, GPUs."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
@@ -38,7 +38,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Python, and the installed ones of the packages that matter."""
+    """Versions of Python and of the installed packages that matter."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -49,7 +49,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_commit(root: Path = ROOT) -> dict[str, object]:
-    """The commit of the checkout, and whether files differ from it; nothing outside a checkout."""
+    """Commit of the checkout, and whether files differ from it; empty outside a checkout."""
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     if not commit:
         return {}
@@ -72,7 +72,7 @@ def _gpus() -> list[str]:
 
 
 def _output(program: str, *arguments: str) -> str:
-    """What a program prints; nothing if it is not here or fails."""
+    """Output of a program; empty if it is missing or fails."""
     path = shutil.which(program)
     if path is None:
         return ""
@@ -81,13 +81,12 @@ def _output(program: str, *arguments: str) -> str:
 
 
 def now() -> str:
-    """Date and time, in UTC, to the second."""
+    """Current UTC date and time, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def document_of(module: str, started: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Made when the measurement ends: its load average is that of the machine then, this
-    measurement's own included."""
+    """Document of a finished measurement. Its load average includes the measurement's own load."""
     return {
         "command": ["python", "-m", module, *map(shown, sys.argv[1:])],
         "started": started,
@@ -99,7 +98,7 @@ def document_of(module: str, started: str, data: Mapping[str, Any]) -> dict[str,
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write the document, paths in it as text. Raises OSError."""
+    """Write the document, with paths as text. Raises OSError."""
     text = json.dumps(document, indent=2, allow_nan=False, default=str)
     path.write_text(f"{text}\n", encoding="utf-8")
 
@@ -107,8 +106,8 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 def publish(
     document: Mapping[str, Any], path: Path | None, *tables: Callable[[Mapping[str, Any]], str]
 ) -> None:
-    """Print what was measured as its page shows it, and keep it in a file if one is named. tables:
-    Markdown of the document. Raises OSError."""
+    """Print a measurement as Markdown, and write it to a file if a path is given. tables: Markdown
+    of the document. Raises OSError."""
     for table in tables:
         print(table(document), end="\n\n")
     if path:
@@ -116,12 +115,12 @@ def publish(
 
 
 def shown(argument: str) -> str:
-    """An argument as others may read it: of a file somewhere on this machine, the name."""
+    """An argument for publication: a path is reduced to its file name."""
     return Path(argument).name if argument.startswith("/") else argument
 
 
-#: What makes torch take no instructions above a level's. oneDNN knows no level between VNNI and
-#: BF16: its products of bfloat16 may use VNNI at avx512, which ours do not.
+#: Environment that limits torch to a level's instructions. oneDNN has no level between VNNI and
+#: BF16: its bfloat16 products may use VNNI at avx512, which Baton's do not.
 _TORCH: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
@@ -131,11 +130,11 @@ _TORCH: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def forced_level() -> str:
-    """Empty where the machine's best is measured."""
+    """The forced level; empty for the machine's best."""
     return os.environ.get(LEVEL_VARIABLE, "")
 
 
 def level_environment(level: str) -> dict[str, str]:
-    """Of a process that measures at a level; empty: the best."""
+    """Environment of a process at a level; empty level: the machine's best."""
     forced = {LEVEL_VARIABLE: level, **_TORCH.get(level, {})} if level else {}
     return {**os.environ, **forced}

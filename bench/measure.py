@@ -1,7 +1,7 @@
-"""What is measured of one request, and of many. Pure.
+"""Metrics of one request and of many. Pure.
 
-All times of a record are in seconds from the start of the load. Latency counts from when a request
-was due, not from when it was sent: a client that lags does not make the server look better.
+All times of a record are in seconds from the start of the load. Latency is measured from the due
+time, not from the send time, so a slow client does not improve the server's figures.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from statistics import fmean
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request. pieces: arrival time and number of tokens of each piece that had tokens, in
-    order.
+    """One request. pieces: (arrival time, number of tokens) of each chunk with tokens, in order.
 
-    error: the reason if it failed, else empty. The rest is what the server reported of it.
+    error: reason of a failure, else empty. Other fields are reported by the server.
     """
 
     due_s: float
@@ -41,13 +40,12 @@ class Record:
 
     @property
     def ttft_ms(self) -> float | None:
-        """Time to first token: from due to the first piece."""
+        """Time to first token, from the due time."""
         return (self.pieces[0][0] - self.due_s) * 1000 if self.pieces else None
 
     @property
     def tpot_ms(self) -> float | None:
-        """Time per output token after the first piece: over what came after it. None if nothing
-        did."""
+        """Mean time per output token after the first chunk; None if there are no more."""
         num_later = self.num_output_tokens - (self.pieces[0][1] if self.pieces else 0)
         if num_later < 1:
             return None
@@ -55,15 +53,14 @@ class Record:
 
     @property
     def itl_ms(self) -> tuple[float, ...]:
-        """Inter-token latency as a reader of the stream sees it: the time between a piece and the
-        next."""
+        """Inter-token latency of the stream: the times between chunks."""
         times = [time for time, _ in self.pieces]
         return tuple((after - before) * 1000 for before, after in pairwise(times))
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of some values, in their unit; all zero if there are none."""
+    """Statistics of values, in their unit; all zero without values."""
 
     count: int = 0
     mean: float = 0.0
@@ -75,14 +72,13 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A request is inside if both hold; None asks nothing. Times in milliseconds."""
+    """Limits in milliseconds; None: no limit. A request is inside if it meets both."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
     def is_met_by(self, record: Record) -> bool:
-        """A request that failed is outside; one of a single piece has no TPOT that could be too
-        long."""
+        """Failed requests do not meet it; requests with a single chunk meet any TPOT."""
         if not record.is_complete or record.ttft_ms is None:
             return False
         is_early = self.ttft_ms is None or record.ttft_ms <= self.ttft_ms
@@ -93,8 +89,8 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One load, measured. Latencies in milliseconds, of complete requests; rates per second of
-    `duration_s`, which goes from the first request due to the last one's end."""
+    """One load. Latencies in milliseconds, of complete requests; rates per second of `duration_s`,
+    from the first due time to the last end."""
 
     num_requests: int
     num_complete: int
@@ -112,17 +108,16 @@ class Summary:
     itl_ms: Distribution
     total_ms: Distribution
     client_lag_ms: Distribution
-    """From due to sent: if it is not small, the load generator was too slow for the rate."""
+    """From due to sent: large values mean that the load generator was too slow."""
     transfer_exposed_ms: Distribution
-    """Of requests handed over: the part of the transfer that compute did not hide."""
+    """Handed-over requests: the part of the transfer not hidden by compute."""
     transfer_bytes: int
     errors: dict[str, int]
-    """Failed requests, by reason."""
+    """Number of failed requests by reason."""
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` (0..1) of the ascending values lie, between neighbours in
-    proportion.
+    """Percentile `share` (0..1) of ascending values, interpolated linearly.
 
     Raises ValueError for no values or a share outside 0..1.
     """
@@ -132,7 +127,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     part = place - low
-    # In this form the result is never outside its neighbours, whatever the rounding.
+    # In this form, rounding keeps the result between its neighbours.
     return (
         ordered[low]
         if part == 0
@@ -141,7 +136,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def distribution(values: Iterable[float]) -> Distribution:
-    """Of the values, in any order."""
+    """Statistics of the values, in any order."""
     ordered = sorted(values)
     if not ordered:
         return Distribution()
@@ -150,7 +145,7 @@ def distribution(values: Iterable[float]) -> Distribution:
 
 
 def summarise(records: Sequence[Record], slo: Slo) -> Summary:
-    """All of a load's requests in one. Raises ValueError if there are none."""
+    """Summarise a load's requests. Raises ValueError if there are none."""
     if not records:
         raise ValueError("no request was made")
     complete = [record for record in records if record.is_complete]
@@ -190,7 +185,7 @@ def summarise(records: Sequence[Record], slo: Slo) -> Summary:
 def goodputs_of(
     shares: Sequence[tuple[str, float, float]], wanted: float
 ) -> dict[str, float | None]:
-    """Of each target. shares: (target, requests/s, share inside)."""
+    """Goodput by target. shares: (target, requests/s, share inside)."""
     return {
         target: goodput([(rate, share) for of, rate, share in shares if of == target], wanted)
         for target in dict.fromkeys(target for target, _, _ in shares)
@@ -198,12 +193,11 @@ def goodputs_of(
 
 
 def goodput(attainment_by_rate: Sequence[tuple[float, float]], wanted: float = 0.9) -> float | None:
-    """The highest measured rate up to which every measured rate has at least `wanted` of its
-    requests inside the SLO.
+    """Highest measured rate up to which every measured rate has at least `wanted` of its requests
+    inside the SLO.
 
-    attainment_by_rate: (requests/s, share inside), in any order; a rate measured several times
-    counts by its mean. None if the lowest rate already fails: the answer is below what was
-    measured.
+    attainment_by_rate: (requests/s, share inside), in any order; repeated rates are averaged. None
+    if the lowest rate fails.
     """
     shares: dict[float, list[float]] = {}
     for rate, share in attainment_by_rate:

@@ -1,7 +1,7 @@
-"""Which decoders run, by Baton's own code and by transformers', as a test run finds it.
+"""Supported decoders, by Baton's own code and by transformers', according to a test run.
 
-python -m bench.models: runs tests/engine/families/test_families.py and
-tests/engine/transformers/test_architectures.py, all of both, and writes a table of each into
+python -m bench.models: runs tests/model/test_families.py and
+tests/transformers_backend/test_architectures.py completely, and writes a table of each into
 docs/models.md.
 """
 
@@ -26,10 +26,10 @@ PAGE = ROOT / "docs" / "models.md"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Of the part `name` of the page, made by the test module `tests`.
+    """The part `name` of the page, from the test module `tests`.
 
-    title: of what a line is. columns: a column's heading by the test that fills it, or by what one
-    of them records.
+    title: heading of the first column. columns: heading by test name, or by a property that a test
+    records.
     """
 
     name: str
@@ -70,12 +70,12 @@ GENERIC = Table(
         "kernels": "kernels",
     },
 )
-#: All cases, for one that was left out would count as skipped; and a format of reports that keeps
-#: what tests record.
+#: All cases, because an omitted one would count as skipped; in a report format with recorded
+#: properties.
 PYTEST = ("pytest", "-q", "-n0", "--long", "-o", "junit_family=xunit1")
-#: Whatever has a line passes this, or fails it; other tests of a module make none.
+#: The test that determines the table's rows, whether it passes or fails.
 FIRST = "test_greedy_tokens_are_those_of_generate"
-#: In a test's name, beside the architecture.
+#: Parameters in a test's name other than the architecture.
 _PARAMETERS = re.compile(
     r"^(float32|bfloat16)-|-(float32|bfloat16|int8|int4|gptq|awq|compressed-tensors|fp8)$"
 )
@@ -83,9 +83,8 @@ _WORDS = {"skipped": "to rounding", "failure": "**no**", "error": "**no**"}
 
 
 def results_of(report: str) -> dict[str, dict[str, str]]:
-    """By architecture, then test, "yes" or what kept it from that; and what tests recorded. Where a
-    test has further parameters, after the architecture or before it, the worst. report: pytest's
-    JUnit XML, our own."""
+    """By architecture, then test: "yes" or the failure, and recorded properties. With further test
+    parameters, the worst result. report: JUnit XML of pytest."""
     results: dict[str, dict[str, str]] = {}
     for case in ElementTree.fromstring(report).iter("testcase"):
         test, _, rest = case.attrib["name"].removesuffix("]").partition("[")
@@ -100,7 +99,7 @@ def results_of(report: str) -> dict[str, dict[str, str]]:
 
 
 def table_of(table: Table, results: Mapping[str, Mapping[str, str]]) -> str:
-    """In Markdown, a line for each architecture."""
+    """Markdown, one line per architecture."""
     heads = (table.title, *table.columns.values())
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, found in sorted(results.items()):

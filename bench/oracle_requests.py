@@ -1,4 +1,4 @@
-"""Requests to oracle engines, whose right output is known."""
+"""Requests to oracle engines, with known correct output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ VOCAB_SIZE = 1000
 
 @dataclass(frozen=True, slots=True)
 class OracleRequest:
-    """What is asked for: so many tokens of each choice, whatever they are. layers: of the workers'
-    engines."""
+    """A request with a fixed number of tokens per choice. layers: of the workers' engines."""
 
     prompt: tuple[int, ...]
     temperature: float
@@ -36,7 +35,7 @@ class OracleRequest:
         )
 
     def right_output(self) -> list[list[int]]:
-        """The tokens of each choice."""
+        """Correct tokens of each choice."""
         sampling = Sampling(
             temperature=self.temperature, seed=self.seed, max_tokens=self.num_tokens
         )
@@ -52,7 +51,7 @@ def draw_request(
     num_tokens: int,
     layers: OracleLayers = FULL_LAYERS,
 ) -> OracleRequest:
-    """Greedy or sampled, of one choice or, less often, two."""
+    """A random request: greedy or sampled, with one choice or, less often, two."""
     num_prompt_tokens = rng.randint(20, max_prompt_tokens)
     return OracleRequest(
         prompt=tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_prompt_tokens)),

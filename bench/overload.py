@@ -1,16 +1,16 @@
-"""Real processes that are asked for more than they can do: what is still answered in time, how soon
-the rest is refused, whether the advice when to come again is right, and what others pay.
+"""Overload of real processes: goodput, time to refusal, accuracy of retry advice, and effect on
+others.
 
     python -m bench.overload [MODEL] [--set NAME=VALUE ...] [--times 1 --times 10 ...] [--json FILE]
 
-First the capacity: twice as many clients as there are places, each of which asks again once it was
-answered. Then an open loop at each multiple of it, all requests with the same deadline. Goodput is
-the answers that were complete by their deadlines, a second, of those that ended later than one
-deadline after the load's begin: until then an empty queue fills.
+First the capacity: twice as many clients as there are places, each with one request at a time. Then
+an open loop at each multiple of the capacity, all requests with the same deadline. Goodput is the
+rate of answers complete by their deadlines, without those in the first deadline after the start,
+while the queue fills.
 
-When the last load ends, requests with less time than others are sent until one is answered; the
-advice is that of the first refusal. Last come requests one after the other beside many long ones of
-somebody else, and beside one that needs all places while one place is taken.
+After the last load, requests with shorter deadlines are sent until one is answered; the advice is
+that of the first refusal. Finally single requests are sent beside many long ones of another client,
+and beside one that needs all places while one is taken.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ from bench.plan import LoadOptions, Run, entries_of, load_of
 from bench.suite.markdown import about, number, table
 from bench.workload import LoadRequest
 
-#: The goals: goodput at the most that is asked for, of its peak; and how far advice may be off.
+#: Goals: goodput at the highest load as a share of its peak, maximum refusal time, and maximum
+#: ratio of advice to actual wait.
 MIN_KEPT, MAX_REFUSAL_MS, MAX_OFF = 0.9, 50.0, 2.0
 
 _REFUSED = Overloaded.reason
-#: Of the closed loop: how long it runs before it is counted, and then, in seconds.
+#: Closed loop: seconds before counting starts, and seconds of counting.
 _SETTLE_S, _CLOSED_S = 5.0, 10.0
-#: Of requests that are sent while the queue shrinks: shares of the others' time.
+#: Deadlines of probes while the queue shrinks, as shares of the normal one.
 _PROBED_SHARES = (0.8, 0.6, 0.4)
-#: How often they come again, as a share of the advice.
+#: Interval of repeated probes, as a share of the advice.
 _PROBE_SHARE = 0.125
 _NUM_LONG, _NUM_ALONE, _NUM_BESIDE = 500, 20, 20
 _POLITE_TOKENS, _WIDE_CHOICES = 16, 16
@@ -56,8 +57,8 @@ _POLITE_TOKENS, _WIDE_CHOICES = 16, 16
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One load. times: of the capacity; rate: requests/s. late: by reason, those that were neither
-    answered nor refused. Times in milliseconds; the refusals' from sent to refused."""
+    """One load. times: multiple of the capacity; rate: requests/s. late: by reason, requests
+    neither answered nor refused in time. Times in milliseconds; refusals from sent to refused."""
 
     times: float
     rate: float
@@ -74,8 +75,8 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """advice_s: of the first refusal of a request with so much time; taken_s: after it, the first
-    that was answered was sent."""
+    """advice_s: retry advice of the first refusal with this deadline; taken_s: time from it to the
+    sending of the first answered request."""
 
     timeout_s: float
     advice_s: float
@@ -84,7 +85,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Polite requests' times to the first token beside others."""
+    """Time to first token of polite requests beside other load."""
 
     what: str
     ttft_p50_ms: float
@@ -92,7 +93,7 @@ class Beside:
 
 
 def level_of(times: float, rate: float, timeout_s: float, records: Sequence[Record]) -> Level:
-    """What became of a load's requests. timeout_s: of each of them."""
+    """Classify a load's requests. timeout_s: deadline of each."""
     end_s = records[-1].due_s
     good = [record for record in records if record.is_complete]
     settled = [record for record in good if timeout_s <= record.end_s <= end_s]
@@ -122,7 +123,7 @@ def level_of(times: float, rate: float, timeout_s: float, records: Sequence[Reco
 async def capacity_of(
     client: AsyncClient, requests: Sequence[LoadRequest], num_clients: int
 ) -> float:
-    """Answers/s where as many clients ask again and again."""
+    """Answers per second of num_clients clients in a closed loop."""
     loop = asyncio.get_running_loop()
     begin_s, ends_s = loop.time() + _SETTLE_S, list[float]()
     source = itertools.cycle(requests)
@@ -143,8 +144,8 @@ async def capacity_of(
 async def advice_of(
     client: AsyncClient, request: LoadRequest, salt: str, timeout_s: float
 ) -> Advice | None:
-    """Ask until an answer comes; None if the first is not refused. salt: that of the others, so
-    that all are one account."""
+    """Retry until answered; None if the first request is not refused. salt: the same as of the
+    others, for one common account."""
     loop = asyncio.get_running_loop()
     options = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
     advice_s: float | None = None
@@ -160,7 +161,7 @@ async def advice_of(
                 advice_s, refused_s = refusal.retry_after_s or 0.0, loop.time()
             await asyncio.sleep(_PROBE_SHARE * advice_s)
         except DeadlineExceeded:
-            pass  # it was let in too early
+            pass  # accepted before the queue was full
         else:
             return Advice(timeout_s, advice_s, sent_s - refused_s) if advice_s else None
 
@@ -182,7 +183,7 @@ async def polite(client: AsyncClient, request: LoadRequest, what: str, num_reque
 async def fairness(
     client: AsyncClient, requests: Sequence[LoadRequest], num_tokens: int
 ) -> tuple[Beside, ...]:
-    """A polite client alone, and beside others. num_tokens: of an answer, in the mean."""
+    """A polite client alone, and beside others. num_tokens: mean output length."""
     request = dataclasses.replace(_at_once(requests[0]), num_output_tokens=num_tokens)
     alone = await polite(client, request, "nobody", _NUM_ALONE)
     many = [*map(_at_once, itertools.islice(itertools.cycle(requests), _NUM_LONG))]
@@ -202,7 +203,7 @@ async def fairness(
 
 @asynccontextmanager
 async def _meanwhile(work: Any) -> AsyncIterator[None]:
-    """It runs, and is cancelled in the end; a second is its own."""
+    """Run in the background of the block, from 1 s before it; cancelled at its end."""
     task = asyncio.ensure_future(work)
     await asyncio.sleep(1.0)
     try:
@@ -219,7 +220,7 @@ def _at_once(request: LoadRequest) -> LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """load: of each level, but for its number of requests. for_s: how long each lasts."""
+    """load: of each level, except its number of requests. for_s: seconds per level."""
 
     load: LoadOptions
     times: tuple[float, ...]
@@ -229,7 +230,7 @@ class Plan:
 
 
 async def measure(client: AsyncClient, plan: Plan) -> dict[str, Any]:
-    """All of it, as plain values."""
+    """Measure everything; returns plain values."""
     model = await client.model()
 
     def requests_at(rate: float, for_s: float) -> tuple[LoadRequest, ...]:
@@ -255,7 +256,7 @@ async def measure(client: AsyncClient, plan: Plan) -> dict[str, Any]:
         options = DriveOptions(cache_salt=secrets.token_hex(8), timeout_s=plan.timeout_s)
         requests = requests_at(rate, plan.for_s)
         gc.collect()
-        gc.freeze()  # or this process stands still for up to 90 ms, and refusals seem late
+        gc.freeze()  # a collection would pause this process for up to 90 ms, and delay refusals
         async with asyncio.TaskGroup() as group:
             if times == plan.times[-1]:
                 group.create_task(probe(options.cache_salt))
@@ -273,7 +274,7 @@ async def measure(client: AsyncClient, plan: Plan) -> dict[str, Any]:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """What was run, where, and the tables."""
+    """Markdown: settings, machine and tables."""
     peak = max(level["goodput"] for level in document["levels"])
     levels = [
         [
@@ -354,7 +355,7 @@ def main(
     output_tokens: Annotated[int, typer.Option(min=16, help="Mean length of answers.")] = 256,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all results.")] = None,
 ) -> None:
-    """Measure what is left of goodput under overload."""
+    """Measure goodput under overload."""
     if for_s <= timeout_s:
         raise typer.BadParameter("--for-s: give more than --timeout-s, for what is counted later")
     started_at = now()

@@ -1,10 +1,11 @@
-"""A model that says what another says and takes longer: to measure what speculation gains on a
-larger shape by drafts that are right as often as on the small one that they were trained for.
+"""Pads a model with layers that do not change its output, to measure speculation at larger sizes.
+
+Drafts are then as often correct as for the small model that they were trained for.
 
     python -m bench.padded --model models/baton-py-6m --num-layers 64 --output DIR
 
-Further layers, of random weights, are put behind those of a Llama. What they add to a state is
-multiplied by zeros, so that they are computed like any other and change nothing.
+Appends layers with random weights to a Llama. Their contributions to the state are multiplied by
+zeros, so they are computed like other layers and have no effect.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-#: What a layer adds to the states goes through these.
+#: Last weights of attention and MLP, set to zero in added layers.
 _LAST = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def pad(model: Path, num_layers: int, output: Path) -> None:
-    """output: must not exist. Raises ValueError if the model has as many layers already."""
+    """output: must not exist. Raises ValueError if the model has num_layers layers or more."""
     config = json.loads((model / "config.json").read_text())
     num_own = config["num_hidden_layers"]
     if num_layers <= num_own:

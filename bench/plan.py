@@ -1,7 +1,8 @@
-"""What is run, in which order, and what each run sends: when requests come, in an open loop in
-which nobody waits for answers. Pure but for reading the trace file.
+"""The order of runs, and the requests of each: arrivals of an open loop. Pure, except for reading
+the trace file.
 
-Arrival times are in seconds, ascending, the first at 0."""
+Arrival times are in seconds, ascending, the first at 0.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from bench.workload import (
 
 
 class ArrivalsError(ValueError):
-    """No such arrivals can be made; says why."""
+    """The arrivals cannot be generated; the message has the reason."""
 
 
 def poisson(num_requests: int, rate: float, rng: Random) -> tuple[float, ...]:
@@ -35,7 +36,7 @@ def poisson(num_requests: int, rate: float, rng: Random) -> tuple[float, ...]:
 
 
 def burst(num_requests: int, rate: float, burst_size: int, rng: Random) -> tuple[float, ...]:
-    """`burst_size` requests at once, bursts themselves Poisson, `rate` requests/s in the mean.
+    """`burst_size` requests at once, with Poisson bursts; `rate` is the mean in requests/s.
 
     Raises ArrivalsError for rate <= 0 or burst_size < 1.
     """
@@ -48,11 +49,10 @@ def burst(num_requests: int, rate: float, burst_size: int, rng: Random) -> tuple
 
 
 def replay(times_s: Sequence[float], rate: float | None = None) -> tuple[float, ...]:
-    """Recorded arrivals, moved to begin at 0 and, if a rate is given, stretched to `rate`
-    requests/s in the mean.
+    """Recorded arrivals, shifted to begin at 0 and scaled to a mean of `rate` requests/s, if given.
 
-    Their pattern stays: every gap is multiplied by the same number. Raises ArrivalsError for times
-    that do not ascend, and for a rate where all times are equal.
+    All gaps are scaled by the same factor. Raises ArrivalsError for times that do not ascend, and
+    for a rate if all times are equal.
     """
     if any(later < earlier for earlier, later in pairwise(times_s)):
         raise ArrivalsError("arrival times must ascend")
@@ -69,7 +69,7 @@ def replay(times_s: Sequence[float], rate: float | None = None) -> tuple[float, 
 
 
 def mean_rate(times_s: Sequence[float]) -> float | None:
-    """Requests/s between the first and the last arrival; None if no time passes between them."""
+    """Requests/s between the first and the last arrival; None if they coincide."""
     if len(times_s) < 2 or times_s[-1] <= times_s[0]:
         return None
     return (len(times_s) - 1) / (times_s[-1] - times_s[0])
@@ -87,11 +87,10 @@ Arrivals = Literal["poisson", "burst", "trace"]
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """One kind of load. Lengths are in tokens; rates in requests/s.
+    """Parameters of a load. Lengths in tokens; rates in requests/s.
 
-    trace: where lengths and shared prefixes come from, and arrivals too if they are "trace"; else
-    lengths are drawn.
-    max_model_len: the model's own if None.
+    trace: source of lengths, shared prefixes and, for arrivals "trace", arrivals; without it
+    lengths are drawn. max_model_len: None: the model's own.
     """
 
     arrivals: Arrivals = "poisson"
@@ -109,7 +108,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load against one target. rate: None for a trace's own."""
+    """One load against one target. rate: None for the trace's own."""
 
     target: str
     rate: float | None
@@ -119,8 +118,8 @@ class Run:
 def runs_of(
     targets: Sequence[str], rates: Sequence[float | None], num_repetitions: int
 ) -> tuple[Run, ...]:
-    """Every rate, ascending, as often as asked, on every target. Targets take turns, and so does
-    who goes first: what disturbs the machine for a while disturbs all of them."""
+    """Runs at every rate, ascending, num_repetitions times on every target. Targets take turns and
+    alternate in order, so that disturbances affect all."""
     runs: list[Run] = []
     num_rounds = 0
     for rate in sorted(rates, key=lambda rate: rate or 0.0):
@@ -132,8 +131,7 @@ def runs_of(
 
 
 def entries_of(options: LoadOptions, max_model_len: int) -> tuple[TraceEntry, ...]:
-    """The load's requests without their times: the same for every rate. Raises TraceError,
-    OSError."""
+    """The load's requests without times, equal for all rates. Raises TraceError, OSError."""
     limit = min(max_model_len, options.max_model_len or max_model_len)
     if options.trace is not None:
         entries = read_trace(options.trace, options.num_requests)
@@ -153,8 +151,7 @@ def entries_of(options: LoadOptions, max_model_len: int) -> tuple[TraceEntry, ..
 def due_times(
     options: LoadOptions, entries: Sequence[TraceEntry], run: Run
 ) -> tuple[tuple[float, ...], float]:
-    """When each request is sent, in seconds, and the mean rate: equal for all targets. Raises
-    ArrivalsError."""
+    """Send times in seconds, and the mean rate; equal for all targets. Raises ArrivalsError."""
     rng = Random(f"{options.seed}/arrivals/{run.rate}/{run.repetition}")
     if options.arrivals == "trace":
         times = replay([entry.arrival_s for entry in entries], run.rate)
@@ -169,6 +166,6 @@ def due_times(
 def load_of(
     options: LoadOptions, entries: Sequence[TraceEntry], run: Run, vocab_size: int
 ) -> tuple[tuple[LoadRequest, ...], float]:
-    """What one run sends, and its rate. Raises ArrivalsError."""
+    """Requests of one run, and its rate. Raises ArrivalsError."""
     due_s, rate = due_times(options, entries, run)
     return requests_of(entries, due_s, vocab_size, options.seed), rate

@@ -1,10 +1,10 @@
-"""What rounding weights costs and gains: `python -m bench.quantization [MODEL] [--tokens N]
+"""Quality and speed of quantised weights: `python -m bench.quantization [MODEL] [--tokens N]
 [--rounds N]`.
 
-Writes each scheme of bench.quantized_checkpoints to a temporary folder and shows, for each and for
-the original: bytes of weights, perplexity on held-out text as served (bfloat16) and with rounded
-weights alone (float32), and the time of decode steps, in which the schemes take turns. The text is
-what models.corpus holds out: files of this interpreter's standard library.
+Writes each scheme of bench.quantized_checkpoints to a temporary folder. Shows, for each and for the
+original: bytes of weights; perplexity on held-out text as served (bfloat16) and with weights
+rounded only (float32); and the time of decode steps, measured in turns. The text is held out by
+models.corpus: files of this interpreter's standard library.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CONTEXT = 128
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One scheme. step_ms: medians, by _BATCHES."""
+    """One scheme. step_ms: median milliseconds by batch size of _BATCHES."""
 
     scheme: str
     weight_bytes: int

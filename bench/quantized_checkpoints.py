@@ -1,5 +1,8 @@
-"""Quantised checkpoints for tests and benchmarks, rounded to the nearest, in compressed-tensors'
-layout. Published ones come from tools made for it: llm-compressor, GPTQModel."""
+"""Writes quantised checkpoints for tests and benchmarks, by rounding to nearest, in
+compressed-tensors' layout.
+
+Published checkpoints come from dedicated tools: llm-compressor, GPTQModel.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from engine.quantization.weight import QuantizedWeight
 
 Scheme = Literal["int8", "int4", "fp8", "sparse24"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
-#: The scheme of the output layer: four bits, or half of the weights, are too few for it.
+#: Scheme of the output layer: four bits or 2:4 sparsity cost it too much quality.
 _OUTPUT_SCHEMES: Mapping[Scheme, Scheme] = {"int8": "int8", "int4": "int8", "fp8": "fp8"}
 #: Group sizes of int4, the best for speed first.
 _GROUP_SIZES = (128, 64, 32)
@@ -34,8 +37,8 @@ _FORMATS: Mapping[Scheme, str] = {
     "fp8": "float-quantized",
 }
 _INDEX = "model.safetensors.index.json"
-#: Shares of a group's largest weight that are tried as the end of its range: clipping a few may
-#: serve the rest.
+#: Candidate ranges, as shares of a group's largest weight: clipping few weights may reduce the
+#: error of the others.
 _CLIPS = tuple(1 - 0.05 * i for i in range(9))
 #: The largest number of float8 e4m3.
 _FLOAT8_LARGEST = 448.0
@@ -101,8 +104,8 @@ def _choose_group_size(num_inputs: Iterable[int]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Rounding:
-    """What becomes of a tensor: the linear layer that it is rounded to, by which scheme, and
-    whether it stays beside that."""
+    """Treatment of a tensor: name and scheme of its linear layer, and whether the original stays,
+    too."""
 
     layer: str
     scheme: Scheme
@@ -120,7 +123,7 @@ def _plan(
     }
     if of_output is None:
         return plan
-    # Some tied checkpoints have it all the same.
+    # Some tied checkpoints contain lm_head.weight nevertheless.
     plan["lm_head.weight"] = None
     source = "model.embed_tokens.weight" if config.is_tied else "lm_head.weight"
     plan[source] = _Rounding("lm_head", of_output, is_kept=config.is_tied)
@@ -151,8 +154,7 @@ def _write_rest(
     config: dict[str, object],
     num_bytes: int,
 ) -> None:
-    """config.json as `config`, an index where there was one, and all other small files as they
-    are."""
+    """Write config.json, an index if the source has one, and copies of all other small files."""
     for path in source.iterdir():
         if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name != _INDEX:
             shutil.copyfile(path, output / path.name)
@@ -165,10 +167,10 @@ def _write_rest(
 def _quantization_config(
     scheme: Scheme, group_size: int | None, output: Scheme | None
 ) -> dict[str, Any]:
-    """What config.json says of a checkpoint whose linear layers are of a scheme, and lm_head of
-    `output`, or not quantised.
+    """quantization_config for linear layers of a scheme, with lm_head in scheme `output`, or
+    unquantised if None.
 
-    scheme: one that rounds. group_size: of int4 alone.
+    scheme: one that rounds. group_size: for int4 only.
     """
     has_activations = scheme != "int4"
     groups = {"group_0": _group("Linear", scheme, group_size, has_activations)}
@@ -188,8 +190,8 @@ def _quantization_config(
 def _group(
     target: str, scheme: Scheme, group_size: int | None, has_activations: bool
 ) -> dict[str, Any]:
-    """has_activations: they are rounded, too, as they come, token by token, by those who run the
-    checkpoint in that type."""
+    """has_activations: activations are quantised dynamically per token, by runtimes that compute in
+    the scheme."""
     weights: dict[str, Any] = {
         "num_bits": 4 if scheme == "int4" else 8,
         "type": "float" if scheme == "fp8" else "int",
@@ -213,8 +215,8 @@ def _group(
 
 
 def encode(weight: torch.Tensor, scheme: Scheme, group_size: int | None) -> dict[str, torch.Tensor]:
-    """Tensors by the last parts of their names, see engine.quantization.decode. group_size: of int4
-    alone."""
+    """Tensors by the last part of their names, see engine.quantization.decode. group_size: for int4
+    only."""
     if scheme == "sparse24":
         return {"weight": prune(weight)}
     if scheme == "fp8":
@@ -238,8 +240,8 @@ def round_to_integers(weight: torch.Tensor, bits: int, group_size: int) -> Quant
     """Symmetric levels of weight [num_out, num_in] in groups of `group_size` inputs, which must
     divide num_in.
 
-    Of the ranges in _CLIPS each group takes the one with the smallest sum of squared errors. Scales
-    are rounded to bfloat16, as they are stored.
+    Each group uses the range of _CLIPS with the smallest sum of squared errors. Scales are rounded
+    to bfloat16, as stored.
     """
     num_out, num_in = weight.shape
     grouped = weight.float().view(num_out, -1, group_size)
@@ -249,7 +251,7 @@ def round_to_integers(weight: torch.Tensor, bits: int, group_size: int) -> Quant
 
 
 def _best_scales(grouped: torch.Tensor, bits: int) -> torch.Tensor:
-    """[..., 1] of groups [..., inputs]: of the ranges in _CLIPS those with the least squared
+    """Scales [..., 1] of groups [..., inputs], by the range of _CLIPS with the least squared
     error."""
     middle = 1 << (bits - 1)
     largest = grouped.abs().amax(-1, keepdim=True)
@@ -280,21 +282,21 @@ def round_to_float8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _stored(scales: torch.Tensor) -> torch.Tensor:
-    """As bfloat16 holds them; 1 where all weights are zero."""
+    """Round to bfloat16, as stored; 1 where all weights are zero."""
     rounded = scales.bfloat16().float()
     return torch.where(rounded > 0, rounded, 1.0)
 
 
 def prune(weight: torch.Tensor) -> torch.Tensor:
-    """weight [num_out, num_in], num_in a multiple of 4, with zeros for the two smaller of each
-    four. Of equals the first stay."""
+    """weight [num_out, num_in], num_in a multiple of 4, with the two smaller of each four set to
+    zero; the first ones win ties."""
     if weight.shape[1] % 4:
         raise ValueError(f"{weight.shape[1]} inputs are no multiple of 4")
     return torch.where(_largest_two(weight.float().abs()), weight, torch.zeros_like(weight))
 
 
 def _largest_two(sizes: torch.Tensor) -> torch.Tensor:
-    """Of each four of [num_out, num_in] whether it is one of the two largest."""
+    """Mask [num_out, num_in] of the two largest of each four."""
     order = sizes.view(len(sizes), -1, 4).argsort(dim=-1, descending=True, stable=True)
     is_kept = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order[..., :2], True)
     return is_kept.view(sizes.shape)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One load against one target. rate: requests/s offered, in the mean."""
+    """One load against one target. rate: mean requests/s offered."""
 
     target: str
     rate: float
@@ -47,7 +47,7 @@ def points_table(document: Mapping[str, Any]) -> str:
 
 
 def goodputs(points: Sequence[Point], wanted: float) -> dict[str, float | None]:
-    """Of each target, in the order of their first point; see bench.measure.goodput."""
+    """Goodput by target, in order of first appearance; see bench.measure.goodput."""
     return goodputs_of([(p.target, p.rate, p.summary.slo_attainment) for p in points], wanted)
 
 
@@ -115,8 +115,8 @@ def plot(points: Sequence[Point], slo: Slo, title: str, path: Path) -> None:
 def series(
     points: Sequence[Point], target: str, name: str, share: str
 ) -> tuple[list[float], list[float]]:
-    """Rates, ascending, and the median over repetitions of one percentile of one latency, where it
-    was measured."""
+    """Rates, ascending, and for each the median over repetitions of one percentile of one
+    latency."""
     by_rate: dict[float, list[float]] = {}
     for point in points:
         values: Distribution = getattr(point.summary, name)

@@ -1,16 +1,13 @@
-"""What one plain request crosses, from its client to its answer: files, functions and threads of
-this project.
+"""Files, functions and threads of this project that one plain request crosses.
 
 python -m bench.request_path [--list] [--drafts]: gateway, prefill and decode worker run in this
-process, with a profile function in every thread. A first request warms them up; the next one is
-watched, and is handed over: once by gRPC, from SDK to SDK, and once as a chat by HTTP, from socket
-to socket. Files between the socket and a worker's step are counted apart, too. What also runs
-without a request, such as heartbeats and load reports, is watched for a second beside it and
-counted apart.
+process, with a profile function in every thread. After a warm-up request, the next one is recorded,
+with handoff: once by gRPC from SDK to SDK, and once as a chat by HTTP from socket to socket. Files
+between the socket and a worker's step are also counted separately. Work that runs without requests
+(heartbeats, load reports) is recorded for a second and counted separately.
 
-A function is what a reader meets as one: a `def` or a lambda. Generator expressions, and before
-Python 3.12 comprehensions, run in frames of their own, too: they count as part of the function that
-they stand in.
+A function is a `def` or a lambda. Generator expressions, and before Python 3.12 comprehensions,
+have their own frames: they count as part of the enclosing function.
 """
 
 from __future__ import annotations
@@ -45,13 +42,13 @@ FOLDERS = [
     "kernels",
 ]
 _OURS = tuple(f"{ROOT / folder}/" for folder in FOLDERS)
-#: Where a request is between its client's socket and a worker's step.
+#: Places of a request between its client's socket and a worker's step.
 _TO_A_STEP = (
     *("gateway/", "baton/"),
     *(f"worker_core/{name}.py" for name in ("sequence_service", "worker", "loop", "core")),
 )
 _IDLE_S = 1.0
-#: Code that runs in frames of its own and is no function to a reader.
+#: Code with its own frames that a reader does not see as a function.
 _NO_FUNCTIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"})
 
 
@@ -63,7 +60,7 @@ class Function(NamedTuple):
 
 
 class Watch:
-    """Notes which functions run while it is on. To be set before any thread is started."""
+    """Records the functions that run while it is on. Set it before any thread starts."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -83,7 +80,7 @@ class Watch:
             self.threads.add(threading.current_thread().name)
 
     def take(self) -> tuple[set[Function], set[str]]:
-        """What ran, and in which threads, since the last call."""
+        """Functions and threads recorded since the last call."""
         taken = self.functions, self.threads
         self.functions, self.threads = set(), set()
         return taken
@@ -112,7 +109,7 @@ _PROMPT = "def fibonacci(n):\n    " * 4
 
 
 class Path(NamedTuple):
-    """What one request ran. num_idle: functions of those run without a request, too."""
+    """Record of one request. num_idle: functions that also run without a request."""
 
     functions: frozenset[Function]
     num_threads: int
@@ -143,7 +140,7 @@ async def chat(address: str, prompt: str) -> None:
 
 
 async def watch_requests(watch: Watch, *, has_drafts: bool) -> Mapping[str, Path]:
-    """The way of each kind of request."""
+    """Record the path of each kind of request."""
     options: dict[str, Any] = {
         "model": BUNDLED_MODEL,
         "max_model_len": 256,

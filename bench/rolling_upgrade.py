@@ -2,16 +2,16 @@
 
     python -m bench.rolling_upgrade [--release 0.1.0] [--num-streams 12] [--json FILE]
 
-The release's commit (tests/frozen/RELEASE/commit) is checked out into a worktree of its own, whose
-processes use this environment's packages and build a native library of their own. Two prefill and
-two decode workers and a gateway start from it, with engines that compute nothing (`--engine
-oracle`): any KV block that is lost, doubled or changed shows in the tokens. Streams come without
-end, so many at a time. Then the processes are replaced one by one, the workers first: one of the
-other version takes the place, and the port, of one that has drained and ended. A new
-gateway starts beside the old one, which ends when its streams do. Then all of it goes back.
+The release's commit (tests/frozen/RELEASE/commit) is checked out into its own worktree; its
+processes use this environment's packages and build their own native library. Two prefill workers,
+two decode workers and a gateway start from it, on engines that compute nothing (`--engine oracle`):
+any KV block that is lost, duplicated or changed shows in the tokens. A fixed number of streams runs
+at any time. Then the processes are replaced one by one, workers first: a worker drains and ends,
+and one of the other version takes its place and port. A new gateway starts beside the old one,
+which ends with its last stream. Then everything is rolled back.
 
-Reported are: the streams that failed, those whose tokens differ from what the first of the same
-prompt had, and how many ended while both versions served. Exit status 1 unless the first two are 0.
+Reported: failed streams, streams with tokens that differ from the first ones of the same prompt,
+and streams that ended while both versions served. Exit status 1 unless the first two are 0.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from bench.machine import BUNDLED_MODEL, ROOT, document_of, now, publish
 FROZEN = ROOT / "tests" / "frozen"
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 NUM_PROMPTS = 8
-#: How long a process has to end its streams.
+#: Seconds for a process to end its streams.
 _DRAIN_S = 30.0
-#: How long a gateway has to find a worker that is new at its address.
+#: Seconds for a gateway to find a new worker at a known address.
 _PATIENCE_S = 30.0
 _LOOK_EVERY_S = 0.05
 _STEP_MS = 8.0
@@ -110,12 +110,13 @@ class RollingCluster:
         """lifeline: read end of a pipe; its end of file stops all children."""
         self._lifeline = lifeline
         self._children: dict[str, Child] = {}
-        #: Of each gateway so far: the last takes new streams; others may still be read from.
+        #: Clients of all gateways so far: the last one takes new streams; others may still be read
+        #: from.
         self._clients: list[AsyncClient] = []
 
     @property
     def client(self) -> AsyncClient:
-        """Of the gateway that takes new streams."""
+        """Client of the gateway that takes new streams."""
         return self._clients[-1]
 
     async def start(self, version: Version) -> None:
@@ -180,11 +181,11 @@ class RollingCluster:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the streams."""
+    """Results of the streams."""
 
     num_streams: int = 0
     num_mixed: int = 0
-    """Ended while both versions served."""
+    """Streams that ended while both versions served."""
     num_resumed: int = 0
     failures: list[str] = field(default_factory=list)
     num_unequal: int = 0
@@ -195,7 +196,7 @@ class Tally:
 
 
 class Load:
-    """Streams without end, a fixed number at a time, of a few prompts."""
+    """A fixed number of concurrent streams, restarted endlessly, with few prompts."""
 
     def __init__(self, cluster: RollingCluster, vocab_size: int) -> None:
         rng = random.Random(7)
@@ -248,7 +249,7 @@ class Load:
 
 
 async def roll(old: Version, new: Version, num_streams: int) -> Tally:
-    """From one to the other and back, process by process."""
+    """Roll from one version to the other and back, process by process."""
     lifeline, held = os.pipe()
     cluster = RollingCluster(lifeline)
     async with AsyncExitStack() as stack:

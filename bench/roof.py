@@ -1,5 +1,4 @@
-"""What this machine can do at best, measured: reading memory, and products at the level that the
-kernels run at."""
+"""Measured upper bounds of this machine: memory reads, and products at the kernels' level."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ _PEAK_STEPS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """Bytes read and floating point operations, per second: of products of bfloat16 where the level
-    has them, and else of float32."""
+    """Bytes read and floating point operations, per second; operations are bfloat16 products if the
+    level has them, else float32."""
 
     read_bytes_per_s: float
     flops_per_s: float
@@ -44,7 +43,7 @@ def measure_roof(num_rounds: int = 5) -> Roof:
 
 @cache
 def _peak() -> Callable[[int, int], float]:
-    """Of bench/peak.cpp, compiled for the level. Raises as library.build does."""
+    """The function of bench/peak.cpp, compiled for the level. Raises as library.build does."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peak.so"
         build(chosen_level(), path, sources=(_PEAK_SOURCE,))

@@ -1,9 +1,9 @@
-"""What it takes to choose a step's tokens on a CPU: the native way, and by torch.
+"""CPU cost of choosing a step's tokens: native code and torch.
 
     python -m bench.sampling [--num-threads 1] [--rounds 7] [--rows 1 8 32] [--vocab 4096 128256]
 
-Logits are normal. "text": of 128,256 tokens some two thousand have nine tenths of the probability
-at temperature 0.7; "flat": nearly all. Both ways by turns; medians of processor seconds.
+Logits are normal. "text": about two thousand of 128,256 tokens have 90 percent of the probability
+at temperature 0.7; "flat": nearly all. Both variants in turns; medians of CPU seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def times(logits: torch.Tensor, draws: list[Draw], num_rounds: int) -> tuple[float, float]:
-    """Milliseconds of both ways."""
+    """Median milliseconds of both variants."""
     taken = []
     for _ in range(num_rounds + 1):
         start_s = time.process_time()

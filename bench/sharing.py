@@ -44,15 +44,15 @@ from bench.report import Point
 from bench.suite.markdown import about, replaced, table
 from bench.workload import TraceError
 
-#: Of the split that shares nothing: how many times as long gaps between tokens may be.
+#: Maximum inter-token latency, relative to the split that shares nothing.
 MAX_ITL_RATIO = 1.2
-#: Requests/s, from idle to more than two workers of one core each can do.
+#: Requests/s, from idle to overload of two workers with one core each.
 RATES = (2.0, 4.0, 8.0, 12.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A recorded load. scale: of the lengths of its prompts."""
+    """A recorded load. scale: factor of its prompts' lengths."""
 
     path: Path
     scale: float = 1.0
@@ -63,7 +63,7 @@ class Load:
 
 
 def load_of(text: str) -> Load:
-    """Of FILE or FILE:SCALE. Raises BadParameter."""
+    """Parse FILE or FILE:SCALE. Raises BadParameter."""
     path, _, scale = text.partition(":")
     try:
         load = Load(Path(path), float(scale or 1))
@@ -76,8 +76,8 @@ def load_of(text: str) -> Load:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cluster at one rate. share: of the requests of all runs, those inside the SLO. itl_ms:
-    the median of the runs' 99th percentiles."""
+    """One cluster at one rate. share: requests inside the SLO, over all runs. itl_ms: median of the
+    runs' 99th percentiles."""
 
     share: float
     itl_ms: float
@@ -88,7 +88,7 @@ class Cell:
 
 
 def cells_of(points: Sequence[Point], rate: float) -> dict[str, Cell]:
-    """By cluster; of one load. All runs have as many requests."""
+    """Cells of one load, by cluster. All runs have equally many requests."""
     found: dict[str, list[Point]] = {}
     for point in points:
         if point.rate == rate:
@@ -103,7 +103,7 @@ def cells_of(points: Sequence[Point], rate: float) -> dict[str, Cell]:
 
 
 def row_of(name: str, rate: float, cells: Mapping[str, Cell]) -> list[str]:
-    """Of the table: what was measured, and whether both goals are met."""
+    """A row of the table: measurements, and whether both goals are met."""
     shared, apart, colocated = (cells[target] for target in (SPLIT, APART, COLOCATED))
     missed = []
     if shared.share < colocated.share:

@@ -1,16 +1,14 @@
-"""What speculation gains: tokens a second of a decode worker with and without, step by step in
-turn.
+"""Gain of speculation: tokens per second of a decode worker with and without it, in turns.
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48]
         [--eagle DIR] [--medusa DIR] [--tree WIDTHS] [--always N]
         [--clock wall|cpu] [--json FILE]
 
-One decode core for each method (none, none again as a control, ngram, draft, and eagle and medusa
-if heads are given, also with a tree if its widths are, and with N drafts in every step, whatever
-they gain) in this process, each with an engine of its own: the control's ratio is what the
-measurement errs by. They take turns at every step, so that whatever else the machine does falls on
-all of them alike; with --clock cpu and one thread, the seconds are those that the process computed,
-which hardly depend on others at all.
+One decode core per method (none, none again as a control, ngram, draft; eagle and medusa if heads
+are given, also with a tree if --tree is given, and with N drafts in every step, regardless of gain)
+in this process, each with its own engine; the control's ratio is the error of the measurement. The
+cores take turns at every step, so that other load affects all alike; with --clock cpu and one
+thread, CPU seconds are measured, which hardly depend on other load.
 As soon as a sequence ends the next one is opened, the same for each method: the batch is always
 full. Shown are tokens over the seconds of a core's own steps, prompts and drafting included; the
 ratio to none, median and quartiles over ten stretches of the run; how many drafts were right; and
@@ -50,10 +48,10 @@ from worker_core.commands import Command, Open
 from worker_core.speculation.interface import Estimate
 from worker_core.speculation.speculator import Speculator, build_speculation
 
-#: Modules whose functions are the prompts.
+#: Modules with the functions used as prompts.
 MODULES = ("calendar", "fnmatch", "heapq", "shutil", "statistics", "textwrap")
 
-#: Sizes of functions that are taken, in characters.
+#: Accepted lengths of functions, in characters.
 PROMPT_CHARS = range(200, 900)
 
 METHODS = ("none", "control", "ngram", "draft")
@@ -63,7 +61,7 @@ NUM_STRETCHES = 10
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """num_at_once sequences, always."""
+    """Keeps num_at_once sequences running."""
 
     name: str
     temperature: float
@@ -73,7 +71,7 @@ class Workload:
 
 @dataclass(slots=True)
 class Tally:
-    """What one core did. stretches: (tokens, seconds) of each."""
+    """Results of one core. stretches: (tokens, seconds) of each."""
 
     stretches: list[tuple[int, float]] = field(default_factory=lambda: [(0, 0.0)])
     num_drafted: int = 0
@@ -87,8 +85,8 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one method and workload. ratio: to the same without speculation, median over the
-    stretches; low and high: quartiles."""
+    """One method and workload. ratio: relative to no speculation, median over the stretches; low
+    and high: quartiles."""
 
     tokens_per_s: float
     ratio: float
@@ -121,7 +119,7 @@ def spec_of(index: int, workload: Workload, texts: Sequence[tuple[int, ...]]) ->
 
 
 class AlwaysDrafting(Speculator):
-    """Drafts as much in every step as `max_num_drafts` says, whatever it costs."""
+    """Always drafts `max_num_drafts` tokens, regardless of their cost."""
 
     def _lengths(self, _tracks: object, estimates: Sequence[Estimate], *_: object) -> list[int]:
         return [min(self.max_num_drafts, estimate.num_drafts) for estimate in estimates]

@@ -57,7 +57,7 @@ BASE_SETTINGS: Mapping[str, object] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Requests with short prompts at even gaps. rate: requests/s."""
+    """Requests with short prompts at equal intervals. rate: requests/s."""
 
     rate: float = 4.0
     num_input_tokens: int = 64
@@ -66,7 +66,7 @@ class Steady:
 
 @dataclass(frozen=True, slots=True)
 class MixedLoad:
-    """steady, bursts: in order of their times; the two overlap."""
+    """steady, bursts: in order of time; the two overlap."""
 
     steady: tuple[LoadRequest, ...]
     bursts: tuple[LoadRequest, ...]
@@ -74,8 +74,8 @@ class MixedLoad:
 
 @dataclass(frozen=True, slots=True)
 class MixedSummary:
-    """Latencies in milliseconds. itl_ms, tpot_ms: of the steady requests. attainment: of all
-    requests, the share that is complete and inside the SLO."""
+    """Latencies in milliseconds. itl_ms, tpot_ms: of the steady requests. attainment: share of all
+    requests that complete inside the SLO."""
 
     num_steady: int
     num_bursts: int
@@ -95,7 +95,7 @@ def mixed_load(
     vocab_size: int,
     seed: int,
 ) -> MixedLoad:
-    """Long prompts come at `rate` requests/s in the mean, for as long as it takes; steady ones from
+    """Long prompts at a mean of `rate` requests/s, for the length of the run; steady requests from
     before the first of them until after the last. Raises ArrivalsError."""
     lead_s = 2 / steady.rate
     rng = Random(f"{seed}/bursts/{rate}")
@@ -110,7 +110,7 @@ def mixed_load(
 
 
 def summarise_mixed(steady: Sequence[Record], bursts: Sequence[Record], slo: Slo) -> MixedSummary:
-    """Of one run's records. Raises ValueError if there are none."""
+    """Summarise one run's records. Raises ValueError if there are none."""
     records = (*steady, *bursts)
     if not records:
         raise ValueError("no request was made")
@@ -131,7 +131,7 @@ def summarise_mixed(steady: Sequence[Record], bursts: Sequence[Record], slo: Slo
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run. rate: long prompts/s."""
+    """One run. rate: long prompts per second."""
 
     target: str
     rate: float
@@ -141,7 +141,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One call of the program. wanted: share of requests that are to be inside the SLO."""
+    """One call of the program. wanted: minimum share of requests inside the SLO."""
 
     steady: Steady
     long: LoadOptions
@@ -154,9 +154,9 @@ class Comparison:
 def clusters_of(
     model: str, tuned_tokens: int, settings: Mapping[str, object]
 ) -> dict[str, ServeOptions]:
-    """The rivals, by name. settings: options of all. Raises ConfigError."""
+    """Clusters to compare, by name. settings: options of all. Raises ConfigError."""
     base = {**BASE_SETTINGS, **settings}
-    # A step has room for a token of each sequence.
+    # A step must have room for one token per sequence.
     base["max_num_seqs"] = min(cast("int", base["max_num_seqs"]), tuned_tokens)
     clusters = cluster_options(model, base, compares=True)
     given = clusters[COLOCATED].model_dump(exclude_unset=True)
@@ -169,7 +169,7 @@ def clusters_of(
 async def compare(
     comparison: Comparison, clusters: Mapping[str, ServeOptions]
 ) -> tuple[Point, ...]:
-    """Every rate on every target, targets taking turns. Raises BatonError, TraceError."""
+    """Run every rate on every target; targets take turns. Raises BatonError, TraceError."""
     points: list[Point] = []
     async with started(clusters) as clients:
         model = await next(iter(clients.values())).model()
@@ -197,8 +197,7 @@ def _load(
 
 
 async def _warm_up(client: AsyncClient, load: MixedLoad) -> None:
-    """A few of a load's requests, one after the other, and not measured: workers learn what things
-    cost."""
+    """A few unmeasured sequential requests, from which workers learn their costs."""
     for request in (*load.steady[:NUM_WARM_UP], *load.bursts[:NUM_WARM_UP]):
         await drive(client, (dataclasses.replace(request, due_s=0.0),), _run_options())
 
@@ -210,12 +209,12 @@ async def _measure(client: AsyncClient, load: MixedLoad, slo: Slo) -> MixedSumma
 
 
 def _run_options() -> DriveOptions:
-    """A salt of its own: a run finds no prefix that an earlier one has cached."""
+    """A new salt per run, so that no run hits prefixes cached by an earlier one."""
     return DriveOptions(cache_salt=secrets.token_hex(8), timeout_s=120.0)
 
 
 def _engine_settings(step_ms: float, token_us: float) -> dict[str, object]:
-    """Options of an engine that takes time and computes nothing; none if no time is given."""
+    """Options of an engine that takes time and computes nothing; empty without times."""
     if not step_ms and not token_us:
         return {}
     return {"engine": "oracle", "oracle_step_ms": step_ms, "oracle_token_us": token_us}
@@ -248,7 +247,7 @@ def main(
     slo_attainment: Annotated[float, typer.Option(min=0, max=1)] = 0.9,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all results.")] = None,
 ) -> None:
-    """Measure two tiers beside one, with default chunks and with small ones."""
+    """Measure two tiers beside one, with default and with small prompt chunks."""
     comparison = Comparison(
         Steady(rate=steady_rate, num_output_tokens=steady_output_tokens),
         LoadOptions(

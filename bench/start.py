@@ -1,10 +1,10 @@
-"""A new user's clock: from `baton serve` to its first line, to each process's phases, to ready, to
-a first token.
+"""Start-up time for a new user: from `baton serve` to its first line, each process's phases, ready,
+and a first token.
 
     python -m bench.start [MODEL] [--runs N]
 
-Each run starts the command as a user does, reads its stdout as it comes, and sends a request when
-it is ready. The first run is not counted: it warms the files, and writes Python's bytecode.
+Each run starts the command as a user does, reads its stdout as it arrives, and sends a request when
+it is ready. The first run is not counted: it fills the file cache, and writes Python's bytecode.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 def start_once(model: str, *, shows_lines: bool) -> Mapping[str, float]:
     """Seconds from the start of the command to each event, in order."""
-    # A user's Python keeps the bytecode of what it has imported.
+    # Users' Python keeps bytecode of imported modules.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-m", "baton", "serve", model, "--port=0", "--log-level=warning"]
     begin = time.monotonic()

@@ -1,12 +1,11 @@
-"""What streams leave behind in the gateway's memory, by how they ended, beside a bare gRPC server.
+"""Gateway memory that ended streams leave behind, by kind of end, beside a bare gRPC server.
 
     python -m bench.stream_memory [--num-streams 10000] [--kind "cancelled, gRPC" ...]
 
-A gateway before a token source (bench.token_source), whose process is the bare server, too: it
-answers the same calls, and has nothing but its protocol around them. One kind of stream after the
-other, 16 at a time; resident memory is read after every twentieth of them, and a line is fitted to
-it by least squares from the first fifth on. The router remembers 1,024 prefixes, so that its memory
-is full by then.
+A gateway before a token source (bench.token_source). The source's process is also the bare server,
+which answers the same calls with only its protocol. Kinds of streams follow each other, 16 streams
+at a time; resident memory is read after every twentieth of them, and a line is fitted by least
+squares from the first fifth on. The router remembers 1,024 prefixes, so its memory is full by then.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from bench.machine import BUNDLED_MODEL
 CONCURRENCY = 16
 NUM_PREFIXES = 1024
 NUM_SAMPLES, NUM_WARM_UP = 20, 4
-#: Tokens of streams that are read to their ends, and of those that nobody reads so far.
+#: Tokens of streams that are read to the end, and of streams that are abandoned.
 _FEW_TOKENS, _MANY_TOKENS = 4, 400
 _SHORT, _LONG = 20, 300
 _VOCAB = 1000
@@ -47,7 +46,7 @@ Stream = Callable[[Sequence[int]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """pid: whose memory is read. num_prompt_tokens: of each stream's own prompt."""
+    """pid: process to measure. num_prompt_tokens: length of each stream's unique prompt."""
 
     name: str
     pid: int
@@ -152,7 +151,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def new_prompts(num_tokens: int) -> Iterator[tuple[int, ...]]:
-    """Each of which begins unlike the others."""
+    """Prompts without common prefixes."""
     for number in itertools.count():
         yield (number % _VOCAB, number // _VOCAB, *(i % _VOCAB for i in range(num_tokens - 2)))
 

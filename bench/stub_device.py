@@ -1,5 +1,5 @@
-"""The real engine over a device that computes nothing: what is left is the engine's own work on the
-host, with the decode steps' metadata, their replay and their draws."""
+"""The real engine on a device that computes nothing, to time the engine's host work: metadata of
+decode steps, replay, and draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.torch.engine import TorchEngine
 from engine.torch.rope import make_rope
 from engine.torch.step_runner import EagerStep, EagerSteps, LayerDone, StepModel
 
-#: A Llama that is hardly there: the host's work for a step depends on sequences and contexts alone.
+#: A minimal Llama: host work per step depends on sequences and contexts only.
 _CONFIG: Mapping[str, object] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -39,7 +39,7 @@ _CONFIG: Mapping[str, object] = {
 
 
 class _NoKernels:
-    """Implements GraphDevice and Graph: nothing is recorded, and nothing runs."""
+    """Implements GraphDevice and Graph: records and runs nothing."""
 
     def host_buffer(self, num_words: int) -> torch.Tensor:
         return torch.empty(num_words, dtype=torch.int32)
@@ -77,7 +77,7 @@ class _NoDecoder:
         scales: torch.Tensor | None,  # noqa: ARG002
         watch: Watch | None,  # noqa: ARG002
     ) -> torch.Tensor:
-        """A state for each sample row; all layers are queued at once."""
+        """A state per sample row; all layers are queued at once."""
         if layer_done:
             layer_done(0)
         rows = batch.token_ids if batch.sampled is None else batch.sampled
@@ -88,8 +88,8 @@ class _NoDecoder:
 
 
 class _Eager:
-    """Implements StepRunner, for steps that no graph is for: all of the host's work for one, but
-    for the launches of layers."""
+    """Implements StepRunner for steps without a graph: all host work, except the launches of
+    layers."""
 
     def __init__(self, steps: EagerSteps) -> None:
         self._steps = steps
@@ -106,7 +106,7 @@ class _Eager:
 
 
 class StubDeviceEngine(TorchEngine):
-    """Every row gets the same token. num_eager_steps: those that were not replayed."""
+    """Every row gets the same token. num_eager_steps: steps that were not replayed."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class StubDeviceEngine(TorchEngine):
         *,
         has_tables: bool = True,
     ) -> None:
-        """has_tables: whether steps that are not replayed find block tables on the device, or send
-        them whole, as it was until 2026-11-22."""
+        """has_tables: whether eager steps find block tables on the device, or send them whole, as
+        until 2026-11-22."""
         config = parse_config(dict(_CONFIG))
         layout = KvLayout("stub", 1, 1, config.head_dim, "bfloat16", BLOCK_SIZE)
         spec = EngineSpec(

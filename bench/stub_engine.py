@@ -1,4 +1,4 @@
-"""An engine that computes nothing, and takes as long about it as it is given."""
+"""An engine that computes nothing and takes a given time per step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAMPLE = Sample(7)
 
 
 class NoKv(HostOrdered):
-    """Implements engine.interface.KvPool without memory: nothing may be moved."""
+    """Implements engine.interface.KvPool without memory; transfers are not allowed."""
 
     slot_tables: Mapping[int, SlotTable] = MappingProxyType({})
 
@@ -49,8 +49,8 @@ class NoKv(HostOrdered):
 
 @dataclass(frozen=True, slots=True)
 class _StubLaunch:
-    """Implements engine.interface.Launched. end_s: when a device would be done with it, of
-    time.perf_counter."""
+    """Implements engine.interface.Launched. end_s: time.perf_counter at which a device would
+    finish."""
 
     found: tuple[tuple[Sample, ...], ...]
     end_s: float
@@ -65,8 +65,7 @@ class StubEngine(Engine):
     """Every row gets the same token."""
 
     def __init__(self, num_blocks: int, step_s: float = 0.0) -> None:
-        """step_s: what a step takes, in seconds; as on a device, the processor and Python's lock
-        are free meanwhile."""
+        """step_s: seconds per step; CPU and GIL are free meanwhile, as with a device."""
         layout = KvLayout("host-bench", 1, 1, 8, "float32", BLOCK_SIZE)
         self._spec = EngineSpec(
             "stub",

@@ -1,8 +1,8 @@
 """A gateway that reports long turns of its event loop.
 
-Run in place of `gateway`, with its options. A line on stdout, `PREFIX` and milliseconds, for each
-time that the loop's thread computed for so long before it came back to a task that sleeps for a
-millisecond. It is CPU time, to which others' load on the machine hardly adds.
+Replaces `gateway`, with its options. Prints `PREFIX` and milliseconds each time the loop's thread
+computed that long before it resumed a task that sleeps for a millisecond. The unit is CPU time,
+which hardly depends on other load.
 """
 
 from __future__ import annotations

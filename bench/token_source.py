@@ -1,9 +1,8 @@
-"""A decode worker without an engine: each of its sequences gets more tokens in every step, whoever
-takes them or not.
+"""A decode worker without an engine: each sequence gets tokens in every step, independent of
+readers.
 
-Run as a child of `bench.host`, in place of decode_svc, with its options: --oracle-step-ms paces the
-steps, and a sequence gets --num-speculative-tokens of them in each. The tokens are those of a text,
-over and over.
+Runs as a child of `bench.host` in place of decode_svc, with its options: --oracle-step-ms is the
+step time, and a sequence gets --num-speculative-tokens per step. Tokens repeat a text.
 """
 
 from __future__ import annotations
@@ -113,9 +112,8 @@ class TokenSource(
 
 
 class _Pace:
-    """Of an engine that waits for nobody: steps that ended while a message was on its way are
-    emitted together in the next one, as a decode worker does. Without a step time each message is a
-    step."""
+    """Step clock independent of readers: steps that ended during a send are emitted together in the
+    next message, as by a decode worker. Without a step time each message is a step."""
 
     def __init__(self, step_s: float, clock: Callable[[], float]) -> None:
         self._step_s = step_s
@@ -155,7 +153,7 @@ async def _read(requests: Any, live: dict[int, _Sequence], opened: asyncio.Queue
 
 
 async def serve_source(options: DecodeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
-    """Emits tokens of a text to whoever opens a sequence."""
+    """Serve tokens of a text to every opened sequence."""
     tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
     text = tokenizer.encode(_TEXT.read_text(encoding="utf-8")).ids
     info = WorkerInfo(

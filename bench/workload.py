@@ -1,6 +1,5 @@
-"""What is sent: recorded loads (when requests came, how long they were, and which prefixes they
-shared; no text, no token ids), and requests with token ids made from such lengths. The same for the
-same seed."""
+"""Requests: recorded loads (arrivals, lengths and shared prefixes, without text or token ids), and
+requests with token ids made from lengths. Deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-#: Prompt tokens that one entry of hash_ids stands for.
+#: Prompt tokens per entry of hash_ids.
 HASH_BLOCK_TOKENS = 512
 
 _CSV_COLUMNS = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
@@ -22,8 +21,8 @@ _CSV_COLUMNS = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
     """One request. hash_ids: names of its prompt's blocks of `block_tokens` tokens each, the last
-    one maybe not full; two prompts that begin with the same names begin with the same tokens. Empty
-    if nothing is known of them."""
+    one possibly partial; prompts with a common prefix of names have a common prefix of tokens.
+    Empty if unknown."""
 
     arrival_s: float
     num_input_tokens: int
@@ -33,14 +32,14 @@ class TraceEntry:
 
 
 class TraceError(ValueError):
-    """A file is no trace, or a line of it is not as the format says."""
+    """A file is no trace, or has an invalid line."""
 
 
 def read_trace(path: Path, limit: int | None = None) -> tuple[TraceEntry, ...]:
-    """The first `limit` requests of a file, in order of arrival; times begin at the file's own
+    """The first `limit` requests of a file, in order of arrival; times are relative to the file's
     zero.
 
-    The name says the format. .csv: columns TIMESTAMP (date and time), ContextTokens,
+    The suffix determines the format. .csv: columns TIMESTAMP (date and time), ContextTokens,
     GeneratedTokens. .jsonl: one object per line with timestamp (ms), input_length, output_length,
     and hash_ids. Raises TraceError; OSError.
     """
@@ -58,10 +57,9 @@ def read_trace(path: Path, limit: int | None = None) -> tuple[TraceEntry, ...]:
 def fitted(
     entry: TraceEntry, input_scale: float, output_scale: float, max_model_len: int
 ) -> TraceEntry:
-    """The request with its lengths multiplied, each at least 1, and cut to what a model takes: the
-    output to half of its length, the prompt to what is left then. Blocks shrink as the prompt does,
-    so that what was shared of a prompt is the same share of it. Raises ValueError for scales <= 0,
-    and for max_model_len < 2."""
+    """The request with scaled lengths, each at least 1, limited to the model's context: the output
+    to half of it, the prompt to the rest. Blocks shrink with the prompt, so the shared part stays
+    the same share. Raises ValueError for scales <= 0, and for max_model_len < 2."""
     if not (input_scale > 0 and output_scale > 0):
         raise ValueError("scales of lengths must be more than 0")
     if max_model_len < 2:
@@ -99,8 +97,7 @@ def _read_jsonl(path: Path, lines: Iterable[str]) -> Iterator[TraceEntry]:
 
 
 def _checked(path: Path, entries: Iterator[TraceEntry]) -> Iterator[TraceEntry]:
-    """The entries, with TraceError for what a reader cannot read and for lengths that no request
-    has."""
+    """The entries; raises TraceError for invalid lines and lengths."""
     number = 0
     while True:
         number += 1
@@ -127,7 +124,7 @@ def _seconds(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request of a load. due_s: when it is sent, from the start of the load."""
+    """One request of a load. due_s: send time, in seconds from the start of the load."""
 
     due_s: float
     prompt_token_ids: tuple[int, ...]
@@ -137,8 +134,8 @@ class LoadRequest:
 def synthetic_entries(
     num_requests: int, num_input_tokens: int, num_output_tokens: int, spread: float, rng: Random
 ) -> tuple[TraceEntry, ...]:
-    """Requests whose lengths are uniform within `spread` (0..1, as a share) around the means, each
-    at least 1."""
+    """Requests with lengths uniform within `spread` (0..1, a share) of the means, each at least
+    1."""
     if not 0 <= spread <= 1:
         raise ValueError(f"spread {spread}: give 0 to 1")
 
@@ -154,7 +151,7 @@ def synthetic_entries(
 def requests_of(
     entries: Sequence[TraceEntry], due_s: Sequence[float], vocab_size: int, seed: int
 ) -> tuple[LoadRequest, ...]:
-    """One request per entry; `due_s` has as many times as there are entries."""
+    """One request per entry, sent at the time of `due_s` with the same index."""
     return tuple(
         LoadRequest(due, prompt_of(entry, index, vocab_size, seed), entry.num_output_tokens)
         for index, (entry, due) in enumerate(zip(entries, due_s, strict=True))
@@ -162,10 +159,9 @@ def requests_of(
 
 
 def prompt_of(entry: TraceEntry, index: int, vocab_size: int, seed: int) -> tuple[int, ...]:
-    """Token ids below `vocab_size`: those of its blocks, and from where it has none, its own (by
-    `index`).
+    """Token ids below `vocab_size`: those of its blocks, then its own (by `index`).
 
-    They depend on nothing else, so prompts share tokens exactly as far as their hash_ids agree.
+    They depend on nothing else, so prompts share exactly the tokens of their common hash_ids.
     """
     wanted = entry.num_input_tokens
     tokens: list[int] = []

@@ -38,7 +38,8 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
-    if _is_path(model):
+    # A hub id is a name, or two names with a slash between.
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
         raise ModelError(
             f"{model}: no such folder; give the folder of a transformers checkpoint, or a Hub id"
         )
@@ -74,11 +75,6 @@ def check_checkpoint(model: str, revision: str | None = None, model_impl: str = 
     if choose_implementation(folder, model_impl).name == "baton":
         read_config(folder)
     return folder
-
-
-def _is_path(model: str) -> bool:
-    """Whether it can only be a path: a hub id is a name, or two names with a slash between."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
 
 
 def _refuse_pickles(where: str, pickles: Sequence[str]) -> None:

@@ -57,7 +57,6 @@ class NativeModel:
         self.kv_digest = config.kv_digest
 
     def for_length(self, max_model_len: int) -> NativeModel:
-        """See ModelSource."""
         config = self._config.for_length(max_model_len)
         if self.max_len < self.longest_len:
             which = "short" if config is self._config else "long"
@@ -66,40 +65,32 @@ class NativeModel:
         return NativeModel(self._folder, config)
 
     def check_ranks(self, size: int, device: torch.device) -> None:
-        """See ModelSource."""
         check_ranks(self._config, size, device)
 
     def choose_attention(
         self, name: str, dtype: str, kv_dtype: str, device: torch.device
     ) -> AttentionBackend:
-        """See ModelSource."""
         return choose_attention(name, self._config, dtype, kv_dtype, device)
 
     def check_batch_invariant(self, dtype: str, device: torch.device) -> None:
-        """See ModelSource."""
         check_batch_invariant(self._config, dtype, device)
 
     def read_adapter(
         self, folder: Path, dtype: str, device: torch.device, max_rank: int
     ) -> Adapter:
-        """See ModelSource."""
         return load_adapter(folder, self._config, getattr(torch, dtype), device, max_rank)
 
     def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:
-        """See ModelSource."""
         keeps = keeps_stored_levels(self._config, getattr(torch, dtype), device)
         return weight_bytes(self._config, dtype, keeps, num_ranks)
 
     def activation_bytes(self, dtype: str, num_tokens: int, num_seqs: int, max_len: int) -> int:
-        """See ModelSource."""
         return activation_bytes(self._config, dtype, num_tokens, num_seqs, max_len)
 
     def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:
-        """See ModelSource."""
         return 0 if graphs is None else _plan_graphs(self._config, plan, graphs).num_bytes
 
     def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:
-        """See ModelSource."""
         folder, size = files.folder, DTYPE_BYTES[dtype]
         if files.method == "medusa":
             read_medusa_config(folder, self._config)
@@ -113,7 +104,6 @@ class NativeModel:
         return HeadMemory(weights, head_layout(head, dtype, block_size).block_bytes)
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
-        """See ModelSource."""
         config, device = self._config, plan.device
         pools = pool_sizes(plan.layout, plan.num_blocks, plan.num_window_slots)
         followers = start_followers(
@@ -155,7 +145,6 @@ class _LoadedNative:
         self.shared_prompt_limit = config.max_position_embeddings if is_dynamic else None
 
     def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
-        """See LoadedModel."""
         ranks = self.followers.ranks
         own = ranks.shard.attention_config(self._config)
         attention = self._plan.attention

@@ -134,7 +134,6 @@ class _OracleLaunch:
     finish: Callable[[_OracleLaunch], tuple[tuple[Sample, ...], ...]]
 
     def samples(self) -> tuple[tuple[Sample, ...], ...]:
-        """See Launched."""
         return self.finish(self)
 
 

@@ -88,18 +88,15 @@ class Alone:
     shard = WHOLE
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         return whole
 
     def meet(self) -> None:
         """See Ranks."""
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         return part
 
     def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:  # noqa: ARG002
-        """See Ranks."""
         return part
 
 

@@ -1,6 +1,5 @@
-"""Baton beside what a user would otherwise run on a CPU: the same weights, the same prompts, the
-same cores, by turns.
+"""Baton beside its alternatives on CPUs: equal weights, prompts and cores, in turns.
 
-`python -m bench.peers` measures; `bench/peers/setup.sh` builds llama.cpp, on which Baton does not
-depend.
+`python -m bench.peers` measures; `bench/peers/setup.sh` builds llama.cpp, which is not a dependency
+of Baton.
 """

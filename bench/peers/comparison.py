@@ -1,5 +1,4 @@
-"""What is compared, and the run of it: models, contenders and tasks in, figures and the roof of the
-same run out."""
+"""Runs a comparison: from models, contenders and tasks to figures, and the roof of the same run."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from bench.peers.processes import Asked, ask_all, command_of
 from bench.peers.task import Task
 from bench.roof import Roof, measure_roof
 
-#: Whose tokens the others' are compared with.
+#: The contender that others' tokens are compared with.
 REFERENCE = "transformers"
 
 
@@ -46,7 +45,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one case. roof: medians of what was measured before each round."""
+    """One case. roof: medians of measurements before each round."""
 
     figures: tuple[Figure, ...]
     missing: tuple[Missing, ...]

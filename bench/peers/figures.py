@@ -1,4 +1,4 @@
-"""From answers to figures. Pure."""
+"""Computes figures from answers. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bench.peers.task import Answer, Task
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One contender at one task; medians over all rounds, best of all. prompt_ms: of one prompt.
+    """One contender at one task; medians over all rounds, best of all. prompt_ms: per prompt.
 
-    agreement: of the tokens that the reference wrote, the share before the first that differs; None
-    without a reference.
+    agreement: share of the reference's tokens before the first difference; None without a
+    reference.
     """
 
     model: str
@@ -54,7 +54,7 @@ def figure_of(
     answers: Sequence[Answer],
     reference: Answer | None,
 ) -> Figure:
-    """Raises ValueError if there are no answers."""
+    """Raises ValueError without answers."""
     if not answers:
         raise ValueError(f"{contender} answered nothing")
     steps_s = [step for answer in answers for step in answer.steps_s]

@@ -56,7 +56,7 @@ def tensors_of(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
 
 
 def gguf_name(name: str) -> str:
-    """Of a tensor of transformers' Llama. Raises KeyError for one that it does not have."""
+    """GGUF name of a tensor of transformers' Llama. Raises KeyError for an unknown one."""
     stem = name.removesuffix(".weight")
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)

@@ -16,14 +16,12 @@ import numpy as np
 
 from bench.peers.task import Answer, Task, prompts_of, serve
 
-#: Tokens that one call may take, as llama.cpp's own tools have it; it divides them as it does by
-#: default.
+#: Maximum tokens per call, as in llama.cpp's tools, which split it by default.
 _BATCH_TOKENS = 2048
 
 
 class LlamaCppContender:
-    """Each prompt in a call of its own, then one call a step for all. KV is in float16, llama.cpp's
-    own choice."""
+    """One call per prompt, then one call per step for all. KV is float16, llama.cpp's default."""
 
     def __init__(self, path: str, num_threads: int) -> None:
         lib.llama_backend_init()
@@ -35,10 +33,10 @@ class LlamaCppContender:
         self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
 
     def run(self, task: Task) -> Answer:
-        """In a context that has room for this task."""
+        """Run a task in a context of its size."""
         params = lib.llama_context_default_params()
         params.n_seq_max = task.batch
-        # Rounded for llama.cpp, which divides its cells among the sequences.
+        # Rounded up, because llama.cpp divides its cells among the sequences.
         params.n_ctx = task.batch * (-(-(task.context + task.num_tokens) // 256) * 256)
         params.n_batch = _BATCH_TOKENS
         params.n_threads = params.n_threads_batch = self._num_threads
@@ -77,7 +75,7 @@ class LlamaCppContender:
         entries: Sequence[tuple[int, int, int]],
         wanted: Sequence[int],
     ) -> list[int]:
-        """entries: (token, position, sequence). Returns the likeliest token after each of the
+        """entries: (token, position, sequence). Returns the likeliest next token at each of the
         entries `wanted`."""
         batch.n_tokens = len(entries)
         for row, (token, position, sequence) in enumerate(entries):

@@ -1,7 +1,7 @@
-"""The models that are compared: the bundled one, and Llama shapes of random weights, in the
-forms that contenders read.
+"""Compared models: the bundled one, and Llama shapes with random weights, in each contender's
+format.
 
-What is made is kept in bench/peers/.models, some gigabytes, and made only once.
+Generated files are kept in bench/peers/.models, some gigabytes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Llama whose embeddings are tied to its output layer, as in small models they are, or
-    not."""
+    """Shape of a Llama. Small models tie embeddings and output layer."""
 
     layers: int
     hidden: int
@@ -71,8 +70,7 @@ def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
 
 
 def peers_python() -> Path:
-    """Of the peers that setup.sh built: for this machine's CPU, or for a lower level that is
-    forced."""
+    """Python of the peers that setup.sh built, for this machine's CPU or a lower forced level."""
     level = forced_level() if forced_level() != levels_of_machine()[0] else ""
     return Path(__file__).with_name(f".venv-{level}" if level else ".venv") / "bin" / "python"
 
@@ -94,7 +92,7 @@ def gguf_file(name: str, dtype: str, made: Path = MADE, python: Path | None = No
 
 
 def peer_versions(python: Path | None = None) -> dict[str, str]:
-    """Of what bench/peers/setup.sh installed; nothing where it did not."""
+    """Versions of the peers that bench/peers/setup.sh installed; empty without them."""
     python = python or peers_python()
     if not python.exists():
         return {}

@@ -1,4 +1,4 @@
-"""Baton's engine as a contender, without service or scheduler around it."""
+"""Baton's engine as a contender, without service or scheduler."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class BatonContender:
         return self._engine
 
     def run(self, task: Task) -> Answer:
-        """Prompts one after the other. Blocks are shuffled: as they are after a while of
-        serving."""
+        """Prompts one after the other. Blocks are shuffled, as after some time of serving."""
         per_sequence = -(-(task.context + task.num_tokens) // _BLOCK_TOKENS)
         engine = self._fitting(per_sequence * task.batch)
         blocks = random.Random(0).sample(
@@ -67,8 +66,7 @@ class BatonContender:
 def next_tokens(
     engine: TorchEngine, parts: Sequence[tuple[list[int], int, Sequence[int]]]
 ) -> list[int]:
-    """(tokens, how many of them are in the KV cache, block table) of each sequence -> the next
-    token of each."""
+    """From (tokens, cached tokens, block table) of each sequence to the next token of each."""
     sampling = Sampling()
     slices = tuple(
         SequenceSlice(

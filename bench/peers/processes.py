@@ -16,25 +16,25 @@ from bench.machine import forced_level, level_environment
 from bench.peers.models import checkpoint, gguf_file, peers_python
 from bench.peers.task import Answer, Task
 
-#: Those that run quantised weights.
+#: Contenders with quantised weights.
 INT8 = ("baton", "llama.cpp")
 CONTENDERS = ("baton", "llama.cpp", "transformers", "continuous-batching")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 class ContenderFailed(Exception):
-    """Its process ended, with the last line that it wrote."""
+    """The process ended; has its last line of output."""
 
 
 def command_of(contender: str, model: str, dtype: str, num_threads: int) -> list[str]:
-    """How a contender is started on one of bench.peers.models.NAMES. Raises PeerMissing,
+    """Command of a contender for a model of bench.peers.models.NAMES. Raises PeerMissing,
     KeyError."""
     threads = str(num_threads)
     if contender == "llama.cpp":
         path = gguf_file(model, dtype)
         return [str(peers_python()), "-m", "bench.peers.llama_cpp", str(path), threads]
     folder = str(checkpoint(model, dtype))
-    # What is quantised names its own types; what computes beside it is bfloat16.
+    # Quantised weights define their own dtypes; the remaining computation uses bfloat16.
     loaded_as = "bfloat16" if dtype == "int8" else dtype
     return [sys.executable, "-m", "bench.peers.contender", contender, folder, loaded_as, threads]
 
@@ -72,7 +72,7 @@ class ContenderProcess:
 
 @contextmanager
 def contender_process(command: Sequence[str]) -> Iterator[ContenderProcess]:
-    """Ended by the end of its input."""
+    """A running contender; the end of its input stops it."""
     with (
         TemporaryFile() as log,
         subprocess.Popen(
@@ -91,7 +91,7 @@ def contender_process(command: Sequence[str]) -> Iterator[ContenderProcess]:
 
 
 def orders(names: Sequence[str], num_rounds: int) -> Iterator[tuple[str, ...]]:
-    """Of each round: all names, beginning with the next of them each time."""
+    """Order of names in each round, rotated by one each time."""
     for index in range(num_rounds):
         first = index % len(names)
         yield (*names[first:], *names[:first])
@@ -99,8 +99,8 @@ def orders(names: Sequence[str], num_rounds: int) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """answers: of each contender and task, in order of the rounds. failures: why a contender has
-    none, or no more."""
+    """answers: by contender and task, in order of the rounds. failures: reason for missing
+    answers."""
 
     answers: Mapping[str, Mapping[Task, Sequence[Answer]]]
     failures: Mapping[str, str]
@@ -112,8 +112,8 @@ def ask_all(
     num_rounds: int,
     before_round: Callable[[], None] = lambda: None,
 ) -> Asked:
-    """Each task in `num_rounds` rounds, after one that warms up and does not count. A contender
-    that fails is asked no more, and the others go on."""
+    """Run each task in `num_rounds` rounds after an uncounted warm-up. A failed contender is
+    skipped from then on."""
     answers: dict[str, dict[Task, list[Answer]]] = {
         name: {task: [] for task in tasks} for name in commands
     }

@@ -1,5 +1,5 @@
-"""What a contender is asked and what it answers. Of the standard library alone: peers run it in
-environments of their own."""
+"""Tasks and answers of contenders. Standard library only: peers run in environments of their
+own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`batch` prompts of `context` tokens each, and `num_tokens` >= 2 tokens written after each,
-    greedy, all at once."""
+    """`batch` prompts of `context` tokens each, with `num_tokens` >= 2 greedy tokens generated
+    after each, all at once."""
 
     batch: int
     context: int
@@ -22,10 +22,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """prefill_s: until all prompts have their first token. steps_s: each step of the batch after
-    that, or means of several.
+    """prefill_s: until all prompts have their first token. steps_s: each later step of the batch,
+    or means of several.
 
-    token_ids: what was written after each prompt; all of `num_tokens`.
+    token_ids: all `num_tokens` generated after each prompt.
     """
 
     prefill_s: float
@@ -46,12 +46,12 @@ def prompts_of(task: Task, vocab_size: int) -> list[list[int]]:
 
 
 def emit(answer: Answer) -> None:
-    """As one line of JSON on stdout."""
+    """Print as one line of JSON."""
     sys.stdout.write(json.dumps(asdict(answer)) + "\n")
     sys.stdout.flush()
 
 
 def serve(contender: Contender) -> None:
-    """Answer tasks, one a line on stdin, until it ends."""
+    """Answer tasks, one per line of stdin, until it ends."""
     for line in sys.stdin:
         emit(contender.run(Task(**json.loads(line))))

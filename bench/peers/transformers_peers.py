@@ -19,7 +19,7 @@ def _load(model: str, dtype: str) -> Any:
 
 
 def _rules(num_tokens: int) -> GenerationConfig:
-    """Greedy, of exactly so many tokens."""
+    """Greedy decoding of exactly num_tokens."""
     rules: Any = GenerationConfig  # its __init__ has no annotations
     config: GenerationConfig = rules(
         max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
@@ -28,7 +28,7 @@ def _rules(num_tokens: int) -> GenerationConfig:
 
 
 class _Clock(StoppingCriteria):
-    """Stops nothing; `generate` calls it after each token."""
+    """Records times; `generate` calls it after each token. Never stops."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
@@ -61,11 +61,9 @@ class GenerateContender:
 
 
 class ContinuousBatchingContender:
-    """`generate_batch`, with a cache of the size that the task needs: by itself it would take most
-    of the memory.
+    """`generate_batch`, with a cache of the task's size: the default takes most of the memory.
 
-    Its first tokens come after it has set up its cache and its thread, so that its time for prompts
-    holds that, too.
+    Its prompt time includes the setup of its cache and thread.
     """
 
     def __init__(self, model: str, dtype: str) -> None:

@@ -1,11 +1,11 @@
-"""Measure all of docs/performance.md's tables, and write them anew.
+"""Measure all tables of docs/performance.md, and rewrite them.
 
     python -m bench.suite [--only NAME ...] [--resume] [--trace FILE] [--quick] [--render]
 
-Each section is a program of its own that writes its result to bench/results; the page is written
-after each, so that what was measured stays when a later section fails or is interrupted. --resume
-leaves out sections that have a result of this commit. --render measures nothing. --quick tries
-everything in a minute, in build/bench-quick, and touches no result.
+Each section is a separate program that writes its result to bench/results; the page is updated
+after each, so that results survive the failure of a later section. --resume skips sections with a
+result of this commit. --render measures nothing. --quick tries everything in a minute, in
+build/bench-quick, and changes no result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "bench" / "results"
 QUICK = ROOT / "build" / "bench-quick"
 
-#: No section takes a quarter of this on two cores that nothing else uses.
+#: Time limit of a section, in seconds: over four times what any takes on two idle cores.
 _LIMIT_S = 1800.0
 
 
@@ -45,12 +45,12 @@ class Places:
     page: Path
 
     def result(self, section: Section) -> Path:
-        """Of this machine."""
+        """Path of this machine's result."""
         name = f"{section.name}-{level()}" if section.is_per_level else section.name
         return self.results / f"{name}.json"
 
     def read(self, section: Section) -> dict[str, Any] | None:
-        """What its tables are rendered from; None if nothing was measured."""
+        """Data that the section's tables are rendered from; None if nothing was measured."""
         if section.is_per_level:
             paths = sorted(self.results.glob(f"{section.name}-*.json"), reverse=True)
             return {"machines": [json.loads(path.read_text()) for path in paths]} if paths else None
@@ -59,8 +59,8 @@ class Places:
 
 
 def rendered(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with all of its generated parts as the results say. Raises PageError if one of them
-    has no place."""
+    """The page with all generated parts updated from results. Raises PageError if a part is missing
+    in it."""
     for name, (section, render) in tables().items():
         body = render(results[section]) if section in results else NOT_MEASURED
         page = replaced(page, name, body)
@@ -68,20 +68,20 @@ def rendered(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def read_results(places: Places) -> dict[str, dict[str, Any]]:
-    """By section; those that there are."""
+    """Available results by section."""
     results = {section.name: places.read(section) for section in SECTIONS}
     return {name: result for name, result in results.items() if result is not None}
 
 
 def write_page(places: Places) -> None:
-    """Render what there is."""
+    """Render all available results."""
     text = rendered(places.page.read_text(encoding="utf-8"), read_results(places))
     places.page.write_text(text, encoding="utf-8")
 
 
 def measure(section: Section, places: Places, trace: str | None, is_quick: bool) -> bool:
-    """Run one section; whether it left a new result, which it does last. The result gets how busy
-    the machine was before."""
+    """Run one section; returns whether it wrote a new result, which it does last. The result
+    includes the machine's load beforehand."""
     path = places.result(section)
     load_before = list(os.getloadavg())
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
@@ -99,7 +99,7 @@ def measure(section: Section, places: Places, trace: str | None, is_quick: bool)
 def run(
     sections: Sequence[Section], places: Places, trace: str | None, is_quick: bool
 ) -> list[str]:
-    """Measure the sections one after the other; the names of those that failed."""
+    """Measure the sections in order; returns the names of failed ones."""
     failed = []
     for number, section in enumerate(sections, 1):
         _report(f"[{number}/{len(sections)}] {section.name}")
@@ -117,13 +117,12 @@ def run(
 
 
 def is_of_commit(path: Path, commit: str) -> bool:
-    """Whether a section has a result that this commit gave."""
+    """Whether a result is from this commit."""
     return path.exists() and json.loads(path.read_text()).get("git", {}).get("commit") == commit
 
 
 def is_chosen(section: str, only: str) -> bool:
-    """A section is chosen with those that its name begins with: `engine` takes `engine-levels`
-    along, `split` all splits."""
+    """Sections are chosen by prefix: `engine` includes `engine-levels`, `split` all splits."""
     return section == only or section.startswith(f"{only}-")
 
 
@@ -140,7 +139,7 @@ def _report(line: str) -> None:
 
 
 def main() -> int:
-    """The number of sections that failed."""
+    """Returns the number of failed sections."""
     names = [section.name for section in SECTIONS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", choices=names, default=names)

@@ -8,8 +8,7 @@ from typing import Any
 
 from bench.suite.markdown import Goal, about, goal_line, number, table
 
-#: Models too large for any cache of such a machine: only there is reading memory what bounds a
-#: step.
+#: Models larger than caches, where memory reads bound a step.
 _LARGE = ("125m", "1.1b")
 
 _STEP = Goal("Goal: a step of one sequence in bfloat16 at 0.85 of the read roof or more", 0.85)
@@ -76,7 +75,7 @@ def _engine_row(figure: Figure, floor: Mapping[str, Any]) -> list[str]:
 
 
 def _int8_gains(figures: Sequence[Figure]) -> dict[str, float]:
-    """Time of a step of one sequence in bfloat16 over that in int8, of the large models."""
+    """bfloat16 time of a single-sequence step over int8 time, for large models."""
     alone = {(f["model"], f["dtype"]): f["step_ms"] for f in figures if f["batch"] == 1}
     return {
         model: alone[model, "bfloat16"] / alone[model, "int8"]
@@ -86,7 +85,7 @@ def _int8_gains(figures: Sequence[Figure]) -> dict[str, float]:
 
 
 def _roofs(document: Mapping[str, Any]) -> str:
-    """Each model has its own, measured between its rounds."""
+    """Roofs by model, measured between its rounds."""
     lines = [
         f"{r['read_bytes_per_s'] / 1e9:.1f} GB/s and {r['flops_per_s'] / 1e9:.0f} GFLOP/s "
         f"({r['model']} {r['dtype']})"
@@ -135,7 +134,7 @@ def _task(figure: Figure) -> tuple[Any, ...]:
 def _speedups(
     figures: Sequence[Figure], engine: Mapping[Any, Figure], contender: str, batch: int, key: str
 ) -> dict[str, float]:
-    """How many times as fast Baton's engine is in bfloat16, by model."""
+    """Speed-up of Baton's engine in bfloat16, by model."""
     return {
         f["model"]: f[key] / engine[_task(f)][key]
         for f in figures
@@ -169,7 +168,7 @@ def _peer_row(figure: Figure, engine: Figure | None) -> list[str]:
 
 
 def _losses(figures: Sequence[Figure], engine: Mapping[Any, Figure]) -> Iterator[str]:
-    """Where a peer is faster than Baton's engine, or that none is."""
+    """Cases where a peer is faster than Baton's engine, or a line that there are none."""
     slower = [
         f"{f['model']} {f['dtype']}, {f['batch']} x {f['context']}, {what} by {f['contender']} "
         f"({engine[_task(f)][key] / f[key]:.2f} times as fast)"
@@ -245,7 +244,7 @@ def levels_table(document: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """What was measured at one level: `bench.levels.measure_level`, and its name."""
+    """Measurements at one level: `bench.levels.measure_level`, and its name."""
 
     measured: Mapping[str, Any]
 
@@ -255,19 +254,19 @@ class _Level:
         return next(found, None)
 
     def of_floor(self, task: tuple[Any, ...], key: str) -> float | None:
-        """What a step or a prompt would take at the roof, over what it takes."""
+        """Time at the roof of a step or prompt, divided by its measured time."""
         for f, floor in zip(self.measured["figures"], self.measured["floors"], strict=True):
             if (f["contender"], _task(f)) == ("baton", task) and floor[key] is not None:
                 return float(floor[key] / f[key])
         return None
 
     def gain(self, contender: str, task: tuple[Any, ...], key: str) -> float | None:
-        """How many times as long a contender takes."""
+        """Time of a contender, divided by Baton's."""
         ours, theirs = self._ms("baton", task, key), self._ms(contender, task, key)
         return None if ours is None or theirs is None else theirs / ours
 
     def gain_over_torch(self, task: tuple[Any, ...], key: str) -> float | None:
-        """Over the faster of its types."""
+        """The gain over the faster dtype of torch."""
         model, _, batch, context = task
         ours = self._ms("baton", task, key)
         types = ((model, dtype, batch, context) for dtype in ("float32", "bfloat16"))
@@ -275,7 +274,7 @@ class _Level:
         return None if ours is None or not theirs else min(theirs) / ours
 
     def least_gain_over_torch(self, tasks: Sequence[tuple[Any, ...]]) -> float | None:
-        """Of steps and prompts of all tasks."""
+        """The least over steps and prompts of all tasks."""
         gains = [
             gain
             for task in tasks
@@ -285,12 +284,12 @@ class _Level:
         return min(gains, default=None)
 
     def roofs(self) -> str:
-        """Of bfloat16 on the largest model measured."""
+        """Roofs of bfloat16 on the largest model measured."""
         roof = [r for r in self.measured["roofs"] if r["dtype"] == "bfloat16"][-1]
         return f"{roof['read_bytes_per_s'] / 1e9:.1f}; {roof['flops_per_s'] / 1e9:.0f}"
 
     def cell(self, task: tuple[Any, ...], key: str) -> str:
-        """Milliseconds, and how they stand beside the floor, llama.cpp and torch."""
+        """Milliseconds, and the ratios to floor, llama.cpp and torch."""
         ms = self._ms("baton", task, key)
         if ms is None:
             return "-"

@@ -16,7 +16,7 @@ _FLAT = Goal(
 _AHEAD = Goal(
     "Goal: a step takes the engine's own time, to 3 %, by sequences", 1.03, is_at_most=True
 )
-#: Tokens in a chunk, in the mean, of a flow whose chunks are of one token.
+#: Maximum mean tokens per chunk of a flow with one-token chunks.
 _MOST_OF_ONE = 1.05
 
 _TOKENS = Goal("Goal: 200,000 tokens a second through one core", 200_000)
@@ -110,7 +110,7 @@ def _flow_values(goal: Goal, flows: Sequence[Mapping[str, Any]]) -> Mapping[str,
 
 
 def _single(flows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those whose chunks are of one token."""
+    """Flows with one-token chunks."""
     return [one for one in flows if one["chunk_tokens"] < _MOST_OF_ONE]
 
 

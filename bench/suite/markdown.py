@@ -1,5 +1,5 @@
-"""Generated parts of a page, between marks (what stands around them is written by hand), and their
-pieces: tables, where and how something was measured, goals. Pure."""
+"""Generated parts of a page, between marks in hand-written text, and their elements: tables,
+conditions of a measurement, goals. Pure."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PageError(ValueError):
 
 
 def names_in(page: str) -> list[str]:
-    """Of the generated parts, in order."""
+    """Names of the generated parts, in order."""
     return [match[1] for match in _MARKED.finditer(page)]
 
 

@@ -22,11 +22,10 @@ Render = Callable[[Mapping[str, Any]], str]
 class Section:
     """One program and its result, bench/results/NAME.json.
 
-    tables: what renders each generated part of the page. quick: arguments that try it in seconds;
-    its figures mean nothing.
-    trace: arguments before a trace's path, if it can use one.
-    is_per_level: whether machines whose best CPU levels differ each keep a result of their own,
-    bench/results/NAME-LEVEL.json; its tables get all of them, as `machines`.
+    tables: renderer of each generated part of the page. quick: arguments for a trial of seconds
+    with meaningless figures. trace: arguments before a trace's path, if it can use one.
+    is_per_level: machines with different best CPU levels keep separate results,
+    bench/results/NAME-LEVEL.json; tables get all of them, as `machines`.
     """
 
     name: str
@@ -44,22 +43,22 @@ class Section:
         return ("-m", self.module, *arguments, *recorded, "--json", result)
 
 
-#: A model whose step takes long enough to be seen among the switches of two cores that five
-#: processes share, and whose long prompts one core reads at the lower rate.
+#: A model with steps long enough to be visible among context switches of two cores and five
+#: processes, and with long prompts that one core can process at the lower rate.
 _SPLIT = (
     *("125m", "--long-tokens", "600", "--burst-size", "2", "--rate", "0.5", "--rate", "1"),
     *("--seconds", "20", "--steady-rate", "1.5", "--steady-output-tokens", "96"),
     *("--ttft-slo-ms", "3000", "--tpot-slo-ms", "60"),
 )
-#: About the floors of an 8B model on an H200, 64 sequences of 1,000 tokens in a step.
+#: About the floors of an 8B model on an H200: 64 sequences of 1,000 tokens per step.
 _H200 = ("--oracle-step-ms", "5.5", "--oracle-token-us", "20")
 _SPLIT_SIMULATED = (
     *(*_H200, "--long-tokens", "2000", "--tuned-tokens", "256"),
     *("--rate", "4", "--rate", "8", "--seconds", "10", "--steady-rate", "6"),
     *("--ttft-slo-ms", "1500", "--tpot-slo-ms", "12"),
 )
-#: The same model on a GPU of 2 TB/s and 312 TFLOP/s, with few sequences: 0.75 of the one, 0.6 of
-#: the other.
+#: The same model on a GPU with 2 TB/s and 312 TFLOP/s and few sequences, at 0.75 of the former and
+#: 0.6 of the latter.
 _A100 = ("--oracle-step-ms", "10.5", "--oracle-token-us", "85")
 _SPLIT_SLOW = (
     *(*_A100, "--long-tokens", "2000", "--tuned-tokens", "128"),
@@ -143,7 +142,7 @@ SECTIONS = (
 
 
 def tables() -> dict[str, tuple[str, Render]]:
-    """Of each generated part: the section whose result it shows, and what renders it."""
+    """By generated part: its section, and its renderer."""
     return {
         name: (section.name, render)
         for section in SECTIONS

@@ -87,7 +87,6 @@ class CudaGraph:
     device: torch.device
 
     def replay(self) -> None:
-        """See Graph."""
         with torch.cuda.device(self.device):
             self.graph.replay()
 
@@ -119,5 +118,4 @@ class CalledGraph:
     run: Callable[[], None]
 
     def replay(self) -> None:
-        """See Graph."""
         self.run()

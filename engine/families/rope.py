@@ -98,8 +98,8 @@ def _check_yarn(parameters: Mapping[str, Any]) -> None:
     former is a divisor, and must not be 0."""
     if (theta := parameters["rope_theta"]) <= 0 or theta == 1:
         raise UnsupportedModel(
-            f"rope_theta={theta!r} with rope_type='yarn': must be positive and not 1; correct "
-            "config.json"
+            f"rope_theta={theta!r} with rope_type='yarn': must be positive and not 1; "
+            "correct it in config.json"
         )
     original = parameters[ORIGINAL_LENGTH]
     if type(original) not in (int, float) or original <= 0:

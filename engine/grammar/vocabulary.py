@@ -61,7 +61,8 @@ def load_vocabulary(folder: Path, vocab_size: int | None = None) -> GrammarVocab
     except Exception as error:
         # The library raises plain Exception.
         raise EngineFault(f"{path.name} cannot be read: {error}") from error
-    num_known = _num_ids(tokenizer)
+    # Highest id + 1: some tokenizers have gaps.
+    num_known = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.add_special_tokens([_END_TEXT])
@@ -126,8 +127,3 @@ def _first_tokens(tokenizer: LLTokenizer, num_tokens: int) -> LLTokenizer:
     ids = range(num_tokens)
     texts = [tokenizer.decode_bytes([i]) for i in ids]
     return _wrapped(texts, [i for i in ids if tokenizer.is_special_token(i)])
-
-
-def _num_ids(tokenizer: tokenizers.Tokenizer) -> int:
-    """Highest id + 1; some tokenizers have gaps."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1

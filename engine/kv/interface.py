@@ -138,7 +138,6 @@ class HostOrdered:
     waits."""
 
     def mark(self) -> object:
-        """See KvPool."""
         return None
 
     def follow(self, mark: object) -> None:

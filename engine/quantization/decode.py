@@ -79,13 +79,12 @@ def _gptq(pieces: Pieces, config: QuantizationConfig) -> QuantizedWeight | torch
 
 
 def _awq(pieces: Pieces) -> QuantizedWeight:
-    levels, zeros = (_in_order(unpack(pieces[name], 4)).t() for name in ("qweight", "qzeros"))
+    words = (unpack(pieces[name], 4) for name in ("qweight", "qzeros"))
+    levels, zeros = (
+        each.view(each.shape[0], -1, 8)[:, :, _AWQ_PLACES].flatten(1).t() for each in words
+    )
     scales = pieces["scales"].t().float().contiguous()
     return QuantizedWeight(levels.contiguous(), scales, zeros.float().contiguous(), 4)
-
-
-def _in_order(levels: torch.Tensor) -> torch.Tensor:
-    return levels.view(levels.shape[0], -1, 8)[:, :, _AWQ_PLACES].flatten(1)
 
 
 def _fp8(pieces: Pieces, config: QuantizationConfig) -> Float8Weight:

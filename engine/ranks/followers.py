@@ -72,7 +72,6 @@ class NoFollowers:
     def make_pool(
         self, layout: KvLayout, num_blocks: int, num_window_slots: int, device: torch.device
     ) -> TensorPool:
-        """See Followers."""
         if num_window_slots:
             return GroupedTensorPool(layout, num_blocks, num_window_slots, host_pool)
         return TorchKvPool(layout, num_blocks, device)
@@ -84,11 +83,9 @@ class NoFollowers:
         *,
         syncs_layers: bool,  # noqa: ARG002
     ) -> AbstractContextManager[None]:
-        """See Followers."""
         return nullcontext()
 
     def logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """See Followers."""
         return nullcontext()
 
     def close(self) -> None:

@@ -58,19 +58,16 @@ class SharedRanks:
         self._from = [self._semaphore(other, shard.rank) for other in others]
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         columns = self.shard.part(whole.shape[1])
         return whole[:, columns.start : columns.stop]
 
     def meet(self) -> None:
-        """See Ranks."""
         for semaphore in self._towards:
             _libc.sem_post(semaphore)
         for semaphore in self._from:
             _wait(semaphore)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
         rows, columns = part.shape
         whole = part.new_empty(rows, self.shard.size * columns)
         for first in self._pieces(rows, columns, part.element_size()):
@@ -80,7 +77,6 @@ class SharedRanks:
         return whole
 
     def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """See Ranks."""
         size, is_first = self.shard.size, self.shard.rank == 0
         columns = [len(Shard(rank, size).part(num_columns)) for rank in range(size)]
         whole = part.new_empty(part.shape[0], num_columns) if is_first else part

@@ -121,7 +121,6 @@ class RankTeam:
         num_window_slots: int,
         device: torch.device,  # noqa: ARG002
     ) -> ShardedKvPool | GroupedTensorPool:
-        """See Followers."""
         memories, size = iter(self._memories), self._size
 
         def make(own: KvLayout, count: int) -> ShardedKvPool:
@@ -135,18 +134,15 @@ class RankTeam:
     def step(
         self, batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool
     ) -> Iterator[None]:
-        """See Followers."""
         with self._together(encode_step(batch, tables, syncs_layers=syncs_layers)):
             yield
 
     @contextmanager
     def logits(self, rows: Sequence[int]) -> Iterator[None]:
-        """See Followers."""
         with self._together(encode_logits(rows)):
             yield
 
     def close(self) -> None:
-        """See Followers."""
         self._is_closing.set()
         for member in self._members:
             member.control.close()

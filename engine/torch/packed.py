@@ -81,7 +81,6 @@ class Packing:
         return self._kept
 
     def keep(self, layer: str, weight: StoredWeight) -> None:
-        """See Keeper."""
         self._kept[layer] = weight
 
     def on_filled(self, name: str) -> None:

@@ -135,7 +135,6 @@ class Parameters:
         return self.embeddings.device
 
     def targets(self) -> Iterator[tuple[str, Target]]:
-        """See Fillable."""
         yield "model.embed_tokens.weight", whole_target(self.embeddings)
         yield self.norm.weight.target()
         if not self.is_tied:
@@ -144,12 +143,10 @@ class Parameters:
             yield from layer_targets(layer)
 
     def linear_names(self) -> frozenset[str]:
-        """See Fillable."""
         linears = [linear for layer in self.layers for linear in layer.linears]
         return quantizable_names(linears if self.is_tied else [*linears, self.lm_head])
 
     def ignores(self, name: str) -> bool:
-        """See Fillable."""
         layer = _OF_LAYER.match(name)
         is_unused = layer is not None and int(layer[1]) in self.unused_layers
         return is_unused or (self.is_tied and name == "lm_head.weight")

@@ -132,7 +132,6 @@ class LayerAttention:
         mask: torch.Tensor | None,  # noqa: ARG002
         settings: Mapping[str, Any],
     ) -> torch.Tensor:
-        """See Attention."""
         step = self._holder.step
         sinks: torch.Tensor | None = settings.get("s_aux")
         terms = ScoreTerms(

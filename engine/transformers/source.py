@@ -71,7 +71,6 @@ class TransformersModel:
         return self
 
     def check_ranks(self, size: int, device: torch.device) -> None:
-        """See ModelSource."""
         if self.num_state_layers and device.type != "cpu":
             raise ConfigError.of(
                 "device",
@@ -140,15 +139,12 @@ class TransformersModel:
         return tokens + gathered + 3 * num_seqs * found.vocab_size * 4
 
     def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:  # noqa: ARG002
-        """See ModelSource."""
         return 0
 
     def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:  # noqa: ARG002
-        """See ModelSource."""
         raise ConfigError.of("speculative_method", files.method, NO_STATES)
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
-        """See ModelSource."""
         dtype = getattr(torch, plan.dtype)
         if progress is not None:
             tensors, digest = self._read(dtype, progress)
@@ -202,7 +198,6 @@ class TransformersSteps:
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
     ) -> TransformersStep:
-        """See StepRunner."""
         if not batch.slices:
             return TransformersStep(torch.empty(0, 0), self._decoder)
         pool = self._pool
@@ -242,9 +237,7 @@ class TransformersStep:
 
     @property
     def num_rows(self) -> int:
-        """See StepOutput."""
         return len(self.states)
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
-        """See StepOutput."""
         return self.decoder.logits(self.states if len(rows) == self.num_rows else self.states[rows])

@@ -22,5 +22,4 @@ class FullGroup(LayerGroup):
         return cls(rest, layout.token_layer_bytes) if rest else None
 
     def kept_start(self, num_tokens: int) -> int:  # noqa: ARG002
-        """See LayerGroup."""
         return 0

@@ -30,18 +30,15 @@ class StateGroup(LayerGroup):
 
     @classmethod
     def of(cls, layout: KvLayout, rest: Sequence[int]) -> StateGroup | None:
-        """See LayerGroup."""
         del rest
         layers = range(layout.num_state_layers)
         return cls(layers, layout.state_layer_bytes) if layers else None
 
     @classmethod
     def is_sound(cls, layout: KvLayout) -> bool:
-        """See LayerGroup."""
         return bool(layout.num_state_layers) == bool(layout.state_layer_bytes)
 
     def kept_start(self, num_tokens: int) -> int:
-        """See LayerGroup."""
         return max(0, num_tokens - 1)
 
     def arrived_from(
@@ -51,7 +48,6 @@ class StateGroup(LayerGroup):
         return first_token if (starts, ends) == ([end_token - 1], [end_token]) else None
 
     def allocator(self, table: SlotTable) -> StateSlots:
-        """See LayerGroup."""
         return StateSlots(table)
 
 
@@ -73,28 +69,23 @@ class StateSlots(GroupAllocator):
 
     @property
     def num_available(self) -> int:
-        """See GroupAllocator."""
         return len(self._free)
 
     def begin(self, block_ids: Sequence[int], places: range) -> set[int]:
-        """See GroupAllocator."""
         del places
         self.take(block_ids[0])
         return {0}
 
     def num_to_write(self, held: set[int], places: range, copied: Sequence[int]) -> int:
-        """See GroupAllocator."""
         del held, places
         return int(0 in copied)
 
     def on_copy(self, held: set[int], place: int, source: int, target: int) -> None:
-        """See GroupAllocator."""
         del held, source
         if place == 0:
             self.take(target)
 
     def on_freed(self, block_id: int) -> None:
-        """See GroupAllocator."""
         if self.of_block[block_id] >= 0:
             self._free.append(self.of_block[block_id])
             self.of_block[block_id] = -1
@@ -106,7 +97,6 @@ class StateSlots(GroupAllocator):
     def check_integrity(
         self, leases: Iterable[tuple[Sequence[int], set[int]]], whole: set[int]
     ) -> None:
-        """See GroupAllocator."""
         del whole
         used = [slot for slot in self.of_block if slot >= 0]
         with_slot = {block_id for block_id, slot in enumerate(self.of_block) if slot >= 0}

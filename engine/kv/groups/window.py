@@ -47,18 +47,15 @@ class WindowGroup(LayerGroup):
 
     @classmethod
     def of(cls, layout: KvLayout, rest: Sequence[int]) -> WindowGroup | None:
-        """See LayerGroup."""
         layers = [layer for layer in rest if layer in layout.windowed_layers]
         return cls(layers, layout.token_layer_bytes, layout.window) if layers else None
 
     @classmethod
     def is_sound(cls, layout: KvLayout) -> bool:
-        """See LayerGroup."""
         layers = layout.windowed_layers
         return bool(layout.window) == bool(layers) and all(n < layout.num_layers for n in layers)
 
     def kept_start(self, num_tokens: int) -> int:
-        """See LayerGroup."""
         return max(0, num_tokens - self.window + 1)
 
     def max_slots(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> int:
@@ -71,7 +68,6 @@ class WindowGroup(LayerGroup):
         return max_num_seqs * own + -(-2 * max_num_batched_tokens // block_size)
 
     def allocator(self, table: SlotTable) -> WindowSlots:
-        """See LayerGroup."""
         return WindowSlots(table)
 
 
@@ -90,7 +86,6 @@ class WindowSlots(GroupAllocator):
         """Leases per block's slot."""
 
     def counts(self) -> BlockCounts:
-        """See GroupAllocator."""
         free, cached = len(self._free), len(self._cached)
         return BlockCounts(free=free, cached=cached, leased=self.num_slots - free - cached)
 
@@ -106,17 +101,14 @@ class WindowSlots(GroupAllocator):
     # Leases
 
     def begin(self, block_ids: Sequence[int], places: range) -> set[int]:
-        """See GroupAllocator."""
         for place in places:
             self.hold(block_ids[place])
         return set(places)
 
     def num_to_write(self, held: set[int], places: range, copied: Sequence[int]) -> int:
-        """See GroupAllocator."""
         return sum(place not in held for place in places) + len(copied)
 
     def on_copy(self, held: set[int], place: int, source: int, target: int) -> None:
-        """See GroupAllocator."""
         if place not in held:
             return
         if self._references[source] == 1:
@@ -127,21 +119,18 @@ class WindowSlots(GroupAllocator):
             self.take(target)
 
     def on_write(self, held: set[int], block_ids: Sequence[int], places: range) -> None:
-        """See GroupAllocator."""
         for place in places:
             if place not in held:
                 self.take(block_ids[place])
                 held.add(place)
 
     def fork(self, held: set[int], block_ids: Sequence[int]) -> set[int]:
-        """See GroupAllocator."""
         places = {place for place in held if place < len(block_ids)}
         for place in places:
             self.hold(block_ids[place])
         return places
 
     def slide(self, held: set[int], block_ids: Sequence[int], first: int) -> None:
-        """See GroupAllocator."""
         gone = [place for place in held if place < first]
         for place in gone:
             self.give_back(block_ids[place])
@@ -183,7 +172,6 @@ class WindowSlots(GroupAllocator):
             self._free_slot(block_id)
 
     def on_evicted(self, block_id: int) -> None:
-        """See GroupAllocator."""
         if block_id in self._cached:
             del self._cached[block_id]
             self._free_slot(block_id)
@@ -200,7 +188,6 @@ class WindowSlots(GroupAllocator):
     def check_integrity(
         self, leases: Iterable[tuple[Sequence[int], set[int]]], whole: set[int]
     ) -> None:
-        """See GroupAllocator."""
         expected = [0] * len(self.of_block)
         for block_ids, held in leases:
             for place in held:

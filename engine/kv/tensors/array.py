@@ -61,7 +61,6 @@ class ArrayKvPool(HostOrdered, PackedPool):
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """See PackedPool."""
         (wire,) = parts
         bits, layers = self.data.view(wire.dtype), slice(piece.first_layer, piece.end_layer)
         for block_id, inside, tokens in self._in_blocks(block_ids, piece):
@@ -70,14 +69,12 @@ class ArrayKvPool(HostOrdered, PackedPool):
     def unpack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """See PackedPool."""
         (wire,) = parts
         bits, layers = self.data.view(wire.dtype), slice(piece.first_layer, piece.end_layer)
         for block_id, inside, tokens in self._in_blocks(block_ids, piece):
             bits[block_id, layers, :, :, inside] = wire[:, :, :, tokens]
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See PackedPool."""
         self.data[list(targets)] = self.data[list(sources)]
 
     has_block_views = True

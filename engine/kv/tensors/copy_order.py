@@ -36,7 +36,6 @@ class HostOrder(HostOrdered):
     """CopyOrder of the CPU."""
 
     def copying(self) -> AbstractContextManager[None]:
-        """See CopyOrder."""
         return nullcontext()
 
 

@@ -98,11 +98,9 @@ class CudaArea:
         self._release = release
 
     def part(self, start: int, num_bytes: int) -> torch.Tensor:
-        """See DeviceArea."""
         return self._data[start : start + num_bytes]
 
     def close(self) -> None:
-        """See DeviceArea."""
         self._data = self._data[:0]
         self._release()
 
@@ -117,12 +115,10 @@ class CudaMemory:
 
     @property
     def device_number(self) -> int:
-        """See DeviceMemory."""
         index = self._device.index
         return torch.cuda.current_device() if index is None else index
 
     def allocate(self, num_bytes: int) -> CudaArea:
-        """See DeviceMemory."""
         driver = self._driver
         with self._current():
             address = driver.allocate(-(-num_bytes // GRAIN_BYTES) * GRAIN_BYTES)
@@ -131,7 +127,6 @@ class CudaMemory:
                 return self._area(address, num_bytes, handle, driver.free)
 
     def open(self, handle: bytes, num_bytes: int) -> CudaArea:
-        """See DeviceMemory."""
         driver = self._driver
         with self._current():
             address = driver.open(handle)

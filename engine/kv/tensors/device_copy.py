@@ -87,7 +87,9 @@ class PagedDeviceCopy:
         self._num_blocks = len(blocks)
         self._row_tokens = layout.block_size if layout.dtype in SCALED_DTYPES else 1
         rows = blocks.unflatten(-1, (layout.block_size // self._row_tokens, -1))  # type: ignore[no-untyped-call]
-        self._rows = rows.view(torch.int64) if _is_words(rows) else None
+        # Words, if each row [..., bytes] begins and ends at a word boundary.
+        is_aligned = not any(count % WORD_BYTES for count in (rows.shape[-1], rows.data_ptr()))
+        self._rows = rows.view(torch.int64) if is_aligned else None
 
     def fits(self, piece: KvRange, wire: PayloadFormat) -> bool:
         """Whether payloads of that range can be packed and unpacked here."""
@@ -235,8 +237,3 @@ def _runs(piece: KvRange, run_tokens: int) -> Runs:
     return Runs(
         piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers, run_tokens
     )
-
-
-def _is_words(rows: torch.Tensor) -> bool:
-    """Whether each row [..., bytes] begins and ends at a word boundary."""
-    return not any(count % WORD_BYTES for count in (rows.shape[-1], rows.data_ptr()))

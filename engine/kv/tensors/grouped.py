@@ -80,7 +80,6 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
             self._within(block_ids, part)
 
     def pieces_of(self, piece: KvRange) -> Iterable[KvRange]:
-        """See PackedPool."""
         if piece.group != ALL:
             return (piece,)
         return (own for _, own in self.groups.runs(piece))
@@ -88,17 +87,14 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """See PackedPool."""
         self.pools[piece.group].pack_parts(*self._within(block_ids, piece), parts)
 
     def unpack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """See PackedPool."""
         self.pools[piece.group].unpack_parts(*self._within(block_ids, piece), parts)
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See PackedPool."""
         self.in_blocks.copy_blocks(sources, targets)
         slot_of = self._slot_of
         pairs = [
@@ -110,7 +106,6 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
             self.in_slots.copy_blocks(*zip(*pairs, strict=True))
 
     def memory_of(self, group: int) -> BlockMemory | None:
-        """See KvPool."""
         return self.pools.get(group)
 
     def ids_in(self, group: int, block_ids: Sequence[int]) -> Sequence[int]:

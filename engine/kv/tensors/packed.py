@@ -66,7 +66,6 @@ class PackedPool(ABC):
             self.pack_parts(block_ids, part, bits)
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
-        """See KvPool."""
         if memory := self.records.get(piece.group):
             memory.unpack(block_ids, piece, data)
             return
@@ -74,7 +73,6 @@ class PackedPool(ABC):
             self.unpack_parts(block_ids, part, bits)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See KvPool."""
         self.copy_rows(sources, targets)
         for memory in self.records.values():
             memory.copy(sources, targets)
@@ -117,11 +115,9 @@ class PackedPool(ABC):
         raise ValueError(f"block {block_id} [{first_layer}, +{num_layers}) is not in host memory")
 
     def memory_of(self, group: int) -> BlockMemory | None:
-        """See KvPool."""
         return self if group == ALL else None
 
     def ids_in(self, group: int, block_ids: Sequence[int]) -> Sequence[int]:
-        """See KvPool."""
         del group
         return block_ids
 

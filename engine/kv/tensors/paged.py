@@ -104,7 +104,6 @@ class TorchKvPool(PackedPool):
                 kv_unpack(slab, block_ids, piece.first_token, piece.first_layer, source)
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See PackedPool."""
         device = self.tensor.device
         at, to = (to_device(torch.tensor(ids), device) for ids in (sources, targets))
         for view in self._views:
@@ -147,7 +146,6 @@ class GroupedTensorPool(GroupedKvPool[LayersTensor]):
         num_slots: int,
         make_pool: Callable[[KvLayout, int], LayersTensor],
     ) -> None:
-        """See GroupedKvPool."""
         super().__init__(layout, num_blocks, num_slots, make_pool)
         self.tensor, self.scales = self.in_blocks.tensor, self.in_blocks.scales
 

@@ -97,18 +97,15 @@ class ShardedKvPool(HostOrdered, PackedPool):
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """See PackedPool."""
         for heads, pool in self._first_pools:
             pool.pack_parts(block_ids, piece, [part[:, :, heads] for part in parts])
 
     def unpack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """See PackedPool."""
         for heads, pool in self._pools:
             pool.unpack_parts(block_ids, piece, [part[:, :, heads] for part in parts])
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See PackedPool."""
         for _, pool in self._pools:
             pool.copy_blocks(sources, targets)
