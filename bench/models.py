@@ -1,7 +1,7 @@
 """Supported decoders, by Baton's own code and by transformers', according to a test run.
 
-python -m bench.models: runs tests/model/test_families.py and
-tests/transformers_backend/test_architectures.py completely, and writes a table of each into
+python -m bench.models: runs tests/engine/families/test_families.py and
+tests/engine/transformers/test_architectures.py completely, and writes a table of each into
 docs/models.md.
 """
 

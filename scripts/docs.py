@@ -82,66 +82,59 @@ gRPC port.
 | `/` | a page for people: a playground, a live map of the workers, code to copy |
 | `/docs`, `/openapi.json` | every path, field, range and error; without a key |
 
-`model` may be left out where one model is served. A field that is null is not given; one that is
-not known is passed over, and named in a `warning` header; one that would change the output and is
-not served (`suffix`, `functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is
-refused.
+`model` may be left out where one model is served. A null field counts as absent; an unknown one is
+ignored and named in a `warning` header; one that would change the output and is not served
+(`suffix`, `functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is refused.
 
 `return_timing: true` adds `timing` to an answer, or to the last piece of a stream (of
-`/v1/responses`, too): milliseconds to the first token and what they were spent on, the bytes handed
-over, and who computed what.
+`/v1/responses`, too): milliseconds to the first token and their parts, the bytes handed over, and
+the workers.
 
-A stream that broke off is taken up, at any gateway of the model, by the same request with
-`resume_from`: a list with, for each choice that anything came of, its `choice`, its `token_ids`
-(which `return_token_ids` gives), the `num_chars` of its text, and `has_ended`. What comes next is
-the next token; nothing is sent again. It needs `seed`
-([adr/0020](adr/0020-clients-hold-what-a-stream-sent.md)). Sent with the `x-request-id` of its first
-part, it has that one's `id`, too. Where every choice has ended, what comes is the end: the usage,
-if it was asked for, and `[DONE]`.
+## Resuming a stream
 
-Of a chat, each piece says its `num_chars` beside its `token_ids`: calls and thoughts are text to
-the model, which is longer than what is sent of it. `/v1/responses` and `/v1/messages` take `seed`,
-`return_token_ids` and `resume_from` as well. There one event, `baton.progress`, ends the events of
-each piece, with their `token_ids` and `num_chars`: what came behind the last of them comes again,
-so leave it out. `/v1/responses` numbers its events: give the `sequence_number` of the last
-`baton.progress` beside its sums. Names of items and calls are the same with the same seed and
-prompt, so that parts go on under the names that they began with.
+To continue a broken stream, at any gateway of the model, send the same request with `resume_from`:
+a list with, for each choice that anything came of, its `choice`, its `token_ids` (from
+`return_token_ids`), the `num_chars` of its text, and `has_ended`. The stream continues with the
+next token. It needs `seed` ([adr/0020](adr/0020-clients-hold-what-a-stream-sent.md)). With the
+`x-request-id` of its first part it keeps that one's `id`. Where every choice has ended, it sends
+the end: the usage, if it was asked for, and `[DONE]`.
 
-With `stream_options.include_event_ids` each event of a completion or a chat has an `id`, and a
-client that reads server-sent events as browsers do takes a stream up with nothing else: the same
-request, with the id of the last event that it got as `Last-Event-ID`. It needs no `seed` (the id
-names it) and may have several prompts. An id says how far each choice came and not by which tokens,
-so that the answer is drawn again up to there, a step for each token, where `resume_from` costs one
-prefill; a checksum in the id refuses what turns out another answer. Ids are not sent unless they
-are asked for: some load tools take each event for one line.
+Pieces of a chat have `num_chars` beside `token_ids`, because calls and thoughts are longer as the
+model's text than as sent. `/v1/responses` and `/v1/messages` take `seed`, `return_token_ids` and
+`resume_from`, too. There one event, `baton.progress`, ends the events of each piece, with
+`token_ids` and `num_chars`; discard what came after the last of them, because it comes again. For
+`/v1/responses`, add the `sequence_number` of the last `baton.progress`. Names of items and calls
+are the same with the same seed and prompt.
 
-`baton serve` takes several models, each with workers of its own behind one gateway, and with a name
-where its directory or Hub id is none to call it by:
+With `stream_options.include_event_ids` each event of a completion or a chat has an `id`. Send the
+same request with the last id as `Last-Event-ID`, as browsers do; it needs no `seed` and may have
+several prompts. The answer is drawn again up to there, a step for each token, where `resume_from`
+costs one prefill; a checksum in the id refuses a different answer. Ids are off by default, because
+some load tools take each event for one line.
+
+## Several models
+
+`baton serve` takes several models, each with workers of its own behind one gateway, and a name for
+each that a directory or Hub id does not name well:
 
     baton serve code=models/code chat=org/chat:revision=v2:num_decode_workers=2 \\
         --served-model-aliases gpt-4o=chat
 
-Options hold for all models, but for those that say what the first MODEL is; one that another model
-has of its own follows it, as above: `revision`, `tokenizer`, `tool_call_parser`,
-`reasoning_parser`, and with `baton serve` those of its engine and numbers of its workers. `baton
-gateway` takes the same, or all but the first as `--more-models`, each with its own tokenizer, queue
-and workers. Workers say themselves whose they are, by their `--served-model-name`; a registry and
-addresses on the command line may be of all models together.
+Options hold for all models, except those that describe the first MODEL; another model's own follow
+it, as above: `revision`, `tokenizer`, `tool_call_parser`, `reasoning_parser`, and with `baton
+serve` those of its engine and numbers of its workers. `baton gateway` takes the same, or all but
+the first as `--more-models`, each with its own tokenizer, queue and workers. Workers name their
+model by `--served-model-name`; a registry and addresses on the command line may mix models.
 
     baton gateway models/code --served-model-name code --more-models chat=models/chat \\
         --prefill-workers code-p:50061,chat-p:50061 --decode-workers code-d:50062,chat-d:50062
 
-`--served-model-aliases ALIAS=NAME` gives one of them a further name. A request names its model: one
-that does not is refused with 400, one of an unknown name with 404, and both errors list the names.
-An unknown name may be that of an adapter: before a decode worker of each model has said which it
-has, it is a 503, which says of which model that is not known. `baton serve` is ready when all have.
-Workers of one model are lost or full without harm to the others.
+`--served-model-aliases ALIAS=NAME` adds a name. A request without a model is refused with 400, one
+of an unknown name with 404; both errors list the names. Before a decode worker of each model has
+reported its adapters, an unknown name is a 503 that names the model. `baton serve` is ready when
+all have. Lost or full workers of one model do not affect the others.
 
-Clients beside the `openai` package that were run to the end of an answer by hand (2026-11-23; a
-template with tools, 65,536 tokens of context): Claude Code 2.1.197 with `ANTHROPIC_BASE_URL`, Codex
-CLI 0.169.0 with `wire_api = "responses"`, opencode 1.18.33; and lm-eval 0.4.13's
-`local-completions`, with `tokenizer_backend=huggingface` and `=remote`, on tasks that generate,
-choose and measure perplexity. Coding agents send 15,000 tokens and more before the first question.
+## Headers and errors
 
 The answer to each request that was read whole, under `/v1`, `/tokenize` and `/detokenize`, has
 `x-request-id`, errors too: the one that was sent, with an ending that makes it unique, or a fresh
@@ -164,13 +157,14 @@ and no `[DONE]`.
 connection is closed, or its answer has begun with 200 |
 | 503 | no worker takes work, one was lost, or none yet said what adapters it has; `retry-after` |
 
-Calls of tools are found in the model's own format: `--tool-call-parser`, `auto` by the chat
-template. `tool_choice: required` and a named function are kept to by a grammar. Thoughts come as
+## Tools and reasoning
+
+Tool calls are parsed from the model's own format: `--tool-call-parser`, `auto` by the chat
+template. A grammar enforces `tool_choice: required` and a named function. Thoughts come as
 `reasoning_content`: `--reasoning-parser`. Formats: Hermes' and Qwen's, Llama's, Mistral's,
 DeepSeek's, Kimi's, GLM's, Qwen3-Coder's, and gpt-oss's (harmony, calls and thoughts in one). GLM
-and Qwen3-Coder write arguments without quotes, so a tool's JSON Schema says what they are: where a
-parameter may only be a string it is streamed as one, and comes when it is whole where it may be
-something else.
+and Qwen3-Coder write arguments without quotes, so a tool's JSON Schema gives their types: a
+parameter that may only be a string is streamed; any other comes when it is complete.
 
 ## Anthropic's API
 
@@ -184,6 +178,12 @@ runs against it in `tests/openai_api/test_messages.py`.
     client = anthropic.Anthropic(base_url="http://127.0.0.1:8000", api_key="none")
 
 ## What is tested
+
+Clients beside the `openai` package that were run to the end of an answer by hand (a template with
+tools, 65,536 tokens of context): Claude Code 2.1.197 with `ANTHROPIC_BASE_URL`, Codex CLI 0.169.0
+with `wire_api = "responses"`, opencode 1.18.33; and lm-eval 0.4.13's `local-completions`, with
+`tokenizer_backend=huggingface` and `=remote`, on tasks that generate, choose and measure
+perplexity. Coding agents send 15,000 tokens and more before the first question.
 
 Each line is a case of the unmodified `openai` package, run by its sync and its async client.
 """
