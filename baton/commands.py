@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Give it up, in whatever stage it is. Nothing is reported of it any more.
+    """End the sequence in any stage. No event of it follows.
 
-    Before the choices fork, the sequence goes on for those that were not aborted, but events go to
-    the first one alone: abort that one no sooner than they fork, or with all the others.
+    Before the choices fork, the sequence continues for the choices that were not aborted, but the
+    first choice alone gets events: abort it after the fork, or together with all others.
     """
 
 

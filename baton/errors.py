@@ -247,7 +247,7 @@ class UnsupportedModel(ModelError):
 
 
 class UnsupportedSetting(UnsupportedModel):
-    """Of a family that has layers of Baton's own, which do not know it; transformers' code may."""
+    """A setting that Baton's own layers do not support; transformers' code may."""
 
 
 class MissingTensor(ModelError):

@@ -15,8 +15,8 @@ from baton.errors import ConfigError
 
 
 class Scope(enum.Enum):
-    """Whom a transport reaches. PROCESS: receivers of this process, for tests. HOST: workers whose
-    Unix socket this one can see. NETWORK: whoever can be connected to by host:port."""
+    """Reach of a transport. PROCESS: receivers of this process, for tests. HOST: workers with a
+    Unix socket that is visible here. NETWORK: any host:port."""
 
     PROCESS = enum.auto()
     HOST = enum.auto()
@@ -27,7 +27,7 @@ class Scope(enum.Enum):
 class KvTransport:
     """One transport. name: as --kv-transport spells it. summary: what KV travels through.
 
-    is_automatic: a worker listens on it without being asked to, if it has what it needs.
+    is_automatic: a worker listens on it by default, if its requirements are met.
     needs_device: KV at both ends is in memory of a CUDA device.
     package: the Python package that it needs; empty for none. install: the command that installs
     it.
@@ -68,7 +68,7 @@ KV_TRANSPORTS = (
     KvTransport("tcp", Scope.NETWORK, "TCP"),
 )
 
-#: Those that an option can name.
+#: Transports that an option can name.
 REMOTE = tuple(each for each in KV_TRANSPORTS if each.scope is not Scope.PROCESS)
 
 #: Lets each pair of workers take the best that both have.

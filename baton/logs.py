@@ -1,11 +1,10 @@
-"""Logging of a process: lines for people on a terminal, JSON lines elsewhere; both name the request
-they are about.
+"""Logging of a process: plain lines on a terminal, JSON lines elsewhere. Both name the request.
 
-Formatted here and not by python-json-logger: it writes whatever `extra` holds, and spells levels in
-capitals; to change both takes as many lines.
+python-json-logger is not used, because it writes everything in `extra` and upper-case levels;
+changing both takes as many lines.
 
-A message belongs to a request when it is logged with `extra={"request_id": ...}`, and to a trace
-with "trace_id" there.
+A message names a request if it is logged with `extra={"request_id": ...}`, and a trace by
+"trace_id" there.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import IO
 
 from baton.config import LogLevel
 
-#: Warnings and errors of one kind that are written in so many seconds; of others, how many.
+#: Maximum warnings and errors of one line of code, and the interval in seconds.
 MAX_ALIKE, ALIKE_S = 100, 60.0
 
 #: What a record may say about where it belongs, in the order of the lines.
@@ -43,10 +42,10 @@ def configure_logging(level: LogLevel, process: str, stream: IO[str] | None = No
 
 
 class AlikeLimit(logging.Filter):
-    """Of warnings and errors that come of the same line of code, lets MAX_ALIKE through in ALIKE_S:
-    whoever makes a process log does not fill its disk.
+    """Passes at most MAX_ALIKE warnings and errors of one line of code in ALIKE_S seconds, so that
+    clients cannot fill the disk.
 
-    The first one of the next such time says how many were left out.
+    The first one of the next interval says how many were dropped.
     """
 
     def __init__(self) -> None:

@@ -69,14 +69,13 @@ Limits = Range | Texts | TokenIds | TokenBiases
 
 @dataclass(frozen=True, slots=True)
 class SamplingOption:
-    """What is known of one option.
+    """A sampling option.
 
-    help: what it does, for people. limits: what each value must keep to, whatever the model and the
-    other options; None if there is nothing, or a rule of its own in gateway/intake/rules.
-    default: what the tiers get if it is not set; None for the default of Sampling, or where it
-    depends on the request, and then `unset` says what comes instead.
-    with_beams: whether a beam search leaves it a meaning. changes_draw: a number that the chosen
-    token depends on, in addition to logits, seed and history.
+    help: help text. limits: bounds of each value, for all models and other options; None if there
+    are none, or if gateway/intake/rules has a rule for it. default: value that the tiers get if it
+    is not set; None for the default of Sampling, or if it depends on the request, as `unset` says.
+    with_beams: whether it applies to a beam search. changes_draw: a number that the chosen token
+    depends on, besides logits, seed and history.
     """
 
     name: str

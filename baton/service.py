@@ -104,10 +104,9 @@ def run_service(
     """Run `serve` until SIGTERM, SIGINT, or the end of file of options.parent_fd; return the exit
     status.
 
-    A second signal ends the process at once. A StartupError is exit status 2, and one line: on
-    options.ready_fd if that is given, for whoever started this process to show, else on stderr.
-    name: the process's name in its log and messages. announce: reports to people that the service
-    is ready.
+    A second signal ends the process at once. A StartupError gives exit status 2 and one line, on
+    options.ready_fd if given, for the parent to show, else on stderr. name: of the process in its
+    log and messages. announce: reports that the service is ready.
     """
     occupy_standard_streams()
     quiet_grpc()

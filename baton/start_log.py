@@ -1,9 +1,7 @@
-"""What a process reports of its start: the phase it is in. In its log, and on the pipe of its
-supervisor.
+"""Phases of a process's start, reported in its log and on the pipe of its supervisor.
 
-A start has many places that know something, deep below the service, and no object that all of them
-share but the log. So these are records of one logger, whose handler writes them to the pipe where
-there is one.
+Phases are reported deep below the service, where the log is the only shared object. They are
+records of one logger; its handler writes them to the pipe, if there is one.
 """
 
 from __future__ import annotations
@@ -13,17 +11,17 @@ from collections.abc import Callable, Mapping
 
 _log = logging.getLogger("baton.start")
 
-#: Attribute of a record with what the supervisor gets: {"phase": ...}.
+#: Attribute of a record with the report for the supervisor: {"phase": ...}.
 _ATTRIBUTE = "start"
 
 
 def report_phase(phase: str) -> None:
-    """The start has come to a new phase, such as "loading weights"."""
+    """Report a new phase, such as "loading weights"."""
     _log.info("%s", phase, extra={_ATTRIBUTE: {"phase": phase}})
 
 
 class StartLogHandler(logging.Handler):
-    """Passes on what is reported to the supervisor, whatever level the process logs."""
+    """Passes reported phases to the supervisor at any log level."""
 
     def __init__(self, write: Callable[[Mapping[str, object]], None]) -> None:
         super().__init__()

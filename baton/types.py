@@ -24,17 +24,17 @@ CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16"}) | SCALED_DTYP
 
 #: NumericsClass.level of a CPU without native kernels.
 NO_LEVEL = "none"
-#: What is said to whoever has such a CPU, at the start, by `baton doctor` and by `baton status`.
+#: Notice for such a CPU at the start, by `baton doctor` and by `baton status`.
 FALLBACK_NOTICE = (
     "no native CPU kernels, torch's operations run instead: several times slower, "
     "and tokens may depend on the batch"
 )
 
-#: White-space characters between two parts of a JSON document that a schema describes: most unless
-#: a gateway's option says otherwise, and most at all.
+#: Maximum white-space characters between two parts of a JSON document with a schema: the default of
+#: a gateway, and the limit of its option.
 DEFAULT_MAX_WHITESPACE, MAX_WHITESPACE = 16, 1024
 
-#: Prefixes that a gateway remembers unless its option says otherwise.
+#: Default of the prefixes that a gateway remembers.
 DEFAULT_MAX_PREFIXES = 131_072
 
 #: Sort key of service order, total over the sequences of a gateway: see SequenceSpec.rank.
@@ -42,15 +42,16 @@ Rank = tuple[int, int, str, int]
 
 
 def across_accounts(rank: Rank) -> Rank:
-    """Sort key among sequences of several accounts. Who asks chooses the priority: a high number
-    lets others go first, but a negative one, which counts among an account's own, is none here."""
+    """Sort key among sequences of several accounts. Clients choose the priority: a positive one
+    yields to other accounts; a negative one orders an account's own sequences and counts as 0
+    here."""
     return (max(0, rank[0]), *rank[1:])
 
 
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
-#: KvLayout.parts of most models; and of multi-head latent attention, whose latent and rotated key
-#: of a token lie in one row.
+#: KvLayout.parts of most models; and of multi-head latent attention, which has a token's latent and
+#: rotated key in one row.
 KEY_VALUE, LATENT = ("key", "value"), ("latent",)
 
 
@@ -184,8 +185,8 @@ class SequenceSpec:
 
     @property
     def prefix_key(self) -> bytes:
-        """Sequences of which another key is share no cached KV: they are of other tenants, or of
-        other adapters, whose KV differs. 16 bytes, or none for everybody's."""
+        """Key of cached prefixes: sequences share KV only if theirs are equal. Digest of tenant and
+        adapter, 16 bytes; empty for the shared tenant without an adapter."""
         if not self.adapter:
             return self.tenant
         name = self.adapter.encode()
@@ -231,13 +232,12 @@ class KvLayout:
     memory, and so are its layers and its heads within a layer. `fingerprint` digests the weights
     and every setting that changes what KV means; block size is not among them.
 
-    windowed_layers, ascending, attend to the last `window` tokens alone, the new one among them:
-    KV that lies further back is neither read nor sent there. Their window is the longest of theirs;
-    0 if there are none.
+    windowed_layers, ascending, attend to the last `window` tokens, including the new one; older KV
+    is neither read nor sent. window is the longest of these layers; 0 without any.
 
     Layers with a state are counted apart, in the model's order: a sequence has one state of
-    state_layer_bytes for each, as it is after the last token computed, whatever their number.
-    States are float32 and never converted.
+    state_layer_bytes for each, after the last token computed. States are float32 and never
+    converted.
     """
 
     fingerprint: str
@@ -306,8 +306,8 @@ class NumericsClass:
     """Kind of device: "cpu", "cuda", or "oracle" for the engine without a model. Empty: not
     known."""
     level: str = ""
-    """Of a CPU, the level of its native kernels, NO_LEVEL if torch's operations run instead; of a
-    GPU its compute capability."""
+    """Level of a CPU's native kernels, NO_LEVEL if torch's operations run instead; or a GPU's
+    compute capability."""
     dtype: str = ""
     """Type of weights and activations."""
     kernels: str = ""
@@ -352,8 +352,7 @@ ANY_NUMERICS = NumericsRule()
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who a worker is. `generation` is drawn at each start, so that what an earlier boot left
-    behind is told apart."""
+    """Identity of a worker. `generation` is drawn at each start and distinguishes boots."""
 
     worker_id: str
     generation: int
@@ -430,13 +429,12 @@ class WorkerInfo:
     max_protocol_version: int = PROTOCOL_VERSION
     software_version: str = ""
     metrics_port: int = 0
-    """Of its Prometheus page, on the host of its address; 0 if there is none."""
+    """Port of its Prometheus page, on the host of its address; 0 if there is none."""
     adapters: tuple[str, ...] = ()
-    """Names of its LoRA adapters, whose digest is in layout.fingerprint."""
+    """Names of its LoRA adapters; layout.fingerprint includes their digest."""
 
 
-#: Of a tenant's key. Longer ones than 64 would be no keys of the digest that an adapter's prefixes
-#: have.
+#: Size of a tenant's key; at most 64, the key size of the digest for adapters' prefixes.
 TENANT_BYTES = 16
 
 

@@ -64,7 +64,7 @@ def build_decode_engine(options: DecodeOptions, *, frees_windows: bool = True) -
 
 
 def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
-    """Of the heads that the options name, if they do. Raises ModelError."""
+    """Files of the draft heads that the options name; None without any. Raises ModelError."""
     method = options.speculative_method
     if options.engine == "oracle" or method not in ("eagle", "medusa", "mtp"):
         return None
@@ -146,7 +146,7 @@ def _build_torch(
 
     best_device = "cuda" if torch.cuda.is_available() else "cpu"
     device = best_device if options.device == "auto" else options.device
-    # What is captured are Triton's kernels.
+    # Graphs capture Triton kernels.
     can_capture = device.startswith("cuda") and find_spec("triton") is not None
     graphs = None
     if can_capture and max_graph_seqs is not None:

@@ -143,8 +143,8 @@ class WorkerServer:
 async def keep_announcing(
     registry: Registry, current: Callable[[], Registration | None], *, pause_s: float = _PAUSE_S
 ) -> NoReturn:
-    """Announce the worker until cancelled, whatever goes wrong: a worker that nobody finds is no
-    reason to end it."""
+    """Announce the worker until cancelled. Errors are logged: a worker that is not found keeps
+    serving."""
     warnings = RateLimit(_LOG_S, time.monotonic)
     while True:
         announcing = asyncio.create_task(registry.announce(current))

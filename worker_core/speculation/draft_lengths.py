@@ -1,20 +1,19 @@
-"""How many drafts of each sequence a step verifies. Pure: chances and costs in, lengths out.
+"""Number of drafts that a step verifies for each sequence. Pure: chances and costs in, lengths out.
 
-A draft at place j of a proposal gives a token if it and all before it are right: chance first *
-later^(j - 1). Over all sequences the best drafts go first; as many are taken as give the most
-tokens per second, counting what a step of that size and drafting take. Under load a row costs what
-it gives elsewhere, and nothing is drafted.
+A draft at place j of a proposal gives a token if it and all before it are right: with probability
+first * later^(j - 1). Drafts of all sequences are taken in the order of this probability, as many
+as give the most tokens per second, including the time of drafting. Under load a row is worth more
+to another sequence, and nothing is drafted.
 
-Chances are learned from drafts that were compared with what the target drew. A trial is one draft
-whose predecessors were all right. The first draft of a proposal counts under its confidence, later
-ones together: once a guess is on the right track, it mostly stays there. A sequence's own trials
-count first; where it has few, those of all sequences stand in.
+Chances are learned by comparing drafts with the tokens that the target drew. A trial is one draft
+after right drafts only. The first draft of a proposal counts under its confidence, later ones
+together, because a proposal that begins right mostly stays right. A sequence's own trials count
+first; if it has few, those of all sequences are used.
 
-Costs are learned from the steps that were run: for each number of rows (rounded), the time of steps
-without drafts, and how many times as long those with drafts took. A ratio, so that growing contexts
-and other work on the machine, which slow both down, do not look like a price of drafts. On a shared
-machine a step may take longer than it should, by a lot and several times in a row, but never less:
-so a low quantile of the last few timings counts."""
+Costs are learned from steps: for each number of rows (rounded), the time of steps without drafts,
+and the ratio of steps with drafts to it. The ratio excludes growing contexts and other work on the
+machine, which slow down both. Timings on a shared machine err upwards only, sometimes several times
+in a row, so a low quantile of the last few is used."""
 
 from __future__ import annotations
 
@@ -27,22 +26,21 @@ from operator import attrgetter
 
 from worker_core.speculation.interface import Proposal
 
-#: Share of a chance that is counted on: chances and costs are estimates, and what is certain should
-#: not be risked for less.
+#: Factor on chances: they are estimates, and drafts cost certain time.
 CAUTION = 0.8
 
-#: A draft less likely to give a token is never worth a row.
+#: Drafts with a lower chance are never verified.
 MIN_CHANCE = 0.1
 
-#: Numbers of drafts are tried one by one up to this one, beyond it in steps of this share of them.
+#: Numbers of drafts are compared one by one up to the first; beyond it in steps of a share of them.
 _NUM_FINE, _COARSENESS = 16, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence that may have drafts. first, later: chances that its first draft, and each after a
-    right one, is right. rows: that a step has more for each of its first places; one for any
-    other."""
+    """A sequence that may have drafts. first, later: chances of its first draft, and of each draft
+    after a right one. rows: additional rows of a step for each of its first places; 1 for
+    others."""
 
     first: float
     later: float
@@ -117,17 +115,17 @@ LATER = -1
 _OWN_DECAY = 0.88
 _ALL_DECAY = 0.995
 
-#: Trials of its own that weigh as much as those of all sequences.
+#: Number of own trials that weighs as much as all sequences' share.
 _PRIOR_TRIALS = 3.0
 
-#: What is believed before any trial, and how many trials that is worth.
+#: Prior chance, and its weight in trials.
 _FIRST_GUESS = 0.5
 _FIRST_GUESS_TRIALS = 2.0
 
 
 @dataclass(slots=True)
 class _Rate:
-    """A share of successes in which old trials fade."""
+    """A success rate in which old trials decay."""
 
     num_right: float = 0.0
     num_trials: float = 0.0
@@ -140,7 +138,7 @@ class _Rate:
         return (self.num_right + prior * prior_trials) / (self.num_trials + prior_trials)
 
 
-#: Of a sequence's own trials, by category.
+#: Success rates of a sequence's own trials, by category.
 Rates = dict[int, _Rate]
 
 
@@ -151,17 +149,16 @@ class Acceptance:
         self._all: defaultdict[int, _Rate] = defaultdict(_Rate)
 
     def chance(self, own: Rates, category: int) -> float:
-        """In (0, 1): how likely the next draft of this category is right, given that those before
-        it are."""
+        """Probability in (0, 1) that the next draft of this category is right, if those before it
+        are."""
         prior = self._all[category].share(_FIRST_GUESS, _FIRST_GUESS_TRIALS)
         return own[category].share(prior, _PRIOR_TRIALS) if category in own else prior
 
     def record(
         self, own: Rates, confidence: int, proposal: Proposal, tokens: Sequence[int]
     ) -> None:
-        """Compare drafts, also ones that nobody verified, with what the sequence got at their
-        places. own: changed. A place whose alternative is right is right; what is proposed behind
-        it is wrong."""
+        """Compare drafts, verified or not, with the tokens at their places. Changes `own`. A place
+        with a right alternative counts as right; drafts after it count as wrong."""
         category, is_on_track = confidence, True
         for place, (draft, token) in enumerate(zip(proposal.token_ids, tokens, strict=False)):
             others = proposal.alternatives[place] if place < len(proposal.alternatives) else ()
@@ -174,7 +171,7 @@ class Acceptance:
             category = LATER
 
 
-#: Before it was measured, a draft's row is taken to cost this share of another row.
+#: Assumed cost of a draft's row before it is measured, as a share of another row.
 _UNKNOWN_ROW_SHARE = 0.5
 
 #: Timings of one size that count, and how many of them are below the one that stands for all, as a

@@ -68,8 +68,8 @@ def _mismatch(draft: str, reason: str) -> ConfigError:
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """A sequence in the draft model. computed: the tokens whose KV is in the lease. num_settled:
-    how many of them the target is known to have."""
+    """A sequence in the draft model. computed: tokens with KV in the lease. num_settled: leading
+    ones that the target is known to have."""
 
     lease: BlockLease
     sampling: Sampling
@@ -77,11 +77,11 @@ class _Draft:
     num_settled: int = 0
 
     def grow(self, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens in all, if there is any."""
+        """Make room for `num_tokens` tokens in total; return whether there is room."""
         return self.lease.prepare_write(len(self.computed), num_tokens) is not None
 
     def cut_back(self, token_ids: Sequence[int]) -> None:
-        """Forget what was computed beyond `token_ids`, and the last of them: its logits are
+        """Forget computed tokens beyond `token_ids`, and the last of `token_ids`: its logits are
         needed."""
         end = min(len(self.computed), len(token_ids) - 1)
         agreed = min(self.num_settled, end)

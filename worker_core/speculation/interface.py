@@ -94,12 +94,12 @@ class Proposer(Protocol):
 
 
 class Speculation(Protocol):
-    """Gives drafts for steps, and learns what came of them. One thread, the engine loop's, uses
-    it."""
+    """Gives drafts for steps, and learns from the results. Used by the engine loop's thread
+    only."""
 
     @property
     def max_num_drafts(self) -> int:
-        """Of one sequence in one step."""
+        """Maximum drafts of one sequence in one step."""
         ...
 
     def is_due(self, key: Hashable) -> bool:

@@ -68,8 +68,8 @@ class MedusaProposer(StatesProposer):
 
 
 def _rows(request: DraftRequest, num_drafts: int) -> list[SampleRow]:
-    """Of each draft, that it is drawn with the key of its place. Those before it are drawn at the
-    same time, so that penalties do not know of them."""
+    """One row for each draft, drawn with the key of its place. All are drawn at once, so penalties
+    ignore the drafts before it."""
     sampling = request.draft_sampling
     return [
         SampleRow(

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate, Proposal
 
-#: Tokens of the shortest match, and of the longest that is told from shorter ones.
+#: Tokens of the shortest match, and of the longest: longer ones rank equally.
 MIN_TOKENS, MAX_TOKENS = 2, 5
 
-#: Positions that a search compares, latest first.
+#: Maximum positions that a search compares, latest first.
 MAX_NUM_CANDIDATES = 16
 
 _NOWHERE = -1

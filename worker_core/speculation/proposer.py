@@ -1,5 +1,5 @@
-"""What proposers have in common that take time to draft: they measure it. Those that draft out of
-the target's hidden states have the states kept, too."""
+"""Base of proposers that take time to draft, and measure it; and of those that draft from the
+target's hidden states."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Drafts for steps: how many, of whom, learned from what came of them; and from options to that.
+"""Drafts for steps: chooses sequences and lengths, and learns from the results.
 
-Each step: plan() gives drafts, the core verifies them, record() gets what each sequence got,
-on_step_end() ends it. Costs and chances are learned from that. Where drafts cost nothing to make
-they are compared even if the step does not verify them, so that a sequence on which they begin to
-be right is noticed without paying for it; where they cost, a few are made now and then."""
+In each step plan() gives drafts, the core verifies them, record() gets the tokens of each sequence,
+and on_step_end() ends it. Costs and chances are learned from these. Drafts that cost no time are
+compared even if the step does not verify them, so that a sequence on which they become right is
+noticed for free; drafts that cost time are made now and then as trials."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _draft_model(
             "max_model_len": None,
             "kv_cache_memory_bytes": None,
             "num_gpu_blocks_override": None,
-            # Of this process alone, with the threads that the target's rank here has.
+            # One process, with as many threads as the target's rank here.
             "tensor_parallel_size": 1,
             "num_threads": None,
         }
@@ -159,39 +159,37 @@ _NO_CANDIDATE = Candidate(0.0, 0.0, 0)
 PROBE_INTERVAL = 32
 MAX_PROBE_INTERVAL = 1024
 
-#: As many drafts are made then as would be worth it if a row cost half of what it does now: a few
-#: may cost more apiece than many do. If none would, one in so many sequences gets one, at least
-#: one.
+#: A probe makes as many drafts as would pay if rows cost half: few drafts may cost more apiece than
+#: many. If none would pay, one in PROBE_SHARE sequences gets one draft, at least one sequence.
 PROBE_SHARE = 8
 
-#: Of drafts that take time to make, one sequence gets one in so many steps in a row: the first few
-#: take longer than any after them, and say nothing about how often drafts are right.
+#: Consecutive steps of a trial of drafts that cost time, for one sequence: the first few take
+#: longer than later ones and say little about acceptance.
 TRIAL_STEPS = 8
 
-#: Of steps with such drafts, one in so many has one more than seems worth it: what was tried once
-#: and took long, by chance, would not be tried again otherwise.
+#: One in so many steps with such drafts has one more than seems to pay; otherwise a length that
+#: took long once, by chance, would not be tried again.
 STEPS_PER_MORE = 16
 
-#: A draft that takes as long to make as a step makes the interval before a trial longer by this
-#: factor: making drafts for trials takes a hundredth of the time at first, and less later.
+#: The interval between trials grows by this factor for drafts that take as long as a step: trials
+#: take about 1 % of the time at first, and less later.
 _PATIENCE = 24
 
-#: Steps with drafts in a row after which one has none, to see what they cost.
+#: Consecutive steps with drafts, after which one step has none, to measure their cost.
 REFRESH_INTERVAL = 64
 
-#: A batch of so many sequences lets one rest a step longer that drafts are no use for: looking for
-#: them takes time as well.
+#: A sequence without useful drafts rests one step longer for each so many sequences in the batch,
+#: because searching takes time, too.
 _SEQUENCES_PER_REST = 4
 
-#: Steps that one may rest in any batch if its drafts cost something: nothing is learned of them
-#: meanwhile.
+#: Maximum steps of rest if drafts cost time: nothing is learned meanwhile.
 _COSTLY_REST = 16
 
 
 @dataclass(slots=True)
 class _Track:
-    """What is remembered of a sequence. rates: see Acceptance. `drafts`: the latest, until
-    compared. rest, rest_left: steps it is not looked at."""
+    """State of a sequence. rates: see Acceptance. drafts: the latest, until compared. rest,
+    rest_left: steps without a search for drafts."""
 
     rates: Rates = field(default_factory=dict)
     confidence: int = 0
@@ -210,8 +208,8 @@ class Speculator:
         clock: Callable[[], float],
         widths: Sequence[int] = (),
     ) -> None:
-        """max_num_drafts: of one sequence in one step. clock: in seconds. widths: tokens to choose
-        from that the proposer gives for each place, as far as it is not one."""
+        """max_num_drafts: per sequence and step. clock: in seconds. widths: number of alternatives
+        that the proposer gives at each place, until it is 1."""
         self._rows = rows_of_places(widths)
         self.max_num_drafts = max_num_drafts
         self._proposer = proposer
@@ -248,7 +246,7 @@ class Speculator:
         lengths = self._lengths(tracks, estimates, num_rows, max_num_drafts, curve)
         start_s = self._clock()
         chosen = [Proposal(e.drafts[:length]) for e, length in zip(estimates, lengths, strict=True)]
-        # Those that are not known already are asked for.
+        # Ask for drafts that the estimate does not hold already.
         asked = [i for i, length in enumerate(lengths) if length and not chosen[i].token_ids]
         if asked:
             made = self._proposer.propose(
