@@ -64,8 +64,9 @@ def check(
         typer.Option(min=0.01, help="With --soak: how long. With --faults: no round begins later."),
     ] = 24.0,
 ) -> None:
-    """Compare the output of two tiers with that of one process. Tokens must be equal. Exit status 1
-    if they differ.
+    """Compare the output of two tiers with that of one process. Tokens must be equal.
+
+    Exit status 1 if they differ.
 
     With --faults, verify promises 1 to 3 of the README while processes are killed: the same tokens,
     none lost or repeated, no block leaked. Exit status 1 if one fails.

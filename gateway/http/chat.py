@@ -20,7 +20,7 @@ from gateway.chat.reasoning import ReasoningSplitter
 from gateway.chat.style import ChatStyle, free_text_of, schema_of_calls
 from gateway.chat.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
 from gateway.http.conversation import MESSAGES, TOOL_CHOICE, TOOLS, choice_of_tools, put_messages
-from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
+from gateway.http.errors import FieldNames, Fills, in_words_of, invalid, names_in, shown_value
 from gateway.http.format import (
     FINISHES,
     Answer,
@@ -125,7 +125,7 @@ class ChatFormat(OpenAiFormat):
         resume_from = self.body.resume_from or ()
         if resume_from and not self.body.is_streamed:
             fault = "given for what has parts, calls or thoughts: goes with stream; set it to true"
-            raise InvalidRequest.of(FieldViolation("resume_from", fault))
+            raise invalid("resume_from", fault)
         self._num_chars_to_replay = {entry.choice: entry.num_chars for entry in resume_from}
         for entry in self.requests[0].resume_from:
             entry.num_chars = 0

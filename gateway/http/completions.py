@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.chat.style import ChatStyle
-from gateway.http.errors import FieldNames, Fills, in_words_of, names_in, shown_value
+from gateway.http.errors import FieldNames, Fills, in_words_of, invalid, names_in, shown_value
 from gateway.http.format import FINISHES, Chunk, OpenAiFormat, Route, by_choice, quoted, stop_reason
 from gateway.http.json_body import MAX_PROMPTS
 from gateway.http.logprobs import BytesOf, completion_logprobs, prompt_logprobs
@@ -160,7 +159,7 @@ def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=max_tokens)
     if body.resume_from and len(prompts) > 1:
         fault = f"given with {len(prompts)} prompts; give the one that it is of"
-        raise InvalidRequest.of(FieldViolation("resume_from", fault))
+        raise invalid("resume_from", fault)
     if body.echo:
         sampling.echo = True
         if body.logprobs is not None and body.prompt_logprobs is None:
@@ -180,8 +179,7 @@ def _prompts(value: Any) -> dict[str, Any]:
     if not is_list:
         return {"prompt": value}
     if len(value) > MAX_PROMPTS:
-        fault = f"{len(value)} prompts; give at most {MAX_PROMPTS}"
-        raise InvalidRequest.of(FieldViolation("prompt", fault))
+        raise invalid("prompt", f"{len(value)} prompts; give at most {MAX_PROMPTS}")
     return {f"prompt[{index}]": part for index, part in enumerate(value)}
 
 
@@ -192,8 +190,7 @@ def put_text_prompt(field: str, value: Any, prompt: inference_pb2.Prompt) -> Non
     elif value and isinstance(value, list | inference_pb2.TokenIds):
         put_token_ids(field, value, prompt.token_ids.ids)
     else:
-        fault = f"{shown_value(value)}: give text, token ids, or a list of either"
-        raise InvalidRequest.of(FieldViolation(field, fault))
+        raise invalid(field, f"{shown_value(value)}: give text, token ids, or a list of either")
 
 
 ROUTE = Route(

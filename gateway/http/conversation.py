@@ -10,7 +10,7 @@ from typing import Any
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.chat.style import ChoiceOfTools
-from gateway.http.errors import shown_value
+from gateway.http.errors import invalid, shown_value
 from gateway.http.requests import json_text
 from gateway.intake.rules import MAX_SHOWN, MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOLS, Violations
 from gateway.intake.validator import MAX_MESSAGES
@@ -177,11 +177,9 @@ def _part_violations(path: str, parts: Sequence[Any]) -> Violations:
 def choice_of_tools(tools: Sequence[Any] | None, choice: Any) -> ChoiceOfTools:
     """The tools and the choice among them. Raises InvalidRequest."""
     if choice not in (None, "none") and not tools:
-        fault = f"{shown_value(choice)}: goes with tools; give some"
-        raise InvalidRequest.of(FieldViolation("tool_choice", fault))
+        raise invalid("tool_choice", f"{shown_value(choice)}: goes with tools; give some")
     if tools and len(tools) > MAX_TOOLS:
-        fault = f"{len(tools)} tools: give at most {MAX_TOOLS}"
-        raise InvalidRequest.of(FieldViolation("tools", fault))
+        raise invalid("tools", f"{len(tools)} tools: give at most {MAX_TOOLS}")
     described = tuple(_tool(index, tool) for index, tool in enumerate(tools or ()))
     functions = [tool["function"] for tool in tools or ()]
     schemas = {it["name"]: it.get("parameters") or {"type": "object"} for it in functions}
@@ -194,14 +192,13 @@ def choice_of_tools(tools: Sequence[Any] | None, choice: Any) -> ChoiceOfTools:
             return ChoiceOfTools(described, schemas, is_forced=True)
         case {"type": "function", "function": {"name": str(name)}}:
             if all(tool.name != name for tool in described):
-                fault = f"{shown_value(name)}: is none of tools"
-                raise InvalidRequest.of(FieldViolation("tool_choice.function.name", fault))
+                raise invalid("tool_choice.function.name", f"{shown_value(name)}: is none of tools")
             return ChoiceOfTools(described, schemas, is_forced=True, name=name)
         case _:
             fault = (
                 f"{shown_value(choice)}: must be none, auto, required, or the name of a function"
             )
-            raise InvalidRequest.of(FieldViolation("tool_choice", fault))
+            raise invalid("tool_choice", fault)
 
 
 def _tool(index: int, tool: Any) -> inference_pb2.Tool:
@@ -210,14 +207,12 @@ def _tool(index: int, tool: Any) -> inference_pb2.Tool:
         case {"type": "function", "function": {"name": str(name)} as function}:
             description, parameters = function.get("description"), function.get("parameters")
         case _:
-            fault = f"{shown_value(tool)}: must be of type function, with a name"
-            raise InvalidRequest.of(FieldViolation(path, fault))
+            raise invalid(path, f"{shown_value(tool)}: must be of type function, with a name")
     if description is not None and not isinstance(description, str):
-        fault = f"{shown_value(description)}: must be text"
-        raise InvalidRequest.of(FieldViolation(f"{path}.function.description", fault))
+        raise invalid(f"{path}.function.description", f"{shown_value(description)}: must be text")
     if parameters is not None and not isinstance(parameters, dict):
         fault = f"{shown_value(parameters)}: must be a JSON Schema, an object"
-        raise InvalidRequest.of(FieldViolation(f"{path}.function.parameters", fault))
+        raise invalid(f"{path}.function.parameters", fault)
     where = f"{path}.function.parameters"
     return inference_pb2.Tool(
         name=name,

@@ -165,6 +165,11 @@ class HttpError(Exception):
         return json.dumps(self.body).encode()
 
 
+def invalid(field: str, fault: str) -> InvalidRequest:
+    """The error for one wrong field."""
+    return InvalidRequest.of(FieldViolation(field, fault))
+
+
 def http_error(
     status: int,
     message: str,

@@ -15,12 +15,12 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import BatonError, FieldViolation, InvalidRequest
+from baton.errors import BatonError
 from baton.rpc.interceptor import given_request_id
 from baton.sampling_params import MAX_CHOICES
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
-from gateway.http.errors import shown_value
+from gateway.http.errors import invalid, shown_value
 from gateway.http.format import Answer, Chunk, Format, timing_of
 from gateway.http.json_body import MAX_PROMPTS
 from gateway.intake.request import ValidatedRequest
@@ -185,13 +185,13 @@ def _event_ids_of(form: Format, last: str) -> EventIds | None:
     elif form.body.resume_from:
         fault = "given with resume_from; leave out one of them"
     if fault:
-        raise InvalidRequest.of(FieldViolation(field, fault))
+        raise invalid(field, fault)
     seeds = [r.sampling.seed for r in form.requests if r.sampling.HasField("seed")]
     if last:
         ids = EventIds.behind(last)
         if seeds and seeds[0] != ids.seed:
             fault = f"of a stream with seed {ids.seed}, not {seeds[0]}; give the same, or none"
-            raise InvalidRequest.of(FieldViolation("seed", fault))
+            raise invalid("seed", fault)
     else:
         ids = EventIds(seeds[0] if seeds else secrets.randbits(64))
     for request in form.requests:
@@ -257,7 +257,7 @@ class EventIds:
         found = [_PLACE.fullmatch(place) for place in places]
         if not _SEED.fullmatch(seed) or not all(found):
             fault = f"{shown_value(last)}: no id that events here have; give it as it came"
-            raise InvalidRequest.of(FieldViolation(LAST_EVENT_ID, fault))
+            raise invalid(LAST_EVENT_ID, fault)
         ids = cls(int(seed, 16))
         for place in filter(None, found):
             choice, num_tokens, num_chars, checksum = (int(n, 16) for n in place.groups()[:4])
@@ -289,7 +289,7 @@ class EventIds:
         if at == last:
             del self._to_leave_out[choice]
         elif new is not None or earlier.finish_reason:
-            raise _other_answer()
+            raise invalid(LAST_EVENT_ID, _OTHER_ANSWER)
         if new is not None:
             at.add(new)
         return earlier, new
@@ -297,7 +297,7 @@ class EventIds:
     def check_end(self) -> None:
         """Raises InvalidRequest if the stream ends before the client's progress."""
         if self._to_leave_out:
-            raise _other_answer()
+            raise invalid(LAST_EVENT_ID, _OTHER_ANSWER)
 
 
 def _cut(chunk: Chunk, num_tokens: int, num_chars: int) -> tuple[Chunk, Chunk]:
@@ -315,7 +315,3 @@ def _cut(chunk: Chunk, num_tokens: int, num_chars: int) -> tuple[Chunk, Chunk]:
     second.ClearField("prompt_token_ids")
     second.ClearField("prompt_logprobs")
     return first, second
-
-
-def _other_answer() -> InvalidRequest:
-    return InvalidRequest.of(FieldViolation(LAST_EVENT_ID, _OTHER_ANSWER))

@@ -24,7 +24,7 @@ from pydantic_core import from_json
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.http.errors import shown_value
+from gateway.http.errors import invalid, shown_value
 from gateway.intake.rules import MAX_SHOWN
 from gateway.long_work import LONG_PIECE, Pacer, let_others_run
 
@@ -195,8 +195,7 @@ def _check_lengths(lengths: Mapping[str, int], max_model_len: int) -> None:
     """lengths: token ids by field."""
     for field, length in lengths.items():
         if length > max_model_len:
-            fault = f"{length} token ids: the model takes {max_model_len}; send fewer"
-            raise InvalidRequest.of(FieldViolation(field, fault))
+            raise invalid(field, f"{length} token ids: the model takes {max_model_len}; send fewer")
     if (total := sum(lengths.values())) > MAX_VALUES + max_model_len:
         raise _wrong(f"{total} token ids; send at most {MAX_VALUES + max_model_len} in all")
 
@@ -215,7 +214,7 @@ async def _token_ids(
         except ValueError as error:
             why = str(error).partition(" at line ")[0]
             fault = f"is not JSON behind its first {num_before} values: {why}"
-            raise InvalidRequest.of(FieldViolation(field, fault)) from None
+            raise invalid(field, fault) from None
         try:
             made.ids.extend(ids)
         except (TypeError, ValueError):
@@ -226,7 +225,7 @@ async def _token_ids(
 
 
 def _wrong(fault: str) -> InvalidRequest:
-    return InvalidRequest.of(FieldViolation("body", fault))
+    return invalid("body", fault)
 
 
 #: A body as received by a connection.

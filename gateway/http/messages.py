@@ -17,7 +17,7 @@ from baton.v1 import inference_pb2
 from gateway.chat.style import ChatStyle
 from gateway.http.connection import HttpRequest, HttpResponse
 from gateway.http.conversation import MAX_ARGUMENTS_CHARS, TEXT_OR_PARTS
-from gateway.http.errors import Fills, HttpError, in_words_of, shown_value
+from gateway.http.errors import Fills, HttpError, in_words_of, invalid, shown_value
 from gateway.http.format import FINISHES, OPENAI, Dialect, Door, Route, send_json
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import (
@@ -472,8 +472,7 @@ class _Conversation:
 
 
 def _too_many_messages() -> InvalidRequest:
-    fault = f"give at most {MAX_MESSAGES} messages, results of tools among them"
-    return InvalidRequest.of(FieldViolation("messages", fault))
+    return invalid("messages", f"give at most {MAX_MESSAGES} messages, results of tools among them")
 
 
 async def _count_tokens(door: Door, request: HttpRequest, response: HttpResponse) -> None:

@@ -23,7 +23,7 @@ from pydantic import (
 from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.http.errors import Fills, filler_of, from_validation, shown_value
+from gateway.http.errors import Fills, filler_of, from_validation, invalid, shown_value
 from gateway.http.json_body import Received, read_fields, wrong_ids
 from gateway.intake.rules import MAX_STRUCTURED_CHARS, Violations
 from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
@@ -264,9 +264,9 @@ def json_text(field: str, value: Any, max_chars: int) -> str:
     try:
         text = "" if _is_longer(value, max_chars) else json.dumps(value, allow_nan=False)
     except ValueError:
-        raise _wrong(field, "has a number that is not finite; JSON has none") from None
+        raise invalid(field, "has a number that is not finite; JSON has none") from None
     if not 1 <= len(text) <= max_chars:
-        raise _wrong(field, f"more than {max_chars} characters as JSON; shorten it")
+        raise invalid(field, f"more than {max_chars} characters as JSON; shorten it")
     return text
 
 
@@ -282,10 +282,6 @@ def _is_longer(value: Any, max_chars: int) -> bool:
         elif isinstance(one, list) and num_chars <= max_chars:
             rest += one
     return num_chars > max_chars
-
-
-def _wrong(field: str, fault: str) -> InvalidRequest:
-    return InvalidRequest.of(FieldViolation(field, fault))
 
 
 def sampling_message(
@@ -340,7 +336,7 @@ def generate_request(
         request.priority = body.priority or 0
     except ValueError:
         fault = f"{shown_value(body.priority)}: must be a number of 32 bits"
-        raise InvalidRequest.of(FieldViolation("priority", fault)) from None
+        raise invalid("priority", fault) from None
     for entry in body.resume_from or ():
         request.resume_from.add(**entry.model_dump(include=set(ChoiceSoFar.model_fields)))
     return request
@@ -351,7 +347,7 @@ def put_token_ids(field: str, value: Any, ids: MutableSequence[int]) -> None:
     if isinstance(value, inference_pb2.TokenIds):
         value = value.ids
     elif not isinstance(value, list):
-        raise _wrong(field, f"{shown_value(value)}: give a list of token ids")
+        raise invalid(field, f"{shown_value(value)}: give a list of token ids")
     try:
         ids.extend(value)
     except (TypeError, ValueError):

@@ -10,7 +10,7 @@ from pydantic import FailFast, Field, WithJsonSchema
 from baton.errors import FieldViolation, InvalidRequest
 from gateway.chat.style import ChatStyle
 from gateway.http.conversation import MAX_ARGUMENTS_CHARS
-from gateway.http.errors import Fills, shown_value
+from gateway.http.errors import Fills, invalid, shown_value
 from gateway.http.format import FINISHES, OPENAI, Route, timing_of
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import SEED, ChoiceSoFar, ModelBody, NumTokens, json_text
@@ -326,7 +326,7 @@ def _message(index: int, item: Any) -> dict[str, Any] | None:
 
 
 def _wrong(field: str, value: Any, fault: str) -> InvalidRequest:
-    return InvalidRequest.of(FieldViolation(field, f"{shown_value(value)}: {fault}"))
+    return invalid(field, f"{shown_value(value)}: {fault}")
 
 
 def _is_left_out(tool: Any) -> bool:

@@ -8,14 +8,13 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.chat.style import ChatStyle
 from gateway.http.chat import ChatBody, ChatFormat
 from gateway.http.completions import OF_PROMPT, TOKEN_IDS, put_text_prompt
 from gateway.http.connection import HttpRequest, HttpResponse
 from gateway.http.conversation import MESSAGES
-from gateway.http.errors import FieldNames, Fills, in_words_of, names_in
+from gateway.http.errors import FieldNames, Fills, in_words_of, invalid, names_in
 from gateway.http.format import Door, Route, send_json
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import ModelBody, put_token_ids, validated
@@ -77,7 +76,7 @@ def _put_prompt(
         return names_in(body)
     if body.add_special_tokens:
         fault = "true: the chat template writes the special tokens; leave it out, or give prompt"
-        raise InvalidRequest.of(FieldViolation("add_special_tokens", fault))
+        raise invalid("add_special_tokens", fault)
     chat = ChatFormat(
         validated(ChatBody, {name: getattr(body, name) for name in _OF_CHAT}), bytes_of, style
     )

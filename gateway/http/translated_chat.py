@@ -8,11 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.chat.style import ChatStyle
 from gateway.http.chat import ChatBody, ChatChoice, ChatFormat
-from gateway.http.errors import FieldNames, Fills, in_words_of, names_in
+from gateway.http.errors import FieldNames, Fills, in_words_of, invalid, names_in
 from gateway.http.format import Answer, Chunk, Dialect, by_choice
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import ChoiceSoFar, ModelBody, validated
@@ -89,7 +88,7 @@ class TranslatedChat(ABC):
         for index, entry in enumerate(self.body.resume_from or ()):
             if entry.has_ended:
                 fault = "true: an answer that has ended has nothing to come; leave it out"
-                raise InvalidRequest.of(FieldViolation(f"resume_from[{index}].has_ended", fault))
+                raise invalid(f"resume_from[{index}].has_ended", fault)
         self.last: Chunk | None = None
         """The piece that ended the output."""
         self.num_prompt_tokens = 0
