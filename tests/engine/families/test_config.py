@@ -144,6 +144,20 @@ def test_transformers_own_files_are_read(tiny_model: MakeModel) -> None:
     assert read_config(path) == parse_config(json.loads((path / "config.json").read_text()))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rope_theta", value) for value in (0, 0.0, -5, 1)),
+        *(("original_max_position_embeddings", value) for value in (0.0, -4, "4096", True)),
+    ],
+)
+def test_a_yarn_model_with_impossible_numbers_is_refused_by_their_name(
+    name: str, value: object
+) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{name}={value!r} .*correct it in config.json"):
+        parse_config(raw(rope_parameters={**ROPES["yarn"], name: value}))
+
+
 @pytest.mark.parametrize("value", [0, -1])
 @pytest.mark.parametrize(
     "name",
