@@ -56,7 +56,9 @@ def served() -> Iterator[tuple[str, Completion]]:
             pytest.fail(server.communicate()[1])
         address = line.removeprefix(ready).split(": ")[0]
         with Client(address) as client:
+            deadline_s = time.monotonic() + 60
             while not all(worker.state == "ready" for worker in client.model().workers):
+                assert time.monotonic() < deadline_s
                 time.sleep(0.02)  # the next load report; asking again is all that a client can do
             first = client.generate(_first_prompt(), max_tokens=4)
         yield address, first

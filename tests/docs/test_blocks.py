@@ -183,10 +183,11 @@ async def test_lines_serve_together_until_they_are_stopped(block: Block) -> None
                 service = started(on_one_host(line, places), **WITHOUT_MODEL, **port)
                 services.append(stack.enter_context(service))
             client = stack.enter_context(Client(f"127.0.0.1:{front}"))
-            while num_ready(client) < len(services) - 1:
-                for one in services:
-                    one.check()
-                await asyncio.sleep(0.1)
+            async with asyncio.timeout(60):
+                while num_ready(client) < len(services) - 1:
+                    for one in services:
+                        one.check()
+                    await asyncio.sleep(0.1)
             check_answer(client)
 
 

@@ -61,8 +61,9 @@ async def cut_off(cluster: ProxiedCluster, client: AsyncClient) -> None:
     link = cluster.links["decode-0"]
     link.refuse()
     link.cut()
-    while all(worker.state != "unreachable" for worker in (await client.model()).workers):
-        pass
+    async with asyncio.timeout(60):
+        while all(worker.state != "unreachable" for worker in (await client.model()).workers):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,13 @@ async def test_a_worker_that_drains_hands_its_sequences_over() -> None:
             asyncio.create_task(system.client.generate(PROMPT, params(max_tokens, n=2)))
             for _ in range(num_requests)
         ]
-        while True:
-            workers = {w.address: w for w in (await system.client.model()).workers}
-            running = [workers[address].num_running for address in system.decodes]
-            if sum(running) == 2 * num_requests:
-                break
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while True:
+                workers = {w.address: w for w in (await system.client.model()).workers}
+                running = [workers[address].num_running for address in system.decodes]
+                if sum(running) == 2 * num_requests:
+                    break
+                await asyncio.sleep(0.01)
         full = system.decodes[running.index(max(running))]
         async with aio_channel(full) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)

@@ -143,9 +143,10 @@ async def test_cancels_at_any_moment_leave_nothing_behind() -> None:
         before = _resources()
         await round_of_100()
         assert num_whole
-        # What is only slow to go may go; a leak stays, and the test's own timeout ends it.
-        while any(number > before[name] for name, number in _resources().items()):
-            await asyncio.sleep(0.05)
+        # What is only slow to go may go; a leak stays, and the timeout ends the wait.
+        async with asyncio.timeout(60):
+            while any(number > before[name] for name, number in _resources().items()):
+                await asyncio.sleep(0.05)
 
 
 def _resources() -> dict[str, int]:
@@ -251,8 +252,9 @@ async def test_a_missing_worker_is_told_and_joins_when_it_appears(
         assert refused.value.retry_after_s
         assert not await client.health()
         async with decode_worker(port=port):
-            while not await client.health():
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(60):
+                while not await client.health():
+                    await asyncio.sleep(0.02)
             done = await client.generate([1, 2], greedy(3))
             assert done.token_ids == expected([1, 2], 3)
 
@@ -269,10 +271,11 @@ async def test_a_worker_of_another_model_is_refused_by_name_and_disturbs_nobody(
         AsyncClient(address, max_retries=0) as client,
     ):
         states: set[str] = set()
-        while not (states and states <= {"ready", "refused"}):
-            await asyncio.sleep(0.02)
-            workers = {worker.address: worker for worker in (await client.model()).workers}
-            states = {workers[address].state for address in (good, odd, prefill)}
+        async with asyncio.timeout(60):
+            while not (states and states <= {"ready", "refused"}):
+                await asyncio.sleep(0.02)
+                workers = {worker.address: worker for worker in (await client.model()).workers}
+                states = {workers[address].state for address in (good, odd, prefill)}
         done = await client.generate([1, 2], greedy(3))
         assert done.token_ids == expected([1, 2], 3)
         refused = [worker for worker in workers.values() if worker.state == "refused"]

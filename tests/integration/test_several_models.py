@@ -201,8 +201,9 @@ async def test_each_may_have_parsers_of_its_own(tmp_path: Path) -> None:
 
 async def until(client: AsyncClient, state: str, reason: str) -> None:
     """The only worker of `b`, or of nobody knows whom, is in a state for a reason."""
-    while True:
-        workers = (await client.model("b")).workers
-        if [worker.state for worker in workers] == [state] and reason in workers[0].reason:
-            return
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while True:
+            workers = (await client.model("b")).workers
+            if [worker.state for worker in workers] == [state] and reason in workers[0].reason:
+                return
+            await asyncio.sleep(0.02)

@@ -183,8 +183,11 @@ async def test_an_output_goes_on_where_a_lost_worker_left_it() -> None:
         client = await stack.enter_async_context(AsyncClient(address))
         streams = [client.stream("u", **params) for _ in range(2)]  # one on each
         outputs = [asyncio.create_task(text_of(stream)) for stream in streams]
-        while not all(w.num_running for w in (await client.model()).workers if w.tier == "decode"):
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not all(
+                w.num_running for w in (await client.model()).workers if w.tier == "decode"
+            ):
+                await asyncio.sleep(0.01)
         await lost.aclose()
         first, second = await asyncio.gather(*outputs)
     assert first == second

@@ -223,8 +223,9 @@ async def test_other_names_and_pages_of_other_origins(tmp_path: Path) -> None:
 
 
 async def until(is_so: Any) -> None:
-    while not await is_so():
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while not await is_so():
+            await asyncio.sleep(0.02)
 
 
 async def test_the_page_is_open_and_what_it_shows_wants_a_key(tmp_path: Path) -> None:

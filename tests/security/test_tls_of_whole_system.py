@@ -90,8 +90,9 @@ async def test_flipped_bits_are_noticed(own: TlsFiles) -> None:
         streams = Streams(client, seed=1, num_streams=4, num_tokens=200)
         await streams.all_run()
         link.weather(back=Weather(flip_every=200))
-        while not link.num_flipped:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not link.num_flipped:
+                await asyncio.sleep(0.01)
         link.heal()
         assert not await streams.finish()
         assert streams.num_resumes

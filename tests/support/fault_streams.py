@@ -123,17 +123,18 @@ class Streams:
 
 async def until_quiet(client: AsyncClient, num_workers: int) -> None:
     """Every worker is ready again and holds nothing."""
-    while True:
-        try:
-            workers = (await client.model()).workers
-        except BatonError:
-            workers = ()  # the gateway itself is not back yet
-        ready = [worker for worker in workers if worker.state == "ready"]
-        if len(ready) == num_workers and not any(
-            worker.num_leased_blocks or worker.num_in_flight for worker in ready
-        ):
-            return
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                workers = (await client.model()).workers
+            except BatonError:
+                workers = ()  # the gateway itself is not back yet
+            ready = [worker for worker in workers if worker.state == "ready"]
+            if len(ready) == num_workers and not any(
+                worker.num_leased_blocks or worker.num_in_flight for worker in ready
+            ):
+                return
+            await asyncio.sleep(0.05)
 
 
 @asynccontextmanager

@@ -100,15 +100,15 @@ class LiveSystem:
 
     async def until_quiet(self) -> None:
         """Return when no worker holds a block and the gateway has nothing in flight."""
-        while True:
-            model = await self.client.model()
-            if not any(
-                w.num_leased_blocks or w.num_in_flight or w.num_running for w in model.workers
-            ):
-                return
-            # The gateway hears of a change with the next load report; asking again is all a client
-            # can do.
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            while True:
+                model = await self.client.model()
+                if not any(
+                    w.num_leased_blocks or w.num_in_flight or w.num_running for w in model.workers
+                ):
+                    return
+                # The gateway hears of a change with the next load report.
+                await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

@@ -92,16 +92,18 @@ class Load:
 
 async def until_ready(client: AsyncClient, *names: str) -> None:
     """Return when exactly these workers are known, and all are ready."""
-    while True:
-        workers = (await client.model()).workers
-        if sorted(w.worker_id for w in workers if w.state == "ready") == sorted(names):
-            return
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while True:
+            workers = (await client.model()).workers
+            if sorted(w.worker_id for w in workers if w.state == "ready") == sorted(names):
+                return
+            await asyncio.sleep(0.02)
 
 
 async def until_told(caplog: pytest.LogCaptureFixture, text: str, times: int) -> None:
-    while caplog.text.count(text) < times:
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while caplog.text.count(text) < times:
+            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +263,9 @@ async def test_workers_come_and_go_under_load_and_several_gateways_see_it(
             for load in loads:
                 await load.requests(10)
         for client in clients:
-            while len((await client.model()).workers) > 2:
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(60):
+                while len((await client.model()).workers) > 2:
+                    await asyncio.sleep(0.02)
 
 
 async def test_workers_of_another_model_are_left_to_other_gateways(

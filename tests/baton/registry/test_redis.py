@@ -117,8 +117,9 @@ async def test_a_frozen_server_holds_up_nobody(
             assert await anext(changes) == WorkerAdded("d:1", Tier.DECODE)
             server.freeze()
             next_change = asyncio.ensure_future(anext(changes))
-            while caplog.text.count("cannot be used") < 2:  # the watch's, and the worker's
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(60):
+                while caplog.text.count("cannot be used") < 2:  # the watch's, and the worker's
+                    await asyncio.sleep(0.02)
             assert not next_change.done()
             assert not announcing.done()
             announcing.cancel()
@@ -150,8 +151,9 @@ async def test_a_worker_takes_off_only_its_own_entry(server: RedisServer) -> Non
     async with Redis.from_url(server.url) as client:
         for later in (to_json(replace(DECODE, transports=("tcp",))), to_json(DECODE)):
             announcing = asyncio.create_task(earlier.announce(lambda: DECODE))
-            while await client.get(KEY_PREFIX + "d:1") != to_json(DECODE).encode():
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while await client.get(KEY_PREFIX + "d:1") != to_json(DECODE).encode():
+                    await asyncio.sleep(0.01)
             await client.set(KEY_PREFIX + "d:1", later)
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)
@@ -215,8 +217,9 @@ async def test_an_outage_is_told_without_the_password(caplog: pytest.LogCaptureF
     caplog.set_level("DEBUG")
     gone = RedisRegistry("redis://me:secret@127.0.0.1:1/0", period_s=0.01, timeout_s=0.3)
     announcing = asyncio.create_task(gone.announce(lambda: DECODE))
-    while "cannot be used" not in caplog.text:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while "cannot be used" not in caplog.text:
+            await asyncio.sleep(0.01)
     announcing.cancel()
     await asyncio.gather(announcing, return_exceptions=True)
     assert "127.0.0.1:1" in caplog.text

@@ -74,8 +74,9 @@ async def serve(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     report_phase("listening")
     if how == "after gateway":
-        while not any(line.startswith("gateway started") for line in _journal(folder)):
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not any(line.startswith("gateway started") for line in _journal(folder)):
+                await asyncio.sleep(0.01)
     server = await asyncio.start_server(
         lambda _r, w: w.close(),
         options.host,

@@ -90,9 +90,10 @@ async def test_the_gateway_starts_beside_the_workers_and_is_given_their_addresse
         heard = [line for line in stage.journal() if line.startswith("gateway heard ")]
         assert sorted(heard) == sorted(f"gateway heard {line}" for line in wanted)
         os.kill(cluster.pid_of("gateway"), signal.SIGKILL)
-        while len(heard) < 4:  # the one that is started instead hears them again
-            await asyncio.sleep(0)
-            heard = [line for line in stage.journal() if line.startswith("gateway heard ")]
+        async with asyncio.timeout(60):
+            while len(heard) < 4:  # the one that is started instead hears them again
+                await asyncio.sleep(0)
+                heard = [line for line in stage.journal() if line.startswith("gateway heard ")]
         assert sorted(heard) == sorted(2 * [f"gateway heard {line}" for line in wanted])
     for name in ("prefill-0", "decode-0", "gateway"):
         own = [phase for child, phase in phases if child == name]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.ranks import start
 from engine.ranks.team import RankTeam
@@ -18,14 +17,6 @@ from tests.support.engines import load_engine
 from tests.support.rank_threads import start_thread
 
 LoadRanks = Callable[..., TorchEngine]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,14 +19,6 @@ from tests.support.engines import load_engine
 NUM_TOKENS = 8
 #: One token; some; more than a window of 8 and a block of 16.
 PROMPT_LENGTHS = (1, 7, 30)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prompts() -> list[list[int]]:

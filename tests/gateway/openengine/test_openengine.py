@@ -383,8 +383,9 @@ async def test_a_cancelled_call_leaves_nothing(client: Client, system: LiveSyste
     await anext(aiter(call))
     call.cancel()
     await system.until_quiet()
-    while (await client.control("GetLoad")).running_requests:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        while (await client.control("GetLoad")).running_requests:
+            await asyncio.sleep(0)
 
 
 async def test_an_engine_says_what_it_is(client: Client) -> None:
