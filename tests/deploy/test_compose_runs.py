@@ -90,6 +90,12 @@ async def registered(port: int) -> set[str]:
     return {key.removeprefix("baton:1:worker:") for key in keys}
 
 
+async def until_registered(port: int, workers: set[str]) -> None:
+    async with asyncio.timeout(60):
+        while await registered(port) != workers:
+            await asyncio.sleep(0.05)
+
+
 async def is_healthy(
     service: Mapping[str, Any], localhost: Localhost, own: str, image: Mapping[str, str]
 ) -> bool:
@@ -186,8 +192,7 @@ async def test_the_services_start_in_order_are_healthy_and_answer(
             # By the names that workers advertise, the registry has whom the gateway was told of,
             # and nobody twice.
             workers = {addresses["prefill"], addresses["decode"]}
-            while await registered(redis_port) != workers:
-                await asyncio.sleep(0.05)
+            await until_registered(redis_port, workers)
             async with AsyncClient(addresses["gateway"], max_retries=0) as client:
                 prompt = "def walk(path):\n" * 8
                 answer = await client.generate(
