@@ -43,8 +43,9 @@ from kv_transfer.kv_secret import SEAL_BYTES, FrameSeal
 CHECKSUM_MASK = (1 << 64) - 1
 #: Fields: ticket_id, epoch, first_token, num_tokens, first_layer, num_layers.
 _CHUNK = struct.Struct("<QIIIII")
-#: Appended for a chunk of one group; absent otherwise, which keeps 0.1.0 byte-compatible.
-_GROUP = struct.Struct("<I")
+#: Appended for a chunk of one group; absent otherwise, which keeps 0.1.0 byte-compatible. Signed,
+#: as enums of protobuf are: a stranger may send any.
+_GROUP = struct.Struct("<i")
 #: Fields: ticket_id, epoch, num_tokens, exposed_us; followed by the ids of the first tokens.
 _COMMIT = struct.Struct("<QIIQ")
 

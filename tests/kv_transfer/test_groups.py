@@ -256,6 +256,8 @@ def test_a_chunks_place_says_its_group() -> None:
     chunk.group = kv_pb2.KV_GROUP_WINDOWED
     assert place_checksum(chunk) != plain
     assert place_of(chunk) == KvRange(0, 4, 0, 2, WINDOWED)
-    chunk.group = 99  # type: ignore[assignment]
-    with pytest.raises(FrameError, match="unknown group 99"):
-        place_of(chunk)
+    for unknown in (99, -1):
+        chunk.group = unknown  # type: ignore[assignment]
+        assert place_checksum(chunk) != plain
+        with pytest.raises(FrameError, match=f"unknown group {unknown}"):
+            place_of(chunk)
