@@ -5,11 +5,10 @@ Start line: {"template": str, "special_tokens": {name: text}}. Question: {"messa
 "num_chars": int}], "text": str}, with the contents of all messages concatenated in `text`. Optional
 members: "fields", further fields of messages by index; "tools" and "kwargs", variables of the
 template; "add_generation_prompt", default true; "continues", true to end with the last message.
-Answer: {"text": str} or {"error": str}. See gateway.intake.child.
+Answer: {"text": str} or {"error": str}. See gateway.intake.child_main.
 
-Templates are written for transformers, whose rendering this is, without that package: a sandboxed
-jinja environment and what the templates find in it. tests/gateway/chat/test_template.py holds the
-one to the other.
+The rendering of transformers without that package: a sandboxed jinja environment and what the
+templates find in it. tests/gateway/chat/test_template.py compares the two.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from gateway.intake.child import Answer, limit_memory, serve
+from gateway.intake.child_main import Answer, limit_memory, serve
 
 #: Maximum address space of the process, in bytes.
 _MAX_MEMORY_BYTES = 4 * 2**30

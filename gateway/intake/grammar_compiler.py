@@ -3,8 +3,8 @@ gateway.intake.grammar_compiler
 
 Start line: {"folder": str, "max_whitespace": int}, the model's and Grammar's. Question: a
 StructuredOutput, {"field": str, "value": ..., "free_text": {...} or null}. Answer: {"grammar":
-str}, the canonical form, or {"error": str}. See gateway.intake.child. The process dies of a grammar
-that needs more memory or stack than a worker should spend on it.
+str}, the canonical form, or {"error": str}. See gateway.intake.child_main. The process dies of a
+grammar that needs more memory or stack than a worker should spend on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from baton.errors import BatonError, InvalidRequest
 from engine.grammar import FreeText, Grammar, GrammarVocabulary, Matcher, load_vocabulary
 from engine.grammar.matcher import compile_grammar
-from gateway.intake.child import Answer, address_space_bytes, limit_memory, serve
+from gateway.intake.child_main import Answer, address_space_bytes, limit_memory, serve
 
 #: Address space for compiling, in bytes, beyond that of the idle process.
 _MAX_MORE_BYTES = 512 * 2**20

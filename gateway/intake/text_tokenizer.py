@@ -4,8 +4,8 @@ gateway.intake.text_tokenizer
 Start line: {"path": str}, a tokenizer.json. Question: {"text": str, "add_special_tokens": bool,
 "max_tokens": int}. Answer: {"num_tokens": int, "text": str}, with the token ids as 32-bit integers
 in hexadecimal, or empty if there are more than max_tokens; a JSON list would take the parent ten
-times as long to parse. See gateway.intake.child. The process dies of a text that takes more memory
-than tokenizing should.
+times as long to parse. See gateway.intake.child_main. The process dies of a text that takes
+more memory than tokenizing should.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from gateway.intake.child import Answer, address_space_bytes, limit_memory, serve
+from gateway.intake.child_main import Answer, address_space_bytes, limit_memory, serve
 
 #: Address space for tokenizing, in bytes, beyond that of the idle process.
 _MAX_MORE_BYTES = 2 * 2**30
