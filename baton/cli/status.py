@@ -126,8 +126,8 @@ def numerics_lines(workers: Sequence[WorkerStatus]) -> Iterator[str]:
         if worker.numerics != UNKNOWN_NUMERICS:
             names_of.setdefault(worker.numerics, []).append(worker.worker_id)
     for numerics, names in names_of.items():
-        whose = f" ({', '.join(names)})" if len(names_of) > 1 else ""
-        yield f"numerics class: {numerics}{whose}"
+        suffix = f" ({', '.join(names)})" if len(names_of) > 1 else ""
+        yield f"numerics class: {numerics}{suffix}"
         if numerics.is_fallback:
             yield f"{', '.join(names)}: {FALLBACK_NOTICE}"
     if len(names_of) > 1:

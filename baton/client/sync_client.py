@@ -36,13 +36,13 @@ AsyncT = TypeVar("AsyncT")
 
 
 class _Blocking(Generic[AsyncT]):
-    """Base of wrappers around `_twin`, an async object whose calls block."""
+    """Base of wrappers around `_twin`, an async object with blocking calls."""
 
     _twin: AsyncT
 
 
 def _result(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine whose calls block."""
+    """Run a coroutine that makes blocking calls only."""
     try:
         coroutine.send(None)
     except StopIteration as end:

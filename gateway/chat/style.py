@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.v1 import inference_pb2, sampling_pb2
@@ -26,6 +26,12 @@ class ChatStyle:
     begins_with_thoughts: bool
     is_harmony: bool
     developer_role: str
+
+    def for_choice(self, choice: ChoiceOfTools) -> ChatStyle:
+        """The style of one answer: a forced call is plain JSON, not harmony."""
+        if self.is_harmony and choice.is_forced:
+            return replace(self, is_harmony=False, has_thoughts=False)
+        return self
 
 
 def chat_style(template: str, tool_call_parser: str, reasoning_parser: str) -> ChatStyle:
@@ -73,10 +79,9 @@ def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str,
 
 def free_text_of(style: ChatStyle, choice: ChoiceOfTools) -> sampling_pb2.FreeText | None:
     """Text allowed before or instead of a structured answer: reasoning, or a tool call."""
+    style = style.for_choice(choice)
     may_call = bool(choice.tools) and not choice.is_forced
     if style.is_harmony:
-        if choice.is_forced:  # a forced call is not in harmony's format
-            return None
         return sampling_pb2.FreeText(end=ANSWERING, has_begun=True, may_be_all=may_call)
     free = sampling_pb2.FreeText()
     if style.has_thoughts:

@@ -96,7 +96,6 @@ class ChatFormat(OpenAiFormat):
         """Raises InvalidRequest."""
         super().__init__(body, bytes_of)
         self.body = body
-        self._style = style
         self._choices: dict[int, ChatChoice] = {}
         """Choices that have begun."""
         self._begun = {entry.choice for entry in body.resume_from or ()}
@@ -110,13 +109,14 @@ class ChatFormat(OpenAiFormat):
         """Whether the prompt ends with the begin mark of reasoning."""
         self._num_top = body.top_logprobs or 0
         self._choice_of_tools = choice_of_tools(body.tools, body.tool_choice)
+        self._style = style.for_choice(self._choice_of_tools)
         with in_words_of(self.field_names):
             self.requests = [self._request()]
         self._is_plain = not (
-            body.logprobs or body.return_token_ids or self._has_calls or self._has_thoughts
+            body.logprobs or body.return_token_ids or self._has_calls or self._style.has_thoughts
         )
         """Whether stream pieces contain only text."""
-        if body.resume_from and (self._has_calls or self._has_thoughts):
+        if body.resume_from and (self._has_calls or self._style.has_thoughts):
             self.replay()
 
     def replay(self) -> None:
@@ -162,7 +162,7 @@ class ChatFormat(OpenAiFormat):
                 sampling.structured_output.free_text.CopyFrom(free_text)
         if (
             not chosen.is_forced
-            and (self._has_calls or self._is_harmony)
+            and (self._has_calls or self._style.is_harmony)
             and "skip_special_tokens" not in body.model_fields_set
         ):
             sampling.skip_special_tokens = False  # some families' marks are special tokens
@@ -190,22 +190,11 @@ class ChatFormat(OpenAiFormat):
     def _has_calls(self) -> bool:
         return bool(self._choice_of_tools.tools)
 
-    @property
-    def _has_thoughts(self) -> bool:
-        return self._style.has_thoughts and not (
-            self._style.is_harmony and self._choice_of_tools.is_forced
-        )
-
-    @property
-    def _is_harmony(self) -> bool:
-        # A forced call is plain JSON, not harmony.
-        return self._style.is_harmony and not self._choice_of_tools.is_forced
-
     def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
         super().begin(answer, prompt_token_ids)
         self._prompt_token_ids = prompt_token_ids
-        if self._has_thoughts:
-            begin = THINKING if self._is_harmony else THINK
+        if self._style.has_thoughts:
+            begin = THINKING if self._style.is_harmony else THINK
             self._is_reasoning = ends_with(self._bytes_of, prompt_token_ids, begin)
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002, there is one
@@ -254,7 +243,7 @@ class ChatFormat(OpenAiFormat):
         chosen, new_id = self._choice_of_tools, self.ids(index, "call")
         most = 1 if self.body.parallel_tool_calls is False else None
         wants_thoughts = self.body.include_reasoning is not False
-        if self._is_harmony:
+        if self._style.is_harmony:
             harmony = HarmonyParser(
                 new_id, has_calls=self._has_calls, is_thinking=self._is_reasoning
             )
@@ -263,7 +252,7 @@ class ChatFormat(OpenAiFormat):
         form = form if self._has_calls else None
         tools = ToolParser(form, new_id, chosen.name, chosen.schemas)
         thoughts = None
-        if self._has_thoughts:
+        if self._style.has_thoughts:
             thoughts = ReasoningSplitter(
                 is_reasoning=self._is_reasoning or self._style.begins_with_thoughts
             )

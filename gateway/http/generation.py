@@ -86,15 +86,14 @@ class Generation:
 
     async def run(self) -> None:
         """Run the request and send the whole answer."""
+        await self._run_all()
         if not self._form.body.is_streamed:
-            await self._run_all()
             document = self._form.document(self._chunks, self._usage.fields())
             if self._has_timing:
                 timings = [timing_of(chunks[-1]) for chunks in self._chunks if chunks]
                 document["timing"] = timings if len(self._chunks) > 1 else next(iter(timings), None)
             await self._response.send(200, JSON, json.dumps(document).encode())
             return
-        await self._run_all()
         if self._event_ids is not None:
             self._event_ids.check_end()
         if not self._response.has_started:  # only the end was left to send

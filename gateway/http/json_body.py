@@ -305,7 +305,7 @@ class _Container:
 async def _long_containers(  # noqa: PLR0912, one arm per mark
     data: Received, piece_bytes: int
 ) -> dict[int, _Container]:
-    """Containers of at least `num_bytes` bytes, by offset. Raises ValueError for unbalanced
+    """Containers of at least `piece_bytes` bytes, by offset. Raises ValueError for unbalanced
     brackets."""
     found: dict[int, _Container] = {}
     opened: list[_Container] = []
@@ -441,8 +441,8 @@ class _Reader:
 
 
 def _cut(data: Received, begin: int, near: int, end: int) -> int:
-    """An offset near `at` where a string can be split: not inside a character, an escape or a
-    surrogate pair. begin: start of a character before `at`; end: end of the string."""
+    """An offset near `near` where a string can be split: not inside a character, an escape or a
+    surrogate pair. begin: start of a character before `near`; end: end of the string."""
     if near >= end:
         return end
     escape = data.rfind(b"\\", max(begin, near - _PAIR_BYTES), near)

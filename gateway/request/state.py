@@ -342,7 +342,7 @@ class RequestState:
             self._timeline.enter(Phase.PREFILL, now_s)
             self._actions.append(OpenSource(assignment, placement.source_link, ticket))
         else:
-            text = "a ticket came for a sequence whose owner computes its prompt"
+            text = "a ticket came for a sequence, but its owner computes the prompt itself"
             self._fail(EngineFault(text))
 
     def _on_local_prefill(

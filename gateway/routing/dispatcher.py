@@ -250,9 +250,7 @@ class Dispatcher:
         digests = self._digests_of(spec)
         matched = self._affinity.matched_tokens(digests)
         views = [w.decode_view(matched) for w in among if w.is_ready]
-        self._num_tries += 1
-        key = self._key + self._num_tries.to_bytes(8, "big")
-        choice = choose(need, [], views, key)
+        choice = choose(need, [], views, self._next_key())
         if not isinstance(choice, Plan):
             return None
         return self._claim(need, digests, choice, num_prefill_tokens=0)
@@ -323,13 +321,15 @@ class Dispatcher:
         self._estimate.set_waiting(bool(self._queue), now_s)
         return bool(blocked)
 
+    def _next_key(self) -> bytes:
+        self._num_tries += 1
+        return self._key + self._num_tries.to_bytes(8, "big")
+
     def _place(self, waiting: Waiting, now_s: float) -> Placement | Verdict:
         """Place one sequence, or return why not."""
         self._fleet.broken_pairs.expire(now_s)
         matched = self._affinity.matched_tokens(waiting.digests)
-        self._num_tries += 1
-        key = self._key + self._num_tries.to_bytes(8, "big")
-        choice = plan(waiting.need, self._fleet, matched, key)
+        choice = plan(waiting.need, self._fleet, matched, self._next_key())
         if isinstance(choice, Verdict):
             return choice
         self._starts_s.setdefault(waiting.spec.request_id, now_s)
