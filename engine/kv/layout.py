@@ -11,11 +11,8 @@ from itertools import groupby
 
 from baton.types import DTYPE_BYTES, KvLayout
 from engine.kv import groups as kinds
-from engine.kv.groups.group import GroupAllocator, LayerGroup, SlotTable, record_of
+from engine.kv.groups.group import LONG, GroupAllocator, LayerGroup, SlotTable, record_of
 from engine.kv.range import ALL, KvRange
-
-#: More tokens than any sequence has.
-_LONG = 1 << 62
 
 
 class LayerGroups:
@@ -113,7 +110,13 @@ class LayerGroups:
     def reach_tokens(self) -> int:
         """Maximum tokens that a new token attends to, including itself, in groups that keep fewer
         than all."""
-        return _LONG - self.kept_start(_LONG) + 1
+        return LONG - self.kept_start(LONG) + 1
+
+    @property
+    def kept_and_apart(self) -> tuple[LayerGroup, LayerGroup]:
+        """The group in the blocks, and the one in slots, of a layout with two paged groups."""
+        apart, kept = sorted(self.paged, key=lambda group: group.keeps_all_tokens)
+        return kept, apart
 
     # Pieces
 

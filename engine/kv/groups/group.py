@@ -10,10 +10,13 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 from baton.types import BlockCounts, KvLayout
 from engine.kv.range import KvRange
+
+#: More tokens than any sequence has.
+LONG: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class LayerGroup(ABC):
     @property
     def keeps_all_tokens(self) -> bool:
         """Whether a sequence needs the KV of all its tokens in this group."""
-        return self.kept_start(1 << 62) == 0
+        return self.kept_start(LONG) == 0
 
     @abstractmethod
     def kept_start(self, num_tokens: int) -> int:

@@ -53,7 +53,7 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         """layout: of the whole model, with two paged groups. num_slots: at least 1. make_pool:
         called with (layout, number of blocks) for the layers in blocks, then for those in slots."""
         super().__init__(layout, num_blocks)
-        apart, kept = sorted(self.groups.paged, key=lambda group: group.keeps_all_tokens)
+        kept, apart = self.groups.kept_and_apart
         table = SlotTable.empty(num_blocks, num_slots)
         self.slot_tables = {apart.number: table}
         self._apart, self._slot_of = apart, table.of_block
@@ -100,7 +100,7 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         pairs = [
             (slot_of[source], slot_of[target])
             for source, target in zip(sources, targets, strict=True)
-            if slot_of[source] >= 0
+            if slot_of[source] >= 0 and slot_of[target] >= 0
         ]
         if pairs:
             self.in_slots.copy_blocks(*zip(*pairs, strict=True))

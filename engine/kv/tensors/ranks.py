@@ -32,7 +32,7 @@ def pool_sizes(layout: KvLayout, num_blocks: int, num_slots: int) -> tuple[PoolS
     if not num_slots:
         return (PoolSize(layout, num_blocks),)
     groups = groups_of(layout)
-    kept, apart = sorted(groups.paged, key=lambda group: not group.keeps_all_tokens)
+    kept, apart = groups.kept_and_apart
     return (
         PoolSize(groups.layout_of(kept.number), num_blocks),
         PoolSize(groups.layout_of(apart.number), num_slots),

@@ -150,3 +150,19 @@ def test_there_are_never_fewer_blocks_than_in_one_pool(kv_bytes: int) -> None:
         assert apart.num_blocks > slots, "a block more than can be in windows"
     else:
         assert apart == whole
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])
+def test_a_copy_with_one_slot_changes_no_slot(source: int, target: int) -> None:
+    grouped = GroupedTensorPool(layout_of((0, 1), "float32"), NUM_BLOCKS, 4, host_pool)
+    slot_of = grouped.slot_tables[WINDOWED].of_block
+    slot_of[0], slot_of[2] = 0, 3
+    piece = KvRange(0, BLOCK, 0, 2, WINDOWED)
+    num_bytes = piece.num_bytes(grouped.layout.token_layer_bytes)
+    for block_id, byte in ((0, b"\1"), (2, b"\2")):
+        grouped.unpack([block_id], piece, memoryview(byte * num_bytes))
+    grouped.copy_blocks([source], [target])
+    for block_id, byte in ((0, b"\1"), (2, b"\2")):
+        held = bytearray(num_bytes)
+        grouped.pack([block_id], piece, memoryview(held))
+        assert held == byte * num_bytes
