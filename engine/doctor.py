@@ -156,7 +156,7 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
 
     from baton.config import DecodeOptions
     from engine.host_memory import available_memory_bytes
-    from engine.load import kv_layout, max_window_slots
+    from engine.load import kv_layout, max_window_slots, state_bytes
     from engine.memory_plan import plan_blocks
 
     options = DecodeOptions(model="-")
@@ -167,6 +167,7 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
         layout,
         dtype=dtype,
         weights=source.weight_bytes(dtype, device, 1),
+        states=state_bytes(layout, num_seqs),
         activations=source.activation_bytes(
             dtype, options.max_num_batched_tokens, num_seqs, longest
         ),

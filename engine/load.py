@@ -146,15 +146,14 @@ def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
     """Plan memory. Raises ConfigError if the model, or max_model_len tokens of KV, do not fit."""
     source, plan, graphs = settled.source, settled.plan, settled.graphs
     where, sizes, head = plan.device, plan.layout, config.draft_head
-    limits = config.limits.max_num_seqs, config.limits.max_num_batched_tokens
-    max_num_seqs, max_num_batched_tokens = limits
-    frees_windows = config.limits.frees_windows
+    limits = config.limits
+    max_num_seqs, max_num_batched_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     memory = plan_blocks(
         sizes,
         dtype=plan.dtype,
         weights=source.weight_bytes(plan.dtype, where, plan.num_ranks)
         + sum(adapter.num_bytes for adapter in plan.adapters.values()),
-        states=max_num_seqs * STATES_PER_SLOT * groups_of(sizes).record_bytes,
+        states=state_bytes(sizes, max_num_seqs),
         activations=source.activation_bytes(
             plan.dtype, max_num_batched_tokens, max_num_seqs, plan.max_len
         )
@@ -168,8 +167,10 @@ def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
         num_ranks=plan.num_ranks,
         kv_cache_memory_bytes=config.cache.memory_bytes,
         num_blocks=config.cache.num_blocks,
-        max_window_slots=max_window_slots(source, sizes, where, *limits)
-        if frees_windows and graphs is None
+        max_window_slots=max_window_slots(
+            source, sizes, where, max_num_seqs, max_num_batched_tokens
+        )
+        if limits.frees_windows and graphs is None
         else 0,
     )
     asked = config.model.max_model_len
@@ -253,6 +254,11 @@ def kv_layout(source: ModelSource, dtype: str, block_size: int) -> KvLayout:
         num_state_layers=source.num_state_layers,
         state_layer_bytes=source.state_layer_bytes,
     )
+
+
+def state_bytes(layout: KvLayout, max_num_seqs: int) -> int:
+    """Memory of the states of max_num_seqs sequences."""
+    return max_num_seqs * STATES_PER_SLOT * groups_of(layout).record_bytes
 
 
 def max_window_slots(

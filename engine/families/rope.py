@@ -131,10 +131,10 @@ def check_num_factors(rope: RopeConfig, rotary_dim: int) -> None:
 
 def rotary_dim(settings: Settings, head_dim: int) -> int | None:
     """See Traits. None for families without the field partial_rotary_factor."""
-    raw, fields = settings.raw, settings.fields
+    fields = settings.fields
     if "partial_rotary_factor" not in fields:
         return None
-    parameters = raw.get("rope_scaling") or fields["rope_parameters"] or {}
+    parameters = rope_parameters(settings)
     share = parameters.get("partial_rotary_factor", fields["partial_rotary_factor"])
     dim = int(head_dim * share)
     if not 2 <= dim <= head_dim or dim % 2:

@@ -496,6 +496,7 @@ def test_the_document_lists_the_families() -> None:
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "only a causal model"),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
         ({"model_type": "glm4_moe", "partial_rotary_factor": 0.01}, "partial_rotary_factor=0.01"),
+        ({"model_type": "glm4_moe", "rope_scaling": "yarn"}, "rope_scaling='yarn': must be an"),
         ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, 'scoring_func="softmax"'),
         ({"model_type": "deepseek_v3", "topk_method": "greedy"}, 'topk_method="greedy"'),
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob=true"),
