@@ -102,7 +102,12 @@ def main() -> None:
     given = parser.parse_args()
     started = now()
     options = ServeOptions(
-        model=given.model, dtype="float32", enable_prefix_caching=False, port=0, log_level="warning"
+        model=given.model,
+        dtype="float32",
+        kv_cache_memory_bytes=256 << 20,
+        enable_prefix_caching=False,
+        port=0,
+        log_level="warning",
     )
     lengths = [int(length) for length in given.lengths.split(",")]
     found = asyncio.run(measure(options, lengths, given.num_requests))

@@ -168,6 +168,7 @@ async def measure(model: str, most: int) -> list[Row]:
         model=model,
         dtype="float32",
         kv_transport="tcp",
+        kv_cache_memory_bytes=256 << 20,
         port=0,
         log_level="error",
         # The decode worker must not compute prompts itself, or nothing is sent.

@@ -31,8 +31,9 @@ from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, Peer
 from baton.types import Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import sample_to_proto
+from engine.kv.interface import kept_parts
 from engine.kv.layout import groups_of
-from engine.kv.range import ALL, KvRange
+from engine.kv.range import KvRange
 from kv_transfer.device_memory import check_device
 from kv_transfer.frame import (
     CHECKSUM_MASK,
@@ -378,9 +379,7 @@ class SendConnection:
                 token_bytes = wire.piece_layer_bytes(missing)
                 # Smaller blocks at the receiver may make it keep fewer tokens.
                 start = max(whole_start, groups_of(ticket.layout).whole_start(ticket.num_tokens))
-                # Split by memory: a chunk lies within one.
-                by_group = pool.memory_of(ALL) is None
-                parts = pool.groups.kept(missing, start, by_group=by_group)
+                parts = kept_parts(pool, missing, start)
                 rest = chain.from_iterable(
                     chunks(part, token_bytes, most, block_size) for part in parts
                 )

@@ -12,6 +12,8 @@ from baton.config import ServeOptions
 from baton.errors import BatonError
 from baton.supervisor import ChildFailed, Cluster, describe_start
 
+_KV_BYTES = 256 << 20
+
 #: Longer than a block, so that the prefill tier reads it and hands it over.
 PROMPT = '''import os
 
@@ -25,7 +27,9 @@ def find_files(path, suffix):
 
 async def demo(model: str, prompt: str, max_tokens: int) -> Usage:
     """Start the tiers, stream one completion to stdout, and stop them. Raises BatonError."""
-    options = ServeOptions(model=model, port=0, log_level="warning")
+    options = ServeOptions(
+        model=model, port=0, log_level="warning", kv_cache_memory_bytes=_KV_BYTES
+    )
     print(f"Starting gateway, prefill worker and decode worker for {model} ...", flush=True)
     async with Cluster(options) as cluster:
         print(f"Ready at {cluster.address}: {describe_start(cluster.phases)}\n")

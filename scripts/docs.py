@@ -204,13 +204,10 @@ def main() -> int:
     if not is_check:
         path.write_text(text)
         return 0
-    empty = [name for name, lines in SITE_PAGES.items() if not "".join(lines())]
-    if empty:
-        sys.stderr.write(f"pages of the site are empty: {', '.join(empty)}\n")
     is_stale = path.read_text() != text
     if is_stale:
         sys.stderr.write("docs/openai.md is not current; run `make pages`\n")
-    return 1 if empty or is_stale else 0
+    return int(is_stale)
 
 
 def cli_page() -> Iterator[str]:

@@ -35,7 +35,7 @@ from engine.oracle import OracleEngine, OracleLayers, OracleOptions, oracle_layo
 
 _log = logging.getLogger(__name__)
 
-#: Blocks of an oracle engine when nobody says: its memory is of no interest.
+#: Default blocks of an oracle engine, which has no real KV memory.
 _ORACLE_BLOCKS = 4096
 
 
@@ -49,7 +49,7 @@ def build_engine(
     """Load the engine that the options name. Takes as long as reading the weights; raises
     StartupError.
 
-    max_graph_seqs: most sequences of decode steps that are captured on a GPU; none is if not given.
+    max_graph_seqs: maximum sequences of a decode step captured as a GPU graph; None: no capture.
     draft_head: see EngineConfig; frees_windows: see StepLimits.
     """
     if options.engine == "oracle":
@@ -74,8 +74,8 @@ def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
 
 
 def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
-    """The pool over an engine's blocks, with a secret of this boot. No prefixes are found of a
-    model that could not go on from one."""
+    """The pool over an engine's blocks, with a secret of this boot. Prefix caching is off for
+    models that cannot continue from a prefix."""
     groups = engine.kv.groups
     if groups.cannot_rewind and options.enable_prefix_caching:
         _log.info("prefix caching is off: %s has %s", options.model_name, groups.cannot_rewind)
@@ -185,7 +185,7 @@ def _build_torch(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection in the body: modules that are imported are none."""
+    """Disable garbage collection in the body: importing creates no garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -11,11 +11,11 @@ from operator import attrgetter
 from baton.errors import BatonError
 from baton.events import Failed, SequenceEvent
 from engine.interface import EngineSpec
-from engine.kv.interface import KvPool
+from engine.kv.interface import KvPool, kept_parts
 from engine.kv.lease import BlockLease
 from engine.kv.ledger import BlockLedger, BlockOwner, take_ledger
 from engine.kv.pool import BlockPool
-from engine.kv.range import ALL, KvRange
+from engine.kv.range import KvRange
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import KnownSequences, StreamEvent
 from worker_core.sequence import Stage, WorkerSequence
@@ -92,8 +92,7 @@ class SwapSpace:
         """Ranges to keep of a sequence, each within one memory."""
         groups = self._kv.groups
         whole = KvRange(0, num_tokens, 0, self._kv.layout.num_layers)
-        by_group = self._kv.memory_of(ALL) is None
-        return groups.kept(whole, groups.whole_start(num_tokens), by_group=by_group)
+        return kept_parts(self._kv, whole, groups.whole_start(num_tokens))
 
     def _by_block(self, whole: KvRange) -> Iterator[KvRange]:
         """Split `whole`, which starts at a block boundary, by blocks."""

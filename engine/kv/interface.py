@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from baton.types import KvLayout
 from engine.kv.groups.group import SlotTable
 from engine.kv.layout import LayerGroups
-from engine.kv.range import KvRange
+from engine.kv.range import ALL, KvRange
 
 
 class CheckedCopy(Protocol):
@@ -145,3 +145,9 @@ class HostOrdered:
 
     def synchronize(self) -> None:
         """See KvPool."""
+
+
+def kept_parts(pool: KvPool, piece: KvRange, whole_start: int) -> Iterator[KvRange]:
+    """The parts of `piece` to keep or send, each within one memory of the pool. whole_start: see
+    LayerGroups.kept."""
+    return pool.groups.kept(piece, whole_start, by_group=pool.memory_of(ALL) is None)

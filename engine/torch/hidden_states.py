@@ -1,10 +1,9 @@
-"""The target's hidden states on their way to heads that draft from them, and what these draw.
+"""The target's hidden states, kept for heads that draft from them, and the drawing of drafts.
 
-States are kept of what the engine samples from alone: the last token of a prompt, and each token of
-an output. So a head sees the output, and of the prompt what the target's states say: nothing is
-computed for it in a prompt, and nothing of it crosses a handoff. Wherever a sequence comes to, the
-head begins with the next token there. They are kept only while a head asks for some: one that has
-not been asked for long begins anew as well.
+States are kept for sampled positions only: the last token of a prompt, and each token of an output.
+A head therefore costs nothing in a prompt, and nothing of it crosses a handoff: after a move it
+begins with the next token. States are kept only while a head asks for them; a head that has not
+been asked for a while begins anew, too.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class _Waiting:
 
 
 class HiddenStates:
-    """The target's states that no head has had yet, by sequence, from `start` on until nobody has
-    taken any for a while: keeping them costs each step some time."""
+    """The target's states that no head has taken yet, by sequence. Kept from `start` on until none
+    were taken for MAX_IDLE_LAUNCHES: keeping them costs each step some time."""
 
     def __init__(self, watch: Callable[[OnStates | None], None]) -> None:
         """watch: see TorchEngine.watch."""
@@ -73,8 +72,8 @@ class HiddenStates:
         self._waiting.clear()
 
     def on_states(self, batch: Batch, states: torch.Tensor | None) -> None:
-        """See engine.torch.engine.OnStates. A position that is computed again takes what was
-        known of it, and all after it, away."""
+        """See engine.torch.engine.OnStates. Recomputing a position drops the states kept
+        for it and for later positions."""
         if states is None:
             return
         self._num_idle_launches += 1
@@ -110,8 +109,8 @@ class HiddenStates:
         self._waiting[part.key] = _Waiting(first, states)
 
     def first(self, key: Hashable, token_ids: Sequence[int]) -> int | None:
-        """From which position on there are states up to that of the last but one of a sequence's
-        tokens, which its next draft is made of; None if there are not."""
+        """The first position with kept states, if they reach to the last but one of a sequence's
+        tokens, as its next draft needs; else None."""
         found, num_tokens = self._waiting.get(key), len(token_ids)
         if found is not None:
             found.settle(token_ids)
@@ -120,14 +119,14 @@ class HiddenStates:
         return found.first
 
     def take(self, key: Hashable, token_ids: Sequence[int]) -> tuple[int, torch.Tensor]:
-        """What `first` says there is: the first position, and [positions, width] up to that of the
-        last but one. They are here no longer."""
+        """Remove and return the states that `first` found: the first position, and [positions,
+        width] through the last but one token."""
         self._num_idle_launches = 0
         found = self._waiting.pop(key)
         return found.first, found.states[: len(token_ids) - 1 - found.first]
 
     def forget(self, key: Hashable) -> None:
-        """Unknown keys are ignored."""
+        """Drop a sequence's states. Unknown keys are ignored."""
         self._waiting.pop(key, None)
 
     def __len__(self) -> int:
@@ -137,9 +136,9 @@ class HiddenStates:
 def draw_several(
     logits: torch.Tensor, rows: Sequence[SampleRow], num_tokens: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """For each row num_tokens different tokens: what is drawn, then what would be if the tokens
-    before were impossible, with the same random numbers. logits [rows, vocab] float32: changed.
-    None if nothing can be drawn for a row."""
+    """num_tokens different tokens per row, each drawn as if the ones before it were impossible, with
+    the same random numbers. logits: [rows, vocab] float32, changed. None if nothing can be drawn
+    for a row."""
     drawn: list[list[int]] = []
     for _ in range(min(num_tokens, logits.shape[1])):
         if drawn:

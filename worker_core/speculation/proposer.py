@@ -1,5 +1,5 @@
-"""Base of proposers that take time to draft, and measure it; and of those that draft from the
-target's hidden states."""
+"""Base classes of proposers: TimedProposer measures its drafting time; StatesProposer drafts from
+the target's hidden states."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class States(Protocol):
 
 
 class StatesProposer(TimedProposer):
-    """One that drafts out of the target's hidden states. They are kept from when drafts are asked
-    for until they have not been for a while."""
+    """Drafts from the target's hidden states. The engine keeps them from the first request for
+    drafts until none was made for a while."""
 
     def __init__(
         self,
@@ -83,8 +83,9 @@ class StatesProposer(TimedProposer):
         widths: Sequence[int],
         max_num_drafts: int | None = None,
     ) -> None:
-        """states: of the target's sequences, by the keys of requests. widths: tokens to propose for
-        each place, as far as it is not one. max_num_drafts: of a request; None for no limit."""
+        """states: of the target's sequences, by the keys of requests. widths: number of
+        tokens proposed at each draft place; 1 where not given. max_num_drafts: limit per request;
+        None for no limit."""
         super().__init__(clock)
         self._states, self._widths, self._max_num_drafts = states, widths, max_num_drafts
 
