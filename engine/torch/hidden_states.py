@@ -136,9 +136,9 @@ class HiddenStates:
 def draw_several(
     logits: torch.Tensor, rows: Sequence[SampleRow], num_tokens: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """num_tokens different tokens per row, each drawn as if the ones before it were impossible, with
-    the same random numbers. logits: [rows, vocab] float32, changed. None if nothing can be drawn
-    for a row."""
+    """num_tokens different tokens per row, each drawn as if the ones before it were impossible,
+    with the same random numbers. logits: [rows, vocab] float32, changed. None if nothing can be
+    drawn for a row."""
     drawn: list[list[int]] = []
     for _ in range(min(num_tokens, logits.shape[1])):
         if drawn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from bench.house import circles, read_house, room_layers, upward
 
 
@@ -27,3 +29,19 @@ def test_circles_and_upward_imports_are_found() -> None:
         ("high.e", "beside.f"),
         ("low.c", "high.e"),
     ]
+
+
+def test_every_form_of_import_counts(tmp_path: Path) -> None:
+    files = {
+        "a/one.py": "import b.two\n",
+        "a/later.py": "def f():\n    from b import two\n",
+        "a/typed.py": "if TYPE_CHECKING:\n    from b.two import Name\n",
+        "a/alone.py": "import os\n",
+        "b/two.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    imports = read_house([["a"], ["b"]], tmp_path).imports
+    importing = {module for module, imported in imports.items() if imported == {"b.two"}}
+    assert importing == {"a.one", "a.later", "a.typed"}

@@ -138,18 +138,24 @@ def test_no_global_statement() -> None:
 
 
 def family_branches(nodes: Nodes) -> Iterator[ast.AST]:
-    """Comparisons of a family's name, or of config.family."""
+    """Comparisons and matches of a family's name, or of config.family."""
+
+    def is_family(node: ast.AST) -> bool:
+        return (isinstance(node, ast.Name) and node.id == "family") or (
+            isinstance(node, ast.Attribute) and node.attr == "family"
+        )
+
     for node in nodes:
-        if isinstance(node, ast.Compare) and (
-            (isinstance(node.left, ast.Name) and node.left.id == "family")
-            or (isinstance(node.left, ast.Attribute) and node.left.attr == "family")
-        ):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        sides += [node.subject] if isinstance(node, ast.Match) else []
+        if any(map(is_family, sides)):
             yield node
 
 
 def test_the_walk_finds_branches_on_a_family() -> None:
     guilty = "if family == 'x': ...\nif config.family in y: ...\nfamily in FAMILIES.get(family)\n"
-    assert len(list(family_branches(nodes_in(guilty)))) == 3
+    guilty += "'x' == config.family\nmatch config.family:\n    case _: ...\n"
+    assert len(list(family_branches(nodes_in(guilty)))) == 5
 
 
 def test_no_branch_on_a_family() -> None:

@@ -118,6 +118,24 @@ def test_only_a_device_that_fails_again_is_lost(
     )
 
 
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_a_refused_range_does_not_ask_the_device(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = KvLayout("m", 2, 2, 4, "float32", 4)
+    source, target = StubDevicePool(layout, 8), StubDevicePool(layout, 8)
+    asked: list[None] = []
+
+    def refuse(*_: object) -> None:
+        raise ValueError("outside the blocks")
+
+    monkeypatch.setattr(target, "unpack", refuse)
+    monkeypatch.setattr(target, "synchronize", lambda: asked.append(None))
+    event, _ = hand_off(transport, source, target, lambda _: None)
+    assert isinstance(event, TicketAborted)
+    assert not asked
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_device_that_has_no_memory_for_a_connection_is_asked_too(
     monkeypatch: pytest.MonkeyPatch,

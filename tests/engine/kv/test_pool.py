@@ -596,3 +596,12 @@ def test_a_prefix_whose_windows_slots_went_to_others_is_computed_again() -> None
     assert pool.num_cached_tokens(b"", [*first, 1]) == 0, "the blocks are there, the window is not"
     serve(first)
     assert pool.num_cached_tokens(b"", [*first, 1]) == 20
+
+
+def test_only_blocks_that_no_other_lease_holds_become_available() -> None:
+    pool = make_pool()
+    lease = pool.lease(b"", list(range(8)), 8)
+    assert lease is not None
+    fork = lease.fork(8)
+    assert pool.num_exclusive_blocks([lease]) == pool.num_exclusive_blocks([fork]) == 0
+    assert pool.num_exclusive_blocks([lease, fork]) == 2

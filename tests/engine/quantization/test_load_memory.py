@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.errors import UnsupportedModel
 from baton_kernels.quantized_linear import Float8Linear
 from engine.families.read import parse_config, read_config
 from engine.quantization.weight import Float8Weight, StoredWeight
@@ -18,7 +19,14 @@ from engine.torch import weights
 from engine.torch.packed import Packing, pack_parameters
 from engine.torch.parameters import Parameters, empty_parameters
 from engine.torch.weights import StoredTensor, load_weights
-from tests.support.quantized_models import float8_in_blocks, in_blocks, make_quantized
+from tests.support.quantized_models import (
+    float8_in_blocks,
+    in_blocks,
+    is_projection,
+    make_quantized,
+    quantize,
+)
+from tests.support.tiny_models import make_tiny_model
 
 GIB = 1 << 30
 META = torch.device("meta")
@@ -120,3 +128,25 @@ def test_layers_are_packed_as_they_are_read_whatever_their_order(
             codes = torch.cat([tensors[f"{name}.weight"].view(torch.uint8) for name in own])
             assert isinstance(linear, Float8Linear)
             assert torch.equal(linear.codes.view(torch.uint8), codes)
+
+
+def test_a_part_of_a_weight_does_not_keep_the_whole() -> None:
+    codes = torch.zeros(8, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    part = Float8Weight(codes, torch.ones(8, 1), 4).part(lambda rows: rows[:2])
+    assert part.codes.untyped_storage().nbytes() == 2 * 4
+    assert part.scales.untyped_storage().nbytes() == 2 * 4
+
+
+def test_layers_that_run_as_one_are_quantised_together_or_not_at_all(tmp_path: Path) -> None:
+    path = quantize(
+        make_tiny_model(tmp_path / "dense"),
+        tmp_path / "quantized",
+        float8_in_blocks(16, 16),
+        in_blocks(16, 16),
+        lambda name, _: is_projection(name) and "k_proj" not in name,
+    )
+    config = read_config(path)
+    parameters = empty_parameters(config, torch.bfloat16, torch.device("cpu"))
+    packing = CountedPacking(torch.device("cpu"), parameters)
+    with pytest.raises(UnsupportedModel, match="some are quantised and some are not"):
+        load_weights(path, parameters, None, config.quantization, packing)

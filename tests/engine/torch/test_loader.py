@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -252,6 +252,23 @@ def test_what_is_read_ahead_comes_in_order_whatever_fits(
     digest = digest_checkpoint(sharded)
     monkeypatch.setattr("engine.torch.weights._AHEAD_BYTES", 1)
     assert digest_checkpoint(sharded) == digest
+
+
+def test_no_more_is_read_ahead_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten tensors of 4 bytes, a limit of 8: two wait, and the one given back is the third."""
+    monkeypatch.setattr("engine.torch.weights._AHEAD_BYTES", 8)
+    num_seen = 0
+
+    def stored() -> Iterator[weights.StoredTensor]:
+        nonlocal num_seen
+        for number in range(10):
+            num_seen += 1
+            yield weights.StoredTensor(0, Path("a"), str(number), torch.zeros(1))
+
+    read = weights.read_ahead(stored(), lambda *_: lambda _: None, lambda tensor: (tensor, ""))
+    most = [num_seen - number for number, _ in enumerate(read)]
+    assert max(most) == 3
+    assert most[-1] == 1
 
 
 def test_a_broken_shard_is_named_while_others_are_read_ahead(tmp_path: Path) -> None:

@@ -204,3 +204,18 @@ def test_no_kernel_of_the_engine_writes_what_a_thread_copies_through(
     target._blocks.zero_()
     back.unpack_from_host((0, 1), PIECE, wire, memoryview(wanted))
     assert torch.equal(target._blocks, source._blocks)
+
+
+def test_payloads_are_put_and_taken_on_the_threads_own_stream(
+    engine: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, copy = copy_of(StreamOrder(DEVICE))
+    streams: list[list[object]] = []
+    for name in ("to_host", "to_device"):
+        monkeypatch.setattr(PinnedStagingBuffer, name, lambda *_: streams.append(own_calls(engine)))
+    data, payload = memoryview(bytearray(8)), torch.zeros(8, dtype=torch.uint8)
+    copy.put(data, payload, 1)
+    copy.take(payload, data, 1)
+    assert len(streams) == 2
+    assert [calls[-1] for calls in streams] == ["synchronize", "synchronize"]
+    assert not engine.calls

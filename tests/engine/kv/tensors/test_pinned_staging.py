@@ -3,6 +3,7 @@ before its last copy is over."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -66,3 +67,18 @@ def test_staging_is_the_threads_own_and_grows() -> None:
     first = buffer.staging(8)
     assert buffer.staging(4).data_ptr() == first.data_ptr()
     assert len(buffer.staging(32)) == 32
+
+
+def test_each_thread_has_memory_of_its_own() -> None:
+    buffer, found = PinnedStagingBuffer(CPU), list[set[int]]()
+
+    def use() -> None:
+        tensors = (buffer.staging(8), *buffer._pieces())
+        found.append({tensor.data_ptr() for tensor in tensors})
+
+    use()
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert [len(pointers) for pointers in found] == [3, 3]
+    assert found[0].isdisjoint(found[1])
