@@ -1,0 +1,76 @@
+"""Degrees of parallelism of one engine, and the place of each rank in its mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How an engine is divided over its ranks.
+
+    tensor: ranks that share each layer. pipeline: stages, each of consecutive layers. context:
+    ranks that share the tokens of a prompt, each with all weights of its stage. whole_experts: the
+    ranks of a tensor-parallel group have whole experts instead of a slice of each.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    whole_experts: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline * self.context
+
+    def place(self, rank: int) -> Place:
+        """The place of a rank, 0 <= rank < num_ranks. Ranks of a tensor-parallel group are
+        adjacent, because they exchange most; then those of a context; stages are farthest
+        apart."""
+        rest, tensor_rank = divmod(rank, self.tensor)
+        stage, context_rank = divmod(rest, self.context)
+        return Place(stage, context_rank, tensor_rank)
+
+    def rank_of(self, place: Place) -> int:
+        """Inverse of `place`."""
+        group = place.stage * self.context + place.context_rank
+        return group * self.tensor + place.tensor_rank
+
+    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each tensor-parallel group."""
+        size = self.tensor
+        return tuple(tuple(range(at, at + size)) for at in range(0, self.num_ranks, size))
+
+    def context_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that share a prompt's tokens, with the same part of each layer."""
+        return tuple(
+            tuple(self.rank_of(Place(stage, i, tensor)) for i in range(self.context))
+            for stage in range(self.pipeline)
+            for tensor in range(self.tensor)
+        )
+
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks with the same part of each layer, by stage: a stage's states go to the next."""
+        return tuple(
+            tuple(self.rank_of(Place(stage, context, tensor)) for stage in range(self.pipeline))
+            for context in range(self.context)
+            for tensor in range(self.tensor)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place: its stage, and its number in the two groups that it belongs to there."""
+
+    stage: int = 0
+    context_rank: int = 0
+    tensor_rank: int = 0
+
+
+def stage_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """Layers of each stage, as even as possible. The first stages have fewer, because rank 0 also
+    has the embeddings and the output layer."""
+    least, num_longer = divmod(num_layers, num_stages)
+    lengths = (least + (stage >= num_stages - num_longer) for stage in range(num_stages))
+    return tuple(range(*ends) for ends in pairwise(accumulate(lengths, initial=0)))

@@ -1,0 +1,50 @@
+"""Parts of a model's KV."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.types import KvLayout
+from engine.kv.part import KvPart, covers
+
+LAYOUT = KvLayout("", 6, 4, 8, "float32", 16, window=8, windowed_layers=(1, 3, 4))
+WHOLE = KvPart.whole(LAYOUT)
+
+
+def _grid(num_stages: int, num_shards: int) -> list[KvPart]:
+    layers, heads = LAYOUT.num_layers // num_stages, LAYOUT.num_kv_heads // num_shards
+    return [
+        KvPart(stage * layers, layers, shard * heads, heads)
+        for stage in range(num_stages)
+        for shard in range(num_shards)
+    ]
+
+
+GRIDS = st.builds(_grid, st.sampled_from([1, 2, 3, 6]), st.sampled_from([1, 2, 4]))
+
+
+@given(GRIDS, GRIDS)
+def test_overlaps_of_two_grids_cover_the_whole(one: list[KvPart], other: list[KvPart]) -> None:
+    assert covers(one, WHOLE)
+    overlaps = [both for a in one for b in other if (both := a.overlap(b))]
+    assert covers(overlaps, WHOLE)
+    for part in one:
+        found = [part.overlap(b) for b in other]
+        assert covers([both for both in found if both], part)
+
+
+@given(GRIDS, st.data())
+def test_a_missing_or_double_part_does_not_cover(parts: list[KvPart], data: st.DataObject) -> None:
+    one = data.draw(st.sampled_from(parts))
+    assert not covers([part for part in parts if part != one], WHOLE)
+    assert not covers([*parts, one], WHOLE)
+
+
+def test_a_part_has_its_windowed_layers_counted_from_its_first() -> None:
+    own = KvPart(3, 3, 2, 2).layout(LAYOUT)
+    assert (own.num_layers, own.num_kv_heads, own.windowed_layers, own.window) == (3, 2, (0, 1), 8)
+    assert KvPart(5, 1, 0, 4).layout(LAYOUT).window == 0
+    assert WHOLE.layout(LAYOUT) == LAYOUT
+
+
+def test_within_counts_from_the_outer_part() -> None:
+    assert KvPart(4, 2, 3, 1).within(KvPart(3, 3, 2, 2)) == KvPart(1, 2, 1, 1)
