@@ -167,7 +167,7 @@ class HttpConnection(asyncio.Protocol):
             self.task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is _Phase.REFUSED:
+        if self._phase is _Phase.REFUSED or self._refusal is not None:
             return
         if self._request is None:
             self._num_head_bytes += len(data)
@@ -184,8 +184,8 @@ class HttpConnection(asyncio.Protocol):
         if self._refusal is None and self._request is None and self._is_reading:
             self._check_head(self._num_head_bytes)
         if self._refusal is not None:
-            self._refuse(self._refusal)
-        elif self.task is None:
+            self._drop_body()
+        if self.task is None:
             self._next()
 
     def _parse_again(self, rest: bytes) -> None:
@@ -239,7 +239,12 @@ class HttpConnection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.decode("latin-1").lower(), value.decode("latin-1")))
+        key = name.decode("latin-1").lower()
+        self._headers.append((key, value.decode("latin-1")))
+        # The parser refuses some of these itself, as malformed.
+        if key == "transfer-encoding" and value.strip().lower() != b"chunked":
+            fault = "transfer-encoding may only be chunked; send the body as it is"
+            self._refusal = self._refusal or http_error(HTTPStatus.NOT_IMPLEMENTED, fault)
 
     def on_headers_complete(self) -> None:
         if self._refusal is not None:
@@ -263,8 +268,12 @@ class HttpConnection(asyncio.Protocol):
             self._parser.should_keep_alive(),
         )
         self._request = request
-        self._refusal = self._state.handler.refusal_of(request) or self._refusal_of_body(request)
-        if self._refusal is None and request.header("expect").lower() == "100-continue":
+        self._refusal = (
+            _refusal_of_headers(request)
+            or self._state.handler.refusal_of(request)
+            or self._refusal_of_body(request)
+        )
+        if self._refusal is None and request.header("expect"):
             self._write(_CONTINUE)
 
     def on_body(self, data: bytes) -> None:
@@ -288,12 +297,13 @@ class HttpConnection(asyncio.Protocol):
         request, self._request = self._request, None
         if self._refusal is not None or request is None:
             return
+        if len(self._whole) >= self._limits.max_pipelined:
+            fault = f"more than {self._limits.max_pipelined} requests at once on one connection"
+            self._refusal = http_error(HTTPStatus.TOO_MANY_REQUESTS, fault)
+            return
         request.body = self._body
         self._drop_body()
         self._whole.append(request)
-        if len(self._whole) > self._limits.max_pipelined:
-            fault = f"more than {self._limits.max_pipelined} requests at once on one connection"
-            self._refusal = http_error(HTTPStatus.TOO_MANY_REQUESTS, fault)
 
     def _check_head(self, num_bytes: int) -> None:
         limits = self._limits
@@ -325,10 +335,13 @@ class HttpConnection(asyncio.Protocol):
     # Requests in order
 
     def _next(self) -> None:
-        """Start the next request, or wait for it."""
+        """Start the next request, or wait for it. A refusal follows the answers to all complete
+        requests."""
         if self._whole:
             self._enter(_Phase.BUSY)
             self.task = self._loop.create_task(self._answer(self._whole.popleft()))
+        elif self._refusal is not None:
+            self._refuse(self._refusal)
         elif self._is_reading:
             self._enter(_Phase.HEAD if self._request is None else _Phase.BODY)
         elif self._phase is _Phase.BUSY:
@@ -401,13 +414,9 @@ class HttpConnection(asyncio.Protocol):
         self._refuse(http_error(HTTPStatus.REQUEST_TIMEOUT, fault))
 
     def _refuse(self, error: HttpError) -> None:
-        """Send a refusal and discard further input."""
+        """Send a refusal and discard further input. No answer may be in progress."""
         self._drop_body()
-        self._whole.clear()
         if self._transport is None:
-            return
-        if self.task is not None:
-            self.abort()  # an answer is in progress
             return
         self._phase = _Phase.REFUSED
         self._write(head_of(error.status, self._state.date(), error_headers(error)) + error.json)
@@ -506,6 +515,18 @@ class HttpResponse:
             self.keeps_alive = False
             headers.append(("connection", "close"))
         return head_of(status, self._connection.date, (*headers, *self.headers))
+
+
+def _refusal_of_headers(request: HttpRequest) -> HttpError | None:
+    """See RFC 9112, 3.2 (Host) and RFC 9110, 10.1.1 (Expect)."""
+    num_hosts = sum(name == "host" for name, _ in request.headers)
+    if num_hosts > 1 or not (num_hosts or request.is_http_1_0):
+        return http_error(HTTPStatus.BAD_REQUEST, f"{num_hosts} host headers; send one")
+    expected = request.header("expect")
+    if expected.lower() not in ("", "100-continue"):
+        fault = f"expect: {expected[:64]!r} cannot be met; send 100-continue, or leave it out"
+        return http_error(HTTPStatus.EXPECTATION_FAILED, fault)
+    return None
 
 
 def head_of(status: int, date: str, headers: Headers) -> bytes:

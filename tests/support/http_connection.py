@@ -26,17 +26,18 @@ class Connection:
             host, _, port = self._address.rpartition(":")
             self._streams = await asyncio.open_connection(host, int(port))
         reader, writer = self._streams
-        writer.write(f"POST {path} HTTP/1.1\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        if "content-length: " not in head:
-            assert "text/event-stream" in head
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answered = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        if "content-length: " not in answered:
+            assert "text/event-stream" in answered
             self.close()
             return Answer(200, None)
-        length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+        length = int(answered.partition("content-length: ")[2].partition("\r\n")[0])
         text = await reader.readexactly(length)
-        if "connection: close" in head:
+        if "connection: close" in answered:
             self.close()
-        return Answer(int(head.split(" ")[1]), json.loads(text))
+        return Answer(int(answered.split(" ")[1]), json.loads(text))
 
     def close(self) -> None:
         if self._streams is not None:

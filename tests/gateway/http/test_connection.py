@@ -138,7 +138,7 @@ def run(test: Callable[[World], Awaitable[None]]) -> None:
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", f"content-length: {len(body)}", *headers, "", ""]
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers, "", ""]
     return "\r\n".join(lines).encode() + body
 
 
@@ -180,27 +180,72 @@ def test_requests_sent_ahead_are_answered_in_order() -> None:
     run(test)
 
 
+@given(st.integers(1, 8), st.integers(0, 1))
+def test_a_refusal_follows_the_answers_to_complete_requests(num_whole: int, is_slow: int) -> None:
+    async def test(world: World) -> None:
+        async def answer(response: HttpResponse) -> None:
+            await asyncio.sleep(is_slow)
+            await response.send(200, "text/plain", b"ok")
+
+        world.handler.answer = answer
+        _, wire = world.connect()
+        assert wire.connection
+        wire.connection.data_received(post("/", b"a") * num_whole + b"no such thing\r\n\r\n")
+        wire.connection.data_received(post("/late", b""))
+        await asyncio.sleep(num_whole + LIMITS.linger_s + 1)
+        assert wire.statuses == [200] * num_whole + [400]
+        assert len(world.handler.seen) == num_whole
+
+    run(test)
+
+
+def test_of_too_many_requests_the_first_are_answered() -> None:
+    async def test(world: World) -> None:
+        wire = await world.exchange(post("/", b"a") * 20)
+        await asyncio.sleep(1)
+        assert wire.statuses == [200] * LIMITS.max_pipelined + [429]
+
+    run(test)
+
+
+def test_old_clients_need_no_host() -> None:
+    async def test(world: World) -> None:
+        wire = await world.exchange(b"GET / HTTP/1.0\r\n\r\n")
+        assert wire.statuses == [200]
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("pieces", "status", "said"),
     [
-        ((b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20 + b"\r\n",), 431, "headers"),
-        ((b"GET / HTTP/1.1\r\na: " + b"b" * 600 + b"\r\n\r\n",), 431, "500 bytes"),
-        ((b"GET / HTTP/1.1\r\na: ", *(b"b" * 100 for _ in range(9))), 431, "500 bytes"),
+        ((b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20 + b"\r\n",), 431, "headers"),
+        ((b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"b" * 600 + b"\r\n\r\n",), 431, "500 bytes"),
+        ((b"GET / HTTP/1.1\r\nhost: x\r\na: ", *(b"b" * 100 for _ in range(9))), 431, "500 bytes"),
         ((b"GET /" + b"x" * 700,), 431, "500 bytes"),
-        ((b"POST / HTTP/1.1\r\ncontent-length: 1001\r\n\r\n",), 413, "1000 bytes"),
+        ((b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n",), 413, "1000 bytes"),
         (
             (
-                b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n",
+                b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n",
                 *(b"64\r\n" + b"x" * 100 + b"\r\n" for _ in range(11)),
             ),
             413,
             "1000 bytes",
         ),
         ((b"no such thing\r\n\r\n",), 400, "HTTP/1.1"),
-        ((b"GET / HTTP/1.1\r\na b: c\r\n\r\n",), 400, "HTTP/1.1"),
+        ((b"GET / HTTP/1.1\r\nhost: x\r\na b: c\r\n\r\n",), 400, "HTTP/1.1"),
         ((b"\x16\x03\x01\x02\x00\x01",), 400, "HTTP/1.1"),
-        ((b"POST / HTTP/1.1\r\ncontent-length: -5\r\n\r\n",), 400, "HTTP/1.1"),
+        ((b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",), 400, "HTTP/1.1"),
         ((post("/", b"abc", "content-encoding: gzip"),), 415, "content-encoding"),
+        ((b"GET / HTTP/1.1\r\na: b\r\n\r\n",), 400, "0 host headers"),
+        ((post("/", b"", "host: y"),), 400, "2 host headers"),
+        ((post("/", b"", "expect: 200-ok"),), 417, "200-ok"),
+        ((b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n",), 501, "chunked"),
+        (
+            (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n",),
+            501,
+            "chunked",
+        ),
         ((post("/secret", b"x" * 900)[:200],), 401, "no key"),
     ],
 )
@@ -239,9 +284,14 @@ def test_bytes_that_trickle_do_not_move_the_deadline() -> None:
         return wire
 
     async def test(world: World) -> None:
-        head = await trickle(world, b"GET / HTTP/1.1\r\na: ", b"b", LIMITS.header_timeout_s)
+        head = await trickle(
+            world, b"GET / HTTP/1.1\r\nhost: x\r\na: ", b"b", LIMITS.header_timeout_s
+        )
         body = await trickle(
-            world, b"POST / HTTP/1.1\r\ncontent-length: 900\r\n\r\n", b"b", LIMITS.body_timeout_s
+            world,
+            b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n",
+            b"b",
+            LIMITS.body_timeout_s,
         )
         assert head.statuses == body.statuses == [408]
         assert not world.handler.seen
@@ -457,7 +507,7 @@ def test_others_get_something_while_a_long_body_comes() -> None:
         world.state.limits = HttpLimits()
         connection, wire = world.connect()
         piece, num_pieces = b"x" * 2**18, 16
-        head = f"POST /a HTTP/1.1\r\ncontent-length: {num_pieces * len(piece)}\r\n\r\n"
+        head = f"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: {num_pieces * len(piece)}\r\n\r\n"
         connection.data_received(head.encode())
         num_in_a_row, longest = 0, 0
         for _ in range(num_pieces):
