@@ -200,10 +200,23 @@ def describe(folder: Path) -> Description:
     return describe_config(config)
 
 
+@contextmanager
+def _unvalidated_distributions() -> Iterator[None]:
+    """Do not check parameters of torch.distributions: on the meta device they have no values.
+    Gemma 3n makes a normal distribution in its forward."""
+    distribution = torch.distributions.Distribution
+    was_on = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(was_on)
+
+
 def describe_config(config: PreTrainedConfig) -> Description:
     """See describe."""
     kind = config.model_type
-    with torch.device("meta"), torch.inference_mode(), quietly():
+    with torch.device("meta"), torch.inference_mode(), quietly(), _unvalidated_distributions():
         model = make_model(config)
         with watched(model) as caches:
             watch, body, num_logits = _run(model, kind)
