@@ -118,7 +118,8 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Whether the likeliest token is taken, of equals the one with the lowest id."""
+        return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:

@@ -106,7 +106,8 @@ def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
 def _draw_of(row: SampleRow) -> Draw:
     sampling = row.sampling
     key = draw_key(sampling.seed, row.num_output_tokens, row.choice)
-    return Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, key)
+    temperature = 0.0 if sampling.is_greedy else sampling.temperature
+    return Draw(temperature, sampling.top_k, sampling.top_p, sampling.min_p, key)
 
 
 def _draws(

@@ -250,3 +250,13 @@ def test_broken_rows_are_found_and_draw_some_token(bad: float, options: dict[str
     with pytest.raises(BrokenRowsError) as caught:
         drawn.samples()
     assert caught.value.rows == (2,)
+
+
+def test_top_k_of_one_is_greedy_at_a_tie() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [3, 7, 9]] = 2.0
+    assert draws(logits, 50, temperature=1.0, top_k=1) == {3: 50}
+    mixed = [row(Sampling(seed=s, temperature=1.0, top_k=k)) for s in range(9) for k in (1, 3)]
+    drawn = [one.token_id for one in draw(logits.expand(len(mixed), -1), mixed).samples()]
+    assert set(drawn[::2]) == {3}
+    assert len(set(drawn[1::2])) > 1
