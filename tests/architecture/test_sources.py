@@ -22,6 +22,7 @@ SHIPPED = (
     "decode_svc",
     "worker_core",
     "engine",
+    "distill",
     "kv_transfer",
     "kernels/baton_kernels",
 )

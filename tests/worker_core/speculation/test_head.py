@@ -761,7 +761,7 @@ def test_an_eagle3_head_says_what_it_was_trained_to_say(target: Path, tmp_path: 
     """Compared with the training's own forward, which unrolls all places at once."""
     import transformers
 
-    from engine.distill.eagle import EagleStudent, shape_for, write_eagle
+    from distill.eagle import EagleStudent, shape_for, write_eagle
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     shape = replace(shape_for(whole), intermediate_size=48)
