@@ -207,8 +207,8 @@ TestWindowedPoolMachine = WindowedPoolMachine.TestCase
 
 
 class HeldWindowMachine(RuleBasedStateMachine):
-    """Of a model whose layers are all windowed: sequences grow, fork, and are found again; the
-    model remembers which tokens each block has KV of."""
+    """A model with windowed layers only: sequences grow, fork, and are found again. The state
+    machine remembers which tokens each block has KV of."""
 
     WINDOW = 6
 
@@ -466,9 +466,9 @@ def test_full_is_a_value(tokens: list[int], num_tokens: int) -> None:
 
 
 class SlottedPoolMachine(RuleBasedStateMachine):
-    """Of a model with layers of both kinds, whose windowed layers keep their KV apart: sequences
-    grow, fork, and are found again; the model remembers which prefix each block's full layers and
-    each slot have KV of."""
+    """A model with both kinds of layers and slots for the windowed ones: sequences grow, fork, and
+    are found again. The state machine remembers which prefix each block's full layers and each slot
+    have KV of."""
 
     WINDOW = 6
 

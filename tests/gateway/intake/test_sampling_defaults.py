@@ -73,7 +73,8 @@ def test_what_a_request_says_wins_even_where_it_says_the_neutral_value(name: str
 
 
 def test_a_default_is_the_number_that_a_request_with_it_would_have() -> None:
-    """Of 32 bits on the wire: the same seed draws the same token, whoever said 0.6."""
+    """As 32 bits on the wire: the same seed draws the same token whether the file or the request
+    says 0.6."""
     assert given() == given(**OWN, max_tokens=30)
 
 
