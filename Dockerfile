@@ -40,6 +40,7 @@ COPY prefill_svc prefill_svc
 COPY decode_svc decode_svc
 COPY worker_core worker_core
 COPY engine engine
+COPY distill distill
 COPY kv_transfer kv_transfer
 COPY kernels kernels
 RUN pip --python /opt/backend/bin/python wheel --no-build-isolation --wheel-dir /wheels ./client . \

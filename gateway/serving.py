@@ -8,7 +8,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton import __version__
@@ -35,17 +35,12 @@ from gateway.intake.rules import ModelFacts, given, shown
 from gateway.intake.token_bytes import ends_with
 from gateway.intake.tokenizer import Tokenizer, TooManyTokens
 from gateway.intake.validator import (
-    MAX_OTHER_IDS,
     Ids,
     LongFields,
-    ReadIds,
     Tokenized,
     check_detokenize,
     check_request,
     check_tokenize,
-    read_ids,
-    read_prompt,
-    read_several,
     resolve,
     too_long,
 )
@@ -167,17 +162,13 @@ class Serving:
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
         """Tokenize a prompt exactly as `generate` does."""
         facts = self.facts
-        read = await read_prompt(request.prompt, facts.max_prompt_tokens, facts.vocab_size)
-        check_tokenize(request, facts, read)
+        read = await check_tokenize(request, facts)
         return read.prompt.token_ids or await self._tokenize(request.prompt, read, facts)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest) -> str:
         """Decode token ids to text."""
-        facts = self.facts
-        ids, most = request.token_ids, facts.max_model_len
-        read = await read_ids("token_ids", ids, most, facts.vocab_size)
-        check_detokenize(request, facts, read)
-        return await self.tokenizer.decode_all(read.token_ids, request.skip_special_tokens)
+        ids = await check_detokenize(request, self.facts)
+        return await self.tokenizer.decode_all(ids, request.skip_special_tokens)
 
     def model(self, name: str = "") -> inference_pb2.Model:
         """Describe the model, or the adapter `name`, with its workers."""
@@ -225,11 +216,7 @@ class Serving:
         record: RequestRecord,
     ) -> ValidatedRequest:
         facts, params = self.facts, request.sampling
-        read = await _long_fields(request, facts)
-        num_given = read.num_tokens
-        await let_others_run(num_given)
-        check_request(request, facts, read)
-        await let_others_run(num_given)
+        read = await check_request(request, facts)
         started_s = self._clock()
         prompt_token_ids = read.prompt.token_ids
         if not prompt_token_ids:
@@ -254,7 +241,7 @@ class Serving:
         echo_text = await self._echo_text(request, read, prompt_token_ids) if params.echo else None
         tokenized = Tokenized(prompt_token_ids, bad_words, grammar, echo_text)
         validated = resolve(request, tokenized, facts, ids, read)
-        await let_others_run(max(len(prompt_token_ids), num_given))
+        await let_others_run(max(len(prompt_token_ids), read.num_tokens))
         return validated
 
     def _with_free_text_of(
@@ -344,18 +331,6 @@ class Serving:
             max_token_chars=self.tokenizer.max_token_chars,
             sampling_defaults=self._options.sampling_defaults,
         )
-
-
-async def _long_fields(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> LongFields:
-    """Read a request's long fields. Ids of earlier outputs are left out if there are too many."""
-    entries, most = request.resume_from, facts.max_model_len
-    prompt = await read_prompt(request.prompt, facts.max_prompt_tokens, facts.vocab_size)
-    if not entries:
-        return prompt
-    if sum(len(entry.token_ids) for entry in entries) > MAX_OTHER_IDS + most:
-        return replace(prompt, so_far=(ReadIds(),) * len(entries))
-    fields = [(f"resume_from[{i}].token_ids", e.token_ids) for i, e in enumerate(entries)]
-    return replace(prompt, so_far=await read_several(fields, most, facts.vocab_size))
 
 
 def _adapters_of(infos: Sequence[WorkerInfo], taken: Collection[str]) -> tuple[str, ...]:

@@ -59,7 +59,15 @@ class WireFormat:
 
     def piece_layer_bytes(self, piece: KvRange) -> int:
         """Maximum bytes of a token of a piece, in one of its layers."""
-        return dict(self.record_bytes).get(piece.group, self.token_layer_bytes)
+        record = self._record_bytes_of(piece)
+        return self.token_layer_bytes if record is None else record
+
+    def _record_bytes_of(self, piece: KvRange) -> int | None:
+        """Bytes of a record of the piece's group in one layer; None if it has token rows."""
+        for group, num_bytes in self.record_bytes:
+            if group == piece.group:
+                return num_bytes
+        return None
 
     def is_that_of(self, dtype: str) -> bool:
         """Whether runs are stored in a pool of `dtype` exactly as in a payload."""
@@ -67,7 +75,7 @@ class WireFormat:
 
     def num_bytes(self, piece: KvRange) -> int:
         """Bytes of the payload of a piece."""
-        if piece.group and (record := dict(self.record_bytes).get(piece.group)) is not None:
+        if (record := self._record_bytes_of(piece)) is not None:
             return piece.num_bytes(record)
         head_bytes = piece.num_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
         if self.dtype in SCALED_DTYPES and piece.num_tokens:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.distill.training import (
+from distill.training import (
     LossFn,
     Progress,
     learning_rate_scale,

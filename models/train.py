@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from engine.distill.student import distillation_loss, logits_of, round_weights
-from engine.distill.training import LossFn, Progress
+from distill.student import distillation_loss, logits_of, round_weights
+from distill.training import LossFn, Progress
 from models.card import TrainingRecord, draft_card, target_card
 from models.corpus import Corpus, read_corpus, training_stream
 from models.evaluation import acceptance_figures, language_figures

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
-    *("baton", "gateway", "worker_core", "kv_transfer", "engine", "kernels"),
+    *("baton", "gateway", "worker_core", "kv_transfer", "engine", "distill", "kernels"),
     *("prefill_svc", "decode_svc", "bench", "scripts", "models"),
 )
 #: Patterns of sentences that are read twice.

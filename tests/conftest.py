@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         take_away(things, Path(folder.name))
 
 
-#: In a module whose tests are all slow.
+#: The line of a module with slow tests only.
 _ALL_ARE_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 
 
@@ -131,7 +131,7 @@ def cases_beyond_few(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _bound_examples(item: pytest.Item) -> None:
-    """Of a property, or of a state machine, which set a number of their own."""
+    """Bound the examples of a property or state machine that sets a number of its own."""
     machine = getattr(item, "cls", None)
     for owner, name in (
         (getattr(item, "obj", None), "_hypothesis_internal_use_settings"),

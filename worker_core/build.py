@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -151,35 +152,36 @@ def _build_torch(
     graphs = None
     if can_capture and max_graph_seqs is not None:
         graphs = Graphs(CudaGraphs, max_graph_seqs)
-    return load_engine(
-        EngineConfig(
-            ModelChoice(
-                model=options.model,
-                revision=options.revision,
-                implementation=options.model_impl,
-                dtype=options.dtype,
-                max_model_len=options.max_model_len,
-                served_name=options.served_model_name,
-                attention_backend=options.attention_backend,
-                batch_invariant=options.batch_invariant,
-            ),
-            CacheConfig(
-                block_size=options.block_size,
-                dtype=options.kv_cache_dtype,
-                num_blocks=options.num_gpu_blocks_override,
-                memory_bytes=options.kv_cache_memory_bytes,
-                memory_share=options.gpu_memory_utilization,
-            ),
-            StepLimits(
-                max_num_seqs=options.max_num_seqs,
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                frees_windows=frees_windows,
-            ),
-            DeviceConfig(device, options.num_threads, options.tensor_parallel_size),
-            LoraConfig(options.adapter_paths, options.max_lora_rank),
-            graphs,
-            draft_head,
-        )
+    config = _engine_config(options, device, frees_windows=frees_windows)
+    return load_engine(replace(config, graphs=graphs, draft_head=draft_head))
+
+
+def _engine_config(options: EngineOptions, device: str, *, frees_windows: bool) -> EngineConfig:
+    return EngineConfig(
+        ModelChoice(
+            model=options.model,
+            revision=options.revision,
+            implementation=options.model_impl,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            served_name=options.served_model_name,
+            attention_backend=options.attention_backend,
+            batch_invariant=options.batch_invariant,
+        ),
+        CacheConfig(
+            block_size=options.block_size,
+            dtype=options.kv_cache_dtype,
+            num_blocks=options.num_gpu_blocks_override,
+            memory_bytes=options.kv_cache_memory_bytes,
+            memory_share=options.gpu_memory_utilization,
+        ),
+        StepLimits(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            frees_windows=frees_windows,
+        ),
+        DeviceConfig(device, options.num_threads, options.tensor_parallel_size),
+        LoraConfig(options.adapter_paths, options.max_lora_rank),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,33 +12,19 @@ if TYPE_CHECKING:
 
     from baton.client import WorkerStatus
     from baton.rpc.tls import TlsFiles
-    from baton.v1.worker_pb2 import BlockOwner, ListBlocksResponse
+    from baton.v1.worker_pb2 import ListBlocksResponse
 
 _TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """A lease of blocks."""
-
-    request_id: str
-    choice: int
-    stage: str
-    ticket_id: int
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerBlocks:
-    """KV blocks of one worker; `error` is set if the query failed."""
+    """KV blocks of one worker: its ledger, or why the query failed."""
 
     worker_id: str
     address: str
+    ledger: ListBlocksResponse
     error: str = ""
-    free_block_ids: tuple[int, ...] = ()
-    cached_block_ids: tuple[int, ...] = ()
-    orphan_block_ids: tuple[int, ...] = ()
-    owners: tuple[Owner, ...] = ()
 
 
 def blocks_of(workers: Iterable[WorkerStatus], tls: TlsFiles | None = None) -> list[WorkerBlocks]:
@@ -47,7 +33,27 @@ def blocks_of(workers: Iterable[WorkerStatus], tls: TlsFiles | None = None) -> l
 
 
 def as_json(found: Iterable[WorkerBlocks]) -> list[dict[str, object]]:
-    return [asdict(worker) for worker in found]
+    return [
+        {
+            "worker_id": worker.worker_id,
+            "address": worker.address,
+            "error": worker.error,
+            "free_block_ids": list(worker.ledger.free_block_ids),
+            "cached_block_ids": list(worker.ledger.cached_block_ids),
+            "orphan_block_ids": list(worker.ledger.orphan_block_ids),
+            "owners": [
+                {
+                    "request_id": owner.request_id,
+                    "choice": owner.choice,
+                    "stage": owner.stage,
+                    "ticket_id": owner.ticket_id,
+                    "block_ids": list(owner.block_ids),
+                }
+                for owner in worker.ledger.owners
+            ],
+        }
+        for worker in found
+    ]
 
 
 def print_blocks(found: Iterable[WorkerBlocks]) -> None:
@@ -57,12 +63,13 @@ def print_blocks(found: Iterable[WorkerBlocks]) -> None:
         if worker.error:
             typer.echo(f"{name}: {worker.error}")
             continue
-        owned = {block for owner in worker.owners for block in owner.block_ids}
+        ledger = worker.ledger
+        owned = {block for owner in ledger.owners for block in owner.block_ids}
         typer.echo(
-            f"{name}: {len(worker.free_block_ids)} free, {len(worker.cached_block_ids)} cached, "
-            f"{len(owned)} owned, {len(worker.orphan_block_ids)} orphans"
+            f"{name}: {len(ledger.free_block_ids)} free, {len(ledger.cached_block_ids)} cached, "
+            f"{len(owned)} owned, {len(ledger.orphan_block_ids)} orphans"
         )
-        for owner in worker.owners:
+        for owner in ledger.owners:
             ticket = f", ticket {owner.ticket_id:016x}" if owner.ticket_id else ""
             typer.echo(
                 f"  {owner.request_id} choice {owner.choice}: {len(owner.block_ids)} blocks, "
@@ -80,24 +87,8 @@ def _ask(worker: WorkerStatus, tls: TlsFiles | None) -> WorkerBlocks:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             ledger = stub.ListBlocks(worker_pb2.ListBlocksRequest(), timeout=_TIMEOUT_S)
-        except grpc.RpcError as error:
-            text = f"no answer from here ({error.code().name})"
-            return WorkerBlocks(worker.worker_id, worker.address, text)
-    return _ledger_of(worker, ledger)
-
-
-def _ledger_of(worker: WorkerStatus, ledger: ListBlocksResponse) -> WorkerBlocks:
-    return WorkerBlocks(
-        worker.worker_id,
-        worker.address,
-        free_block_ids=tuple(ledger.free_block_ids),
-        cached_block_ids=tuple(ledger.cached_block_ids),
-        orphan_block_ids=tuple(ledger.orphan_block_ids),
-        owners=tuple(map(_owner_of, ledger.owners)),
-    )
-
-
-def _owner_of(owner: BlockOwner) -> Owner:
-    return Owner(
-        owner.request_id, owner.choice, owner.stage, owner.ticket_id, tuple(owner.block_ids)
-    )
+            error = ""
+        except grpc.RpcError as failed:
+            ledger = worker_pb2.ListBlocksResponse()
+            error = f"no answer from here ({failed.code().name})"
+    return WorkerBlocks(worker.worker_id, worker.address, ledger, error)

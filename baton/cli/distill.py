@@ -11,7 +11,7 @@ from baton.config.distill_options import DistillOptions
 
 def distill(options: DistillOptions) -> None:
     """Run in another process, to keep torch out of this one."""
-    command = [sys.executable, "-P", "-m", "engine.distill", *to_arguments(options)]
+    command = [sys.executable, "-P", "-m", "distill", *to_arguments(options)]
     raise SystemExit(subprocess.run(command, check=False).returncode)
 
 

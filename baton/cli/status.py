@@ -79,7 +79,7 @@ def _show_blocks(models: tuple[Model, ...], tls: TlsFiles | None, is_json: bool)
         typer.echo(json.dumps(as_json(found)))
     else:
         print_blocks(found)
-    if any(worker.error or worker.orphan_block_ids for worker in found):
+    if any(worker.error or worker.ledger.orphan_block_ids for worker in found):
         raise SystemExit(1)
 
 

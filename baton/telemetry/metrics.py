@@ -234,14 +234,14 @@ class Counts:
         self._counts: dict[str, int] = dict.fromkeys(known if label else ("",), 0)
         meter.create_observable_counter(name, [self._observe], unit, description)
 
-    def add(self, number: int, of: str = "") -> None:
-        """Add to the count. of: the label's value."""
-        self._counts[of] = self._counts.get(of, 0) + number
+    def add(self, number: int, value: str = "") -> None:
+        """Add to the count. value: of the label."""
+        self._counts[value] = self._counts.get(value, 0) + number
 
     def _observe(self, options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG002
         counts = list(self._counts.items())  # a copy, because another thread reads it
         label = self._label
-        return [Observation(number, {label: of} if label else {}) for of, number in counts]
+        return [Observation(number, {label: value} if label else {}) for value, number in counts]
 
 
 def observe_build(meter: Meter, version: str) -> None:

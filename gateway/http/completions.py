@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from pydantic import WithJsonSchema
 
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.chat.style import ChatStyle
 from gateway.http.errors import FieldNames, Fills, in_words_of, invalid, names_in, shown_value
 from gateway.http.format import FINISHES, Chunk, OpenAiFormat, Route, by_choice, quoted, stop_reason
 from gateway.http.json_body import MAX_PROMPTS
@@ -58,13 +57,8 @@ class CompletionFormat(OpenAiFormat):
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def __init__(
-        self,
-        body: CompletionBody,
-        bytes_of: BytesOf,
-        style: ChatStyle | None = None,  # noqa: ARG002, as of all formats
-    ) -> None:
-        """style: unused; only chats need it. Raises InvalidRequest."""
+    def __init__(self, body: CompletionBody, bytes_of: BytesOf) -> None:
+        """Raises InvalidRequest."""
         super().__init__(body, bytes_of)
         self.body = body
         self._offsets = {entry.choice: entry.num_chars for entry in body.resume_from or ()}
@@ -198,5 +192,5 @@ ROUTE = Route(
     "post",
     "Text or token ids of one or several prompts in, text out.",
     CompletionBody,
-    make=CompletionFormat,
+    make=lambda body, bytes_of, _style: CompletionFormat(body, bytes_of),
 )

@@ -5,8 +5,8 @@ All violations of a request come in one error, each with the field's path, its v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest
 from baton.types import SequenceSpec, tenant_of
@@ -57,54 +57,6 @@ class LongFields:
         return sum(len(each.token_ids) for each in (self.prompt, *self.so_far))
 
 
-async def read_ids(field: str, token_ids: Sequence[int], most: int, vocab_size: int) -> ReadIds:
-    """Read the ids of a field. most: maximum number."""
-    if len(token_ids) > most:
-        return ReadIds()
-    made: list[int] = []
-    wrong: list[FieldViolation] = []
-
-    def read(piece: Sequence[int]) -> None:
-        if len(wrong) < MAX_SHOWN:
-            wrong.extend(id_violations(field, piece, vocab_size, first=len(made)))
-        made.extend(piece)
-
-    await in_pieces(token_ids, read)
-    return ReadIds(tuple(made), tuple(wrong[:MAX_SHOWN]))
-
-
-async def read_prompt(prompt: inference_pb2.Prompt, most: int, vocab_size: int) -> LongFields:
-    """Read the prompt. most: maximum token ids."""
-    match prompt.WhichOneof("kind"):
-        case "token_ids":
-            ids = prompt.token_ids.ids
-            return LongFields(await read_ids("prompt.token_ids.ids", ids, most, vocab_size))
-        case "text":
-            text = prompt.text
-            await let_others_run(len(text))
-            return LongFields(text=text)
-        case "chat":
-            pacer = Pacer()
-            contents: list[str] = []
-            for message in prompt.chat.messages[:MAX_MESSAGES]:
-                contents.append(message.content)
-                await pacer.advance(len(contents[-1]))
-            return LongFields(contents=tuple(contents))
-    return LongFields()
-
-
-async def read_several(
-    fields: Sequence[tuple[str, Sequence[int]]], most: int, vocab_size: int
-) -> tuple[ReadIds, ...]:
-    """Read the ids of several fields."""
-    pacer = Pacer()
-    read: list[ReadIds] = []
-    for field, token_ids in fields:
-        read.append(await read_ids(field, token_ids, most, vocab_size))
-        await pacer.advance(len(token_ids))
-    return tuple(read)
-
-
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
 MAX_ROLE_CHARS = 64
@@ -141,14 +93,16 @@ class Tokenized:
     echo_text: str | None = None
 
 
-def check_request(
-    request: inference_pb2.GenerateRequest, facts: ModelFacts, read: LongFields | None = None
-) -> None:
-    """Check everything that needs no tokenizer, including the length of a token prompt. read: long
-    fields, if already read from the message.
+async def check_request(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> LongFields:
+    """Check everything that needs no tokenizer, including the length of a token prompt. Returns the
+    long fields, read in pieces.
 
     Raises InvalidRequest with all violations.
     """
+    read = replace(
+        await _read_prompt(request.prompt, facts), so_far=await _read_so_far(request, facts)
+    )
+    await let_others_run(read.num_tokens)
     violations = [
         *_prompt_violations(request.prompt, facts, read),
         *sampling_violations(request.sampling, facts),
@@ -160,32 +114,87 @@ def check_request(
         text = f"{shown(salt)}, {len(salt)} characters: give at most {MAX_SALT_CHARS}"
         violations.append(FieldViolation("cache_salt", text))
     if request.resume_from:
-        violations += _resume_violations(request, facts, read.so_far if read else None)
+        violations += _resume_violations(request, facts, read.so_far)
     num_tokens = len(request.prompt.token_ids.ids)
     if 0 < num_tokens <= facts.max_prompt_tokens:
         violations += _output_violations(num_tokens, request.sampling, facts)
     if violations:
         raise InvalidRequest.of(*violations)
+    await let_others_run(read.num_tokens)
+    return read
 
 
-def check_tokenize(
-    request: inference_pb2.TokenizeRequest, facts: ModelFacts, read: LongFields | None = None
-) -> None:
+async def check_tokenize(request: inference_pb2.TokenizeRequest, facts: ModelFacts) -> LongFields:
     """As check_request, for a prompt alone."""
+    read = await _read_prompt(request.prompt, facts)
     if violations := tuple(_prompt_violations(request.prompt, facts, read)):
         raise InvalidRequest.of(*violations)
+    return read
 
 
-def check_detokenize(
-    request: inference_pb2.DetokenizeRequest, facts: ModelFacts, read: ReadIds | None = None
-) -> None:
-    """As check_request, for token ids alone."""
+async def check_detokenize(
+    request: inference_pb2.DetokenizeRequest, facts: ModelFacts
+) -> tuple[int, ...]:
+    """As check_request, for token ids alone, which it returns."""
     num_tokens = len(request.token_ids)
     if num_tokens > facts.max_model_len:
         text = f"{num_tokens} ids: the model takes {facts.max_model_len}; ask for fewer at a time"
         raise InvalidRequest.of(FieldViolation("token_ids", text))
-    if violations := tuple(_id_violations("token_ids", request.token_ids, facts, read)):
-        raise InvalidRequest.of(*violations)
+    read = await _read_ids("token_ids", request.token_ids, facts.max_model_len, facts)
+    if read.wrong:
+        raise InvalidRequest.of(*read.wrong)
+    return read.token_ids
+
+
+async def _read_prompt(prompt: inference_pb2.Prompt, facts: ModelFacts) -> LongFields:
+    match prompt.WhichOneof("kind"):
+        case "token_ids":
+            ids, most = prompt.token_ids.ids, facts.max_prompt_tokens
+            return LongFields(await _read_ids("prompt.token_ids.ids", ids, most, facts))
+        case "text":
+            text = prompt.text
+            await let_others_run(len(text))
+            return LongFields(text=text)
+        case "chat":
+            pacer = Pacer()
+            contents: list[str] = []
+            for message in prompt.chat.messages[:MAX_MESSAGES]:
+                contents.append(message.content)
+                await pacer.advance(len(contents[-1]))
+            return LongFields(contents=tuple(contents))
+    return LongFields()
+
+
+async def _read_so_far(
+    request: inference_pb2.GenerateRequest, facts: ModelFacts
+) -> tuple[ReadIds, ...]:
+    """Ids by entry of resume_from; left out if there are too many."""
+    entries, most = request.resume_from, facts.max_model_len
+    if sum(len(entry.token_ids) for entry in entries) > MAX_OTHER_IDS + most:
+        return (ReadIds(),) * len(entries)
+    pacer = Pacer()
+    read: list[ReadIds] = []
+    for index, entry in enumerate(entries):
+        field = f"resume_from[{index}].token_ids"
+        read.append(await _read_ids(field, entry.token_ids, most, facts))
+        await pacer.advance(len(entry.token_ids))
+    return tuple(read)
+
+
+async def _read_ids(field: str, token_ids: Sequence[int], most: int, facts: ModelFacts) -> ReadIds:
+    """Read the ids of a field. most: maximum number."""
+    if len(token_ids) > most:
+        return ReadIds()
+    made: list[int] = []
+    wrong: list[FieldViolation] = []
+
+    def read(piece: Sequence[int]) -> None:
+        if len(wrong) < MAX_SHOWN:
+            wrong.extend(id_violations(field, piece, facts.vocab_size, first=len(made)))
+        made.extend(piece)
+
+    await in_pieces(token_ids, read)
+    return ReadIds(tuple(made), tuple(wrong[:MAX_SHOWN]))
 
 
 def too_long(num_prompt_tokens: int, facts: ModelFacts) -> BatonError:
@@ -198,10 +207,10 @@ def resolve(
     tokenized: Tokenized,
     facts: ModelFacts,
     ids: Ids,
-    read: LongFields | None = None,
+    read: LongFields,
 ) -> ValidatedRequest:
-    """Resolve a checked and tokenized request. read: long fields, if already read from the message.
-    Raises InvalidRequest if its tokens, lengths or words do not fit."""
+    """Resolve a checked and tokenized request. read: as `check_request` returned it. Raises
+    InvalidRequest if its tokens, lengths or words do not fit."""
     params, num_returned = request.sampling, given(request.sampling, "n", 1)
     num_prompt_tokens = len(tokenized.prompt_token_ids)
     if not num_prompt_tokens:
@@ -244,27 +253,21 @@ def resolve(
         skip_special_tokens=given(params, "skip_special_tokens", True),
         user_stop_token_ids=frozenset(params.stop_token_ids),
     )
-    entries = request.resume_from
-    ids_so_far: Iterable[tuple[int, ...]] = (
-        (each.token_ids for each in read.so_far)
-        if read is not None
-        else (tuple(entry.token_ids) for entry in entries)
-    )
     resume_from = {
-        entry.choice: ChoiceSoFar(token_ids, entry.num_chars, entry.has_ended)
-        for entry, token_ids in zip(entries, ids_so_far, strict=True)
+        entry.choice: ChoiceSoFar(ids_so_far.token_ids, entry.num_chars, entry.has_ended)
+        for entry, ids_so_far in zip(request.resume_from, read.so_far, strict=True)
     }
     account = ids.account or spec.tenant
     return ValidatedRequest(spec, text, num_returned, tokenized.echo_text, account, resume_from)
 
 
 def _prompt_violations(
-    prompt: inference_pb2.Prompt, facts: ModelFacts, read: LongFields | None
+    prompt: inference_pb2.Prompt, facts: ModelFacts, read: LongFields
 ) -> Violations:
     """Violations of a prompt, except the tokens of a text. Overlong values are not examined."""
     match prompt.WhichOneof("kind"):
         case "text":
-            num_chars = len(read.text if read else prompt.text)
+            num_chars = len(read.text)
             if not num_chars:
                 yield FieldViolation("prompt.text", '"": empty; give at least one character')
             yield from _char_violations("prompt.text", num_chars, facts)
@@ -275,23 +278,11 @@ def _prompt_violations(
             if len(ids) > facts.max_prompt_tokens:
                 yield _too_long_violation(len(ids), facts)
             else:
-                yield from _id_violations(
-                    "prompt.token_ids.ids", ids, facts, read.prompt if read else None
-                )
+                yield from read.prompt.wrong
         case "chat":
             yield from _chat_violations(prompt.chat, facts, read)
         case _:
             yield FieldViolation("prompt", "unset; give one of text, token_ids or chat")
-
-
-def _id_violations(
-    field: str, token_ids: Sequence[int], facts: ModelFacts, read: ReadIds | None
-) -> Violations:
-    """read: the same ids, if already read."""
-    if read is None:
-        yield from id_violations(field, token_ids, facts.vocab_size)
-    else:
-        yield from read.wrong
 
 
 def _foreign_token_violation(token_ids: Sequence[int], facts: ModelFacts) -> FieldViolation:
@@ -306,7 +297,7 @@ def _foreign_token_violation(token_ids: Sequence[int], facts: ModelFacts) -> Fie
 
 
 def _chat_violations(
-    chat: inference_pb2.ChatPrompt, facts: ModelFacts, read: LongFields | None
+    chat: inference_pb2.ChatPrompt, facts: ModelFacts, read: LongFields
 ) -> Violations:
     if not facts.has_chat_template:
         yield FieldViolation(
@@ -318,8 +309,7 @@ def _chat_violations(
             f"{len(chat.messages)} messages; give at least 1 and at most {MAX_MESSAGES}",
         )
         return
-    contents = read.contents if read else [message.content for message in chat.messages]
-    num_chars = sum(map(len, contents)) + sum(
+    num_chars = sum(map(len, read.contents)) + sum(
         len(call.arguments) for message in chat.messages for call in message.tool_calls
     )
     # Counted separately: templates omit most of it.
@@ -340,9 +330,9 @@ def _chat_violations(
 
 
 def _resume_violations(
-    request: inference_pb2.GenerateRequest, facts: ModelFacts, read: Sequence[ReadIds] | None
+    request: inference_pb2.GenerateRequest, facts: ModelFacts, read: Sequence[ReadIds]
 ) -> Violations:
-    """read: ids by entry, if already read."""
+    """read: ids by entry."""
     entries, params = request.resume_from, request.sampling
     n = given(params, "n", 1)
     if params.HasField("beam_search") or given(params, "best_of", n) != n:
@@ -373,8 +363,7 @@ def _resume_violations(
                 f"{len(entry.token_ids)} ids: the model takes {facts.max_model_len}",
             )
         else:
-            of_entry = read[index] if read else None
-            yield from _id_violations(f"{field}.token_ids", entry.token_ids, facts, of_entry)
+            yield from read[index].wrong
     most, num_ids = MAX_OTHER_IDS + facts.max_model_len, sum(len(e.token_ids) for e in entries)
     if num_ids > most:
         yield FieldViolation("resume_from", f"{num_ids} token ids in all; give at most {most}")

@@ -107,7 +107,7 @@ HANDOFF_TIMEOUT_S = 30.0
 _NOTHING: tuple[Action, ...] = ()
 
 #: States in which the owner holds nothing; events of it that arrive late are ignored.
-_DEAF = frozenset({State.RETURNING, State.OVER})
+_RELEASED = frozenset({State.RETURNING, State.OVER})
 
 
 class RequestState:
@@ -186,7 +186,7 @@ class RequestState:
             choice = assignment.choices[number]
             choice.pending.append(event)
             return self._deliver[choice.index]
-        if assignment.state in _DEAF:
+        if assignment.state in _RELEASED:
             return _NOTHING
         match event:
             case Tokens():
@@ -225,7 +225,7 @@ class RequestState:
         """Handle an event of a prefill worker that is an assignment's source: Prefilled, then its
         first tokens."""
         state = assignment.state
-        if state in _DEAF:
+        if state in _RELEASED:
             return _NOTHING
         match event:
             case Prefilled():

@@ -196,11 +196,11 @@ class Fleet:
 
     def barred_from(self, receiver: str) -> Set[str]:
         """Addresses of workers that cannot, or must not, send KV to `receiver`."""
-        resting, strangers = (
+        resting, incompatible = (
             self.broken_pairs.barred_from(receiver),
-            self.numerics.strangers_of(receiver),
+            self.numerics.incompatible_with(receiver),
         )
-        return resting | strangers if strangers else resting
+        return resting | incompatible if incompatible else resting
 
     def known(self, tier: Tier) -> tuple[WorkerInfo, ...]:
         """Infos of the tier's known workers. The same tuple is returned until one of them

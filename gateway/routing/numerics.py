@@ -37,7 +37,7 @@ class NumericsWatch:
     def __init__(self, policy: NumericsPolicy) -> None:
         self.is_strict = policy == "strict"
         self._joined: Mapping[str, Rounding] = {}
-        self._strangers: Mapping[str, frozenset[str]] = {}
+        self._incompatible: Mapping[str, frozenset[str]] = {}
         self._reported: frozenset[NumericsClass] = frozenset()
 
     @property
@@ -50,30 +50,30 @@ class NumericsWatch:
         class is added."""
         self._joined = dict(joined)
         classes = self.classes
-        self._strangers = self._find_strangers() if self.is_strict and len(classes) > 1 else {}
+        self._incompatible = self._find() if self.is_strict and len(classes) > 1 else {}
         if len(classes) > 1 and not classes <= self._reported:
             self._reported |= classes
             _log.warning("%s", self._describe_mix())
 
-    def strangers_of(self, address: str) -> Set[str]:
+    def incompatible_with(self, address: str) -> Set[str]:
         """Addresses of workers that must not share a sequence with the one at `address`."""
-        return self._strangers.get(address, frozenset())
+        return self._incompatible.get(address, frozenset())
 
     def refusal_of(self, address: str) -> PeerMismatch | None:
         """The error if no worker of the other tier has the class of the one at `address`; else
         None."""
-        own, strangers = self._joined.get(address), self.strangers_of(address)
-        if own is None or not strangers:
+        own, incompatible = self._joined.get(address), self.incompatible_with(address)
+        if own is None or not incompatible:
             return None
         others = [a for a, rounding in self._joined.items() if rounding.tier is not own.tier]
-        if not others or not strangers >= set(others):
+        if not others or not incompatible >= set(others):
             return None
         difference = self._joined[min(others)].numerics.difference(own.numerics)
         if difference is None:
             return None
         return PeerMismatch.of(f"{own.worker_id} at {address}", *difference, fix=NUMERICS_FIX)
 
-    def _find_strangers(self) -> dict[str, frozenset[str]]:
+    def _find(self) -> dict[str, frozenset[str]]:
         by_class = {
             numerics: frozenset(a for a, r in self._joined.items() if r.numerics != numerics)
             for numerics in self.classes

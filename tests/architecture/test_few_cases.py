@@ -28,7 +28,7 @@ class Mark:
     args: tuple[int]
 
 
-#: Of each test: how many cases it has, and what its mark says.
+#: Number of cases and argument of the mark, by test.
 TESTS = st.lists(st.tuples(st.integers(1, 40), st.none() | st.integers(1, 40)), max_size=5)
 
 

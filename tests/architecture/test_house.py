@@ -1,47 +1,39 @@
-"""Modules import each other in one direction, and rooms stand in the order of their layers."""
+"""Modules import each other in one direction. import-linter holds the order of rooms."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
-from bench.house import circles, read_house, room_layers, upward
+from bench.house import circle, count_lines, imports, report
 
 
-def test_no_circles_and_no_imports_that_point_up() -> None:
-    layers = room_layers()
-    imports = read_house(layers).imports
-    assert imports["worker_core.worker"], "the graph has edges"
-    assert not circles(imports)
-    assert not upward(imports, layers)
+def test_no_circles() -> None:
+    graph = imports()
+    assert graph["worker_core.worker"], "the graph has edges"
+    assert not circle(graph)
 
 
-def test_circles_and_upward_imports_are_found() -> None:
+def test_a_circle_is_found() -> None:
     graph = {
-        "low.a": frozenset({"low.b", "low.d"}),
-        "low.b": frozenset({"low.c"}),
-        "low.c": frozenset({"low.a", "high.e"}),
-        "low.d": frozenset[str](),
-        "high.e": frozenset({"low.d", "beside.f"}),
-        "beside.f": frozenset[str](),
+        "a": frozenset({"b", "d"}),
+        "b": frozenset({"c"}),
+        "c": frozenset({"a"}),
+        "d": frozenset[str](),
     }
-    assert circles(graph) == [["low.a", "low.b", "low.c"]]
-    assert upward(graph, [["high", "beside"], ["low"]]) == [
-        ("high.e", "beside.f"),
-        ("low.c", "high.e"),
-    ]
+    found = circle(graph)
+    assert set(found) == {"a", "b", "c"}
+    assert all(one in graph[other] for one, other in pairwise(found))
 
 
-def test_every_form_of_import_counts(tmp_path: Path) -> None:
-    files = {
-        "a/one.py": "import b.two\n",
-        "a/later.py": "def f():\n    from b import two\n",
-        "a/typed.py": "if TYPE_CHECKING:\n    from b.two import Name\n",
-        "a/alone.py": "import os\n",
-        "b/two.py": "",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    imports = read_house([["a"], ["b"]], tmp_path).imports
-    importing = {module for module, imported in imports.items() if imported == {"b.two"}}
-    assert importing == {"a.one", "a.later", "a.typed"}
+def test_lines_are_counted_by_room_and_by_package_in_it(tmp_path: Path) -> None:
+    sizes = {"one.py": 3, "inner/two.py": 5, "inner/deep/three.py": 7, "v1/made_pb2.py": 90}
+    for name, num_lines in sizes.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("pass\n" * num_lines)
+    lines = count_lines(tmp_path)
+    assert lines == {"": 3, "inner": 12}
+    texts = list(report({"room": lines}))
+    assert texts[0].split() == ["room", "15", "100.0%"]
+    assert texts[1].split() == ["room/inner", "12", "80.0%"]
+    assert "largest within a room: room/inner, 80.0%" in texts[-1]

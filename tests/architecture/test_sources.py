@@ -22,12 +22,13 @@ SHIPPED = (
     "decode_svc",
     "worker_core",
     "engine",
+    "distill",
     "kv_transfer",
     "kernels/baton_kernels",
 )
 TOOLS = ("bench", "examples", "models", "scripts")
 
-#: Modules whose loading runs what a stranger wrote, or whose format is no contract.
+#: Modules that run a stranger's code when they load data, or have no stable format.
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "joblib"})
 UNSAFE_CALLS = frozenset({"eval", "exec", "compile", "__import__"})
 UNSAFE_METHODS = frozenset({("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load")})

@@ -46,7 +46,7 @@ def test_poisson_gaps_have_the_rates_mean_and_spread(rate: float) -> None:
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert mean * rate == pytest.approx(1, rel=0.03)
-    # Of an exponential the deviation is the mean: neither even gaps nor bursts.
+    # The deviation of an exponential is its mean: neither even gaps nor bursts.
     assert variance**0.5 * rate == pytest.approx(1, rel=0.05)
 
 

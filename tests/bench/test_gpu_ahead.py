@@ -23,7 +23,7 @@ SEQUENCES = ahead_speed._Sequences([Sampling()] * 3, 5, 6, 50)
 
 
 class Drawing:
-    """An engine whose tokens follow from the token and the place before. It may ignore what was
+    """An engine that derives each token from the token and the place before. It may ignore what was
     drawn, or wait."""
 
     def __init__(self, *, takes_drawn: bool = True) -> None:

@@ -190,7 +190,8 @@ async def test_the_services_start_in_order_are_healthy_and_answer(
                 page = await fetch_metrics(metrics_ports[name])
                 assert f'baton_tier="{service["command"][0]}"' in page
             # By the names that workers advertise, the registry has whom the gateway was told of,
-            # and nobody twice.
+            # The registry lists each worker that the gateway names, by the name it advertises,
+            # once.
             workers = {addresses["prefill"], addresses["decode"]}
             await until_registered(redis_port, workers)
             async with AsyncClient(addresses["gateway"], max_retries=0) as client:

@@ -102,7 +102,7 @@ def test_a_pod_is_confined_probed_over_grpc_and_may_drain(name: str) -> None:
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     # A Service named baton would otherwise set BATON_PORT to something that is no port.
     assert spec["enableServiceLinks"] is False
-    # Of the whole server, which is that of its services.
+    # The server's health, which includes that of its services.
     assert container["readinessProbe"]["grpc"] == {"port": options.port}
     assert {"startupProbe", "livenessProbe"} <= set(container)
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}

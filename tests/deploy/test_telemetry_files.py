@@ -80,7 +80,7 @@ def test_prometheus_fetches_from_the_port_that_the_services_get() -> None:
     services = {name: told for p in ("cpu", "gpu") for name, told in baton_services_of(p).items()}
     (scrape,) = load(DEPLOY / "otel" / "prometheus.yaml")["scrape_configs"]
     (port,) = {told["environment"]["BATON_METRICS_PORT"] for told in services.values()}
-    # Of the gateway, which tells of the workers.
+    # The gateway's page includes the workers' metrics.
     assert scrape["static_configs"] == [{"targets": [f"gateway:{port}"]}]
     assert [one["url"] for one in scrape["http_sd_configs"]] == [
         f"http://gateway:{port}{DISCOVERY_PATH}"

@@ -33,7 +33,7 @@ def address(served: tuple[str, Completion]) -> str:
 
 @pytest.fixture(scope="session")
 def first_answer(served: tuple[str, Completion]) -> Completion:
-    """Of the first request of all that it got: of the prompt of the README's first one."""
+    """The answer to the first request: the prompt of the README's first one."""
     return served[1]
 
 

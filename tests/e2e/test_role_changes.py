@@ -42,7 +42,7 @@ async def baton(*arguments: str) -> str:
 
 
 async def tokens_of(client: AsyncClient, number: int) -> list[int]:
-    """Of one stream, piece by piece."""
+    """Token ids of one stream, in order."""
     token_ids: list[int] = []
     async with client.stream(PROMPTS[number], seed=number, max_tokens=NUM_TOKENS) as stream:
         async for chunk in stream:
@@ -51,7 +51,7 @@ async def tokens_of(client: AsyncClient, number: int) -> list[int]:
 
 
 async def tiers(cluster: Cluster) -> dict[str, str]:
-    """Of the workers, by their names, as `baton status` shows them."""
+    """Tier by worker name, as `baton status` shows it."""
     (model,) = json.loads(await baton("status", "--address", cluster.address, "--json"))
     return {worker["worker_id"]: worker["tier"] for worker in model["workers"]}
 

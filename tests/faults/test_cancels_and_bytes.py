@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 NUM_STREAMS = 300
 NUM_PROMPT_TOKENS = 640
-#: Of oracle engines.
+#: Layout of the oracle engines.
 LAYOUT = KvLayout("", OracleOptions(num_blocks=1).num_layers, 1, 2, "int64", 8)
 
 

@@ -65,8 +65,8 @@ async def cluster() -> AsyncIterator[ProxiedCluster]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def healed(cluster: ProxiedCluster) -> AsyncIterator[AsyncClient]:
-    """A client whose way to the gateway is sound. Afterwards all links are, and nobody holds
-    anything."""
+    """A client with a sound link to the gateway. Afterwards all links are sound, and nothing is
+    held."""
     async with AsyncClient(cluster.address, max_retries=0) as client:
         yield client
         await heal(cluster)
@@ -88,7 +88,8 @@ FAULTS = (cut, refuse, silence, silence_one_way, half_close, delay)
     ("victim", "inject"),
     [
         # Of a prefill worker's link, whose streams are younger, in .ci/run but for two; there, too,
-        # one way's silence, which is noticed as that of both.
+        # Most faults of a prefill worker's link, with younger streams, run in .ci/run; there also
+        # silence in one direction, which is noticed as silence in both.
         pytest.param(
             *(victim, inject),
             marks=pytest.mark.long

@@ -229,7 +229,8 @@ async def test_the_decode_worker_that_streams_were_resumed_on_dies_too(
         await streams.all_run()
         send(pairs, signal.SIGKILL, "decode-0")
         # Those that were on the other are resumed here, while it is killed, or wait for the return
-        # of either.
+        # Sequences of the other worker resume here while it is killed, or wait for the return of
+        # either.
         send(pairs, signal.SIGKILL, "decode-1")
         assert not await streams.finish()
         assert streams.num_resumes >= len(streams.streams)

@@ -167,8 +167,8 @@ class GrpcKnocker:
         return Counter([await self._call(path, message, is_whole=False)])
 
     async def _many(self, rng: random.Random) -> Counter[str]:
-        """Those that are a message, with numbers of their own: a stream ends with what is none, or
-        has an earlier one's number, and what follows is not read."""
+        """Messages with numbers of their own. A stream ends with anything else, or with an earlier
+        message's number, and the rest is not read."""
         messages = []
         for number in range(MESSAGES_AT_ONCE):
             message = sequence_service_pb2.ServeRequest()

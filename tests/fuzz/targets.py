@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from baton.errors import BatonError
 
 Target = Callable[[bytes], None]
+_T = TypeVar("_T")
 
 #: What a model's files are read from: each key of a JSON object is a file's name.
 _MODEL_FILES = frozenset(
@@ -35,6 +36,16 @@ _MODEL_FILES = frozenset(
 
 
 _LARGE_NUMBER = re.compile(r"[0-9_]{5,}|0[xXoObB]")
+
+
+def _finished(work: Coroutine[object, None, _T]) -> _T:
+    """Run a coroutine that never pauses, as for short values."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+    raise RuntimeError("it paused")
 
 
 def requests() -> Target:
@@ -57,15 +68,15 @@ def requests() -> Target:
     def run(data: bytes) -> None:
         kind, rest = data[:1], data[1:]
         if kind == b"t":
-            check_tokenize(inference_pb2.TokenizeRequest.FromString(rest), facts)
+            _finished(check_tokenize(inference_pb2.TokenizeRequest.FromString(rest), facts))
         elif kind == b"d":
-            check_detokenize(inference_pb2.DetokenizeRequest.FromString(rest), facts)
+            _finished(check_detokenize(inference_pb2.DetokenizeRequest.FromString(rest), facts))
         else:
             request = inference_pb2.GenerateRequest.FromString(rest)
-            check_request(request, facts)
+            read = _finished(check_request(request, facts))
             words = tuple(((i % 100,),) for i, _ in enumerate(request.sampling.bad_words))
             given = tuple(request.prompt.token_ids.ids) or (1, 2, 3)
-            resolve(request, Tokenized(given, words), facts, Ids("r", seed=7, arrival_ns=5))
+            resolve(request, Tokenized(given, words), facts, Ids("r", seed=7, arrival_ns=5), read)
 
     return run
 

@@ -72,7 +72,7 @@ class Asked:
         monkeypatch.setattr(ChildProcess, "ask", watched)
 
     async def next_length(self) -> int:
-        """Of the next question's text, in characters."""
+        """Length of the next question's text, in characters."""
         return await self._lengths.get()
 
     @property
@@ -95,7 +95,8 @@ class Asked:
 
 @pytest.fixture
 async def report(tmp_path: Path) -> AsyncIterator[ReadyReport]:
-    """Of a gateway whose model takes a megabyte, a byte a token, with one worker of each tier."""
+    """Ready report of a gateway, with one worker of each tier, for a model that takes a megabyte of
+    prompt, a byte a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (not c.isascii(), c))
     tokenizer = HfTokenizer(models.BPE({c: i for i, c in enumerate(alphabet[:97])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

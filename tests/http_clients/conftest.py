@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base_url(model: Path) -> Iterator[str]:
-    """Of the HTTP API, without /v1."""
+    """Address of the HTTP API, without /v1."""
     command = [sys.executable, "-m", "baton", "serve", str(model), "--served-model-name", MODEL]
     # The template could show thoughts, of which this model has none that end.
     options = ["--port=0", "--http-port=0", "--kv-cache-memory-bytes=64MiB", "--log-level=error"]

@@ -36,7 +36,7 @@ async def complete(system: LiveSystem, model: str) -> Completion:
 @pytest.mark.slow
 @pytest.mark.parametrize("decode_options", [ONLY_DECODES, {}], ids=["handed off", "either"])
 async def test_requests_side_by_side_get_their_own_tokens(decode_options: dict[str, Any]) -> None:
-    """Of one prompt: what one leaves in caches is found by its like, and by no other."""
+    """With the same prompt: cached KV is found by requests of the same adapter only."""
     models = ("", "red", "oracle", "blue", "red", "blue")
     async with live_system(worker_options=ORACLE, decode_options=decode_options) as system:
         first = [await complete(system, model) for model in ("", "red", "blue")]

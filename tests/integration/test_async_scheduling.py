@@ -1,5 +1,5 @@
-"""A model's answers by workers whose steps are launched ahead, and by workers that wait for each
-token: the same."""
+"""A model's answers by workers that launch steps ahead, and by workers that wait for each token:
+the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMS = [
 
 
 async def answers(*, is_ahead: bool) -> list[Completion]:
-    """Of all prompts with all parameters, at the same time."""
+    """Answers to all prompts with all parameters, sent at the same time."""
     options = {
         "model": str(BOX_MODEL),
         "engine": "torch",

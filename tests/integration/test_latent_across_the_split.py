@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 24
 PROMPTS = ([40, 77, 5, 200, 33, 12, 9, 101, 64], [7, 8, 9] * 30, [250], list(range(3, 60)))
-#: Of the tiny models: the latent and the rotated key of a token.
+#: Elements of a token's row in the tiny models: the latent and the rotated key.
 ROW_ELEMENTS = 32 + 8
 
 

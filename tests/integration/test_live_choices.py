@@ -18,7 +18,7 @@ from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 pytestmark = pytest.mark.slow
 
 PROMPT = list(range(40))
-#: Of KV, in an oracle engine.
+#: KV bytes of a token in an oracle engine.
 TOKEN_BYTES = 4 * 2 * 2 * 8
 
 
@@ -113,7 +113,7 @@ async def test_a_worker_that_drains_hands_its_sequences_over() -> None:
         expected = outputs(2, max_tokens)
         assert all([c.token_ids for c in one.choices] == expected for one in done)
         assert sum(one.timing.num_resumes for one in done) == 0
-        # Those that moved brought more than their prompt: it was there before.
+        # Moved sequences sent more than their prompt, because the prompt was there before.
         assert max(one.timing.transfer_bytes for one in done) > len(PROMPT) * TOKEN_BYTES
         other = next(address for address in system.decodes if address != full)
         ended_at = {one.timing.decode_worker for one in done}

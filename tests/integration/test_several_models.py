@@ -34,7 +34,7 @@ PROMPT = "the rain " * 30
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ReadyReport]:
-    """Two pairs, `big` and `small`, whose vocabularies and contexts differ."""
+    """Two pairs, `big` and `small`, with different vocabularies and contexts."""
     folder = make_oracle_model(tmp_path_factory.mktemp("model"))
     bare = make_oracle_model(tmp_path_factory.mktemp("bare"))
     (bare / "chat_template.jinja").unlink()
@@ -200,7 +200,7 @@ async def test_each_may_have_parsers_of_its_own(tmp_path: Path) -> None:
 
 
 async def until(client: AsyncClient, state: str, reason: str) -> None:
-    """The only worker of `b`, or of nobody knows whom, is in a state for a reason."""
+    """The only worker of `b`, or of an unknown model, is in a state for a reason."""
     async with asyncio.timeout(60):
         while True:
             workers = (await client.model("b")).workers

@@ -1,6 +1,6 @@
-"""A model whose windowed layers keep their KV in slots, over real services: a LoRA adapter on one
-of two requests, drafts by n-grams and by a draft model that has windows itself, a second turn, and
-workers without blocks for all of them at once; tokens as transformers' generate has them."""
+"""A model with slots for its windowed layers, over real services: a LoRA adapter on one of two
+requests, drafts by n-grams and by a draft model that has windows itself, a second turn, and workers
+without blocks for all of them at once; tokens as transformers' generate has them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_drafts_change_no_token(tmp_path: Path, method: str) -> None:
 
 
 async def test_all_slots_come_back(tmp_path: Path) -> None:
-    """From a decode worker whose blocks are too few for all sequences."""
+    """Answers of a decode worker with too few blocks for all sequences."""
     model = make_tiny_model(tmp_path / "model", "qwen2", **SETTINGS)
     few = {"num_gpu_blocks_override": 40, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     prompts = [[i * (7 + k) % 250 for i in range(40 + 9 * k)] for k in range(6)]

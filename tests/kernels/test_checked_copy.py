@@ -36,7 +36,7 @@ def zeros_like(pool: torch.Tensor) -> torch.Tensor:
 def rows_of(
     pool: torch.Tensor, block_size: int, ids: list[int], tokens: tuple[int, int], layers: slice
 ) -> list[torch.Tensor]:
-    """Of each block, those of the range: [layers, 2, heads, tokens, row_bytes], views."""
+    """The range's part of each block: [layers, 2, heads, tokens, row_bytes], views."""
     first, count = tokens
     blocks = pool.unflatten(-1, (block_size, -1))
     bounds = [

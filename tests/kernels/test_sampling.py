@@ -86,7 +86,7 @@ def test_equals_enter_the_set_of_top_p_by_id() -> None:
 
 
 def test_top_p_of_flat_and_steep_rows_together() -> None:
-    """Rows whose set is beyond the candidates of the quick way, beside rows whose set is within."""
+    """Rows with a set beyond the quick path's candidates, beside rows with a set within them."""
     generator = torch.Generator().manual_seed(0)
     vocab = 5 * TOP_P_CANDIDATES
     spread = torch.tensor([0.01, 5.0, 0.5, 20.0])[:, None]
@@ -157,7 +157,8 @@ def test_gumbel_argmax_never_takes_a_filtered_token() -> None:
     assert set(chosen.tolist()) == {4, 7}
 
 
-#: Of a vocabulary as large as models have, and of some that are no multiple of what a kernel takes.
+#: Sizes of vocabularies: as large as models have, and some that are no multiple of a kernel's
+#: block.
 VOCABS = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 1000, 4096, 33_000])
 
 

@@ -160,8 +160,8 @@ def test_paged_attention(
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float16])
 def test_attention_reads_what_the_pool_has_rounded(dtype: torch.dtype) -> None:
-    """Of new tokens, too, which would else differ from chunk to chunk: the keys and values that are
-    given are garbage here."""
+    """New tokens are read rounded, too; otherwise they would differ from chunk to chunk. The keys
+    and values given here are garbage."""
     lengths, dim = [(0, MAX_GROUPED_TOKENS + 3), (20, 2), (30, MAX_GROUPED_TOKENS + 1)], 6
     pool = torch.full((20, 2, 2, 2, 6, dim), 127.0).to(dtype)
     scales = None if dtype == torch.float16 else torch.full(pool.shape[:-1], torch.nan)

@@ -165,7 +165,7 @@ class Workers:
         return event
 
     def serve_another(self, blocks: tuple[int, ...] = HERE) -> PrefillWorker:
-        """The blocks go to another request, whose KV comes from a worker of its own."""
+        """The blocks go to another request, with KV from a worker of its own."""
         victim = self.prefill("p2", seed=2)
         ticket = self.offer(blocks)
         assert victim.hand_off(ticket.data, OTHERS).error is None
@@ -565,8 +565,9 @@ class OtherDecode:
 def test_two_decode_workers_with_one_address(
     workers: Workers, transport: str, identity: WorkerIdentity
 ) -> None:
-    """A ticket of d0's, whose address is now of another that has a ticket of this number, of the
-    same request, even, and may have its name and boot number, as a copied machine has."""
+    """A ticket of d0 with an address that now belongs to another worker, which has a ticket of this
+    number, even for the same request, and may have d0's name and boot number, as a copied machine
+    has."""
     data = workers.offer().data
     offered = parse_ticket(data)
     other = OtherDecode(workers, transport, identity, offered.ticket_id)

@@ -68,7 +68,7 @@ def test_one_after_the_other_needs_one_connection(make_rig):
 
 
 class Stuck:
-    """A connection whose first chunk is not sent before it is let go."""
+    """A connection that sends its first chunk only when the test lets it."""
 
     def __init__(self, connection: Connection, let_go: threading.Event) -> None:
         self._connection = connection

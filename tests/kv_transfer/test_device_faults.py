@@ -32,7 +32,7 @@ NUM_TOKENS = 6
 
 
 class StubDevicePool(ArrayKvPool):
-    """Of a device that fails at a copy, and, once its context is dead, at all else."""
+    """Pool of a device that fails at a copy, and, once its context is dead, at everything else."""
 
     fails = False
     is_dead = False

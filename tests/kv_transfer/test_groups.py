@@ -1,5 +1,5 @@
-"""KV that lies in two pools, that of windowed layers apart: chunks of one group each go straight
-between a pool and the wire, and workers whose KV lies together take and send the same."""
+"""KV in two pools, that of windowed layers apart: chunks of one group each go straight between a
+pool and the wire, and workers with all KV in one pool take and send the same."""
 
 from __future__ import annotations
 

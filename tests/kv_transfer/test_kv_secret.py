@@ -89,7 +89,7 @@ Alter = Callable[[Frame, memoryview], None]
 
 
 class Tap:
-    """A connection whose frames are altered on their way."""
+    """A connection that alters frames on their way."""
 
     def __init__(self, connection: Connection, alter: Alter) -> None:
         self._connection = connection
@@ -253,7 +253,7 @@ def test_a_payload_that_is_changed_behind_its_header_is_never_committed(
 def test_a_kind_of_checksum_is_chosen_if_the_sender_knows_it_and_the_way_has_it(
     known: int, best: int, agreed: int
 ) -> None:
-    """0, 1: kinds of release 0.1.0, whose senders name none."""
+    """0, 1: kinds of release 0.1.0; its senders name none."""
     door = Door()
     session = door.receiver.session(
         door.replies.append, checksum=kv_pb2.KvPayloadChecksum.ValueType(best)

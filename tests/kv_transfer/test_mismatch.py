@@ -1,4 +1,4 @@
-"""Peers that do not fit say which field of whom."""
+"""Peers that do not fit report the field, and which peer has which value."""
 
 from __future__ import annotations
 

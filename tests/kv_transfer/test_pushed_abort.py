@@ -20,8 +20,7 @@ SECRET = KvSecret(b"0123456789abcdef")
 def presented(
     make_rig: Any, transport: str, secret: KvSecret | None
 ) -> tuple[Any, int, list[float]]:
-    """A rig whose clock stands still, so that nothing is renewed; a ticket that was presented in
-    it."""
+    """A rig with a stopped clock, so that nothing is renewed, and a ticket presented in it."""
     clock = [100.0]
     rig = make_rig(transport, clock=lambda: clock[0], source_secret=secret, target_secret=secret)
     offered = rig.offer((3, 1, 0, 7), 0, 11)

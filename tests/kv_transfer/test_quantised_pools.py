@@ -37,7 +37,7 @@ def pool_of(dtype: str, block_size: int) -> TorchKvPool:
 
 
 def fill(kv: TorchKvPool, table: tuple[int, ...]) -> None:
-    """Tokens whose heads differ in size by orders of magnitude."""
+    """Tokens with heads that differ in size by orders of magnitude."""
     generator = torch.Generator().manual_seed(0)
     slots = torch.tensor([table[t // 4] * 4 + t % 4 for t in range(NUM_TOKENS)])
     rows = slot_rows(slots, kv.tensor)

@@ -450,7 +450,7 @@ def test_credits_come_back_in_batches_and_never_all_stay_away(num_credits: int):
 
 
 def test_a_chunk_from_before_the_owners_blocks_is_refused() -> None:
-    """Of a model whose layers are all windowed the block table names blocks of others there."""
+    """If all layers of a model are windowed, the block table names other owners' blocks there."""
     desk = Desk()
     session = desk.session()
     spec = SequenceSpec("r", tuple(range(NUM_TOKENS)), Sampling())

@@ -54,7 +54,7 @@ def layout_of(
 
 
 def filled_pool(layout: KvLayout, seed: int, num_blocks: int = 8) -> ArrayKvPool:
-    """A pool whose heads differ in size by orders of magnitude."""
+    """A pool with heads that differ in size by orders of magnitude."""
     pool, rng = ArrayKvPool(layout, num_blocks), np.random.default_rng(seed)
     values = rng.standard_normal(pool.data.shape).astype(np.float32)
     values *= 10.0 ** rng.integers(-3, 3, pool.data.shape[:4])[..., None, None]

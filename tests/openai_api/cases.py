@@ -26,7 +26,7 @@ def _tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
 
 
 END_TOKEN, SPECIAL_TOKEN = VOCAB_SIZE - 3, VOCAB_SIZE - 2
-#: Prompts whose outputs have these tokens, and not at their beginning.
+#: Prompts with these tokens in their outputs, not at the beginning.
 ENDING, SPECIAL = [141, 141], [195, 195]
 assert END_TOKEN in _tokens(ENDING)[2:-2]
 assert SPECIAL_TOKEN in _tokens(SPECIAL)[2:-2]
@@ -46,7 +46,7 @@ class Case:
     check: Check
     error: type[openai.APIError] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the client."""
+    """Options of the client."""
     parser: str = "auto"
 
 

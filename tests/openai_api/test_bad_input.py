@@ -291,7 +291,7 @@ def changed(value: Any, rng: random.Random) -> Any:
 
 
 WEATHER = {"name": "t", "parameters": {"type": "object", "properties": {"a": {"enum": [1]}}}}
-#: Of each path, one that has much in it.
+#: A body with many fields, by path.
 RICH: dict[str, dict[str, Any]] = {
     COMPLETIONS: {
         **GOOD[COMPLETIONS],

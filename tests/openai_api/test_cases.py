@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 @dataclass(frozen=True)
 class Clients:
-    """Of HTTP, beneath the package's, which are made anew for each case: a client of HTTP reads all
+    """HTTP clients below the package's, which are made anew for each case: an HTTP client reads all
     certificates of the machine when it is made."""
 
     blocking: openai.DefaultHttpxClient

@@ -409,7 +409,7 @@ async def test_a_last_event_id_that_is_of_another_answer(tmp_path: Path) -> None
             )
             assert response.status == 400, data
             assert json.loads(data)["error"]["param"] == field, data
-        # Of a choice that this request has not.
+        # An event id of a choice that this request does not have.
         more = f"{last};1.1.1.1"
         response, data = await fetch(system.http, "/v1/completions", asked, last_event_id=more)
         assert (response.status, json.loads(data)["error"]["param"]) == (400, "Last-Event-ID")

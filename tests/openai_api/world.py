@@ -17,7 +17,7 @@ KEY = "sk-of-the-test"
 PROMPT = "the rain in spain"
 MESSAGES = [{"role": "user", "content": "say a thing"}]
 
-#: Of requests whose tokens are known beforehand.
+#: Options of requests with known tokens.
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 

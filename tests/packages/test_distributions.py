@@ -18,7 +18,10 @@ from tests.support.fake_inference import FakeInThread
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER, CLIENT = ROOT, ROOT / "client"
-FOLDERS = ("baton", "gateway", "prefill_svc", "decode_svc", "worker_core", "kv_transfer", "engine")
+FOLDERS = (
+    *("baton", "gateway", "prefill_svc", "decode_svc"),
+    *("worker_core", "kv_transfer", "engine", "distill"),
+)
 SUFFIXES = frozenset({".py", ".pyi", ".typed"})
 
 #: Runs with the wheel's files before anything else, as if on Windows and with nothing installed

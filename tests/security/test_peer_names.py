@@ -38,13 +38,13 @@ NAMES = st.sampled_from(["a.test", "B.test", "spiffe://x/worker", "*.test", "c"]
 
 @pytest.fixture
 def fleet(authority: Authority) -> TlsFiles:
-    """Of gateways and workers."""
+    """Certificate files of gateways and workers."""
     return authority.files(FLEET, "127.0.0.1")
 
 
 @pytest.fixture
 def user(authority: Authority) -> TlsFiles:
-    """Of a client of the gateway."""
+    """Certificate files of a gateway's client."""
     return authority.files("user.test", "127.0.0.1")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 NUM_FAST_SEEDS = 1
 
-#: Of chaos: those that showed a fault once, beside the first ones.
+#: Seeds of chaos that showed a fault once; they run beside the first ones.
 TELLING_SEEDS = (70_265, 900_891)
 
 

@@ -61,7 +61,8 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 
 
 def no_coverage_check(patch: pytest.MonkeyPatch) -> None:
-    """Nor one of the sum of all chunks' checksums, which a lost one would show in, too."""
+    """No check of the sum of all chunks' checksums, either, because a lost chunk would show in it,
+    too."""
 
     def commit(self: Ticket, commit: Commit) -> TicketCommitted:
         self.state = TicketState.COMMITTED
@@ -71,7 +72,7 @@ def no_coverage_check(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_states_are_awaited(patch: pytest.MonkeyPatch) -> None:
-    """Nor is the sum of checksums compared."""
+    """The sum of checksums is not compared, either."""
     whole_start, commit = Coverage.whole_start, Ticket.commit
 
     def without_states(self: Coverage, first_token: int, end_token: int) -> int | None:

@@ -1,6 +1,6 @@
-"""Workers of a model whose layers are all windowed hold the blocks of the window, and of what a
-step computes: never those of the whole sequence. Of a model with full layers, too, they hold so
-many slots for windowed layers. What is drawn is as ever: see test_mix.py."""
+"""Workers of a model with windowed layers only hold the blocks of the window and of the tokens that
+a step computes, never those of the whole sequence. With full layers, too, they hold that many slots
+for windowed layers. Requests are drawn as in test_mix.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WatchedClient(SimClient):
 
 @pytest.fixture(params=[False, True], ids=["all", "some"])
 def layers(request: pytest.FixtureRequest) -> OracleLayers:
-    """Of all layers, or of some, whose KV lies in slots."""
+    """Windowed layers only, or some, with KV in slots."""
     return OracleLayers(WINDOW, has_full_layers=request.param)
 
 
@@ -87,7 +87,7 @@ def serve(client: WatchedClient, layers: OracleLayers, most_decoding: int) -> No
         assert client.most[worker.name] <= MOST_PREFILLING
     for worker in client.decodes:
         assert 0 < client.most[worker.name] <= most_decoding
-    if layers.has_full_layers:  # whose KV is held as a whole
+    if layers.has_full_layers:  # with all KV in the blocks
         num_tokens = len(REQUEST.prompt_token_ids) + len(expected.token_ids)
         assert client.most_blocks >= (num_tokens - 1) // BLOCK
 

@@ -50,7 +50,7 @@ def draw_shape(
 
 
 def draw_decode_shape(rng: random.Random, draw: Callable[[], SimShape]) -> SimShape:
-    """Of some workers the blocks hold one request, or two: there sequences take turns, and wait
+    """The blocks of some workers hold one request, or two: sequences take turns there, and wait
     swapped or are placed anew."""
     shape = draw()
     if rng.random() < 0.6:

@@ -199,8 +199,8 @@ def test_the_end_of_a_handoff_is_reported_to_a_choice_that_goes_on() -> None:
 
 
 def test_a_handoff_that_ends_before_its_prompt_is_here() -> None:
-    """The ticket is presented first: whom nobody takes it from may know so before the engine's
-    thread knows the prompt."""
+    """The ticket is presented first: a peer that refuses it may be known before the engine's thread
+    knows the prompt."""
     core = new_core(RecordingSender())
     assert core.step([SendDone((0, 1), HandoffFailed("refused"), 0)]).events == []
     (event,) = core.step([open_(1, spec_of("a", 9))]).events

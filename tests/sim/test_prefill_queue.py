@@ -36,7 +36,7 @@ class CountingSender(RecordingSender):
 
 @dataclass
 class Worker:
-    """A prefill worker whose clock goes on by a second at each look."""
+    """A prefill worker with a clock that advances by a second at each reading."""
 
     num_blocks: int = 64
     max_num_seqs: int = 8
@@ -175,5 +175,5 @@ def test_steps_show_life_and_how_long_computing_takes() -> None:
     worker.step(open_(1))
     assert [num_tokens for num_tokens, _ in seen] == [10]
     assert seen[0][1] > 0
-    # Of the step, and of each of its two groups of layers.
+    # One for the step, and one for each of its two groups of layers.
     assert worker.sender.num_heartbeats == 3

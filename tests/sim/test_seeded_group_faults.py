@@ -1,5 +1,5 @@
-"""The simulated mix of a model whose windowed layers keep their KV apart finds what it is for: each
-fault that is seeded here into the code fails one of its first seeds."""
+"""The simulated mix of a model with slots for windowed layers finds its faults: each fault that is
+seeded here into the code fails one of its first seeds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def windowed_layers_are_not_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_copied_lands_in_its_source(patch: pytest.MonkeyPatch) -> None:
-    """Of windowed layers."""
+    """Copied rows of windowed layers land in their source."""
     copy_blocks = GroupedKvPool.copy_rows
 
     def copy(self: AnyPool, sources: Any, targets: Any) -> None:

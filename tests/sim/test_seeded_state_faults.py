@@ -40,7 +40,7 @@ def a_slot_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_aborted_sequence_keeps_its_slot(patch: pytest.MonkeyPatch) -> None:
-    """Of those that leave before they are over."""
+    """A sequence that leaves before its end keeps its slot."""
     leave, give_back = CoreState.leave, StateSlots.on_freed
 
     def leave_with_slot(self: CoreState, group: Any) -> None:

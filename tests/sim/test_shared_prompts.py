@@ -29,7 +29,7 @@ SLO = Slo(ttft_ms=250.0, tpot_ms=15.0)
 SHARED = decode_policy(LocalPrefillPolicy(16, 64, False, MAX_ITL_FACTOR, max_shared_tokens=8192))
 COLOCATED = decode_policy(pinned_local_prefill(8192, None))
 
-#: Of a prefill and a decode worker, or of two that do both.
+#: Tiers and policies: a prefill and a decode worker, or two that do both.
 WAYS: dict[str, dict[str, tuple[Tier, Policy]]] = {
     "shared": {"p0": (Tier.PREFILL, prefill_policy()), "d0": (Tier.DECODE, SHARED)},
     "apart": {

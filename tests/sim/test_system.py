@@ -34,7 +34,7 @@ def draw_spec(rng: random.Random, index: int) -> SequenceSpec:
 
 
 def expected(spec: SequenceSpec, layers: OracleLayers = FULL_LAYERS) -> list[list[int]]:
-    """Of each choice."""
+    """Expected tokens of each choice."""
     return [
         oracle_tokens(spec.prompt_token_ids, spec.sampling, VOCAB, choice, layers=layers)
         for choice in range(spec.num_choices)

@@ -1,5 +1,5 @@
-"""A prefill worker whose KV does not get to a decode worker: the request goes on, soon, and the
-pair is left alone for a while."""
+"""A prefill worker that cannot send KV to a decode worker: the request continues soon, and the pair
+is not used for a while."""
 
 from __future__ import annotations
 

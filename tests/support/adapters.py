@@ -17,7 +17,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def layers_of(model: Path, targets: tuple[str, ...]) -> dict[str, torch.Size]:
-    """The checkpoint's linear layers whose names end in one of these, with their shapes."""
+    """The checkpoint's linear layers with names that end in one of these, with their shapes."""
     tensors = load_file(model / "model.safetensors")
     return {
         name.removesuffix(".weight"): tensor.shape

@@ -20,7 +20,7 @@ _SHAPE: Mapping[str, Any] = {
     "intermediate_size": 128,
     "max_position_embeddings": 256,
 }
-#: Of configs that still have the names of GPT-2.
+#: Fields of configs with GPT-2's names.
 _OLD_SHAPE: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "n_embd": 64,
@@ -227,7 +227,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
 
 
 def model_type(name: str) -> str:
-    """Of an architecture of ARCHITECTURES."""
+    """model_type of an entry of ARCHITECTURES."""
     return str(ARCHITECTURES[name].get("model_type", name))
 
 

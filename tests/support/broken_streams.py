@@ -47,7 +47,7 @@ def merged(events: Sequence[Any]) -> list[tuple[Any, str]]:
 
 
 def without_times(events: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
-    """Of answers, which say when they were made, and what was in the cache then."""
+    """Answers without their creation times and cache counts."""
     return [
         (
             re.sub(

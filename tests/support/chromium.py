@@ -136,7 +136,7 @@ class Browser:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self.listeners: dict[str, Any] = {}
-        """Of events, by session."""
+        """Callbacks of events, by session."""
 
     async def call(self, method: str, params: Any, session: str = "") -> Any:
         """Raises ScriptFailed with the browser's own error."""

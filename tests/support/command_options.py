@@ -17,8 +17,8 @@ CLASSES: Mapping[str, type[Options]] = {
 
 
 def options_of(command: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Of `baton VERB --name=value --flag ... MODEL`. Raises ConfigError for what the process would
-    refuse."""
+    """Options of `baton VERB --name=value --flag ... MODEL`. Raises ConfigError for what the
+    process would refuse."""
     verb, *flags, model = command
     values: dict[str, object] = {
         name.removeprefix(ENV_PREFIX).lower(): value

@@ -19,7 +19,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PORT = 50051
 HTTP_PORT = 8000
-#: Of services that are not ours, by name.
+#: Ports of services that are not ours, by name.
 OTHER_PORTS = {"redis": 6379}
 
 _VARIABLE = re.compile(r"\$\{\w+:-([^}]*)\}")

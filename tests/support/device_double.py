@@ -73,7 +73,7 @@ class DoubleMemory:
 
 
 class DeviceArrayPool(ArrayKvPool):
-    """A pool in host memory whose device, so it says, shares memory."""
+    """A pool in host memory with a device that claims to share memory."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         super().__init__(layout, num_blocks)

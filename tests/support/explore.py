@@ -35,7 +35,7 @@ _Visit = Callable[[Any, list[object], dict[int, int]], None]
 class Digest:
     """Takes digests of what is reachable from an object.
 
-    opaque: types of whose objects nothing counts but the type. ignored: attributes that do not
+    opaque: types of objects that count by their type alone. ignored: attributes that do not
     count, by the name of the class, and of the attribute.
     """
 

@@ -1,4 +1,4 @@
-"""An InferenceService without a model, whose behaviour a request's `model` field chooses; also a
+"""An InferenceService without a model; a request's `model` field chooses its behaviour. Also a
 program that serves it.
 
 "" answers with the prompt's token ids (or the code points of its text), one a piece; "hang" sends
@@ -181,7 +181,7 @@ def comes_at_end(sampling: Any) -> bool:
 
 
 def whole_choices(request: Any) -> list[Any]:
-    """Of each choice one piece: the prompt's tokens and the choice's number."""
+    """One piece for each choice: the prompt's tokens and the choice's number."""
     ids, num_choices = prompt_ids(request), request.sampling.n or 1
     pieces = [
         inference_pb2.GenerateResponse(

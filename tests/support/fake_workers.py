@@ -79,12 +79,13 @@ def expected_output(spec: SequenceSpec, max_model_len: int = 1 << 30) -> list[in
 
 
 def expected_outputs(spec: SequenceSpec) -> list[list[int]]:
-    """Of each choice, or each output of the search; a search finds what choices would be."""
+    """Expected tokens of each choice, or each output of the search; a search finds what choices
+    would be."""
     return [expected_output(spec.choice_alone(number)) for number in range(spec.num_choices)]
 
 
 def scores_of(spec: SequenceSpec) -> list[float]:
-    """Of the outputs of a search."""
+    """Scores of the outputs of a search."""
     return [-1.5 * number for number in range(len(expected_outputs(spec)))]
 
 
@@ -137,7 +138,7 @@ class _Sequence:
     handle: int
     spec: SequenceSpec
     choices: set[int]
-    """Those that were not given up, counted from the first."""
+    """Choices that were not cancelled, counted from the first."""
     num_blocks: int
     num_shared_blocks: int = 0
     """Blocks of the prompt that another choice's sequence counts."""
@@ -638,7 +639,7 @@ class FakePrefill:
         self.links[-1].emit(handle, event)
 
     def _firsts(self, spec: SequenceSpec) -> list[tuple[Sample, FinishReason]]:
-        """Of each choice, the first token, and whether it ends the choice; of a search one for the
+        """The first token of each choice, and whether it ends the choice; a search has one for the
         decode worker alone."""
         if spec.sampling.beam:
             return [(next_sample(spec, spec.token_ids), FinishReason.NONE)]

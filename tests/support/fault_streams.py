@@ -141,8 +141,8 @@ async def until_quiet(client: AsyncClient, num_workers: int) -> None:
 async def proxied_cluster(
     num_prefill: int = 2, num_decode: int = 2, **options: Any
 ) -> AsyncIterator[ProxiedCluster]:
-    """Oracle engines whose steps take 8 ms, and a proxy on every link. However often a process is
-    killed, it is started again after the first delay."""
+    """Oracle engines with steps of 8 ms, and a proxy on every link. A killed process is always
+    started again after the first delay."""
     defaults = {
         "model": str(BOX_MODEL),
         "engine": "oracle",

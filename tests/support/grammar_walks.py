@@ -31,7 +31,7 @@ END = 0
 
 @cache
 def box_vocabulary() -> GrammarVocabulary:
-    """Of the bundled model, with the 4096 ids of its config."""
+    """Vocabulary of the bundled model, with the 4096 ids of its config."""
     return load_vocabulary(BOX_MODEL, 4096)
 
 
@@ -132,7 +132,7 @@ def regexes() -> st.SearchStrategy[str]:
 
 
 def schemas() -> st.SearchStrategy[dict[str, Any]]:
-    """JSON Schemas whose documents are bounded, so that a random output ends."""
+    """JSON Schemas with bounded documents, so that a random output ends."""
     names = st.text("abcé ", min_size=1, max_size=3)
     leaf: st.SearchStrategy[dict[str, Any]] = st.one_of(
         st.just({"type": "boolean"}),

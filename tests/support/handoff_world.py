@@ -1,4 +1,4 @@
-"""Two workers, a gateway and the KV channel between them, whose every step is the caller's choice.
+"""Two workers, a gateway and the KV channel between them; the caller chooses every step.
 
 All that takes part is the real code: the reducer of requests, both workers' cores, the sender, its
 connection, the receiver's sessions, the ticket table, the block pool. In the place of threads,

@@ -22,7 +22,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def header_block(path: str, **extra: str) -> bytes:
-    """Of a call of gRPC. RFC 7541, 6.2.2: literal fields that are not indexed, nothing
+    """Header block of a gRPC call. RFC 7541, 6.2.2: literal fields that are not indexed, nothing
     compressed."""
     fields = {
         ":method": "POST",

@@ -44,7 +44,8 @@ async def reporting(serve: _Serve, options: object) -> AsyncIterator[ReadyReport
 
 
 #: Of tiers that share one interpreter. On a busy machine none of them may run for seconds: none is
-#: to be given up for it.
+#: Options of tiers that share one interpreter. On a busy machine a tier may not run for seconds,
+#: and must not be given up for it.
 _COMMON = {"drain_timeout_s": 1.0, "worker_stall_timeout_s": 15.0}
 
 
@@ -69,7 +70,7 @@ def gateway(prefills: list[str], decodes: list[str], **options: Any) -> Any:
 
 
 def options_of_gateway(prefills: list[str], decodes: list[str], **options: Any) -> GatewayOptions:
-    """Of a gateway before the workers at these addresses."""
+    """Options of a gateway before the workers at these addresses."""
     defaults = {**_COMMON, "model": str(BOX_MODEL), "served_model_name": "oracle", "port": 0}
     # What a test does not say is the oracle's default, not the model's own.
     defaults["generation_config"] = "none"

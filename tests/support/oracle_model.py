@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-#: Of OracleOptions.
+#: Vocabulary of OracleOptions.
 VOCAB_SIZE = 1000
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

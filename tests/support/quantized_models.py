@@ -241,7 +241,7 @@ def is_projection(name: str) -> bool:
 
 
 def of_transposed(encode: Encode) -> Encode:
-    """For models whose layers keep their weights as [in, out]: what a format stores is the same."""
+    """For models that keep layer weights as [in, out]: the stored format is the same."""
 
     def encode_turned(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         pieces, dense = encode(weight.t().contiguous())

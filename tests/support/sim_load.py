@@ -62,7 +62,7 @@ _LAYOUT = KvLayout("timed", 1, 1, 1, "float16", _BLOCK_SIZE)
 
 @dataclass(frozen=True)
 class Speed:
-    """Of an engine. host_s: between two steps. transfer_s: of a handoff, once all is computed.
+    """Times of an engine. host_s: between two steps. transfer_s: of a handoff, after all compute.
     overlaps: whether prompts and weights take the longer of their times, not the sum.
 
     noise: share of the steps that take longer, by `noise_s` in the mean: others use the machine.
@@ -306,7 +306,7 @@ class LoadCluster:
 
     @property
     def ahead_s(self) -> float:
-        """Of the worker whose step is being computed just now."""
+        """Time ahead of the worker that computes a step now."""
         return max(node.clock.ahead_s for node in self.nodes) if self.nodes else 0.0
 
     async def close(self) -> None:

@@ -68,7 +68,7 @@ class SimShape:
     num_pool_blocks: int = 0
     """Blocks that sequences may have, if fewer than the engine's."""
     layers: OracleLayers = FULL_LAYERS
-    """Of all workers alike. With states there is a slot for each of max_num_seqs, and steps are
+    """Layers of all workers. With states there is a slot for each of max_num_seqs, and steps are
     not launched ahead."""
     has_window_slots: bool = False
     """Whether windowed layers' KV lies apart, with as few slots as a worker would have; where the
@@ -126,7 +126,7 @@ class EnoughSlots(StateSlots):
 
 
 def _allocators(engine: Engine) -> list[GroupAllocator]:
-    """Of groups that lie apart, whatever their kinds."""
+    """Allocators of all groups that lie apart from the blocks."""
     found = []
     for number, table in engine.kv.slot_tables.items():
         own = engine.kv.groups[number].allocator(table)

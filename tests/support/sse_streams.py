@@ -25,9 +25,8 @@ _Lines = AsyncGenerator[bytes]
 
 
 def by_sse(address: Callable[[], str], *, by_event_id: bool = False) -> Source:
-    """address: of the gateway that runs now. A stream whose connection breaks, or that no gateway
-    answers, is asked for again with what came of it, or by_event_id: with the id of the last
-    event."""
+    """address: of the current gateway. A stream with a broken connection, or without an answer, is
+    requested again with the tokens received, or by_event_id: with the id of the last event."""
 
     async def pieces(request: OracleRequest) -> AsyncGenerator[Chunk]:
         client = _Client(address, request, by_event_id=by_event_id)
@@ -50,7 +49,7 @@ def by_sse(address: Callable[[], str], *, by_event_id: bool = False) -> Source:
 
 
 class _Client:
-    """Of one stream."""
+    """Client of one stream."""
 
     def __init__(
         self, address: Callable[[], str], request: OracleRequest, *, by_event_id: bool
@@ -120,7 +119,7 @@ class ChatStream:
         self._path = path
         self._asked = {**asked, "stream": True, "return_token_ids": True}
         self.request_id = ""
-        """Of the first part, once it has begun."""
+        """Id of the first part, once it has begun."""
         self.events: list[Any] = []
         """That came, and are not to come again."""
         self.num_parts = 0

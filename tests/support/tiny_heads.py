@@ -113,7 +113,7 @@ MTP_LAYER = "model.layers.2."
 
 
 def make_tiny_mtp_model(folder: Path, family: Family, *, is_shared: bool = True) -> Path:
-    """A tiny model of two layers whose checkpoint has one more for multi-token prediction, as
+    """A tiny model of two layers with one more in its checkpoint for multi-token prediction, as
     DeepSeek's and GLM's have. is_shared: its embeddings and output layer are the model's.
 
     Beside it, named FOLDER-deep, the model of three layers of which the last became that one.

@@ -1,4 +1,5 @@
-"""An engine whose launches are counted, fail when they are to, and may touch only leased blocks."""
+"""An engine with counted launches, which fail when the test says so and may touch only leased
+blocks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from baton.wire import step_from_proto, step_to_proto
 from worker_core.sequence_service import Outbox, in_messages
 
 #: Of one sequence: how many tokens a step gave, 0 for a change of state; then how far the next step
-#: jumps, 0 as it should.
+#: Steps of one sequence: number of tokens, 0 for a change of state; then how far the next step
+#: jumps, 0 if correct.
 STEPS = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 0, 1, -1]), st.integers(0, 4)), max_size=12
 )

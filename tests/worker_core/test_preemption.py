@@ -1,5 +1,4 @@
-"""What a decode worker does with the KV of sequences whose turn it is not, and what it learns by
-it."""
+"""What a decode worker does with the KV of sequences that must wait, and what it learns from it."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ BLOCK_SIZE, NUM_TOKENS = 4, 10
 
 @dataclass
 class Worker:
-    """A decode worker's memory, whose prompts take 2 s anew; looks at the clock are `tick_s`
-    apart."""
+    """A decode worker's memory with prompts that take 2 s to recompute; readings of the clock are
+    `tick_s` apart."""
 
     tick_s: float = 0.0
     num_blocks: int = 12
@@ -52,7 +51,7 @@ class Worker:
         return lambda: next(looks) * self.tick_s
 
     def run(self, handle: int, priority: int = 0) -> WorkerSequence:
-        """A sequence all of whose KV is here."""
+        """A sequence with all of its KV here."""
         prompt = tuple(range(100 * handle, 100 * handle + NUM_TOKENS))
         spec = SequenceSpec(f"r{handle}", prompt, Sampling(), priority=priority, arrival_ns=handle)
         lease = self.pool.lease(b"", prompt, NUM_TOKENS)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Final, Protocol
 
@@ -137,7 +138,9 @@ class GroupAllocator(ABC):
     """Whether running sequences give back slots that they no longer need."""
 
     def __init__(self, table: SlotTable) -> None:
+        """table: without slots."""
         self.num_slots, self.of_block = table.num_slots, table.of_block
+        self._free = deque(range(self.num_slots))
 
     def bind(self, index: WholeBlocks) -> None:
         """Set the prefix index; called once, before any other method."""
@@ -148,9 +151,17 @@ class GroupAllocator(ABC):
         """Slots by state, for load reports."""
 
     @property
-    @abstractmethod
     def num_available(self) -> int:
         """Slots available now."""
+        return len(self._free)
+
+    def take(self, block_id: int) -> None:
+        """Assign an available slot to a block without one."""
+        self.of_block[block_id] = self._free.popleft()
+
+    def _free_slot(self, block_id: int) -> None:
+        self._free.append(self.of_block[block_id])
+        self.of_block[block_id] = -1
 
     @abstractmethod
     def begin(self, block_ids: Sequence[int], places: range) -> set[int]:
@@ -189,12 +200,29 @@ class GroupAllocator(ABC):
     def on_evicted(self, block_id: int) -> None:  # noqa: B027
         """A cached block is about to be overwritten."""
 
-    @abstractmethod
     def check_integrity(
         self, leases: Iterable[tuple[Sequence[int], set[int]]], whole: set[int]
     ) -> None:
         """Raise AssertionError unless each slot is in exactly one state. leases: (block table,
         held) of each; whole: blocks indexed with the KV of all groups."""
+        with_slot = {block_id for block_id, slot in enumerate(self.of_block) if slot >= 0}
+        slots = [*(self.of_block[block_id] for block_id in with_slot), *self._free]
+        raise_faults(
+            {
+                "a slot is in two states": len(set(slots)) != len(slots),
+                "a slot is lost": len(slots) != self.num_slots,
+                **self._faults(leases, whole, with_slot),
+            }
+        )
+
+    @abstractmethod
+    def _faults(
+        self,
+        leases: Iterable[tuple[Sequence[int], set[int]]],
+        whole: set[int],
+        with_slot: Set[int],
+    ) -> dict[str, bool]:
+        """Faults of this kind, and whether each is there. with_slot: blocks that have one."""
 
 
 def raise_faults(faults: dict[str, bool]) -> None:

@@ -11,12 +11,11 @@ States cannot be rewound, and states after a prefix are not kept, so prefixes ar
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import ClassVar, Final
 
 from baton.types import BlockCounts, KvLayout
-from engine.kv.groups.group import GroupAllocator, LayerGroup, SlotTable, raise_faults
+from engine.kv.groups.group import GroupAllocator, LayerGroup, SlotTable
 
 STATE: Final = 3
 
@@ -58,18 +57,9 @@ class StateSlots(GroupAllocator):
     written_places: ClassVar[tuple[int, ...]] = (0,)
     num_at_start: ClassVar[int] = 1
 
-    def __init__(self, table: SlotTable) -> None:
-        """table: without slots."""
-        super().__init__(table)
-        self._free = deque(range(self.num_slots))
-
     def counts(self) -> BlockCounts:
         """All zero: there is one slot per sequence that may run, so slots never run out."""
         return BlockCounts(0, 0, 0)
-
-    @property
-    def num_available(self) -> int:
-        return len(self._free)
 
     def begin(self, block_ids: Sequence[int], places: range) -> set[int]:
         del places
@@ -87,25 +77,14 @@ class StateSlots(GroupAllocator):
 
     def on_freed(self, block_id: int) -> None:
         if self.of_block[block_id] >= 0:
-            self._free.append(self.of_block[block_id])
-            self.of_block[block_id] = -1
+            self._free_slot(block_id)
 
-    def take(self, block_id: int) -> None:
-        """Assign an available slot to a block without one."""
-        self.of_block[block_id] = self._free.popleft()
-
-    def check_integrity(
-        self, leases: Iterable[tuple[Sequence[int], set[int]]], whole: set[int]
-    ) -> None:
+    def _faults(
+        self,
+        leases: Iterable[tuple[Sequence[int], set[int]]],
+        whole: set[int],
+        with_slot: Set[int],
+    ) -> dict[str, bool]:
         del whole
-        used = [slot for slot in self.of_block if slot >= 0]
-        with_slot = {block_id for block_id, slot in enumerate(self.of_block) if slot >= 0}
         first_blocks = {block_ids[0] for block_ids, _ in leases}
-        raise_faults(
-            {
-                "a state slot is in two states": len({*used, *self._free})
-                != len(used) + len(self._free),
-                "a state slot is lost": len(used) + len(self._free) != self.num_slots,
-                "a state slot is of no sequence, or a sequence has none": with_slot != first_blocks,
-            }
-        )
+        return {"a slot is of no sequence, or a sequence has none": with_slot != first_blocks}

@@ -18,12 +18,12 @@ read `of_block` for blocks that they own.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence, Set
 from typing import ClassVar, Final
 
 from baton.types import BlockCounts, KvLayout
-from engine.kv.groups.group import GroupAllocator, LayerGroup, SlotTable, raise_faults
+from engine.kv.groups.group import GroupAllocator, LayerGroup, SlotTable
 
 WINDOWED: Final = 2
 
@@ -77,9 +77,7 @@ class WindowSlots(GroupAllocator):
     slides: ClassVar[bool] = True
 
     def __init__(self, table: SlotTable) -> None:
-        """table: without slots."""
         super().__init__(table)
-        self._free = deque(range(self.num_slots))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Blocks with unreferenced slots, least recently given back first."""
         self._references = [0] * len(self.of_block)
@@ -93,10 +91,6 @@ class WindowSlots(GroupAllocator):
     def num_available(self) -> int:
         """Free slots, and cached ones that can be evicted."""
         return len(self._free) + len(self._cached)
-
-    @property
-    def num_held(self) -> int:
-        return self.num_slots - self.num_available
 
     # Leases
 
@@ -145,14 +139,11 @@ class WindowSlots(GroupAllocator):
     # Slots
 
     def take(self, block_id: int) -> None:
-        """Assign an available slot to a block without one."""
-        if self._free:
-            slot = self._free.popleft()
-        else:
+        if not self._free:
             loser, _ = self._cached.popitem(last=False)
-            slot, self.of_block[loser] = self.of_block[loser], -1
+            self._free_slot(loser)
             self._index.set_partial(loser)
-        self.of_block[block_id] = slot
+        super().take(block_id)
         self._references[block_id] = 1
 
     def hold(self, block_id: int) -> None:
@@ -181,29 +172,21 @@ class WindowSlots(GroupAllocator):
         self.of_block[target], self.of_block[source] = self.of_block[source], -1
         self._references[target], self._references[source] = 1, 0
 
-    def _free_slot(self, block_id: int) -> None:
-        self._free.append(self.of_block[block_id])
-        self.of_block[block_id] = -1
-
-    def check_integrity(
-        self, leases: Iterable[tuple[Sequence[int], set[int]]], whole: set[int]
-    ) -> None:
+    def _faults(
+        self,
+        leases: Iterable[tuple[Sequence[int], set[int]]],
+        whole: set[int],
+        with_slot: Set[int],
+    ) -> dict[str, bool]:
         expected = [0] * len(self.of_block)
         for block_ids, held in leases:
             for place in held:
                 expected[block_ids[place]] += 1
-        used = [slot for slot in self.of_block if slot >= 0]
-        with_slot = {block_id for block_id, slot in enumerate(self.of_block) if slot >= 0}
         with_owner = {block_id for block_id, count in enumerate(expected) if count}
-        raise_faults(
-            {
-                "references to slots differ from the leases": expected != self._references,
-                "a slot is in two states": len({*used, *self._free}) != len(used) + len(self._free),
-                "a slot is lost": len(used) + len(self._free) != self.num_slots,
-                "a slot is of no lease and not cached": with_slot
-                != with_owner | self._cached.keys(),
-                "a cached slot is of a lease": not with_owner.isdisjoint(self._cached),
-                "a cached slot cannot be found": not self._cached.keys() <= whole,
-                "a block without a slot is found as whole": not whole <= with_slot,
-            }
-        )
+        return {
+            "references to slots differ from the leases": expected != self._references,
+            "a slot is of no lease and not cached": with_slot != with_owner | self._cached.keys(),
+            "a cached slot is of a lease": not with_owner.isdisjoint(self._cached),
+            "a cached slot cannot be found": not self._cached.keys() <= whole,
+            "a block without a slot is found as whole": not whole <= with_slot,
+        }

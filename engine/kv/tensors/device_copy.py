@@ -81,6 +81,7 @@ class PagedDeviceCopy:
         memory. memory: of the same device."""
         self.memory = memory
         self._layout = layout
+        self._groups = groups_of(layout)
         self._order = order
         self._pinned = PinnedStagingBuffer(blocks.device)
         self._blocks = blocks
@@ -215,7 +216,7 @@ class PagedDeviceCopy:
     def _check(
         self, block_ids: Sequence[int], piece: KvRange, wire: PayloadFormat, num_bytes: int
     ) -> None:
-        check_range(groups_of(self._layout), self._num_blocks, block_ids, piece)
+        check_range(self._groups, self._num_blocks, block_ids, piece)
         if not self.fits(piece, wire):
             raise ValueError(f"{piece} in runs of {wire.block_size} tokens is not of whole words")
         if num_bytes != wire.num_bytes(piece):

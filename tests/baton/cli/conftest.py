@@ -69,7 +69,7 @@ class FakeStream:
 
 
 class FakeClient:
-    """A client whose answers a test writes, and which keeps what was asked."""
+    """A client with answers that the test writes; records the requests."""
 
     def __init__(self) -> None:
         self.address = ""

@@ -315,7 +315,7 @@ async def test_what_comes_again_is_no_progress(
 async def test_a_choice_that_is_another_one_when_it_comes_again_is_an_error(
     async_client: AsyncClient, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a gateway whose workers round otherwise."""
+    """As a gateway refuses that has only workers of another numerics class."""
     fake.failures_after_first.append(WorkerLost("gone", retry_after_s=0))
     async with AsyncClient(async_client.address, max_retries=2) as client:
         stream = client.stream("ab", n=2, best_of=3)

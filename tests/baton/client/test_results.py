@@ -23,7 +23,7 @@ def position(token_id: int) -> sampling_pb2.PositionLogprobs:
 
 
 def calls() -> GenerateCalls:
-    """Of a stream that nothing was sent for."""
+    """The calls of a stream before anything is sent."""
     connections = Connections(aio_channel, ("127.0.0.1:1",))
     request = inference_pb2.GenerateRequest()
     return GenerateCalls(connections, Settings.of("127.0.0.1:1", 1.0, (), 0), request, "r", None)

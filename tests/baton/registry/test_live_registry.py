@@ -30,7 +30,7 @@ LEASE_S, PERIOD_S, TIMEOUT_S = 0.5, 0.05, 0.25
 OUTAGE_S = 3 * LEASE_S
 
 
-#: Of an answer that is begun before the outage, and read to its end after it.
+#: Length of an answer that begins before the outage and ends after it.
 NUM_LASTING_TOKENS = 400
 
 
@@ -200,7 +200,7 @@ async def test_a_bad_link_to_the_registry_fails_no_request(
 
 async def test_who_comes_and_goes_is_seen_in_a_slow_registry_too(server: RedisServer) -> None:
     async with FaultProxy(server.port).running() as proxy, AsyncExitStack() as stack:
-        # Of each of the round trips that a look at the list takes.
+        # Delay of each round trip; listing takes several.
         proxy.weather(back=Weather(delay_s=TIMEOUT_S / 25))
         enter, url = stack.enter_async_context, f"redis://127.0.0.1:{proxy.port}/0"
         await enter(decode_worker(worker_id="d0", registry=url))

@@ -301,7 +301,7 @@ def test_what_is_collected_while_others_record_is_whole_records() -> None:
 
     def write() -> None:
         for index in range(num_records):
-            # In pairs whose buckets differ, so that a sum that belongs to other counts shows.
+            # Pairs have different buckets, so that a sum that belongs to other counts shows.
             histogram.record(*((0.5, {"a": "b"}) if index % 2 else (8.0, {"a": "b"})))
 
     def checked(reader: _InMemory) -> list[int]:

@@ -39,9 +39,10 @@ CLASSES = {
     "kimi_k2": "DeepseekV3Config",
 }
 #: Those whose config.json is drawn at random; of the others the defaults are compared, and their
-#: tokens: see test_families.
+#: Families tested with random config.json files; of the others, defaults and tokens are compared
+#: (see test_families).
 DRAWN = ("llama", "mistral", "qwen2", "qwen3")
-#: Those that take attention_bias for the output layer, too.
+#: Families with attention_bias in the output layer, too.
 OUTPUT_BIASED = (
     "llama",
     "qwen3",

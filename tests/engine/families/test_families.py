@@ -58,7 +58,7 @@ LONG_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
-#: Of a Phi-3 whose contexts may be longer than it was first trained for.
+#: Rope settings of a Phi-3 for longer contexts than it was first trained on.
 FACTORS: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 1000.0,
@@ -144,12 +144,13 @@ SHARED = sorted(set(CASES) - {"olmo2"})
 
 
 #: Of mixtures, of norms and windows, of packed weights and of latents one each. Of the others make
-#: test compares tokens, with the slow ones; the rest is .ci/run's.
+#: One family each with a mixture, norms and windows, packed weights, and latents. `make test`
+#: compares tokens of the others with the slow tests; .ci/run does the rest.
 FEW = ("glm4-moe", "gemma3", "phi3-partial", "deepseek-v3")
 
 
 def params_of(names: Iterable[str], *marks: pytest.MarkDecorator) -> list[Any]:
-    """Those that are not among the few are slow, and are marked so besides."""
+    """Parameters for parametrize; names outside of FEW are marked slow, and with `marks`."""
     slow = (pytest.mark.slow, *marks)
     return [name if name in FEW else pytest.param(name, marks=slow) for name in names]
 
@@ -280,9 +281,9 @@ def published(
 
 
 def params_of_formats() -> list[Any]:
-    """Of each format one family runs always: GPTQ of fused tensors, AWQ of a mixture, integers of
-    norms on both sides, float8 of a latent. Of gpt-oss only attention is quantised so: tools leave
-    its experts as they are, in one tensor."""
+    """One family of each format always runs: GPTQ of fused tensors, AWQ of a mixture, integers of
+    norms on both sides, float8 of a latent. Only attention of gpt-oss is quantised, as by published
+    tools, which leave its experts in one tensor."""
     always = set(zip(FORMATS, ("phi3-partial", "glm4-moe", "gemma3", "deepseek-v3"), strict=True))
     slow = (pytest.mark.slow, pytest.mark.long)
     return [
@@ -340,7 +341,7 @@ def test_experts_of_gpt_oss_in_halves_are_refused(tiny_model: MakeModel, tmp_pat
 
 
 def quantise_experts(rounded: Path, dense: Path) -> None:
-    """Of a gpt-oss in GPTQ: each expert's layers become two of their own."""
+    """Quantise a gpt-oss in GPTQ: each expert's layers become two layers of its own."""
     tensors, meant = (load_file(path / "model.safetensors") for path in (rounded, dense))
     for name in [name for name in tensors if ".experts." in name]:
         folder, _, last = name.rpartition(".")
@@ -357,7 +358,7 @@ def quantise_experts(rounded: Path, dense: Path) -> None:
 
 
 def meaning(tensors: dict[str, torch.Tensor], layer: str) -> torch.Tensor:
-    """Of a tensor of a checkpoint that `baton quantize` wrote, the weight that it stands for."""
+    """The weight that a compressed tensor stands for."""
     scale, packed = tensors.get(f"{layer}.weight_scale"), tensors.get(f"{layer}.weight_packed")
     if scale is None:
         return tensors[layer if layer in tensors else f"{layer}.weight"]

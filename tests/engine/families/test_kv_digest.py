@@ -14,7 +14,7 @@ LACKING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
 }
 
-#: Of a config.json that says no more than model_type, as release 0.1.0 and later ones computed it.
+#: Digests of a config.json that has only model_type, as release 0.1.0 and later ones computed them.
 DIGESTS = {
     "llama": "e5c24c5efdb284c7",
     "mistral": "8759214924cb5785",

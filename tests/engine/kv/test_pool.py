@@ -207,8 +207,8 @@ TestWindowedPoolMachine = WindowedPoolMachine.TestCase
 
 
 class HeldWindowMachine(RuleBasedStateMachine):
-    """Of a model whose layers are all windowed: sequences grow, fork, and are found again; the
-    model remembers which tokens each block has KV of."""
+    """A model with windowed layers only: sequences grow, fork, and are found again. The state
+    machine remembers which tokens each block has KV of."""
 
     WINDOW = 6
 
@@ -466,9 +466,9 @@ def test_full_is_a_value(tokens: list[int], num_tokens: int) -> None:
 
 
 class SlottedPoolMachine(RuleBasedStateMachine):
-    """Of a model with layers of both kinds, whose windowed layers keep their KV apart: sequences
-    grow, fork, and are found again; the model remembers which prefix each block's full layers and
-    each slot have KV of."""
+    """A model with both kinds of layers and slots for the windowed ones: sequences grow, fork, and
+    are found again. The state machine remembers which prefix each block's full layers and each slot
+    have KV of."""
 
     WINDOW = 6
 
@@ -530,10 +530,10 @@ class SlottedPoolMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, num_new: int) -> None:
         lease, tokens = data.draw(st.sampled_from(self.live))
         start = len(tokens)
-        before = self.slots.num_held
+        before = self.slots.counts().leased
         copies = lease.prepare_write(start, start + num_new)
         if copies is None:
-            assert self.slots.num_held == before
+            assert self.slots.counts().leased == before
             return
         for copy in copies:
             self.in_block[copy.target] = self.in_block[copy.source]
@@ -564,7 +564,7 @@ class SlottedPoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for lease, _ in self.live:
             lease.release()
-        assert self.pool.counts().leased == self.slots.num_held == 0
+        assert self.pool.counts().leased == self.slots.counts().leased == 0
         counts = self.pool.slot_counts()
         assert (counts.leased, counts.available) == (0, counts.total) == (0, 9)
         self.pool.check_integrity()
@@ -583,7 +583,7 @@ def test_a_prefix_whose_windows_slots_went_to_others_is_computed_again() -> None
         for end in range(lease.num_cached_tokens + 4, len(turn) + 1, 4):
             assert lease.prepare_write(end - 4, end) == ()
             lease.slide(turn, end)
-            assert slots.num_held <= 3
+            assert slots.counts().leased <= 3
         lease.index(turn, len(turn))
         lease.release()
         pool.check_integrity()

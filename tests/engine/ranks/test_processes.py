@@ -47,7 +47,7 @@ def losses() -> queue.Queue[str]:
 def engine(
     model: Path, losses: queue.Queue[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TorchEngine]:
-    """Of two ranks."""
+    """An engine of two ranks."""
     monkeypatch.setattr(start, "RankTeam", partial(RankTeam, on_loss=losses.put))
     made = load_engine(str(model), num_blocks=32, tensor_parallel_size=2)
     yield made

@@ -1,4 +1,4 @@
-"""An engine whose KV is kept in 8 bits: the same tokens whatever became of the blocks, and text
+"""An engine with KV in 8 bits: tokens do not depend on what happens to the blocks, and the text is
 nearly as likely."""
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def test_nothing_follows_a_row_that_is_not_of_the_launch_just_before(
     engine.forward(Batch((first_slice(0, SAMPLINGS[0]),)))
     with pytest.raises(EngineFault):
         engine.launch(Batch((part._replace(follows=1),)))
-    # Nor one of a launch that failed.
+    # A step cannot follow a failed launch, either.
     with pytest.raises(EngineFault):
         engine.launch(Batch((part,)))
 

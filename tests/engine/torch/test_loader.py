@@ -308,7 +308,7 @@ def test_a_tensor_that_nobody_wants_is_not_read(checkpoint: Path) -> None:
 
 
 def test_progress_each_second_says_how_fast_weights_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all shards together: two of 4 MiB, the second half read after two seconds."""
+    """Over all shards together: two of 4 MiB, the second half read after two seconds."""
     phases: list[str] = []
     now = 10.0
     monkeypatch.setattr(weights, "report_phase", phases.append)

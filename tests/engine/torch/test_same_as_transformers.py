@@ -87,7 +87,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 #: Of each kind of attention and of positions one. Of the others make test compares tokens with the
-#: slow ones, and leaves the rest to .ci/run.
+#: One model for each kind of attention and of positions. `make test` compares tokens of the others
+#: with the slow tests, and leaves the rest to .ci/run.
 FEW = (
     "llama-gqa",
     "llama-llama3",

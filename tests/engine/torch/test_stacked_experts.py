@@ -42,7 +42,7 @@ def test_mxfp4_is_read_as_transformers_reads_it() -> None:
 
 @pytest.fixture
 def packed(tiny_model: MakeModel, tmp_path: Path) -> tuple[Path, Path]:
-    """A model whose experts are in mxfp4, and the same with what these mean."""
+    """A model with experts in mxfp4, and the same one dequantised."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     plain = tiny_model("gpt_oss", intermediate_size=64)

@@ -1,5 +1,5 @@
-"""Models whose windowed layers keep their KV apart, in as many slots as windows take: the tokens
-are those of one pool, and of transformers, whatever becomes of a sequence."""
+"""Models with slots for their windowed layers, as many as the windows take: the tokens are those of
+one pool, and of transformers, whatever happens to a sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from worker_core.speculation.interface import DraftRequest
 
 WINDOW, NUM_TOKENS, VOCAB = 11, 14, 250
 #: By family: settings, and windowed layers. Of the last the layers have no part that native code
-#: does not run in one call.
+#: By family: settings, and windowed layers. Native code runs all layers of the last one in one
+#: call.
 CASES: dict[Family, tuple[dict[str, Any], int]] = {
     "gemma3_text": (
         {

@@ -30,7 +30,9 @@ GREEDY = Sampling()
 FEW = ("bloom", "gpt_oss", "jamba")
 #: Besides, by `make test`: states that go on with several tokens at once, a gated delta rule,
 #: layers that read another's KV, windows in most layers, rotary parts of a head, learned positions,
-#: experts. Of all others it tries the tokens alone, and leaves the rest to .ci/run.
+#: `make test` also tries: states that continue with several tokens at once, a gated delta rule,
+#: layers that read another's KV, windows in most layers, rotary parts of a head, learned positions,
+#: experts. It compares tokens of all others, and leaves the rest to .ci/run.
 SOME = (
     *("dbrx", "gemma3_text", "gemma3n_text", "gpt2", "gpt_neox", "granitemoehybrid", "mixtral"),
     "qwen3_next",
@@ -38,7 +40,7 @@ SOME = (
 #: Where sigmoids and softmaxes are narrower than a vector, torch rounds their last element one way
 #: or another with the size of the batch; DBRX multiplies its experts' weights by itself.
 ROUNDED = ("afmoe", "dbrx", "dots1", "glm4_moe", "minimax_m2", "phimoe", "qwen2_moe")
-#: Of these the layers' weights are [in, out].
+#: Architectures with layer weights [in, out].
 TRANSPOSED = ("gpt2",)
 #: Layers with a state add up a chunk's tokens in another order than those that come one by one, and
 #: cannot go back to where a draft was not accepted.

@@ -224,7 +224,7 @@ def test_calls_are_found_however_the_output_is_cut(
 
 
 def schemas_of(calls: Calls) -> Schemas:
-    """Of tools whose arguments are of the types that calls give them."""
+    """Tools with arguments of the types that calls give them."""
     names: dict[str, dict[str, set[str]]] = {}
     for tool, arguments in calls:
         types = names.setdefault(tool, {})

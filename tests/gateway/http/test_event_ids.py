@@ -1,5 +1,5 @@
-"""A stream goes on behind the event whose id the client names: what it has is left out, whatever
-pieces either answer came in, and an answer that turns out another one is no part of it."""
+"""A stream resumes after the event id that the client names: earlier events are left out, however
+either answer was cut into pieces, and a different answer is not joined to it."""
 
 from __future__ import annotations
 

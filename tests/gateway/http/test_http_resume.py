@@ -77,8 +77,8 @@ def form_of(kind: str, **fields: Any) -> Format:
 def chunks_of(
     text: str, cuts: Sequence[int], start: int = 0
 ) -> Iterator[inference_pb2.GenerateResponse]:
-    """A token for each character, in pieces; of a stream that is taken up behind `start` of them,
-    whose first piece has all text, as gateway.output.ChoiceOutput gives it."""
+    """A token for each character, in pieces; the first piece of a stream resumed after `start` of
+    them has all their text, as gateway.output.ChoiceOutput gives it."""
     end, number = start, 0
     while end < len(text):
         begin, end = end, min(len(text), end + cuts[number % len(cuts)])

@@ -40,7 +40,7 @@ def same_as_the_library(data: bytes, piece_bytes: int) -> bool:
 PIECES = st.integers(SMALLEST_PIECE, 60)
 SPACES = st.sampled_from(["", "", "", " ", "\n" * 30, "\t \r"])
 
-#: Of texts, some of them as no text may have them.
+#: Pieces of texts, some of them invalid.
 UNITS = st.sampled_from(
     [
         *("x", "xyz" * 9, "é", "\u20ac", "\U0001f600", "[", "{", ":", ",", "]", "}", " " * 20),

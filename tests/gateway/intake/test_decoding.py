@@ -35,7 +35,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_piece(decoder: decoders.Decoder) -> Tokenizer:
-    """BPE with byte fallback, whose words bring their space."""
+    """BPE with byte fallback and a space before each word."""
     vocab = {text: i for i, text in enumerate(["<unk>", *BYTES, *WORDS])}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoder
@@ -119,7 +119,7 @@ by_kind = pytest.mark.parametrize("name", TOKENIZERS)
 
 #: Positions in a vocabulary, those behind its end without a token.
 PLACES = st.lists(st.floats(0, 1.02), max_size=30)
-#: Texts whose characters are of one to four bytes.
+#: Texts of characters of one to four bytes.
 TEXTS = st.text(st.sampled_from("aé你𝄞 🙂\ufffd"), max_size=12)
 
 

@@ -15,6 +15,7 @@ from gateway.intake.rules import ModelFacts
 from gateway.intake.sampling_defaults import sampling_defaults
 from gateway.intake.validator import Ids, Tokenized, check_request, resolve
 from tests.support.http_bodies import parsed
+from tests.support.virtual_loop import run_virtual
 
 FILE = {
     "do_sample": True,
@@ -47,8 +48,8 @@ NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetiti
 def sampled(params: sampling_pb2.SamplingParams, facts: ModelFacts = FACTS) -> Sampling:
     prompt = inference_pb2.Prompt(text="hello")
     request = inference_pb2.GenerateRequest(prompt=prompt, sampling=params)
-    check_request(request, facts)
-    resolved = resolve(request, Tokenized((3, 4)), facts, Ids("r", seed=7, arrival_ns=5))
+    read = run_virtual(check_request(request, facts))
+    resolved = resolve(request, Tokenized((3, 4)), facts, Ids("r", seed=7, arrival_ns=5), read)
     return resolved.spec.sampling
 
 
@@ -72,7 +73,8 @@ def test_what_a_request_says_wins_even_where_it_says_the_neutral_value(name: str
 
 
 def test_a_default_is_the_number_that_a_request_with_it_would_have() -> None:
-    """Of 32 bits on the wire: the same seed draws the same token, whoever said 0.6."""
+    """As 32 bits on the wire: the same seed draws the same token whether the file or the request
+    says 0.6."""
     assert given() == given(**OWN, max_tokens=30)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,21 +16,19 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import OPTIONS
 from baton.types import BeamParams, EarlyStopping
 from baton.v1 import inference_pb2, sampling_pb2
+from gateway.intake import validator
 from gateway.intake.request import ValidatedRequest
 from gateway.intake.rules import ModelFacts
 from gateway.intake.validator import (
     Ids,
     LongFields,
-    ReadIds,
     Tokenized,
     check_detokenize,
     check_request,
     check_tokenize,
-    read_ids,
-    read_prompt,
-    read_several,
     resolve,
 )
+from gateway.long_work import in_pieces
 from tests.support.virtual_loop import run_virtual
 
 FACTS = ModelFacts(
@@ -62,7 +61,12 @@ def resolved(
 ) -> ValidatedRequest:
     """resolve(), where each bad word is two tokens, and another one after a space."""
     words = tuple(((i, i + 1), (i + 50,)) for i, _ in enumerate(given_request.sampling.bad_words))
-    return resolve(given_request, Tokenized(tuple(prompt_token_ids), words), FACTS, IDS)
+    read = check(given_request)
+    return resolve(given_request, Tokenized(tuple(prompt_token_ids), words), FACTS, IDS, read)
+
+
+def check(asked: inference_pb2.GenerateRequest, facts: ModelFacts = FACTS) -> LongFields:
+    return run_virtual(check_request(asked, facts))
 
 
 def chat(*messages: tuple[str, str]) -> Prompt:
@@ -75,7 +79,7 @@ def chat(*messages: tuple[str, str]) -> Prompt:
 
 def violations(bad: inference_pb2.GenerateRequest, facts: ModelFacts = FACTS) -> dict[str, str]:
     with pytest.raises(InvalidRequest) as caught:
-        check_request(bad, facts)
+        check(bad, facts)
     return {v.field: v.description for v in caught.value.violations}
 
 
@@ -167,7 +171,7 @@ def test_choices_and_beams_that_no_decode_worker_runs_at_once() -> None:
         text = violations(bad, narrow)[f"sampling.{field}"]
         assert text.endswith("4, which the decode workers run at once")
     for good in (request(n=4), request(n=2, best_of=4), beams(width=4, n=3)):
-        check_request(good, narrow)
+        check(good, narrow)
 
 
 #: Options that a beam search leaves no meaning, each with a value that is right without one.
@@ -194,7 +198,7 @@ def test_what_is_about_drawing_goes_with_no_beam_search() -> None:
 
 def test_a_beam_search_is_resolved() -> None:
     asked = beams(width=4, early_stopping=2, n=3, min_tokens=2, stop_token_ids=[9], echo=True)
-    check_request(asked, FACTS)
+    check(asked)
     spec = resolved(asked, (1,)).spec
     beam = spec.sampling.beam
     assert beam == BeamParams(4, 1.0, EarlyStopping.NEVER, num_returned=3)
@@ -220,7 +224,9 @@ def test_bad_words_are_resolved_in_every_way_they_are_written() -> None:
     assert spec.sampling.bad_words == ((0, 1), (50,), (1, 2), (51,))
     # The tokenizer may know more tokens than the model does.
     words = (((5, 100), (6,)), ((6,), (99,)))
-    spec = resolve(request(bad_words=["a", "b"]), Tokenized((1,), words), FACTS, IDS).spec
+    spec = resolve(
+        request(bad_words=["a", "b"]), Tokenized((1,), words), FACTS, IDS, LongFields()
+    ).spec
     assert spec.sampling.bad_words == ((6,), (99,))
 
 
@@ -228,13 +234,19 @@ def test_bad_words_without_tokens_or_that_end_the_output_are_refused() -> None:
     asked = request(bad_words=["a", "", "b", "c"], stop_token_ids=[9])
     words = (((1,),), ((),), ((2,),), ((5, 6), (9,)))
     with pytest.raises(InvalidRequest) as caught:
-        resolve(asked, Tokenized((1,), words), FACTS, IDS)
+        resolve(asked, Tokenized((1,), words), FACTS, IDS, LongFields())
     found = {v.field: v.description for v in caught.value.violations}
     assert list(found) == [f"sampling.bad_words[{i}]" for i in (1, 2, 3)]
     assert "no token" in found["sampling.bad_words[1]"]
     assert "ignore_eos" in found["sampling.bad_words[2]"]
     # 2 is the model's end token, and it may be forbidden where it ends nothing.
-    resolve(request(bad_words=["b"], ignore_eos=True), Tokenized((1,), (((2,),),)), FACTS, IDS)
+    resolve(
+        request(bad_words=["b"], ignore_eos=True),
+        Tokenized((1,), (((2,),),)),
+        FACTS,
+        IDS,
+        LongFields(),
+    )
 
 
 def test_log_probabilities_of_a_prompt_must_fit_a_message() -> None:
@@ -243,8 +255,8 @@ def test_log_probabilities_of_a_prompt_must_fit_a_message() -> None:
     assert list(violations(request(many, prompt_logprobs=20), facts)) == [
         "sampling.prompt_logprobs"
     ]
-    check_request(request(many, prompt_logprobs=10), facts)
-    check_request(request(many, logprobs=20), facts)
+    check(request(many, prompt_logprobs=10), facts)
+    check(request(many, logprobs=20), facts)
 
 
 def test_a_flood_of_wrong_entries_is_not_repeated_in_full() -> None:
@@ -322,7 +334,7 @@ def test_what_passes_fits_the_model(
 ) -> None:
     bad = request(ids_prompt(*[1] * num_prompt), max_tokens=max_tokens, min_tokens=min_tokens)
     try:
-        check_request(bad, FACTS)
+        check(bad)
         spec = resolved(bad, (1,) * num_prompt).spec
     except InvalidRequest:
         fits = num_prompt <= 47 and num_prompt + max(max_tokens or 1, min_tokens) <= 64
@@ -340,7 +352,7 @@ def test_hostile_bytes_are_a_request_or_a_refusal(data: bytes) -> None:
     except Exception:  # noqa: BLE001 - protobuf's own refusal
         return
     try:
-        check_request(parsed, FACTS)
+        check(parsed)
         spec = resolved(parsed, (1,)).spec
     except InvalidRequest:
         return
@@ -349,29 +361,26 @@ def test_hostile_bytes_are_a_request_or_a_refusal(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("num_wrong", [0, 1, 20])
-def test_ids_that_were_read_in_pieces_are_refused_alike(num_wrong: int) -> None:
+def test_ids_that_were_read_in_pieces_are_refused_alike(
+    num_wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts = replace(FACTS, max_model_len=300_000, max_kv_tokens=300_000)
     ids = [5] * 200_000 + [FACTS.vocab_size + 1] * num_wrong
     asked = request(ids_prompt(*ids), seed=1)
     asked.resume_from.add(choice=0, token_ids=ids)
 
-    async def long_fields() -> LongFields:
-        prompt = await read_prompt(asked.prompt, 300_000, facts.vocab_size)
-        fields = [("resume_from[0].token_ids", asked.resume_from[0].token_ids)]
-        return replace(prompt, so_far=await read_several(fields, 300_000, facts.vocab_size))
-
-    def found(read: LongFields | None) -> Sequence[FieldViolation]:
+    def found(piece: int) -> Sequence[FieldViolation]:
+        monkeypatch.setattr(validator, "in_pieces", partial(in_pieces, size=piece))
         try:
-            check_request(asked, facts, read)
+            read = check(asked, facts)
         except InvalidRequest as error:
             return error.violations
+        assert read.prompt.token_ids == read.so_far[0].token_ids == tuple(ids)
         return ()
 
-    read = run_virtual(long_fields())
-    assert found(read) == found(None)
-    assert (len(found(read)) > 0) == (num_wrong > 0)
-    assert read.prompt.token_ids == tuple(ids)
-    assert run_virtual(read_ids("f", ids, 100, facts.vocab_size)) == ReadIds()
+    in_one, in_many = found(len(ids)), found(1000)
+    assert in_one == in_many
+    assert (len(in_one) > 0) == (num_wrong > 0)
 
 
 def test_answers_so_far_have_no_more_ids_than_others_wait_for() -> None:
@@ -380,29 +389,29 @@ def test_answers_so_far_have_no_more_ids_than_others_wait_for() -> None:
     for choice in range(40):
         asked.resume_from.add(choice=choice, token_ids=[1] * 7_000)
     with pytest.raises(InvalidRequest) as caught:
-        check_request(asked, facts)
+        check(asked, facts)
     (violation,) = caught.value.violations
     assert violation.field == "resume_from"
     assert violation.description == "280000 token ids in all; give at most 272144"
     del asked.resume_from[30:]
-    check_request(asked, facts)
+    check(asked, facts)
 
 
 def test_tokenize_and_detokenize_are_checked_by_the_same_rules() -> None:
     with pytest.raises(InvalidRequest, match=r"prompt\.text"):
-        check_tokenize(inference_pb2.TokenizeRequest(prompt=Prompt(text="")), FACTS)
+        run_virtual(check_tokenize(inference_pb2.TokenizeRequest(prompt=Prompt(text="")), FACTS))
     with pytest.raises(InvalidRequest, match=r"token_ids\[1\]"):
-        check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 100]), FACTS)
-    check_tokenize(inference_pb2.TokenizeRequest(prompt=Prompt(text="x")), FACTS)
-    check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 99]), FACTS)
+        run_virtual(check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 100]), FACTS))
+    run_virtual(check_tokenize(inference_pb2.TokenizeRequest(prompt=Prompt(text="x")), FACTS))
+    run_virtual(check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 99]), FACTS))
 
 
 def test_tokens_that_only_the_tokenizer_knows_are_refused() -> None:
     text = request(Prompt(text="hello"), max_tokens=4)
-    spec = resolve(text, Tokenized((1, FACTS.vocab_size - 1)), FACTS, IDS).spec
+    spec = resolve(text, Tokenized((1, FACTS.vocab_size - 1)), FACTS, IDS, LongFields()).spec
     assert spec.num_tokens == 2
     with pytest.raises(InvalidRequest, match=f"{FACTS.vocab_size + 3} the first") as caught:
-        resolve(text, Tokenized((1, FACTS.vocab_size + 3, 2)), FACTS, IDS)
+        resolve(text, Tokenized((1, FACTS.vocab_size + 3, 2)), FACTS, IDS, LongFields())
     assert [v.field for v in caught.value.violations] == ["prompt"]
 
 
@@ -418,25 +427,27 @@ def test_tokens_that_only_the_tokenizer_knows_are_refused() -> None:
     ],
 )
 def test_a_text_that_no_prompt_can_hold_is_refused_unread(prompt: Prompt) -> None:
-    for check, message in (
+    for checked, message in (
         (check_request, inference_pb2.GenerateRequest(prompt=prompt)),
         (check_tokenize, inference_pb2.TokenizeRequest(prompt=prompt)),
     ):
         with pytest.raises(InvalidRequest, match=r"37\d|400") as caught:
-            check(message, FACTS)  # type: ignore[arg-type] # each its own
+            run_virtual(checked(message, FACTS))  # type: ignore[arg-type] # each its own
         (violation,) = caught.value.violations
         assert violation.field in ("prompt.text", "prompt.chat.messages")
         assert "at most 47 tokens here, none of more than 8 characters" in violation.description
-    check_request(request(Prompt(text="x" * 47 * 8)), FACTS)
+    check(request(Prompt(text="x" * 47 * 8)))
 
 
 def test_too_many_ids_are_refused_unread() -> None:
     for ids in ([1] * 48, [10**6] * 48):
         with pytest.raises(InvalidRequest) as caught:
-            check_request(request(ids_prompt(*ids)), FACTS)
+            check(request(ids_prompt(*ids)))
         assert [v.field for v in caught.value.violations] == ["prompt"]
     with pytest.raises(InvalidRequest, match="65 ids: the model takes 64"):
-        check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6] * 65), FACTS)
+        run_virtual(
+            check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6] * 65), FACTS)
+        )
 
 
 SO_FAR = inference_pb2.ChoiceSoFar
@@ -460,7 +471,7 @@ def test_what_an_answer_cannot_go_on_behind(
     given_request = request(**sampling)
     given_request.resume_from.extend(entries)
     with pytest.raises(InvalidRequest) as caught:
-        check_request(given_request, FACTS)
+        check(given_request)
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
@@ -468,7 +479,7 @@ def test_an_output_that_has_all_its_tokens_must_have_ended() -> None:
     given_request = request(seed=1, n=2, max_tokens=3)
     entries = [SO_FAR(token_ids=[3, 4]), SO_FAR(choice=1, token_ids=[3] * 3)]
     given_request.resume_from.extend(entries)
-    check_request(given_request, FACTS)
+    check(given_request)
     with pytest.raises(InvalidRequest, match="has_ended") as caught:
         resolved(given_request, [5, 6])
     assert [v.field for v in caught.value.violations] == ["resume_from[1].token_ids"]

@@ -56,7 +56,7 @@ def theirs(name: str) -> Any:
 
 
 class Client:
-    """Of their protocol."""
+    """A client of the protocol."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -421,7 +421,7 @@ async def test_health_with_a_probe(client: Client) -> None:
 
 
 class _Failing:
-    """A model whose requests fail."""
+    """A model that fails all requests."""
 
     def __init__(self, error: Exception, *, is_admitted: bool) -> None:
         self._error, self._is_admitted = error, is_admitted
@@ -438,7 +438,7 @@ class _Failing:
 
 
 class _Context:
-    """Of a call; keeps what is written."""
+    """Context of a call; keeps what is written."""
 
     def __init__(self) -> None:
         self.events: Events = []
@@ -497,7 +497,7 @@ async def test_a_failure_is_the_calls_before_acceptance_and_an_event_after_it(
 
 @pytest.mark.slow
 async def test_workers_that_were_never_reached_count_for_nothing() -> None:
-    """With several models each lists them, for nobody knows whose they are."""
+    """With several models, each lists the workers that no model is known of yet."""
     reached = inference_pb2.WorkerStatus(
         worker_id="d0", tier="decode", num_blocks=10, block_size=16, num_running=2
     )

@@ -111,7 +111,7 @@ def on_bench(test: Callable[[Bench], Awaitable[None]], stop: tuple[str, ...] = (
 
 @pytest.fixture(autouse=True)
 def first_place_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of like workers the one whose name is first."""
+    """Choose the first by name of equal workers."""
     monkeypatch.setattr("gateway.routing.router._tie", lambda _key, address: address.encode())
 
 

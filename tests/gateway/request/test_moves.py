@@ -24,7 +24,7 @@ def busy_and_idle(world: World) -> tuple[int, int]:
 
 
 async def all_on_one(world: World, num_choices: int = 1, **options: object) -> asyncio.Task[Client]:
-    """A request whose choices run on one worker."""
+    """A request with all choices on one worker."""
     spec = make_spec("a", num_choices=num_choices, max_tokens=60, **options)  # type: ignore[arg-type]
     request = asyncio.create_task(world.generate(spec, Client()))
     await asyncio.sleep(0.1)

@@ -100,7 +100,7 @@ class Opened:
 
 
 class Rig:
-    """A request's reducer, and workers whose next words are drawn."""
+    """A request's reducer, with workers that draw their next event."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What is remembered of pairs whose KV does not get through."""
+"""What the gateway remembers of pairs of workers that cannot exchange KV."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def test_strangers_are_those_of_other_classes(joined: dict[str, Rounding]) -> No
         watch.update(joined)
     for address, own in joined.items():
         others = {a for a, other in joined.items() if other.numerics != own.numerics}
-        assert strict.strangers_of(address) == others
-        assert mixed.strangers_of(address) == set()
+        assert strict.incompatible_with(address) == others
+        assert mixed.incompatible_with(address) == set()
         assert mixed.refusal_of(address) is None
         partners = {r.numerics for r in joined.values() if r.tier is not own.tier}
         is_alone = bool(partners) and own.numerics not in partners

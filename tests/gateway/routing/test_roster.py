@@ -26,7 +26,7 @@ DECODE = make_info("d", Tier.DECODE)
 
 
 class Listing:
-    """A registry whose list the test changes."""
+    """A registry with a list that the test changes."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Change] = asyncio.Queue()

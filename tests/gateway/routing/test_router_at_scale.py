@@ -92,7 +92,7 @@ class DecodeTier:
         self._add(choice.decode, 1, num_blocks)
 
     def fills(self) -> list[float]:
-        """Of batch or memory, whichever is fuller, by worker, as a share of the mean."""
+        """Used share of batch or memory, the larger one, by worker, relative to the mean."""
         fills = [
             max(self.num_sequences[a] / self._max_num_seqs, self.num_blocks[a] / NUM_BLOCKS)
             for a in self.num_sequences

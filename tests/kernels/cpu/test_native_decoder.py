@@ -1,5 +1,5 @@
-"""The decoder whose layers run in few native calls gives what the one with a call for each
-operation gives, to the bit."""
+"""The decoder that runs its layers in few native calls gives the same bits as the one with a call
+for each operation."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def parameters_of(config: ModelConfig, dtype: torch.dtype, bits: int | None) -> 
 
 
 def batch_of(sampled: str) -> Batch:
-    """A prompt, a step after one, and a token whose state is wanted thrice, or all states."""
+    """A prompt, a step after one, and a token with its state wanted three times, or all states."""
     lengths = (40, 1, 1) if sampled == "some" else (1, 1, 1)
     starts = (0, 33, 12)
     rows = {"some": ((39,), (0,), (0, 0, 0)), "more": ((0,), (0,), (0,) * 50)}.get(sampled)

@@ -79,7 +79,8 @@ class Case:
     def arguments(
         self, parts: list[AttentionSlice], *, is_twin: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, Any]:
-        """Of paged_attention. The twin may read new keys and values from where they come from."""
+        """Arguments of paged_attention. The twin may read new keys and values from where they come
+        from."""
         plan = plan_attention.twin if is_twin else plan_attention
         planned = plan(parts, self.pool, self.heads, SCALE, self.window)
         keys, values = (self._new(kind) if is_twin else self.query[:, :1] for kind in (0, 1))

@@ -32,7 +32,7 @@ def bits(kv: TorchKvPool) -> list[torch.Tensor]:
 
 
 def vectors(num_tokens: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of all sizes, with zeros, ties, subnormal numbers, and numbers that are none."""
+    """Vectors of all sizes, with zeros, ties, subnormal numbers, infinities and NaN."""
     generator = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, heads, dim, generator=generator)
     x *= 10.0 ** torch.randint(-9, 5, (num_tokens, heads, 1), generator=generator)

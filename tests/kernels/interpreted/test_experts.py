@@ -37,8 +37,8 @@ def test_grouped_linear(
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
 @pytest.mark.parametrize(("num_groups", "group_size"), [(1, 48), (3, 32), (2, 128)])
 def test_experts_in_float8(num_groups: int, group_size: int, num_tokens: int) -> None:
-    """Of numbers that float8 holds exactly: the interpreter's own rounding to it is wrong where it
-    carries."""
+    """With numbers that float8 holds exactly, because the interpreter's own rounding to it is wrong
+    on a carry."""
     generator = torch.Generator().manual_seed(0)
     num_in, num_out = num_groups * group_size, 70
 

@@ -25,7 +25,7 @@ ODD = [0.0, -0.0, 1e-40, -1e-38, 3e38, -(2.0**-100), 2.0**-9, float("inf"), floa
 
 
 def pool_of(dtype: str, block_size: int, head_dim: int, *, is_empty: bool = False) -> TorchKvPool:
-    """Heads whose elements differ in size, some of which are no numbers."""
+    """Heads with elements of different size, and some that are no numbers."""
     pool = TorchKvPool(KvLayout("m", 3, 2, head_dim, dtype, block_size), 6, CPU)
     if is_empty:
         return pool

@@ -113,8 +113,8 @@ SINKS = ScoreTerms(sinks=torch.tensor([3.0, -2.0, 0.0, 90.0, -90.0, 1.0]))
 @pytest.mark.parametrize("terms", [NO_TERMS, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 30, 600])
 def test_split_keys(monkeypatch: pytest.MonkeyPatch, window: int | None, terms: ScoreTerms) -> None:
-    """Ranges whose keys no query, some queries or all queries see; the last one of a single key.
-    A sink counts once."""
+    """Ranges with keys that no query, some queries or all queries see; the last one has a single
+    key. A sink counts once."""
     monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", 32)
     monkeypatch.setattr(attention_merge, "MERGE_PARTS", 2)
     lengths = [(96, 1), (63, 4), (126, 3), (5, 2)]

@@ -149,7 +149,7 @@ def test_many_rows_of_float8_are_torchs_own_product_where_it_has_one(
         torch.testing.assert_close(
             kernels.fp8_linear(*args), twins.fp8_linear(*args), rtol=2e-2, atol=4.0
         )
-    # Nor does it take float32 results, groups, or sizes that are no multiples of 16.
+    # torch's product takes no float32 results, groups, or sizes that are not multiples of 16.
     kernels.fp8_linear(x, weight, scales)
     kernels.fp8_linear(x.bfloat16(), weight[:31], scales[:, :31].contiguous())
     kernels.fp8_linear(x.bfloat16(), weight, scales, None, None, torch.float32)

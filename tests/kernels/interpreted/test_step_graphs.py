@@ -30,7 +30,7 @@ from tests.support.drive_engine import generate, generate_ahead, token_ids
 from tests.support.engines import load_engine
 from tests.support.tiny_models import Family, make_tiny_model
 
-#: Of keys that one program takes: a fourth of what a GPU's takes, for sequences of as many parts.
+#: Keys per program: a fourth of a GPU's, for sequences of as many parts.
 SPLIT_TOKENS = 128
 MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 180, 16, 64
 MAX_GRAPH_SEQS = 4

@@ -94,7 +94,7 @@ def test_a_socket_that_this_process_cannot_see_is_not_tried(make_rig, tmp_path, 
 
 @needs_boot_id
 def test_the_reason_for_another_way_than_the_best_is_logged(make_rig, tmp_path, caplog):
-    """A sender whose KV is in host memory, and memory of GPUs on offer; another host's socket."""
+    """A sender with KV in host memory, and an offer of GPU memory; a socket of another host."""
     path = tmp_path / "of-a-gpu.sock"
     rig = rig_with(make_rig, replace(shm_at(path), transport="cuda_ipc"))
     with caplog.at_level("INFO", "baton.kv"):

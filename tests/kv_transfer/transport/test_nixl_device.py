@@ -94,7 +94,7 @@ class Fabric:
 
 @pytest.fixture
 def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
-    """Of the double in the library's place."""
+    """The test double in place of the library."""
     made = Fabric()
     api = SimpleNamespace(
         nixlBind=SimpleNamespace(nixlDoubleError=LibraryError),

@@ -170,7 +170,7 @@ def test_a_stranger_costs_no_staging(make_rig: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Of sockets; short, for paths of sockets are."""
+    """Folder of sockets; short, because socket paths are limited."""
     with tempfile.TemporaryDirectory(prefix="s") as short:
         monkeypatch.setenv("TMPDIR", short)
         monkeypatch.setattr(tempfile, "tempdir", None)

@@ -59,7 +59,8 @@ def right(request: DraftRequest) -> tuple[int, ...]:
     num_output = len(request.token_ids) - request.num_prompt_tokens
     tokens = list(request.token_ids)
     # Of an oracle the next token is a function of the prefix: forced along, it says the same as by
-    # itself.
+    # An oracle's next token is a function of the prefix: forced along a path, it gives the same as
+    # by itself.
     engine = OracleEngine(OracleOptions(num_blocks=1, block_size=512, vocab_size=VOCAB))
     for _ in range(request.max_num_drafts):
         row = SampleRow(len(tokens) - 1, request.sampling, tokens, request.num_prompt_tokens)

@@ -67,8 +67,8 @@ def state_of(token_ids: Sequence[int], position: int) -> float:
 
 
 class CheckingHead:
-    """A head that knows what it should be given. contexts: by block table, the tokens whose KV it
-    has."""
+    """A head that knows what it should be given. contexts: by block table, the tokens that it has
+    KV of."""
 
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}
@@ -761,7 +761,7 @@ def test_an_eagle3_head_says_what_it_was_trained_to_say(target: Path, tmp_path: 
     """Compared with the training's own forward, which unrolls all places at once."""
     import transformers
 
-    from engine.distill.eagle import EagleStudent, shape_for, write_eagle
+    from distill.eagle import EagleStudent, shape_for, write_eagle
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     shape = replace(shape_for(whole), intermediate_size=48)
@@ -831,7 +831,7 @@ def test_medusa_heads_say_what_their_layers_say(
                 int(tensors["token_map"][likeliest]) if "token_map" in tensors else likeliest
             )
     assert drafts_of(target, HeadFiles("medusa", heads), tokens, 3) == tuple(drafts)
-    # Of four heads there are no more drafts.
+    # Four heads give no more drafts.
     assert len(drafts_of(target, HeadFiles("medusa", heads), tokens, 9)) == 4
 
 

@@ -1,4 +1,4 @@
-"""A draft model whose tokens mean something else is refused at the start."""
+"""A draft model with other meanings of token ids is refused at start."""
 
 from __future__ import annotations
 

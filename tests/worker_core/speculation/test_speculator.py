@@ -63,7 +63,7 @@ class Clock:
 
 @dataclass
 class World:
-    """A batch whose sequences count upwards: the token at place t is t. A step of r rows takes
+    """A batch of sequences that count upwards: the token at place t is t. A step of r rows takes
     step_s(num_sequences, r)."""
 
     proposer: FakeProposer
@@ -221,7 +221,7 @@ def test_nothing_is_drafted_before_a_step_of_about_that_size_was_timed() -> None
 
 
 class LateProposer(FakeProposer):
-    """Has to make ready for some steps before it has drafts, as a head whose states nobody kept."""
+    """Needs some steps before it has drafts, as a head without kept states does."""
 
     num_late = 0
 
@@ -292,7 +292,7 @@ def test_costs_are_the_middle_of_what_was_seen_and_further_drafts_a_share_of_the
     assert costs.seconds(1, 1) == 1
     assert costs.seconds(1, 0) == costs.seconds(0, 1) == 0
     assert 1 < costs.seconds(1, 3) < 3
-    # Of more sequences than ever were drafted for, until they are.
+    # The estimate for more sequences than ever had drafts, until they have.
     assert 1 < costs.seconds(8, 1) < 8
     for seconds in (900.0, 1.5, 1.5):
         assert costs.seconds(1, 3) == pytest.approx(2.0)

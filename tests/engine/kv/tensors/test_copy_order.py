@@ -64,7 +64,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
 
 
 def own_calls(engine: FakeStream) -> list[object]:
-    """Of the stream that is current now."""
+    """Calls of the current stream."""
     stream = torch.cuda.current_stream(DEVICE)
     assert isinstance(stream, FakeStream)
     assert stream is not engine

@@ -1,5 +1,5 @@
-"""A pool whose windowed layers have slots holds what one pool holds, of blocks that have one, and
-takes less memory: as many sequences of a long context as fit, several times over."""
+"""A pool with slots for windowed layers holds what one pool holds, for the blocks that have a slot,
+and takes less memory: several times as many sequences of a long context fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool whose heads are spread over ranks packs and takes the very bytes that a whole one does."""
+"""A pool with heads spread over ranks packs and unpacks the same bytes as a whole one."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.distill.training import LossFn
+from distill.training import LossFn
 
 #: Unrolled steps in training, and the weight of each relative to the one before.
 NUM_UNROLLED = 3

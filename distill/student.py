@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.distill.training import LossFn
+from distill.training import LossFn
 
 #: Dimensions per head, and the ratio of feed-forward width to model width.
 _HEAD_DIM = 32

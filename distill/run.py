@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from baton.config.distill_options import DistillOptions
 from baton.errors import ConfigError, ModelError
-from engine.checkpoint import find_shards, resolve_checkpoint
-from engine.distill.eagle import (
+from distill.eagle import (
     EagleStudent,
     TargetStates,
     draft_vocabulary,
@@ -26,16 +25,17 @@ from engine.distill.eagle import (
     shape_for,
     write_eagle,
 )
-from engine.distill.medusa import MedusaStudent, medusa_figures, medusa_loss, write_medusa
-from engine.distill.student import (
+from distill.medusa import MedusaStudent, medusa_figures, medusa_loss, write_medusa
+from distill.student import (
     distillation_loss,
     draft_figures,
     new_student,
     round_weights,
     student_config,
 )
-from engine.distill.text import read_documents, token_stream
-from engine.distill.training import LossFn, Progress, Schedule, train
+from distill.text import read_documents, token_stream
+from distill.training import LossFn, Progress, Schedule, train
+from engine.checkpoint import find_shards, resolve_checkpoint
 
 #: Share of the text, at its end, held out for evaluation, and the maximum number of held-out
 #: windows.

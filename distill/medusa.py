@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.distill.training import LossFn
+from distill.training import LossFn
 from engine.torch.medusa import ARCHITECTURE, MODEL_TYPE
 
 #: Number of heads, with one layer each; and the weight of each head's loss relative to the one

@@ -1,5 +1,5 @@
-"""`python -m engine.distill`: run by `baton distill` in a process of its own, so that the command
-line does not import torch."""
+"""`python -m distill`: run by `baton distill` in a process of its own, so that the command line
+does not import torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LOG_INTERVAL = 20
 
 def run(options: DistillOptions) -> None:
     """Train; report progress and results."""
-    from engine.distill.run import distill
-    from engine.distill.training import Progress
+    from distill.run import distill
+    from distill.training import Progress
 
     def report(done: Progress, loss: float) -> None:
         if done.step % LOG_INTERVAL == 0:

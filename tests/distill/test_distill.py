@@ -14,10 +14,10 @@ import torch
 from baton.config.distill_options import DistillOptions
 from baton.errors import ConfigError
 from baton.types import Sampling
+from distill.run import distill
+from distill.text import read_documents
+from distill.training import Progress, learning_rate_scale, sample_batch
 from engine.checkpoint import HeadFiles
-from engine.distill.run import distill
-from engine.distill.text import read_documents
-from engine.distill.training import Progress, learning_rate_scale, sample_batch
 from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.torch.head_runner import open_head
