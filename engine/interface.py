@@ -24,6 +24,7 @@ from baton.types import (
 )
 from engine.kv.interface import KvPool
 from engine.kv.layout import LayerGroups, groups_of
+from engine.sampling.token_counts import TokenCounts
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +48,10 @@ class SampleRow(NamedTuple):
     except for drafts, which may be wrong. The random number is keyed by (sampling.seed, number of
     output tokens so far, choice). allowed: bit t % 8 of byte t // 8 allows token t; None allows
     all; at least one is allowed. scored_token_id: if set, nothing is drawn: the sample is this
-    token, with sampling.prompt_logprobs alternatives, and token_ids may be empty. In a beam search
-    (sampling.beam), the sample is the likeliest allowed token, and logprobs.top has the likeliest
-    allowed tokens, engine.sampling.beam_search.num_candidates of them.
+    token, with sampling.prompt_logprobs alternatives, and token_ids may be empty. counts: of
+    token_ids, or of the tokens that they begin with; None if nothing is counted yet. In a beam
+    search (sampling.beam), the sample is the likeliest allowed token, and logprobs.top has the
+    likeliest allowed tokens, engine.sampling.beam_search.num_candidates of them.
     """
 
     offset: int
@@ -60,6 +62,7 @@ class SampleRow(NamedTuple):
     allowed: bytes | None = None
     scored_token_id: int | None = None
     num_undrawn_tokens: int = 0
+    counts: TokenCounts | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -283,11 +286,12 @@ def first_rows(
     token_ids: Sequence[int],
     allowed: bytes | None,
     num_undrawn_tokens: int = 0,
+    counts: TokenCounts | None = None,
 ) -> tuple[SampleRow, ...]:
     """Rows after the sequence's last token, `offset` in its slice: one per choice, or one for a
     beam search.
 
-    token_ids, num_undrawn_tokens: see SampleRow.
+    token_ids, num_undrawn_tokens, counts: see SampleRow.
     """
     row = SampleRow(
         offset,
@@ -297,6 +301,7 @@ def first_rows(
         spec.choice,
         allowed,
         num_undrawn_tokens=num_undrawn_tokens,
+        counts=counts,
     )
     if spec.num_choices == 1 or spec.sampling.beam:
         return (row,)

@@ -19,6 +19,7 @@ from engine.interface import (
     wants_prompt_logprobs,
 )
 from engine.kv.lease import BlockCopy, BlockLease
+from engine.sampling.token_counts import TokenCounts
 from worker_core.commands import Destination, SequenceKey
 
 
@@ -165,6 +166,8 @@ class WorkerSequence:
     """Prompt plus maximum output."""
     is_scored: bool = field(init=False)
     """Whether log probabilities of the prompt are requested."""
+    _counts: TokenCounts | None = field(init=False, default=None)
+    """Of token_ids as of the last slice; None without penalties."""
 
     def __post_init__(self) -> None:
         self.key = self.stream, self.handle
@@ -176,6 +179,8 @@ class WorkerSequence:
         self.num_prompt_tokens = len(self.spec.prompt_token_ids)
         sampling = self.spec.sampling
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_tokens
+        if sampling.has_penalties:
+            self._counts = TokenCounts(self.num_prompt_tokens)
         self.is_scored = wants_prompt_logprobs(self.spec)
         self.decodes_ahead = not (
             self.matcher_future
@@ -283,7 +288,8 @@ class WorkerSequence:
         rows: tuple[SampleRow, ...] = ()
         if num_new == self.num_missing_tokens:
             mask = draft.masks[0]
-            rows = first_rows(self.spec, num_new - 1, self.token_ids, mask, num_undrawn)
+            counts = self._counts.follow(self.token_ids) if self._counts else None
+            rows = first_rows(self.spec, num_new - 1, self.token_ids, mask, num_undrawn, counts)
         if self.is_scored and not self.has_begun:
             rows = scored_rows(self.spec, start, num_new) + rows
         if draft.token_ids:
@@ -297,6 +303,7 @@ class WorkerSequence:
                     num_prompt_tokens=self.num_prompt_tokens,
                     choice=self.spec.choice,
                     allowed=mask,
+                    counts=self._counts,
                 )
                 for num_drafts, mask in enumerate(draft.masks[1:], start=1)
             )
@@ -321,6 +328,7 @@ class WorkerSequence:
             num_prompt_tokens=self.num_prompt_tokens,
             choice=self.spec.choice,
             allowed=branch.mask,
+            counts=self._counts,
         )
         return SequenceSlice(
             (self.token_ids[-1], *branch.token_ids),

@@ -8,16 +8,18 @@ not depend on other rows.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from baton.types import Sampling
 from baton_kernels.host_copy import to_device
 from baton_kernels.sampling import add_bias, forbid, penalize
 from engine.interface import SampleRow
 from engine.sampling.restrictions import banned_tokens, forbidden_by
+from engine.sampling.token_counts import TokenCounts
 
 
 def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:
@@ -84,25 +86,24 @@ def _penalty_entries(
 ) -> tuple[torch.Tensor, ...]:
     """rows, tokens, output counts and the three penalties, [entries] each: one entry per distinct
     token of a row."""
-    at: list[int] = []
-    tokens: list[int] = []
-    counts: list[int] = []
-    settings: list[tuple[float, float, float]] = []
+    at: list[NDArray[np.int64]] = []
+    tokens: list[NDArray[np.int64]] = []
+    outputs: list[NDArray[np.float32]] = []
+    settings: list[NDArray[np.float32]] = []
     for index in penalized:
         row = rows[index]
-        output = Counter(row.token_ids[row.num_prompt_tokens :])
-        seen = set(row.token_ids) if row.sampling.repetition_penalty != 1.0 else set(output)
-        at += [index] * len(seen)
-        tokens += seen
-        counts += [output[token] for token in seen]
         s = row.sampling
-        settings += [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty)] * len(seen)
-    columns = to_device(torch.tensor(settings, dtype=torch.float32).reshape(-1, 3), device)
+        penalties = s.repetition_penalty, s.presence_penalty, s.frequency_penalty
+        base = row.counts or TokenCounts(row.num_prompt_tokens)
+        with base.beyond(row.token_ids) as counts:
+            num_entries = len(counts.tokens)
+            at.append(np.full(num_entries, index))
+            tokens.append(counts.tokens.copy())
+            outputs.append(counts.outputs.copy())
+            settings.append(np.tile(np.array(penalties, np.float32), (num_entries, 1)))
     return (
-        to_device(torch.tensor(at, dtype=torch.int64), device),
-        to_device(torch.tensor(tokens, dtype=torch.int64), device),
-        to_device(torch.tensor(counts, dtype=torch.float32), device),
-        *columns.unbind(1),
+        *(to_device(torch.from_numpy(np.concatenate(c)), device) for c in (at, tokens, outputs)),
+        *to_device(torch.from_numpy(np.concatenate(settings)), device).unbind(1),
     )
 
 
