@@ -25,10 +25,11 @@ from engine.kv.tensors.ranks import (
     pool_memories,
     rank_memory,
 )
+from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import encode_logits, encode_step
+from engine.ranks.exchange import Ranks
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import create_segment, map_segment
-from engine.ranks.shared_ranks import SharedRanks, prepare, segment_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -60,12 +61,12 @@ def start_process(spec: RankSpec) -> RankProcess:
         process = subprocess.Popen(
             (*_PROGRAM, str(theirs.fileno())),
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), spec.kv_fd, spec.meeting_fd),
+            pass_fds=(theirs.fileno(), *spec.fds),
         )
     # If the process is gone already, `wait_ready` reports it.
     with suppress(ConnectionError):
         ours.sendall(spec.to_line())
-    return RankProcess(f"rank {spec.rank} of {spec.size} (pid {process.pid})", ours, process.wait)
+    return RankProcess(f"{spec.name} (pid {process.pid})", ours, process.wait)
 
 
 class RankTeam:
@@ -85,34 +86,34 @@ class RankTeam:
         """
         self._on_loss = on_loss
         self._is_closing = threading.Event()
-        sizes = [pool_bytes(pool.layout, pool.num_blocks, spec.size) for pool in spec.pools]
+        self._size = spec.degrees.num_ranks
+        sizes = [pool_bytes(pool.layout, pool.num_blocks, self._size) for pool in spec.pools]
         kv_fd = create_segment("baton-kv", sum(sizes))
-        meeting_fd = create_segment("baton-ranks", segment_bytes(spec.size, spec.staging_bytes))
-        self._size = spec.size
-        self._memories = pool_memories(map_segment(kv_fd), spec.pools, spec.size)
-        meeting = map_segment(meeting_fd)
-        prepare(meeting, spec.size)
-        self.ranks = SharedRanks(meeting, spec.shard, spec.staging_bytes)
-        started = replace(spec, kv_fd=kv_fd, meeting_fd=meeting_fd)
-        self._members = [start(replace(started, rank=rank)) for rank in range(1, spec.size)]
+        self._memories = pool_memories(map_segment(kv_fd), spec.pools, self._size)
+        self._backend = BACKENDS[spec.backend]()
+        self._spec = self._backend.open(replace(spec, kv_fd=kv_fd))
+        self.shard = spec.shard
+        self._members = [start(replace(self._spec, rank=rank)) for rank in range(1, self._size)]
         self._watchers = [
             threading.Thread(target=self._watch, args=(m,), name=m.name, daemon=True)
             for m in self._members
         ]
-        os.close(kv_fd)
-        os.close(meeting_fd)
         # Touch the memory now, as each rank does with its own, so that no step pays for page
         # faults.
         for memory, pool in zip(self._memories, spec.pools, strict=True):
             rank_memory(memory, pool.layout, pool.num_blocks, spec.shard).zero_()
 
-    def wait_ready(self, digest: str) -> None:
-        """See Followers. They are watched from then on."""
+    def wait_ready(self, digest: str) -> Ranks:
+        """See Followers. They are watched from then on. Called once."""
         for member in self._members:
             if _digest_of(member) != digest:
                 raise ModelError("the checkpoint changed while it was read; start again")
         for watcher in self._watchers:
             watcher.start()
+        ranks = self._backend.join(self._spec)
+        for fd in self._spec.fds:
+            os.close(fd)
+        return ranks
 
     def make_pool(
         self,

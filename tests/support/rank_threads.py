@@ -16,15 +16,17 @@ from engine.torch.follower import follow
 def start_thread(spec: RankSpec) -> RankProcess:
     """See engine.ranks.team.start_process."""
     ours, theirs = socket.socketpair()
-    own = replace(spec, kv_fd=os.dup(spec.kv_fd), meeting_fd=os.dup(spec.meeting_fd))
+    has_segment = spec.meeting_fd >= 0
+    meeting_fd = os.dup(spec.meeting_fd) if has_segment else -1
+    own = replace(spec, kv_fd=os.dup(spec.kv_fd), meeting_fd=meeting_fd)
 
     def run() -> None:
         with theirs:
             try:
                 follow(theirs)
             finally:
-                os.close(own.kv_fd)
-                os.close(own.meeting_fd)
+                for fd in own.fds:
+                    os.close(fd)
 
     thread = threading.Thread(target=run, name=f"rank-{spec.rank}", daemon=True)
     thread.start()
