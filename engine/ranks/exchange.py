@@ -7,12 +7,17 @@ from typing import Protocol
 
 import torch
 
+from baton.errors import BatonError
 from engine.shard import WHOLE, Shard
+
+
+class ExchangeFailed(BatonError):
+    """Another rank of the group has gone."""
 
 
 class Ranks(Protocol):
     """The ranks of one model, as seen by one of them. All ranks call the same methods in the same
-    order."""
+    order. Methods raise ExchangeFailed, or wait, if a rank is gone."""
 
     @property
     def shard(self) -> Shard: ...

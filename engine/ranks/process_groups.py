@@ -18,16 +18,19 @@ from torch.distributed import (  # type: ignore[attr-defined]
     ProcessGroupGloo,
     Store,
     TCPStore,
+    Work,
 )
 
 from baton.errors import StartupError
+from engine.ranks.exchange import ExchangeFailed
 from engine.ranks.rank_spec import RankSpec
 from engine.shard import Shard
 
 #: Deadline for the other ranks, which have loaded, to join a group.
 _JOIN = timedelta(seconds=60)
-#: An exchange has no deadline of its own: ranks watch each other, see RankTeam.
-_NEVER = timedelta(days=365)
+#: Deadline of an exchange, in which all ranks are at the same place of a step. Only a network that
+#: is down between two ranks, and not between each and rank 0, lets it pass: else links are first.
+_EXCHANGE = timedelta(seconds=60)
 
 
 class ProcessGroups:
@@ -84,7 +87,7 @@ def _gloo(store: Store, rank: int, size: int, spec: RankSpec) -> ProcessGroup:
     group._set_default_backend(kind)
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), kind, backend)
-    group.set_timeout(_NEVER)
+    group.set_timeout(_EXCHANGE)
     return group
 
 
@@ -103,6 +106,14 @@ def _nccl(store: Store, rank: int, size: int, spec: RankSpec) -> ProcessGroup:
 _MAKERS = {"gloo": _gloo, "nccl": _nccl}
 
 
+def _finish(work: Work) -> None:
+    """Wait for an exchange, on a GPU by the device's stream alone. Raises ExchangeFailed."""
+    try:
+        work.wait()
+    except RuntimeError as error:  # torch raises no narrower type
+        raise ExchangeFailed(f"an exchange between ranks failed: {error}") from error
+
+
 class ProcessGroupRanks:
     """See engine.ranks.exchange.Ranks."""
 
@@ -118,7 +129,7 @@ class ProcessGroupRanks:
 
     def meet(self) -> None:
         # Unlike ProcessGroup.barrier, ordered on the device's stream.
-        self._group.allreduce([self._token]).wait()
+        _finish(self._group.allreduce([self._token]))
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         (rows, columns), size = part.shape, self.shard.size
@@ -126,7 +137,7 @@ class ProcessGroupRanks:
             self.meet()
             return part.new_empty(0, size * columns)
         stacked = part.new_empty(size * rows, columns)
-        self._group._allgather_base(stacked, part.contiguous()).wait()
+        _finish(self._group._allgather_base(stacked, part.contiguous()))
         return stacked.view(size, rows, columns).transpose(0, 1).reshape(rows, size * columns)
 
     def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
@@ -139,7 +150,7 @@ class ProcessGroupRanks:
         padded[:, : part.shape[1]] = part
         is_first = self.shard.rank == 0
         parts = [torch.empty_like(padded) for _ in widths] if is_first else []
-        self._group.gather(parts, padded, 0).wait()
+        _finish(self._group.gather(parts, padded, 0))
         if not is_first:
             return part
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)

@@ -1,7 +1,7 @@
 """A rank other than 0: loads its part of the model and executes commands.
 
-Protocol on the socket to rank 0: one line with a RankSpec; when the rank has loaded, its answer,
-one line {"digest": ...}; then commands.
+Protocol on the connection for commands: one line with a RankSpec; when the rank has loaded, its
+answer, one line {"digest": ...}; then commands.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine.kv.tensors.ranks import pool_memories, rank_memory, rank_pool
 from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import LogitsCommand, StepCommand, read_commands
 from engine.ranks.exchange import Ranks
+from engine.ranks.link import Link
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
 from engine.torch.decoder import Decoder
@@ -26,11 +27,12 @@ from engine.torch.step import NOT_APART, WindowedStep, pack_batch
 from engine.torch.weights import ShardProgress
 
 
-def follow(control: socket.socket) -> None:
-    """Serve as a rank until rank 0 closes its end. Raises ModelError if loading fails, and any
-    error of a step."""
+def follow(control: socket.socket, link: Link) -> None:
+    """Serve as a rank until rank 0 closes its end. link: to rank 0, not yet started. Raises
+    ModelError if loading fails, and any error of a step."""
     with control.makefile("rb") as stream, torch.inference_mode():
         spec = RankSpec.from_line(stream.readline())
+        link.start()
         model = LoadedRank(spec)
         control.sendall(json.dumps({"digest": model.digest}).encode() + b"\n")
         rank = Rank(model, BACKENDS[spec.backend]().join(spec))
