@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.checkpoint import HeadFiles
+from engine.ranks.mesh import ONE_RANK, Degrees
 
 if TYPE_CHECKING:
     # Imports torch, which takes seconds.
@@ -61,11 +62,13 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """device: cpu, cuda or cuda:N. num_threads: total of all ranks; None: torch's default."""
+    """device: cpu, cuda or cuda:N. num_threads: total of all ranks; None: torch's default. backend:
+    of the ranks' exchange, see choose_backend."""
 
     device: str = "cpu"
     num_threads: int | None = None
-    num_ranks: int = 1
+    degrees: Degrees = ONE_RANK
+    backend: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
     from engine.host_memory import available_memory_bytes
     from engine.load import kv_layout, max_window_slots, state_bytes
     from engine.memory_plan import plan_blocks
+    from engine.ranks.mesh import ONE_RANK
 
     options = DecodeOptions(model="-")
     num_seqs, longest = options.max_num_seqs, source.max_len
@@ -166,7 +167,7 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
     plan = plan_blocks(
         layout,
         dtype=dtype,
-        weights=source.weight_bytes(dtype, device, 1),
+        weights=source.weight_bytes(dtype, device, ONE_RANK),
         states=state_bytes(layout, num_seqs),
         activations=source.activation_bytes(
             dtype, options.max_num_batched_tokens, num_seqs, longest
@@ -175,7 +176,7 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
         max_model_len=longest,
         max_num_seqs=num_seqs,
         available_bytes=int(available_memory_bytes() * options.gpu_memory_utilization),
-        num_ranks=1,
+        degrees=ONE_RANK,
         kv_cache_memory_bytes=None,
         num_blocks=None,
         max_window_slots=max_window_slots(source, layout, device, num_seqs, num_batched),

@@ -32,7 +32,9 @@ from engine.kv.tensors.stateful import StatefulKvPool
 from engine.memory_plan import NO_HEAD, MemoryPlan, plan_blocks
 from engine.model_source import EnginePlan, Graphs, LoadedModel, ModelSource
 from engine.numerics import numerics_of
+from engine.ranks.backends import choose_backend
 from engine.ranks.followers import Followers, TensorPool
+from engine.ranks.mesh import Degrees
 from engine.torch.adapters import Adapter, adapters_digest
 from engine.torch.device_tables import table_bytes, table_width
 from engine.torch.engine import TorchEngine
@@ -81,9 +83,10 @@ class _Settled:
 
 
 def _set_threads(config: DeviceConfig) -> None:
-    if config.num_threads is not None or config.num_ranks > 1:
+    num_ranks = config.degrees.num_ranks
+    if config.num_threads is not None or num_ranks > 1:
         num_threads = config.num_threads or torch.get_num_threads()
-        torch.set_num_threads(max(1, num_threads // config.num_ranks))
+        torch.set_num_threads(max(1, num_threads // num_ranks))
 
 
 def _open_checkpoint(choice: ModelChoice) -> ModelSource:
@@ -97,11 +100,11 @@ def _open_checkpoint(choice: ModelChoice) -> ModelSource:
 
 def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> _Settled:
     """Choose types, length, attention and adapters. Raises ConfigError, AdapterError."""
-    choice, cache, limits, num_ranks = (
+    choice, cache, limits, degrees = (
         config.model,
         config.cache,
         config.limits,
-        config.device.num_ranks,
+        config.device.degrees,
     )
     chosen = choose_dtype(choice.dtype, source.dtype, device)
     kv_dtype = chosen.name if cache.dtype == "auto" else cache.dtype
@@ -110,17 +113,18 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
     if cache.block_size < 1:
         raise ConfigError.of("block_size", cache.block_size, "must be at least 1")
     _check_kv_dtype(kv_dtype, cache.block_size * source.head_dim, device)
-    source.check_ranks(num_ranks, device)
+    source.check_ranks(degrees, device)
     plan = EnginePlan(
         device=device,
         dtype=chosen.name,
         layout=kv_layout(source, kv_dtype, cache.block_size),
         num_blocks=0,
         max_len=max_len,
-        num_ranks=num_ranks,
+        degrees=degrees,
+        backend=choose_backend(config.device.backend, device),
         max_seqs=limits.max_num_seqs,
         attention=_choose_attention(source, config, chosen.name, kv_dtype, device),
-        adapters=_read_adapters(source, config.lora, chosen.name, device, num_ranks),
+        adapters=_read_adapters(source, config.lora, chosen.name, device, degrees),
         batch_invariant=choice.batch_invariant,
     )
     graphs = config.graphs
@@ -135,7 +139,7 @@ def _choose_attention(
     """The attention backend. Raises ConfigError."""
     name = config.model.attention_backend
     attention = source.choose_attention(name, dtype, kv_dtype, device)
-    if config.device.num_ranks > 1 and name != "auto":
+    if config.device.degrees.num_ranks > 1 and name != "auto":
         raise ConfigError.of("attention_backend", name, "several ranks have their own; use auto")
     if config.model.batch_invariant:
         return _batch_invariant(source, attention, dtype, device, config.lora.modules)
@@ -151,7 +155,7 @@ def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
     memory = plan_blocks(
         sizes,
         dtype=plan.dtype,
-        weights=source.weight_bytes(plan.dtype, where, plan.num_ranks)
+        weights=source.weight_bytes(plan.dtype, where, plan.degrees)
         + sum(adapter.num_bytes for adapter in plan.adapters.values()),
         states=state_bytes(sizes, max_num_seqs),
         activations=source.activation_bytes(
@@ -164,7 +168,7 @@ def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
         max_model_len=plan.max_len,
         max_num_seqs=max_num_seqs,
         available_bytes=_available_bytes(where, config.cache.memory_share),
-        num_ranks=plan.num_ranks,
+        degrees=plan.degrees,
         kv_cache_memory_bytes=config.cache.memory_bytes,
         num_blocks=config.cache.num_blocks,
         max_window_slots=max_window_slots(
@@ -222,7 +226,7 @@ def _spec(
         shared_prompt_limit=loaded.shared_prompt_limit,
         # Followers receive only the batch, not sampled tokens. Records of one step are kept, so two
         # discarded steps could not run again.
-        max_num_launches=1 if plan.num_ranks > 1 or groups_of(layout).cannot_rewind else 2,
+        max_num_launches=1 if plan.degrees.num_ranks > 1 or groups_of(layout).cannot_rewind else 2,
         computes_aside=plan.device.type == "cuda",
         numerics=numerics,
         dtype_reason=settled.dtype_reason,
@@ -304,14 +308,14 @@ def _batch_invariant(
 
 
 def _read_adapters(
-    source: ModelSource, lora: LoraConfig, dtype: str, device: torch.device, num_ranks: int
+    source: ModelSource, lora: LoraConfig, dtype: str, device: torch.device, degrees: Degrees
 ) -> dict[str, Adapter]:
     """Adapters by name. Raises ConfigError, AdapterError."""
-    if lora.modules and num_ranks > 1:
+    if lora.modules and degrees.num_ranks > 1:
         raise ConfigError.of(
-            "tensor_parallel_size",
-            num_ranks,
-            "adapters run on one rank only; leave it out, or --lora-modules",
+            "lora_modules",
+            ",".join(lora.modules),
+            f"adapters run on one rank only, not {degrees.num_ranks}; leave it out, or use one",
         )
     return {
         name: source.read_adapter(Path(path), dtype, device, lora.max_rank)

@@ -9,6 +9,7 @@ from baton.types import DTYPE_BYTES, KvLayout
 from engine.families.config import ModelConfig
 from engine.families.layers import describe_layers, describe_norm
 from engine.kv.layout import groups_of
+from engine.ranks.mesh import ONE_RANK, Degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class MemoryPlan:
     max_model_len: int
     max_num_seqs: int
     dtype: str
-    num_ranks: int = 1
+    degrees: Degrees = ONE_RANK
     graph_bytes: int = 0
     transfer_bytes: int = 0
     head: HeadMemory = NO_HEAD
@@ -74,7 +75,8 @@ class MemoryPlan:
 
     def rows(self) -> tuple[tuple[str, str], ...]:
         """(use, amount) pairs for people."""
-        ranks = (("ranks", f"{self.num_ranks}, each with:"),) if self.num_ranks > 1 else ()
+        num_ranks = self.degrees.num_ranks
+        ranks = (("ranks", f"{num_ranks}, each with:"),) if num_ranks > 1 else ()
         transfers = (("KV on its way", f"up to {format_bytes(self.transfer_bytes)}"),)
         slots = (
             f"; {self.num_window_slots} window slots, {format_bytes(self.slot_bytes)} each"
@@ -147,7 +149,9 @@ def num_parameters(config: ModelConfig) -> int:
     return num_linear_weights(config) + embeddings + beside
 
 
-def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks: int = 1) -> int:
+def weight_bytes(
+    config: ModelConfig, dtype: str, keeps_levels: bool, degrees: Degrees = ONE_RANK
+) -> int:
     """Bytes of a rank's packed weights; with tied embeddings the output layer is a copy.
 
     keeps_levels: quantised layers stay quantised. During loading, each level takes a byte
@@ -163,7 +167,7 @@ def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks:
         if stored.kind == "float" and stored.group_size:
             saved -= num_levels * 4 // stored.group_size
     shared = (num_parameters(config) + head - embeddings) * size - saved
-    return embeddings * size + -(-shared // num_ranks)
+    return embeddings * size + -(-shared // degrees.tensor)
 
 
 def token_bytes(config: ModelConfig, element_bytes: int) -> int:
@@ -203,7 +207,7 @@ def plan_blocks(
     max_model_len: int,
     max_num_seqs: int,
     available_bytes: int,
-    num_ranks: int,
+    degrees: Degrees,
     kv_cache_memory_bytes: int | None,
     num_blocks: int | None,
     transfers: int = 0,
@@ -219,19 +223,19 @@ def plan_blocks(
     lack slots, and admission, scheduling and routing count blocks only.
 
     layout: of the whole model. weights, activations, graphs, states, transfers: bytes of one rank.
-    head: has KV for each block, within the same budget. Other byte counts are totals of all
-    `num_ranks` ranks, which share them equally.
+    head: has KV for each block, within the same budget. Other byte counts are totals of all ranks,
+    which share them equally.
 
     Raises ConfigError if not even one block fits, or the weights do not.
     """
     block_size = layout.block_size
-    own = replace(layout, num_kv_heads=max(1, layout.num_kv_heads // num_ranks))
+    own = replace(layout, num_kv_heads=max(1, layout.num_kv_heads // degrees.tensor))
     block_bytes = own.block_bytes
     # Bytes of a block, with the draft head's KV of its tokens.
     whole_bytes = block_bytes + head.block_bytes
     slot_bytes = groups_of(own).apart_block_bytes
     full_bytes = block_bytes - slot_bytes
-    available_bytes //= num_ranks
+    available_bytes //= degrees.num_ranks
     if weights + head.weight_bytes > available_bytes:
         raise ConfigError.of(
             "dtype",
@@ -254,7 +258,7 @@ def plan_blocks(
             budget = max(0, available_bytes - others)
             most = max_num_seqs * -(-max_model_len // block_size)
         else:
-            budget = kv_cache_memory_bytes // num_ranks
+            budget = kv_cache_memory_bytes // degrees.num_ranks
             most = budget // (full_bytes or whole_bytes)
         num_blocks = min(most, budget // whole_bytes)
         left = budget - max_window_slots * slot_bytes
@@ -279,7 +283,7 @@ def plan_blocks(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         dtype=dtype,
-        num_ranks=num_ranks,
+        degrees=degrees,
         graph_bytes=graphs,
         transfer_bytes=transfers,
         head=head,

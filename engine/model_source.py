@@ -15,6 +15,7 @@ from engine.checkpoint import HeadFiles
 from engine.cuda.graph_device import GraphDevice
 from engine.memory_plan import HeadMemory
 from engine.ranks.followers import Followers, TensorPool
+from engine.ranks.mesh import Degrees
 from engine.torch.adapters import Adapter
 from engine.torch.step_runner import StepRunner
 from engine.torch.weights import ProgressHook
@@ -35,7 +36,7 @@ class EnginePlan:
     dtype: of weights and computation; layout: of the whole model, without a fingerprint; max_len:
     in tokens; max_seqs: sequences per step; num_window_slots: see MemoryPlan; adapters: by name;
     attention: the backend; batch_invariant: each row's result is independent of the rest of the
-    batch.
+    batch; degrees, backend: of the ranks, see choose_backend.
     """
 
     device: torch.device
@@ -43,8 +44,9 @@ class EnginePlan:
     layout: KvLayout
     num_blocks: int
     max_len: int
-    num_ranks: int
+    degrees: Degrees
     max_seqs: int
+    backend: str = "shm"
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     attention: AttentionBackend = REFERENCE
     batch_invariant: bool = False
@@ -112,8 +114,9 @@ class ModelSource(Protocol):
     @property
     def kernels(self) -> str: ...
 
-    def check_ranks(self, size: int, device: torch.device) -> None:
-        """Raise ConfigError unless `size` ranks can share the model on this kind of device."""
+    def check_ranks(self, degrees: Degrees, device: torch.device) -> None:
+        """Raise ConfigError unless ranks of these degrees can share the model on this kind of
+        device."""
         ...
 
     def choose_attention(
@@ -132,7 +135,7 @@ class ModelSource(Protocol):
         """Read a LoRA adapter of this model. Raises AdapterError."""
         ...
 
-    def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:
+    def weight_bytes(self, dtype: str, device: torch.device, degrees: Degrees) -> int:
         """Bytes of a rank's weights."""
         ...
 

@@ -19,7 +19,9 @@ from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import pool_sizes
 from engine.memory_plan import HeadMemory, activation_bytes, weight_bytes
 from engine.model_source import EnginePlan, Graphs, LoadedModel
+from engine.ranks.exchange import Ranks
 from engine.ranks.followers import Followers, TensorPool
+from engine.ranks.mesh import Degrees
 from engine.ranks.start import check_ranks, start_followers
 from engine.torch.adapters import Adapter, load_adapter
 from engine.torch.device_tables import DeviceTables, table_width
@@ -64,8 +66,8 @@ class NativeModel:
             _log.info(text, which, self.max_len, self.longest_len)
         return NativeModel(self._folder, config)
 
-    def check_ranks(self, size: int, device: torch.device) -> None:
-        check_ranks(self._config, size, device)
+    def check_ranks(self, degrees: Degrees, device: torch.device) -> None:
+        check_ranks(self._config, degrees, device)
 
     def choose_attention(
         self, name: str, dtype: str, kv_dtype: str, device: torch.device
@@ -80,9 +82,9 @@ class NativeModel:
     ) -> Adapter:
         return load_adapter(folder, self._config, getattr(torch, dtype), device, max_rank)
 
-    def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:
+    def weight_bytes(self, dtype: str, device: torch.device, degrees: Degrees) -> int:
         keeps = keeps_stored_levels(self._config, getattr(torch, dtype), device)
-        return weight_bytes(self._config, dtype, keeps, num_ranks)
+        return weight_bytes(self._config, dtype, keeps, degrees)
 
     def activation_bytes(self, dtype: str, num_tokens: int, num_seqs: int, max_len: int) -> int:
         return activation_bytes(self._config, dtype, num_tokens, num_seqs, max_len)
@@ -107,9 +109,8 @@ class NativeModel:
         config, device = self._config, plan.device
         pools = pool_sizes(plan.layout, plan.num_blocks, plan.num_window_slots)
         followers = start_followers(
-            plan.num_ranks, self._folder, config, plan.dtype, pools, plan.max_len
+            plan.degrees, plan.backend, self._folder, config, plan.dtype, pools, plan.max_len
         )
-        shard = followers.ranks.shard
         try:
             parameters, digest = load_parameters(
                 self._folder,
@@ -117,14 +118,14 @@ class NativeModel:
                 getattr(torch, plan.dtype),
                 device,
                 progress,
-                shard,
+                followers.shard,
                 batch_invariant=plan.batch_invariant,
             )
-            followers.wait_ready(digest)
+            ranks = followers.wait_ready(digest)
         except BaseException:
             followers.close()
             raise
-        return _LoadedNative(config, plan, parameters, digest, followers)
+        return _LoadedNative(config, plan, parameters, digest, followers, ranks)
 
 
 class _LoadedNative:
@@ -137,15 +138,16 @@ class _LoadedNative:
         parameters: PackedParameters,
         digest: str,
         followers: Followers,
+        ranks: Ranks,
     ) -> None:
         self._config, self._plan, self._parameters = config, plan, parameters
-        self.digest, self.followers = digest, followers
+        self.digest, self.followers, self._ranks = digest, followers, ranks
         self._rope = make_rope(config, plan.max_len, plan.device)
         is_dynamic = self._rope.is_dynamic
         self.shared_prompt_limit = config.max_position_embeddings if is_dynamic else None
 
     def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
-        ranks = self.followers.ranks
+        ranks = self._ranks
         own = ranks.shard.attention_config(self._config)
         attention = self._plan.attention
         decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks, attention)

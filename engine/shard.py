@@ -1,21 +1,17 @@
-"""Tensor parallelism: the part of a decoder on each rank, and the exchange of results.
+"""Tensor parallelism: the part of a decoder on each rank.
 
-Every linear layer is split by outputs and has all inputs on every rank; `gather` concatenates the
-outputs. Each sum is therefore computed by one rank, in the same order as with a single rank, and a
-part of any weight, quantised or not, is a range of its rows. See
+Every linear layer is split by outputs and has all inputs on every rank; the ranks concatenate the
+outputs (engine/ranks/exchange.py). Each sum is therefore computed by one rank, in the same order as
+with a single rank, and a part of any weight, quantised or not, is a range of its rows. See
 docs/adr/0009-ranks-share-outputs.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import ConfigError
 from engine.families.config import ModelConfig
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,53 +47,6 @@ class Shard:
 
 #: A model in one process.
 WHOLE = Shard(0, 1)
-
-
-class Ranks(Protocol):
-    """The ranks of one model, as seen by one of them. All ranks call the same methods in the same
-    order."""
-
-    @property
-    def shard(self) -> Shard: ...
-
-    def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of `whole` [rows, columns]."""
-        ...
-
-    def meet(self) -> None:
-        """Barrier: returns when all ranks have called it; their earlier writes are then visible."""
-        ...
-
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """part [rows, columns], of equal shape on all ranks -> [rows, size * columns]: all parts,
-        by rank.
-
-        A barrier, even with no rows.
-        """
-        ...
-
-    def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """part [rows, len(shard.part(num_columns))] -> [rows, num_columns] on rank 0. Other ranks
-        get their own part back."""
-        ...
-
-
-class Alone:
-    """Ranks of a model with a single rank."""
-
-    shard = WHOLE
-
-    def own(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole
-
-    def meet(self) -> None:
-        """See Ranks."""
-
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        return part
-
-    def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:  # noqa: ARG002
-        return part
 
 
 #: Sizes that must be divisible by the number of ranks.

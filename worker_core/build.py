@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from baton.config import DecodeOptions, EngineOptions
+from baton.config.worker_options import PrefillTierOptions
 from baton.start_log import report_phase
 from engine.checkpoint import (
     HeadFiles,
@@ -33,6 +34,7 @@ from engine.interface import Engine
 from engine.kv.layout import groups_of
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleLayers, OracleOptions, oracle_layout
+from engine.ranks.mesh import Degrees
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +74,16 @@ def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
     if method == "mtp":
         return HeadFiles(method, resolve_checkpoint(options.model, options.revision))
     return HeadFiles(method, resolve_checkpoint(str(options.speculative_model)))
+
+
+def degrees_of(options: EngineOptions) -> Degrees:
+    """How the engine is divided over its ranks."""
+    return Degrees(
+        options.tensor_parallel_size,
+        options.pipeline_parallel_size,
+        options.context_parallel_size if isinstance(options, PrefillTierOptions) else 1,
+        options.enable_expert_parallel,
+    )
 
 
 def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
@@ -180,7 +192,7 @@ def _engine_config(options: EngineOptions, device: str, *, frees_windows: bool) 
             max_num_batched_tokens=options.max_num_batched_tokens,
             frees_windows=frees_windows,
         ),
-        DeviceConfig(device, options.num_threads, options.tensor_parallel_size),
+        DeviceConfig(device, options.num_threads, degrees_of(options), options.distributed_backend),
         LoraConfig(options.adapter_paths, options.max_lora_rank),
     )
 

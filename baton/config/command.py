@@ -40,6 +40,8 @@ ADVANCED = frozenset(
         *("max_local_prefill_tokens", "num_gpu_blocks_override", "max_lora_rank"),
         *("prefill_block_size", "decode_block_size", "prefill_gpu_memory_utilization"),
         *("prefill_tensor_parallel_size", "decode_tensor_parallel_size"),
+        *("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size"),
+        *("enable_expert_parallel", "distributed_backend"),
         *("speculative_tree", "enable_openengine", "allowed_origins"),
         *("ssl_server_name", "ssl_peer_names", "ssl_cert_reqs", "metrics_compat"),
         *("max_remembered_prefixes", "max_json_whitespace"),

@@ -59,6 +59,15 @@ class EngineOptions(ModelOptions):
     tensor_parallel_size: Count = 1
     """Processes that share the model, each with a shard of every layer and of the KV cache. The two
     tiers may differ."""
+    pipeline_parallel_size: Count = 1
+    """Stages of the model, each with some of the layers and their KV, on a group of
+    --tensor-parallel-size processes. The two tiers may differ."""
+    enable_expert_parallel: bool = False
+    """Give each process of a tensor-parallel group whole experts instead of a part of every
+    expert."""
+    distributed_backend: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    """How processes that share the model exchange results: shm through shared memory of one host,
+    gloo over the network between CPUs, nccl between GPUs; auto takes the fastest that fits."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Maximum tokens of a sequence, prompt and output; the model's own limit if not given."""
     block_size: BlockSize = 16
@@ -101,11 +110,12 @@ class EngineOptions(ModelOptions):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        if self.engine == "oracle" and self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"--tensor-parallel-size={self.tensor_parallel_size}: --engine=oracle has no model "
-                "to share; leave one of them out"
-            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if self.engine == "oracle" and (size := getattr(self, name)) > 1:
+                raise ValueError(
+                    f"--{name.replace('_', '-')}={size}: --engine=oracle has no model to share; "
+                    "leave one of them out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -11,11 +11,12 @@ from baton.config.engine_options import EngineOptions
 from baton.config.fields import BlockSize, Count, Devices
 from baton.config.gateway_options import FrontDoorOptions
 from baton.config.options import LivenessOptions, NumericsOptions
-from baton.config.worker_options import HandoffOptions, PeerOptions
+from baton.config.worker_options import HandoffOptions, PeerOptions, PrefillTierOptions
 
 
 class ServeOptions(
     EngineOptions,
+    PrefillTierOptions,
     DecodeTierOptions,
     HandoffOptions,
     FrontDoorOptions,
@@ -28,11 +29,13 @@ class ServeOptions(
     own_options: ClassVar[frozenset[str]] = (
         FrontDoorOptions.own_options
         | EngineOptions.model_fields.keys()
+        | PrefillTierOptions.model_fields.keys()
         | DecodeTierOptions.model_fields.keys()
         | {
             *("num_prefill_workers", "num_decode_workers"),
             *("prefill_block_size", "decode_block_size"),
             *("prefill_tensor_parallel_size", "decode_tensor_parallel_size"),
+            *("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size"),
         }
     ) - {"model", "served_model_name", "gpu_memory_utilization"}
 
@@ -56,6 +59,10 @@ class ServeOptions(
     """Processes per prefill worker that share the model; --tensor-parallel-size if not given."""
     decode_tensor_parallel_size: Count | None = None
     """Processes per decode worker that share the model; --tensor-parallel-size if not given."""
+    prefill_pipeline_parallel_size: Count | None = None
+    """Stages of a prefill worker; --pipeline-parallel-size if not given."""
+    decode_pipeline_parallel_size: Count | None = None
+    """Stages of a decode worker; --pipeline-parallel-size if not given."""
     prefill_gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Part of --gpu-memory-utilization for the prefill tier if both tiers share a device; if not
     given, all workers get equal parts."""
@@ -94,7 +101,7 @@ class ServeOptions(
     @model_validator(mode="after")
     def _check_colocated(self) -> Self:
         of_prefill = {name for name in type(self).model_fields if name.startswith("prefill_")}
-        of_prefill.add("num_prefill_workers")
+        of_prefill |= {"num_prefill_workers", *PrefillTierOptions.model_fields}
         meaningless = of_prefill & self.model_fields_set
         if self.colocated and meaningless:
             name = min(meaningless).replace("_", "-")

@@ -13,6 +13,7 @@ from baton.config.fields import (
     HIDDEN,
     SECRET,
     Address,
+    Count,
     NonEmpty,
     PeerNames,
     Port,
@@ -139,7 +140,15 @@ class WorkerOptions(
         return self.advertise_host or fallback
 
 
-class PrefillOptions(WorkerOptions):
+class PrefillTierOptions(Options):
+    """How prefill workers compute prompts."""
+
+    context_parallel_size: Count = 1
+    """Processes that share the tokens of a long prompt, each with the whole model or, with
+    --tensor-parallel-size, a group of so many with a part each; in prefill workers only."""
+
+
+class PrefillOptions(WorkerOptions, PrefillTierOptions):
     """Options of `baton prefill`."""
 
     tier: ClassVar[Tier] = Tier.PREFILL

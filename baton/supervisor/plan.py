@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,19 @@ def num_visible_gpus(environment: Mapping[str, str], driver: Path = _NVIDIA_DRIV
     return sum(1 for _ in driver.iterdir()) if driver.is_dir() else 0
 
 
+def degrees_of(options: ServeOptions, tier: str) -> dict[str, int]:
+    """Degrees of parallelism of each worker of a tier, prefill or decode, by option."""
+    shared = ("tensor_parallel_size", "pipeline_parallel_size")
+    own = {name: getattr(options, f"{tier}_{name}") or getattr(options, name) for name in shared}
+    if tier == "prefill":
+        own["context_parallel_size"] = options.context_parallel_size
+    return own
+
+
 def num_ranks(options: ServeOptions) -> tuple[int, int]:
     """Ranks (processes that share the model) of each prefill worker and of each decode worker."""
-    size = options.tensor_parallel_size
-    return (
-        options.prefill_tensor_parallel_size or size,
-        options.decode_tensor_parallel_size or size,
-    )
+    prefill, decode = degrees_of(options, "prefill"), degrees_of(options, "decode")
+    return prod(prefill.values()), prod(decode.values())
 
 
 def threads_per_rank(options: ServeOptions, num_cores: int) -> int:
@@ -201,13 +208,12 @@ def plan_workers(
         cls: type[Options], name: str, each: ServeOptions, gpu: Gpu, share: float
     ) -> ChildSpec:
         tier = name.partition("-")[0]
-        is_prefill = tier == "prefill"
-        num_ranks_of_it = num_ranks(each)[0 if is_prefill else 1]
+        is_prefill, degrees = tier == "prefill", degrees_of(each, tier)
         own = {
             **common,
             "block_size": getattr(each, f"{tier}_block_size") or each.block_size,
-            "tensor_parallel_size": num_ranks_of_it,
-            "num_threads": each.num_threads or threads * num_ranks_of_it,
+            **degrees,
+            "num_threads": each.num_threads or threads * prod(degrees.values()),
             "worker_id": name,
             "port": 0,
             "gpu_memory_utilization": share,

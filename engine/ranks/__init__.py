@@ -1,2 +1,2 @@
 """An engine of several processes: rank 0 is the worker, the other ranks follow its commands. See
-docs/tensor_parallel.md."""
+docs/parallelism.md."""

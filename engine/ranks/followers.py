@@ -12,7 +12,8 @@ from baton.types import KvLayout
 from engine.interface import Batch
 from engine.kv.interface import KvPool
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
-from engine.shard import Alone, Ranks
+from engine.ranks.exchange import Alone, Ranks
+from engine.shard import WHOLE, Shard
 
 
 class TensorPool(KvPool, Protocol):
@@ -31,11 +32,13 @@ class Followers(Protocol):
     """
 
     @property
-    def ranks(self) -> Ranks: ...
+    def shard(self) -> Shard:
+        """Rank 0's part of its layers."""
+        ...
 
-    def wait_ready(self, digest: str) -> None:
-        """Wait until all ranks have loaded. digest: of the checkpoint as read by rank 0. Raises
-        StartupError."""
+    def wait_ready(self, digest: str) -> Ranks:
+        """Wait until all ranks have loaded and joined: rank 0's tensor-parallel group. digest: of
+        the checkpoint as read by rank 0. Raises StartupError."""
         ...
 
     def make_pool(
@@ -64,10 +67,10 @@ class Followers(Protocol):
 class NoFollowers:
     """Followers of an engine with one rank: none."""
 
-    ranks = Alone()
+    shard = WHOLE
 
-    def wait_ready(self, digest: str) -> None:
-        """See Followers."""
+    def wait_ready(self, digest: str) -> Ranks:  # noqa: ARG002
+        return Alone()
 
     def make_pool(
         self, layout: KvLayout, num_blocks: int, num_window_slots: int, device: torch.device

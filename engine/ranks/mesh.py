@@ -59,6 +59,10 @@ class Degrees:
         )
 
 
+#: An engine in one process.
+ONE_RANK = Degrees()
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A rank's place: its stage, and its number in the two groups that it belongs to there."""

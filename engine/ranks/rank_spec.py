@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from pydantic import TypeAdapter
 
 from baton.types import DTYPE_BYTES
 from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import PoolSize
+from engine.ranks.mesh import Degrees, Place
 from engine.shard import Shard
 
 _MIN_STAGING_BYTES = 1 << 20
@@ -18,13 +20,18 @@ _MIN_STAGING_BYTES = 1 << 20
 class RankSpec:
     """Equal for all ranks of an engine, except for `rank`.
 
-    folder: of the checkpoint. config: parsed config.json, passed because parsing would import
-    transformers. dtype: of weights. pools: see pool_sizes. num_threads: of this rank. kv_fd,
-    meeting_fd: inherited segments, for pools (see kv_pool) and for SharedRanks.
+    backend: a name of BACKENDS. folder: of the checkpoint. config: parsed config.json, passed
+    because parsing would import transformers. dtype: of weights. pools: see pool_sizes. device:
+    where the rank computes. num_threads: of this rank. staging_bytes: see `staging_bytes`.
+
+    kv_fd, meeting_fd: inherited segments, for pools (see kv_pool) and for SharedRanks; -1 without.
+    host: this rank's address for exchanges over a network. store: host and port of the store of
+    torch.distributed; unset with other backends.
     """
 
     rank: int
-    size: int
+    degrees: Degrees
+    backend: str
     folder: str
     config: ModelConfig
     dtype: str
@@ -32,12 +39,36 @@ class RankSpec:
     max_model_len: int
     num_threads: int
     staging_bytes: int
-    kv_fd: int
-    meeting_fd: int
+    device: str = "cpu"
+    kv_fd: int = -1
+    meeting_fd: int = -1
+    host: str = "127.0.0.1"
+    store: tuple[str, int] = ("", 0)
+
+    @property
+    def place(self) -> Place:
+        return self.degrees.place(self.rank)
 
     @property
     def shard(self) -> Shard:
-        return Shard(self.rank, self.size)
+        """The rank's part of each of its layers."""
+        return Shard(self.place.tensor_rank, self.degrees.tensor)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} of {self.degrees.num_ranks}"
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Descriptors that the rank's process inherits."""
+        return tuple(fd for fd in (self.kv_fd, self.meeting_fd) if fd >= 0)
+
+    def with_store(self, host: str, port: int) -> RankSpec:
+        return replace(self, store=(host, port))
 
     def to_line(self) -> bytes:
         return _LINES.dump_json(self) + b"\n"
@@ -51,7 +82,8 @@ _LINES = TypeAdapter(RankSpec)
 
 
 def staging_bytes(config: ModelConfig, size: int, dtype: str) -> int:
-    """Bytes for a rank's part of the widest row that ranks exchange, in whole pages."""
+    """Bytes for a rank's part of the widest row that a group of `size` ranks exchanges, in whole
+    pages."""
     widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
     row_bytes = max(DTYPE_BYTES[dtype] * widest, 4 * config.vocab_size) // size + 4
     return max(_MIN_STAGING_BYTES, -(-row_bytes // 4096) * 4096)

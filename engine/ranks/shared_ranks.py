@@ -7,9 +7,12 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from engine.ranks.rank_spec import RankSpec
+from engine.ranks.segment import create_segment, map_segment
 from engine.shard import Shard
 
 #: A POSIX semaphore takes 32 bytes on 64-bit Linux; each has its own cache line.
@@ -36,8 +39,27 @@ def prepare(memory: torch.Tensor, size: int) -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
+class SharedMemory:
+    """See engine.ranks.backends.Backend. Tensor-parallel groups lie side by side in one
+    segment."""
+
+    def open(self, spec: RankSpec) -> RankSpec:
+        degrees = spec.degrees
+        num_bytes = segment_bytes(degrees.tensor, spec.staging_bytes)
+        num_groups = degrees.num_ranks // degrees.tensor
+        fd = create_segment("baton-ranks", num_groups * num_bytes)
+        for memory in map_segment(fd).split(num_bytes):  # type: ignore[no-untyped-call]
+            prepare(memory, degrees.tensor)
+        return replace(spec, meeting_fd=fd)
+
+    def join(self, spec: RankSpec) -> SharedRanks:
+        size = spec.degrees.tensor
+        groups = map_segment(spec.meeting_fd).split(segment_bytes(size, spec.staging_bytes))  # type: ignore[no-untyped-call]
+        return SharedRanks(groups[spec.rank // size], spec.shard, spec.staging_bytes)
+
+
 class SharedRanks:
-    """See engine.shard.Ranks. Used by one thread of each process.
+    """See engine.ranks.exchange.Ranks. Used by one thread of each process.
 
     Each ordered pair of ranks has a semaphore. An arriving rank posts its semaphores to all others
     and waits for theirs; counting per pair keeps a fast rank from being counted in place of a slow

@@ -10,24 +10,34 @@ from baton.errors import ConfigError
 from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import PoolSize
 from engine.ranks.followers import Followers, NoFollowers
+from engine.ranks.mesh import Degrees
 from engine.ranks.rank_spec import RankSpec, staging_bytes
 from engine.ranks.team import RankTeam
 from engine.shard import check_size
 
+_NOT_YET = "is not implemented yet; leave it out"
 
-def check_ranks(config: ModelConfig, size: int, device: torch.device) -> None:
-    """Raise ConfigError if `size` ranks cannot share the model on this kind of device."""
-    check_size(config, size)
-    if size > 1 and device.type != "cpu":
+
+def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> None:
+    """Raise ConfigError if ranks of these degrees cannot share the model on this kind of device."""
+    check_size(config, degrees.tensor)
+    if degrees.pipeline > 1:
+        raise ConfigError.of("pipeline_parallel_size", degrees.pipeline, _NOT_YET)
+    if degrees.context > 1:
+        raise ConfigError.of("context_parallel_size", degrees.context, _NOT_YET)
+    if degrees.whole_experts:
+        raise ConfigError.of("enable_expert_parallel", True, _NOT_YET)
+    if degrees.num_ranks > 1 and device.type != "cpu":
         raise ConfigError.of(
             "tensor_parallel_size",
-            size,
+            degrees.tensor,
             "ranks reach each other's KV in host memory; give --device=cpu, or leave it out",
         )
 
 
 def start_followers(
-    size: int,
+    degrees: Degrees,
+    backend: str,
     folder: Path,
     config: ModelConfig,
     dtype: str,
@@ -37,21 +47,20 @@ def start_followers(
     """Start the processes of all other ranks; they load in parallel, each with as many threads as
     this process.
 
-    dtype: of the weights. pools: of each rank.
+    backend: a name of BACKENDS. dtype: of the weights. pools: of each rank.
     """
-    if size == 1:
+    if degrees.num_ranks == 1:
         return NoFollowers()
     spec = RankSpec(
         rank=0,
-        size=size,
+        degrees=degrees,
+        backend=backend,
         folder=str(folder),
         config=config,
         dtype=dtype,
         pools=pools,
         max_model_len=max_model_len,
         num_threads=torch.get_num_threads(),
-        staging_bytes=staging_bytes(config, size, dtype),
-        kv_fd=-1,
-        meeting_fd=-1,
+        staging_bytes=staging_bytes(config, degrees.tensor, dtype),
     )
     return RankTeam(spec)

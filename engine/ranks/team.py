@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -25,10 +26,12 @@ from engine.kv.tensors.ranks import (
     pool_memories,
     rank_memory,
 )
+from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import encode_logits, encode_step
+from engine.ranks.exchange import ExchangeFailed, Ranks
+from engine.ranks.link import SILENCE_S, Link
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import create_segment, map_segment
-from engine.ranks.shared_ranks import SharedRanks, prepare, segment_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -45,27 +48,44 @@ def end_process(reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """A running rank. control: socket to it; closing it ends the rank. wait: waits for its end and
-    returns its exit status."""
+    """A running rank.
+
+    control: connection for commands; closing it ends the rank. link: connection for a Link. ending:
+    waits for the end of a rank that has closed its connections, and says how it ended. kill: end it
+    now, even if it has frozen.
+    """
 
     name: str
     control: socket.socket
-    wait: Callable[[], int]
+    link: socket.socket
+    ending: Callable[[], str]
+    kill: Callable[[], None]
 
 
 def start_process(spec: RankSpec) -> RankProcess:
     """Start a rank in a new process. Raises OSError."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            (*_PROGRAM, str(theirs.fileno())),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), spec.kv_fd, spec.meeting_fd),
-        )
+    control, its_control = socket.socketpair()
+    link, its_link = socket.socketpair()
+    with its_control, its_link:
+        process = run_rank(its_control, its_link, spec.fds)
     # If the process is gone already, `wait_ready` reports it.
     with suppress(ConnectionError):
-        ours.sendall(spec.to_line())
-    return RankProcess(f"rank {spec.rank} of {spec.size} (pid {process.pid})", ours, process.wait)
+        control.sendall(spec.to_line())
+
+    def ending() -> str:
+        return f"ended with status {process.wait()}"
+
+    return RankProcess(f"{spec.name} (pid {process.pid})", control, link, ending, process.kill)
+
+
+def run_rank(
+    control: socket.socket, link: socket.socket, fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start the process of a rank over these connections. fds: further ones that it inherits."""
+    own = (control.fileno(), link.fileno())
+    return subprocess.Popen(
+        (*_PROGRAM, *map(str, own)), stdin=subprocess.DEVNULL, pass_fds=(*own, *fds)
+    )
 
 
 class RankTeam:
@@ -84,35 +104,43 @@ class RankTeam:
         called from any thread when the ranks cannot continue.
         """
         self._on_loss = on_loss
-        self._is_closing = threading.Event()
-        sizes = [pool_bytes(pool.layout, pool.num_blocks, spec.size) for pool in spec.pools]
+        self._lost = threading.Event()
+        self._size = spec.degrees.num_ranks
+        sizes = [pool_bytes(pool.layout, pool.num_blocks, self._size) for pool in spec.pools]
         kv_fd = create_segment("baton-kv", sum(sizes))
-        meeting_fd = create_segment("baton-ranks", segment_bytes(spec.size, spec.staging_bytes))
-        self._size = spec.size
-        self._memories = pool_memories(map_segment(kv_fd), spec.pools, spec.size)
-        meeting = map_segment(meeting_fd)
-        prepare(meeting, spec.size)
-        self.ranks = SharedRanks(meeting, spec.shard, spec.staging_bytes)
-        started = replace(spec, kv_fd=kv_fd, meeting_fd=meeting_fd)
-        self._members = [start(replace(started, rank=rank)) for rank in range(1, spec.size)]
-        self._watchers = [
-            threading.Thread(target=self._watch, args=(m,), name=m.name, daemon=True)
-            for m in self._members
+        self._memories = pool_memories(map_segment(kv_fd), spec.pools, self._size)
+        self._backend = BACKENDS[spec.backend]()
+        self._spec = self._backend.open(replace(spec, kv_fd=kv_fd))
+        self.shard = spec.shard
+        self._members = [start(replace(self._spec, rank=rank)) for rank in range(1, self._size)]
+        self.links = [
+            Link(
+                member.link,
+                member.name,
+                on_closed=partial(self._on_closed, member),
+                on_silent=partial(self._on_silent, member),
+            )
+            for member in self._members
         ]
-        os.close(kv_fd)
-        os.close(meeting_fd)
+        """To ranks 1, 2, ..., in that order."""
+        self._is_ready = False
+        for link in self.links:
+            link.start()
         # Touch the memory now, as each rank does with its own, so that no step pays for page
         # faults.
         for memory, pool in zip(self._memories, spec.pools, strict=True):
             rank_memory(memory, pool.layout, pool.num_blocks, spec.shard).zero_()
 
-    def wait_ready(self, digest: str) -> None:
-        """See Followers. They are watched from then on."""
+    def wait_ready(self, digest: str) -> Ranks:
+        """See Followers. Called once."""
         for member in self._members:
             if _digest_of(member) != digest:
                 raise ModelError("the checkpoint changed while it was read; start again")
-        for watcher in self._watchers:
-            watcher.start()
+        self._is_ready = True
+        ranks = self._backend.join(self._spec)
+        for fd in self._spec.fds:
+            os.close(fd)
+        return ranks
 
     def make_pool(
         self,
@@ -143,14 +171,12 @@ class RankTeam:
             yield
 
     def close(self) -> None:
-        self._is_closing.set()
+        for link in self.links:
+            link.close()
         for member in self._members:
             member.control.close()
         for member in self._members:
-            member.wait()
-        for watcher in self._watchers:
-            if watcher.ident is not None:
-                watcher.join()
+            member.ending()
 
     @contextmanager
     def _together(self, frame: bytes) -> Iterator[None]:
@@ -158,15 +184,29 @@ class RankTeam:
             for member in self._members:
                 member.control.sendall(frame)
             yield
+        except ExchangeFailed:
+            # A rank has died, or has frozen: its link names it.
+            if not self._lost.wait(2 * SILENCE_S):
+                self._lose("an exchange between ranks failed")
+            raise
         except Exception:
             _log.exception("rank 0 failed in a step that the others take, too")
-            self._on_loss("the ranks of the engine are apart")
+            self._lose("the ranks of the engine are apart")
             raise
 
-    def _watch(self, member: RankProcess) -> None:
-        status = member.wait()
-        if not self._is_closing.is_set():
-            self._on_loss(f"{member.name} ended with status {status}")
+    def _on_closed(self, member: RankProcess) -> None:
+        # While ranks load, `wait_ready` notices.
+        if self._is_ready:
+            self._lose(f"{member.name} {member.ending()}")
+
+    def _on_silent(self, member: RankProcess) -> None:
+        self._lose(f"{member.name} has been silent for {SILENCE_S:g} s")
+
+    def _lose(self, reason: str) -> None:
+        for member in self._members:
+            member.kill()
+        self._lost.set()
+        self._on_loss(reason)
 
 
 def _digest_of(member: RankProcess) -> str:

@@ -26,7 +26,7 @@ from baton_kernels.paged_attention import (
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
 from engine.families.config import ModelConfig
-from engine.shard import Alone, Ranks
+from engine.ranks.exchange import Alone, Ranks
 from engine.torch.adapters import Adapter, AdapterLayer, LowRank
 from engine.torch.packed import PackedLayer, PackedParameters
 from engine.torch.rope import Rotation

@@ -1,36 +1,46 @@
-"""Process of a rank other than 0: `python -m engine.torch.follow FD`; FD is a socket to rank 0.
+"""Process of a rank other than 0: `python -m engine.torch.follow FD LINK_FD`, connections to rank 0
+for commands and for a Link.
 
-The process ends when the socket closes, in any state.
+The process ends when rank 0 closes them, in any state, or is silent.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 
+from engine.ranks.exchange import ExchangeFailed
+from engine.ranks.link import SILENCE_S, Link
 from engine.torch.follower import follow
+
+_log = logging.getLogger(__name__)
 
 
 def main() -> None:
     # Signals are for rank 0, which first lets its sequences end.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    control = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_end_with, args=(control,), name="leader-watch", daemon=True).start()
-    follow(control)
+    control, link = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
+    try:
+        follow(control, Link(link, "rank 0", on_closed=_end, on_silent=_end_alone))
+    except ExchangeFailed:
+        # Rank 0 names the rank that has gone, and ends this one.
+        threading.Event().wait(2 * SILENCE_S)
+        raise
 
 
-def _end_with(control: socket.socket) -> None:
-    """End the process when rank 0 is gone: the main thread may be waiting for it in shared memory,
-    without a timeout."""
-    poll = select.poll()
-    poll.register(control, select.POLLRDHUP)
-    poll.poll()
+def _end() -> None:
+    """End with rank 0: the main thread may be waiting for it in an exchange."""
     os._exit(0)
+
+
+def _end_alone() -> None:
+    _log.critical("rank 0 has been silent for %g s: this rank ends", SILENCE_S)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from baton_kernels.cpu.layers import (
 )
 from baton_kernels.cpu.paged_attention import AttentionPlan
 from engine.families.config import ModelConfig
-from engine.shard import Ranks
+from engine.ranks.exchange import Ranks
 from engine.torch.decoder import Decoder, PackedBatch, Watch
 from engine.torch.packed import PackedParameters
 

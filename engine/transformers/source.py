@@ -28,6 +28,7 @@ from engine.memory_plan import HeadMemory
 from engine.model_source import EnginePlan, Graphs, LoadedModel
 from engine.quantization.config import QuantizationConfig
 from engine.ranks.followers import Followers, NoFollowers, TensorPool
+from engine.ranks.mesh import Degrees
 from engine.torch.adapters import Adapter
 from engine.torch.sequence_states import SequenceStates
 from engine.torch.step import fault, pack_tokens, take_drawn
@@ -70,7 +71,7 @@ class TransformersModel:
         """See ModelSource: lengths on which it depends are refused."""
         return self
 
-    def check_ranks(self, size: int, device: torch.device) -> None:
+    def check_ranks(self, degrees: Degrees, device: torch.device) -> None:
         if self.num_state_layers and device.type != "cpu":
             raise ConfigError.of(
                 "device",
@@ -78,10 +79,10 @@ class TransformersModel:
                 f"{self._description.architecture} has layers with a state, which run on a CPU "
                 "alone yet; use cpu",
             )
-        if size > 1:
+        if degrees.num_ranks > 1:
             raise ConfigError.of(
                 "tensor_parallel_size",
-                size,
+                degrees.num_ranks,
                 f"{self._description.architecture} runs by transformers' code, which no ranks "
                 "share; leave it out",
             )
@@ -125,7 +126,7 @@ class TransformersModel:
             "no adapters here; merge the adapter into the model, and serve that"
         )
 
-    def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:  # noqa: ARG002
+    def weight_bytes(self, dtype: str, device: torch.device, degrees: Degrees) -> int:  # noqa: ARG002
         """See ModelSource. A tied output layer is a separate copy; quantised weights are
         dequantised."""
         found = self._description

@@ -12,6 +12,7 @@ from baton.kv_transports import (
 )
 from baton.types import KvLayout
 from engine.memory_plan import MemoryPlan, plan_blocks
+from engine.ranks.mesh import Degrees
 
 LAYOUT = KvLayout("", 2, 2, 64, "bfloat16", 16)
 MIB = 1 << 20
@@ -27,7 +28,7 @@ def plan(transfers: int, layout: KvLayout = LAYOUT) -> MemoryPlan:
         max_model_len=4096,
         max_num_seqs=4096,
         available_bytes=1024 * MIB,
-        num_ranks=1,
+        degrees=Degrees(),
         kv_cache_memory_bytes=None,
         num_blocks=None,
         transfers=transfers,

@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 from engine.families.config import ModelConfig
 from engine.families.read import read_config
 from engine.memory_plan import MemoryPlan
+from engine.ranks.mesh import Degrees
 from engine.shard import WHOLE, Shard, check_size
 from engine.torch.parameters import Target, empty_parameters
 from tests.support.memory_plan import plan_memory
@@ -84,7 +85,7 @@ def test_ranks_share_the_memory() -> None:
             max_num_seqs=64,
             max_num_batched_tokens=64,
             available_bytes=1 << 30,
-            num_ranks=num_ranks,
+            degrees=Degrees(num_ranks),
             kv_cache_memory_bytes=32 << 20,
         )
 

@@ -62,7 +62,8 @@ def child_pids(pid: int) -> list[int]:
 
 
 async def test_many_ranks_prefill_for_one(model: Path) -> None:
-    async with cluster_of(model, prefill_tensor_parallel_size=2) as (cluster, client):
+    options = {"prefill_tensor_parallel_size": 2, "distributed_backend": "gloo"}
+    async with cluster_of(model, **options) as (cluster, client):
         assert len(child_pids(cluster.pid_of("prefill-0"))) == 1
         assert not child_pids(cluster.pid_of("decode-0"))
         done = await asyncio.gather(*(client.generate(p, greedy(30)) for p in PROMPTS))

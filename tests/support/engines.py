@@ -19,6 +19,7 @@ from engine.cuda.graph_device import GraphDevice
 from engine.load import load_engine as load
 from engine.memory_plan import MemoryPlan
 from engine.model_source import Graphs
+from engine.ranks.mesh import Degrees
 from engine.torch.engine import TorchEngine
 from engine.torch.weights import ProgressHook
 
@@ -26,7 +27,7 @@ from engine.torch.weights import ProgressHook
 _OPTIONS = {
     "model_impl": "implementation",
     "kv_cache_memory_bytes": "memory_bytes",
-    "tensor_parallel_size": "num_ranks",
+    "distributed_backend": "backend",
     "lora_modules": "modules",
 }
 
@@ -43,6 +44,8 @@ def load_engine(
 ) -> TorchEngine:
     """An engine of `model`. options: fields of EngineConfig and its parts, or their options."""
     left = {_OPTIONS.get(name, name): value for name, value in options.items()}
+    sizes = [left.pop(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline", "context")]
+    left["degrees"] = Degrees(*sizes, left.pop("enable_expert_parallel", False))
 
     def part(kind: type[Any], **more: Any) -> Any:
         names = kind.__slots__

@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton.types import KvLayout
 from engine.families.config import ModelConfig
 from engine.memory_plan import MemoryPlan, activation_bytes, plan_blocks, weight_bytes
+from engine.ranks.mesh import ONE_RANK, Degrees
 
 
 def plan_memory(
@@ -17,7 +18,7 @@ def plan_memory(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     available_bytes: int,
-    num_ranks: int = 1,
+    degrees: Degrees = ONE_RANK,
     kv_cache_memory_bytes: int | None = None,
     graph_bytes: int = 0,
 ) -> MemoryPlan:
@@ -26,7 +27,7 @@ def plan_memory(
     return plan_blocks(
         KvLayout("", *heads, kv_dtype or dtype, block_size, config.kv_parts),
         dtype=dtype,
-        weights=weight_bytes(config, dtype, False, num_ranks),
+        weights=weight_bytes(config, dtype, False, degrees),
         activations=activation_bytes(
             config, dtype, max_num_batched_tokens, max_num_seqs, max_model_len
         ),
@@ -34,7 +35,7 @@ def plan_memory(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         available_bytes=available_bytes,
-        num_ranks=num_ranks,
+        degrees=degrees,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_blocks=None,
     )

@@ -8,6 +8,7 @@ import socket
 import threading
 from dataclasses import replace
 
+from engine.ranks.link import Link
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.team import RankProcess
 from engine.torch.follower import follow
@@ -16,22 +17,28 @@ from engine.torch.follower import follow
 def start_thread(spec: RankSpec) -> RankProcess:
     """See engine.ranks.team.start_process."""
     ours, theirs = socket.socketpair()
-    own = replace(spec, kv_fd=os.dup(spec.kv_fd), meeting_fd=os.dup(spec.meeting_fd))
+    our_link, its_link = socket.socketpair()
+    closed = threading.Event()
+    link = Link(its_link, spec.name, on_closed=closed.set, on_silent=closed.set)
+    has_segment = spec.meeting_fd >= 0
+    meeting_fd = os.dup(spec.meeting_fd) if has_segment else -1
+    own = replace(spec, kv_fd=os.dup(spec.kv_fd), meeting_fd=meeting_fd)
 
     def run() -> None:
         with theirs:
             try:
-                follow(theirs)
+                follow(theirs, link)
             finally:
-                os.close(own.kv_fd)
-                os.close(own.meeting_fd)
+                for fd in own.fds:
+                    os.close(fd)
 
     thread = threading.Thread(target=run, name=f"rank-{spec.rank}", daemon=True)
     thread.start()
     ours.sendall(own.to_line())
 
-    def wait() -> int:
+    def ending() -> str:
         thread.join()
-        return 0
+        link.close()
+        return "ended"
 
-    return RankProcess(thread.name, ours, wait)
+    return RankProcess(thread.name, ours, our_link, ending, lambda: None)

@@ -95,6 +95,8 @@ def _draft_model(
             "num_gpu_blocks_override": None,
             # One process, with as many threads as the target's rank here.
             "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "enable_expert_parallel": False,
             "num_threads": None,
         }
     )

@@ -19,6 +19,7 @@ from baton.supervisor.plan import (
     ChildSpec,
     describe_gpus,
     gpus_of_workers,
+    num_ranks,
     num_visible_gpus,
     plan_gateways,
     plan_workers,
@@ -57,6 +58,26 @@ def test_ranks_share_the_cores(
     assert threads == [per_rank * size for size in sizes]
     assert per_rank == 1 or sum(threads) <= num_cores
     assert sum(threads) + sum(sizes) > num_cores
+
+
+def test_each_tier_has_its_degrees() -> None:
+    options = ServeOptions(
+        model="m",
+        tensor_parallel_size=2,
+        prefill_pipeline_parallel_size=3,
+        context_parallel_size=4,
+        enable_expert_parallel=True,
+        distributed_backend="gloo",
+    )
+    prefill, decode = plan_workers(options, 52)
+    assert num_ranks(options) == (24, 2)
+    names = [f"{name}-parallel-size" for name in ("tensor", "pipeline", "context")]
+    assert [number(prefill, name) for name in names] == [2, 3, 4]
+    assert [number(decode, name) for name in names[:2]] == [2, 1]
+    assert not any("context" in argument for argument in decode.arguments)
+    assert [number(spec, "num-threads") for spec in (prefill, decode)] == [48, 4]
+    for spec in (prefill, decode):
+        assert {"--enable-expert-parallel", "--distributed-backend=gloo"} <= {*spec.arguments}
 
 
 def test_each_model_has_workers_of_its_own() -> None:

@@ -28,6 +28,7 @@ from engine.families.registry import FAMILIES
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.range import KvRange
 from engine.quantization.weight import StoredWeight
+from engine.ranks.mesh import Degrees
 from engine.ranks.team import RankTeam
 from engine.torch import load
 from engine.torch import packed as packing
@@ -443,9 +444,9 @@ def test_a_kimi_is_a_deepseek_by_another_name(latent_model: Path) -> None:
 
 def test_latent_attention_runs_on_one_gpu_and_is_refused_what_it_lacks(latent_model: Path) -> None:
     source, gpu = choose_source.model_source(latent_model, "auto"), torch.device("cuda")
-    source.check_ranks(1, gpu)
+    source.check_ranks(Degrees(1), gpu)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        source.check_ranks(2, gpu)
+        source.check_ranks(Degrees(2), gpu)
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ from engine.families.read import read_config
 from engine.interface import Batch, SequenceSlice
 from engine.kv.tensors.ranks import pool_sizes
 from engine.ranks import start
+from engine.ranks.exchange import ExchangeFailed
+from engine.ranks.mesh import Degrees
 from engine.ranks.rank_spec import RankSpec, staging_bytes
 from engine.ranks.team import RankTeam
 from engine.torch.engine import TorchEngine
@@ -81,6 +83,33 @@ def test_a_killed_rank_is_told_of(
     assert losses.get() == f"rank 1 of 2 (pid {pid}) ended with status -9"
 
 
+def test_a_frozen_rank_is_told_of_and_killed(engine: TorchEngine, losses: queue.Queue[str]) -> None:
+    generate(engine, PROMPTS[:1], Sampling(), 2)
+    (pid,) = rank_pids()
+    os.kill(pid, signal.SIGSTOP)
+    assert losses.get() == f"rank 1 of 2 (pid {pid}) has been silent for 2.5 s"
+    engine.close()
+    assert not rank_pids()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_loss_amid_an_exchange_over_gloo_names_the_rank(
+    model: Path, is_frozen: bool, losses: queue.Queue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "RankTeam", partial(RankTeam, on_loss=losses.put))
+    engine = load_engine(
+        str(model), num_blocks=32, tensor_parallel_size=2, distributed_backend="gloo"
+    )
+    (pid,) = rank_pids()
+    os.kill(pid, signal.SIGSTOP if is_frozen else signal.SIGKILL)
+    with pytest.raises(ExchangeFailed):
+        engine.forward(Batch((SequenceSlice((5,), 0, (0,)),)))
+    how = "has been silent for 2.5 s" if is_frozen else "ended with status -9"
+    assert losses.get() == f"rank 1 of 2 (pid {pid}) {how}"
+    engine.close()
+    assert not rank_pids()
+
+
 def test_an_error_amid_a_step_is_a_loss_and_the_other_rank_can_be_ended(
     engine: TorchEngine, losses: queue.Queue[str]
 ) -> None:
@@ -99,7 +128,7 @@ def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None
     layout = KvLayout("", config.num_layers, config.num_kv_heads, config.head_dim, "float32", 8)
     room = staging_bytes(config, 2, "float32")
     pools = pool_sizes(layout, num_blocks=4, num_slots=0)
-    spec = RankSpec(0, 2, str(tmp_path), config, "float32", pools, 256, 1, room, -1, -1)
+    spec = RankSpec(0, Degrees(2), "shm", str(tmp_path), config, "float32", pools, 256, 1, room)
     without_model, with_another = RankTeam(spec), RankTeam(replace(spec, folder=str(model)))
     with pytest.raises(StartupError, match=r"rank 1 of 2 \(pid \d+\) ended before it had loaded"):
         without_model.wait_ready("")
@@ -109,7 +138,8 @@ def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None
     with_another.close()
 
 
-def test_ranks_end_with_rank_0(model: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_end_with_rank_0(model: Path, signum: int) -> None:
     program = (
         "from tests.support.engines import load_engine\n"
         f"engine = load_engine({str(model)!r}, num_blocks=4, tensor_parallel_size=2)\n"
@@ -123,6 +153,7 @@ def test_ranks_end_with_rank_0(model: Path) -> None:
         assert leader.stdout.readline() == b"ready\n"
         (pid,) = child_pids(leader.pid)
         follower = os.pidfd_open(pid)
+        leader.send_signal(signum)
+        select.select([follower], [], [])  # readable once it has ended
         leader.kill()
-    select.select([follower], [], [])  # readable once it has ended
     os.close(follower)

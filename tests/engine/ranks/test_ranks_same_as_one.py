@@ -39,6 +39,13 @@ MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
         },
     ),
 }
+#: One model of each kind of KV and of feed-forward layers.
+KINDS: dict[Family, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"sliding_window": 6},
+    "deepseek_v2": {},
+    "qwen3_moe": {},
+}
 
 
 def batch_of(engine: TorchEngine) -> Batch:
@@ -87,6 +94,26 @@ def test_logits_and_kv_are_those_of_one_rank(
         else:
             error = (logits - one).norm() / one.norm()
             assert error < (1e-5 if dtype == "float32" else 0.02)
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("family", KINDS)
+def test_ranks_over_gloo_compute_the_same(
+    family: Family, tmp_path: Path, load_ranks: LoadRanks
+) -> None:
+    """A dense model, one with windowed layers, one with latents, and a mixture of experts."""
+    path = make_tiny_model(tmp_path, family, **KINDS[family])
+    sizes = ((1, "auto"), (2, "shm"), (2, "gloo"), (4, "gloo"))
+    engines = [
+        load_ranks(path, size, dtype="bfloat16", distributed_backend=name) for size, name in sizes
+    ]
+    one, *others = [engine.logits(batch_of(engine)) for engine in engines]
+    for engine, logits in zip(engines[1:], others, strict=True):
+        if library() is not None:
+            assert torch.equal(logits, one)
+            assert kv_of(engine) == kv_of(engines[0])
+        else:
+            assert (logits - one).norm() / one.norm() < 0.02
 
 
 @pytest.mark.slow

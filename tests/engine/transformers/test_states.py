@@ -16,6 +16,7 @@ from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
 from engine.interface import Batch, SampleRow, SequenceSlice, forward_guarded
 from engine.kv.groups.state import STATE
 from engine.kv.layout import groups_of
+from engine.ranks.mesh import Degrees
 from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.engine.transformers.conftest import Case, load, prompts
@@ -241,11 +242,11 @@ def test_devices_and_ranks_that_such_layers_have_no_code_for_are_refused(case_of
     from engine.transformers.source import TransformersModel
 
     source = TransformersModel(case_of(FEW[0]).path)
-    source.check_ranks(1, torch.device("cpu"))
+    source.check_ranks(Degrees(1), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"device=cuda: .* layers with a state.*; use cpu"):
-        source.check_ranks(1, torch.device("cuda"))
+        source.check_ranks(Degrees(1), torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: .*; leave it out"):
-        source.check_ranks(2, torch.device("cpu"))
+        source.check_ranks(Degrees(2), torch.device("cpu"))
 
 
 @pytest.mark.slow

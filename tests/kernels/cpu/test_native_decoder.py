@@ -22,7 +22,8 @@ from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from engine.memory_plan import token_bytes
 from engine.quantization.config import parse_quantization
 from engine.quantization.weight import QuantizedWeight
-from engine.shard import Alone, Shard
+from engine.ranks.exchange import Alone
+from engine.shard import Shard
 from engine.torch.decoder import Decoder
 from engine.torch.native_decoder import NativeDecoder, make_decoder
 from engine.torch.packed import PackedParameters, Packing, pack_parameters

@@ -18,6 +18,7 @@ from engine.kv.layout import groups_of
 from engine.kv.range import KvRange
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from engine.memory_plan import MemoryPlan, plan_blocks
+from engine.ranks.mesh import Degrees
 
 CPU, NUM_BLOCKS, NUM_LAYERS, BLOCK = torch.device("cpu"), 6, 5, 4
 #: As Gemma 3 has them: five of six layers.
@@ -108,7 +109,7 @@ def plan(max_window_slots: int, kv_bytes: int | None = None, num_seqs: int = 64)
         max_model_len=32768,
         max_num_seqs=num_seqs,
         available_bytes=2000 * GIB,
-        num_ranks=1,
+        degrees=Degrees(),
         kv_cache_memory_bytes=kv_bytes,
         num_blocks=None,
         max_window_slots=max_window_slots,

@@ -1,0 +1,50 @@
+"""Backends: how the ranks of an engine exchange results, by the name of --distributed-backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from baton.errors import ConfigError
+from engine.ranks.exchange import Ranks
+from engine.ranks.process_groups import ProcessGroups
+from engine.ranks.rank_spec import RankSpec
+from engine.ranks.shared_ranks import SharedMemory
+
+AUTO = "auto"
+
+
+class Backend(Protocol):
+    """What the ranks of one engine meet by. Each rank has its own object."""
+
+    def open(self, spec: RankSpec) -> RankSpec:
+        """On rank 0, before the other ranks start: make what the ranks meet by. Returns the spec
+        that names it. Raises OSError."""
+        ...
+
+    def join(self, spec: RankSpec) -> Ranks:
+        """On each rank, once all have loaded: the rank's tensor-parallel group. Waits until all its
+        ranks have joined. Raises StartupError."""
+        ...
+
+
+BACKENDS: Mapping[str, Callable[[], Backend]] = {
+    "shm": SharedMemory,
+    "gloo": partial(ProcessGroups, "gloo"),
+    "nccl": partial(ProcessGroups, "nccl"),
+}
+
+
+def choose_backend(name: str, device: torch.device) -> str:
+    """The backend for ranks on this kind of device; `auto` takes the fastest. Raises
+    ConfigError."""
+    fitting = ("shm", "gloo") if device.type == "cpu" else ("nccl", "gloo")
+    if name == AUTO:
+        return fitting[0]
+    if name not in fitting:
+        use = " or ".join((AUTO, *fitting))
+        raise ConfigError.of("distributed_backend", name, f"on {device.type} use {use}")
+    return name

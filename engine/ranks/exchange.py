@@ -1,0 +1,62 @@
+"""The exchange of results between the ranks of a tensor-parallel group, and that of a single
+rank."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from baton.errors import BatonError
+from engine.shard import WHOLE, Shard
+
+
+class ExchangeFailed(BatonError):
+    """Another rank of the group has gone."""
+
+
+class Ranks(Protocol):
+    """The ranks of one model, as seen by one of them. All ranks call the same methods in the same
+    order. Methods raise ExchangeFailed, or wait, if a rank is gone."""
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of `whole` [rows, columns]."""
+        ...
+
+    def meet(self) -> None:
+        """Barrier: returns when all ranks have called it; their earlier writes are then visible."""
+        ...
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """part [rows, columns], of equal shape on all ranks -> [rows, size * columns]: all parts,
+        by rank.
+
+        A barrier, even with no rows.
+        """
+        ...
+
+    def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """part [rows, len(shard.part(num_columns))] -> [rows, num_columns] on rank 0. Other ranks
+        get their own part back."""
+        ...
+
+
+class Alone:
+    """Ranks of a model with a single rank."""
+
+    shard = WHOLE
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+    def meet(self) -> None:
+        """See Ranks."""
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:  # noqa: ARG002
+        return part

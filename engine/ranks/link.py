@@ -1,0 +1,119 @@
+"""The link between rank 0 and another rank: heartbeats both ways, and messages of services, beside
+the commands of steps."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+#: A peer sends a heartbeat at least this often. The peer's thread needs no more than the GIL: its
+#: main thread may wait in an exchange.
+HEARTBEAT_S = 0.5
+#: A peer that sends nothing for so long has frozen, or the network to it is down.
+SILENCE_S = 2.5
+#: Kinds of messages: one byte. Services have those from FIRST_SERVICE_KIND on.
+HEARTBEAT = 0
+FIRST_SERVICE_KIND = 16
+
+#: Kind, and length of the payload.
+_HEADER = struct.Struct("<BI")
+
+#: Called in the link's thread, with the payload.
+Handler = Callable[[bytes], None]
+
+
+class Link:
+    """One end. `send` may be called from any thread; handlers run in the link's thread, so a slow
+    one delays the heartbeats."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        name: str,
+        on_closed: Callable[[], None],
+        on_silent: Callable[[], None],
+    ) -> None:
+        """connection: owned from here on. on_closed: called in the link's thread when the peer has
+        closed its end, or died; on_silent: when it has sent nothing for SILENCE_S. Neither is
+        called after `close`. Silence counts from the first message on: a peer that still loads has
+        not begun to send."""
+        self._connection = connection
+        self._connection.settimeout(SILENCE_S)
+        self._on_closed, self._on_silent = on_closed, on_silent
+        self._sending = threading.Lock()
+        self._is_closing = threading.Event()
+        self._handlers: dict[int, Handler] = {HEARTBEAT: lambda _: None}
+        self._thread = threading.Thread(target=self._run, name=f"link-{name}", daemon=True)
+
+    def handle(self, kind: int, handler: Handler) -> None:
+        """Call `handler` with each message of this kind. Other kinds are ignored."""
+        self._handlers[kind] = handler
+
+    def start(self) -> None:
+        """Begin to send heartbeats, and to read."""
+        self._thread.start()
+
+    def send(self, kind: int, payload: bytes = b"") -> None:
+        """Send a message. Raises OSError if the peer is gone, or reads nothing for SILENCE_S."""
+        with self._sending:
+            self._connection.sendall(_HEADER.pack(kind, len(payload)) + payload)
+
+    def close(self) -> None:
+        """End the link, so that the peer's `on_closed` is called. Idempotent."""
+        self._is_closing.set()
+        with suppress(OSError):  # the peer was first
+            self._connection.shutdown(socket.SHUT_RDWR)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._connection.close()
+
+    def _run(self) -> None:
+        try:
+            end = self._on_closed if self._serve() else self._on_silent
+        except TimeoutError:
+            end = self._on_silent
+        except OSError:
+            end = self._on_closed
+        if not self._is_closing.is_set():
+            end()
+
+    def _serve(self) -> bool:
+        """Serve until the peer closes the link (True) or is silent (False). Raises OSError."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        heard: float | None = None
+        next_beat = time.monotonic()
+        while not self._is_closing.is_set():
+            if time.monotonic() >= next_beat:
+                self.send(HEARTBEAT)
+                next_beat = time.monotonic() + HEARTBEAT_S
+            # What has come is read before silence is judged: this process may have been frozen.
+            if poll.poll(max(0.0, next_beat - time.monotonic()) * 1e3):
+                header = self._read(_HEADER.size)
+                if header is None:
+                    return True
+                kind, length = _HEADER.unpack(header)
+                payload = self._read(length)
+                if payload is None:
+                    return True
+                heard = time.monotonic()
+                if handler := self._handlers.get(kind):
+                    handler(payload)
+            elif heard is not None and time.monotonic() - heard > SILENCE_S:
+                return False
+        return True
+
+    def _read(self, num_bytes: int) -> bytes | None:
+        """So many bytes; None if the link ends before. Raises TimeoutError, OSError."""
+        data = bytearray()
+        while len(data) < num_bytes:
+            more = self._connection.recv(num_bytes - len(data))
+            if not more:
+                return None
+            data += more
+        return bytes(data)

@@ -1,0 +1,156 @@
+"""Ranks over torch.distributed: gloo between CPUs, of one host or several; NCCL between GPUs.
+
+Process groups are made from a store, without torch.distributed's default group, so that several
+engines, and ranks that are threads, may be in one process.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+    Work,
+)
+
+from baton.errors import StartupError
+from engine.ranks.exchange import ExchangeFailed
+from engine.ranks.rank_spec import RankSpec
+from engine.shard import Shard
+
+#: Deadline for the other ranks, which have loaded, to join a group.
+_JOIN = timedelta(seconds=60)
+#: Deadline of an exchange, in which all ranks are at the same place of a step. Only a network that
+#: is down between two ranks, and not between each and rank 0, lets it pass: else links are first.
+_EXCHANGE = timedelta(seconds=60)
+
+
+class ProcessGroups:
+    """See Backend. Ranks find each other by a store of rank 0's process."""
+
+    def __init__(self, kind: str) -> None:
+        """kind: gloo or nccl."""
+        self._kind = kind
+        self._server: TCPStore | None = None
+
+    def open(self, spec: RankSpec) -> RankSpec:
+        # The store would listen on all addresses.
+        listener = socket.create_server((spec.host, 0))
+        port = listener.getsockname()[1]
+        self._server = TCPStore(
+            spec.host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_JOIN,
+            master_listen_fd=listener.detach(),
+        )
+        return spec.with_store(spec.host, port)
+
+    def join(self, spec: RankSpec) -> ProcessGroupRanks:
+        members = spec.degrees.tensor_groups()[spec.rank // spec.degrees.tensor]
+        group = self.join_group(spec, "tensor", members)
+        return ProcessGroupRanks(group, spec.shard, spec.torch_device)
+
+    def join_group(self, spec: RankSpec, name: str, members: Sequence[int]) -> ProcessGroup:
+        """The group of the ranks `members`, which include this one, in that order. Waits until all
+        have joined. name: of this kind of group. Raises StartupError."""
+        host, port = spec.store
+        try:
+            shared = TCPStore(host, port, is_master=False, timeout=_JOIN)
+            store = PrefixStore(f"{name}-{members[0]}", shared)
+            return _MAKERS[self._kind](store, members.index(spec.rank), len(members), spec)
+        except RuntimeError as error:  # torch raises no narrower type
+            raise StartupError(
+                f"{spec.name} found no other ranks of its {name} group {tuple(members)} by "
+                f"{host}:{port} within {_JOIN.seconds} s: {error}"
+            ) from error
+
+
+def _gloo(store: Store, rank: int, size: int, spec: RankSpec) -> ProcessGroup:
+    # Without options gloo listens on the address of the host's name. Their names are as in
+    # torch.distributed's own init_process_group.
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=spec.host)]
+    options._timeout = _JOIN
+    backend = ProcessGroupGloo(store, rank, size, options)
+    group = ProcessGroup(store, rank, size)
+    kind = ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    group.set_timeout(_EXCHANGE)
+    return group
+
+
+def _nccl(store: Store, rank: int, size: int, spec: RankSpec) -> ProcessGroup:
+    # Only builds of torch for CUDA have it.
+    from torch.distributed import ProcessGroupNCCL
+
+    backend = ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())
+    group = ProcessGroup(store, rank, size)
+    kind = ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(spec.torch_device, kind, backend)
+    return group
+
+
+_MAKERS = {"gloo": _gloo, "nccl": _nccl}
+
+
+def _finish(work: Work) -> None:
+    """Wait for an exchange, on a GPU by the device's stream alone. Raises ExchangeFailed."""
+    try:
+        work.wait()
+    except RuntimeError as error:  # torch raises no narrower type
+        raise ExchangeFailed(f"an exchange between ranks failed: {error}") from error
+
+
+class ProcessGroupRanks:
+    """See engine.ranks.exchange.Ranks."""
+
+    def __init__(self, group: ProcessGroup, shard: Shard, device: torch.device) -> None:
+        """group: of the tensor-parallel ranks. device: of the tensors."""
+        self.shard = shard
+        self._group = group
+        self._token = torch.zeros(1, device=device)
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        columns = self.shard.part(whole.shape[1])
+        return whole[:, columns.start : columns.stop]
+
+    def meet(self) -> None:
+        # Unlike ProcessGroup.barrier, ordered on the device's stream.
+        _finish(self._group.allreduce([self._token]))
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        (rows, columns), size = part.shape, self.shard.size
+        if not rows:
+            self.meet()
+            return part.new_empty(0, size * columns)
+        stacked = part.new_empty(size * rows, columns)
+        _finish(self._group._allgather_base(stacked, part.contiguous()))
+        return stacked.view(size, rows, columns).transpose(0, 1).reshape(rows, size * columns)
+
+    def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
+        rows, size = len(part), self.shard.size
+        if not rows:
+            return part.new_empty(0, num_columns) if self.shard.rank == 0 else part
+        widths = [len(Shard(rank, size).part(num_columns)) for rank in range(size)]
+        # Parts of one exchange have equal shapes; the last ones may be narrower.
+        padded = part.new_empty(rows, widths[0])
+        padded[:, : part.shape[1]] = part
+        is_first = self.shard.rank == 0
+        parts = [torch.empty_like(padded) for _ in widths] if is_first else []
+        _finish(self._group.gather(parts, padded, 0))
+        if not is_first:
+            return part
+        return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)

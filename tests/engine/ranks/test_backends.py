@@ -1,0 +1,166 @@
+"""Ranks exchange exactly what they have over every backend, whatever its shape and whoever comes
+first. Here each rank is a thread."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import ConfigError, StartupError
+from engine.ranks import process_groups
+from engine.ranks.backends import BACKENDS, choose_backend
+from engine.ranks.exchange import Ranks
+from engine.ranks.mesh import Degrees
+from engine.shard import Shard
+from tests.support.rank_specs import rank_spec
+
+STAGING_BYTES = 256
+#: NCCL needs GPUs.
+NAMES = ("shm", "gloo")
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+def joined(name: str, degrees: Degrees) -> list[Ranks]:
+    """All ranks of an engine, after they have met. name: of their backend."""
+    backend = BACKENDS[name]()
+    spec = backend.open(rank_spec(degrees, name, staging_bytes=STAGING_BYTES))
+
+    def join(rank: int) -> Ranks:
+        return BACKENDS[name]().join(replace(spec, rank=rank))
+
+    try:
+        with ThreadPoolExecutor(degrees.num_ranks) as threads:
+            return list(threads.map(join, range(degrees.num_ranks)))
+    finally:
+        for fd in spec.fds:
+            os.close(fd)
+
+
+def on_ranks(
+    name: str, size: int, run: Callable[[Ranks], list[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """What `run` returns on each of `size` ranks, which run at once."""
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, joined(name, Degrees(size))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=30)
+@given(
+    size=st.integers(2, 4),
+    exchanges=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(1, 24), st.sampled_from(DTYPES)), max_size=8
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_all_get_the_parts_of_all(
+    name: str, size: int, exchanges: list[tuple[int, int, torch.dtype]], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [
+        [
+            torch.randint(-99, 99, (rows, columns), generator=generator).to(dtype)
+            for _ in range(size)
+        ]
+        for rows, columns, dtype in exchanges
+    ]
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        return [ranks.gather(part[ranks.shard.rank]) for part in parts]
+
+    wanted = [torch.cat(part, dim=1) for part in parts]
+    for got in on_ranks(name, size, run):
+        assert all(map(torch.equal, got, wanted))
+        assert [g.dtype for g in got] == [w.dtype for w in wanted]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=20)
+@given(size=st.integers(2, 4), rows=st.integers(0, 30), num_columns=st.integers(12, 60))
+def test_only_the_first_gets_parts_that_need_not_come_out_even(
+    name: str, size: int, rows: int, num_columns: int
+) -> None:
+    whole = torch.randn(rows, num_columns)
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        columns = ranks.shard.part(num_columns)
+        part = whole[:, columns.start : columns.stop]
+        return [ranks.gather_first(part, num_columns)]
+
+    got = [result for (result,) in on_ranks(name, size, run)]
+    assert torch.equal(got[0], whole)
+    assert [g.shape[1] for g in got[1:]] == [
+        len(Shard(rank, size).part(num_columns)) for rank in range(1, size)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_written_before_a_meeting_is_there_after_it(name: str) -> None:
+    size, num_rounds = 3, 300 if name == "shm" else 30
+    board = torch.zeros(size, dtype=torch.int64)
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        rng = random.Random(ranks.shard.rank)
+        seen = []
+        for turn in range(1, num_rounds + 1):
+            sum(range(rng.randrange(2000)))  # who comes first changes
+            board[ranks.shard.rank] = turn
+            ranks.meet()
+            seen.append(board.clone())
+            ranks.meet()
+        return seen
+
+    for seen in on_ranks(name, size, run):
+        assert all(bool((row == turn).all()) for turn, row in enumerate(seen, 1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_owns_its_columns(name: str) -> None:
+    whole = torch.arange(12).view(2, 6)
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        return [ranks.gather(ranks.own(whole))]
+
+    assert all(torch.equal(got, whole) for (got,) in on_ranks(name, 3, run))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_exchange_nothing_with_each_other(name: str) -> None:
+    ranks = joined(name, Degrees(tensor=2, pipeline=3))
+
+    def gather(rank: int) -> list[float]:
+        return ranks[rank].gather(torch.full((1, 1), float(rank))).tolist()  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(6) as threads:
+        got = list(threads.map(gather, range(6)))
+    assert got == [[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]], [[4, 5]], [[4, 5]]]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "wanted"),
+    [("auto", "cpu", "shm"), ("gloo", "cpu", "gloo"), ("auto", "cuda:1", "nccl")],
+)
+def test_the_backend_fits_the_device(name: str, device: str, wanted: str) -> None:
+    assert choose_backend(name, torch.device(device)) == wanted
+
+
+def test_a_backend_for_another_device_is_refused() -> None:
+    told = "distributed_backend=nccl: on cpu use auto or shm or gloo"
+    with pytest.raises(ConfigError, match=told):
+        choose_backend("nccl", torch.device("cpu"))
+
+
+def test_a_rank_that_finds_no_store_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups, "_JOIN", timedelta(seconds=1))
+    spec = replace(rank_spec(Degrees(2), "gloo"), rank=1, store=("127.0.0.1", 9))
+    with pytest.raises(StartupError, match=r"rank 1 of 2 found no .* \(0, 1\) by 127.0.0.1:9"):
+        BACKENDS["gloo"]().join(spec)

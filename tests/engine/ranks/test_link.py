@@ -1,0 +1,113 @@
+"""Links report a peer that has closed, and one that is silent; services' messages arrive whole."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.ranks import link as module
+from engine.ranks.link import FIRST_SERVICE_KIND, Link
+
+
+@pytest.fixture
+def ends() -> queue.SimpleQueue[str]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(module, "SILENCE_S", 0.2)
+
+
+def link_over(connection: socket.socket, name: str, ends: queue.SimpleQueue[str]) -> Link:
+    return Link(
+        connection, name, lambda: ends.put(f"{name} closed"), lambda: ends.put(f"{name} silent")
+    )
+
+
+@pytest.fixture
+def pair(ends: queue.SimpleQueue[str]) -> Iterator[tuple[Link, Link]]:
+    one, other = (
+        link_over(connection, name, ends)
+        for connection, name in zip(socket.socketpair(), "ab", strict=True)
+    )
+    yield one, other
+    one.close()
+    other.close()
+
+
+def test_a_peer_that_closes_is_reported_to_the_other_alone(
+    pair: tuple[Link, Link], ends: queue.SimpleQueue[str]
+) -> None:
+    one, other = pair
+    one.start()
+    other.start()
+    one.close()
+    assert ends.get() == "b closed"
+    other.close()
+    assert ends.empty()
+
+
+def test_silence_counts_from_the_first_message(ends: queue.SimpleQueue[str]) -> None:
+    ours, theirs = socket.socketpair()
+    link = link_over(ours, "a", ends)
+    link.start()
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=0.5)
+    theirs.sendall(bytes((module.HEARTBEAT, 0, 0, 0, 0)))
+    assert ends.get() == "a silent"
+    link.close()
+    theirs.close()
+
+
+def test_a_message_that_does_not_end_is_silence_too(ends: queue.SimpleQueue[str]) -> None:
+    ours, theirs = socket.socketpair()
+    link = link_over(ours, "a", ends)
+    link.start()
+    theirs.sendall(bytes((module.HEARTBEAT, 9, 0, 0, 0)))
+    assert ends.get() == "a silent"
+    link.close()
+    theirs.close()
+
+
+def test_peers_that_beat_stay_together(
+    pair: tuple[Link, Link], ends: queue.SimpleQueue[str]
+) -> None:
+    for link in pair:
+        link.start()
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=1.0)
+
+
+@settings(
+    deadline=None,
+    max_examples=20,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=200_000)), max_size=8))
+def test_messages_reach_the_handler_of_their_kind_in_order(
+    messages: list[tuple[int, bytes]],
+) -> None:
+    got: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+    ours, theirs = socket.socketpair()
+    unused: queue.SimpleQueue[str] = queue.SimpleQueue()
+    one, other = link_over(ours, "a", unused), link_over(theirs, "b", unused)
+    for kind in range(3):
+
+        def put(payload: bytes, kind: int = kind) -> None:
+            got.put((kind, payload))
+
+        other.handle(FIRST_SERVICE_KIND + kind, put)
+    other.start()
+    for kind, payload in messages:
+        one.send(FIRST_SERVICE_KIND + kind, payload)
+    handled = [message for message in messages if message[0] < 3]
+    assert [got.get() for _ in handled] == handled
+    one.close()
+    other.close()
