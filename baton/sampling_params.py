@@ -171,7 +171,7 @@ class SamplingParams:
         changes_draw=True,
     )
     top_p: float | None = _option(
-        "Keep the smallest set of tokens whose probability reaches this.",
+        "Keep the smallest set of most probable tokens with this total probability.",
         Range(0, 1, is_open=True),
         default=1.0,
         with_beams=False,
@@ -212,17 +212,17 @@ class SamplingParams:
         with_beams=False,
     )
     min_tokens: int | None = _option(
-        "Tokens to produce before a stop token may end the output.", default=0
+        "Minimum tokens before a stop token may end the output.", default=0
     )
     max_tokens: int | None = _option(
-        "Most tokens to produce, at least 1.", unset="what the model's context leaves"
+        "Maximum tokens to produce, at least 1.", unset="what the model's context leaves"
     )
     stop: str | Sequence[str] | None = _option(
-        "Text that ends the output.", Texts(16, 1024, "strings"), with_beams=False
+        "Texts that end the output.", Texts(16, 1024, "strings"), with_beams=False
     )
-    stop_token_ids: Sequence[int] | None = _option("Token that ends the output.", TokenIds(64))
+    stop_token_ids: Sequence[int] | None = _option("Tokens that end the output.", TokenIds(64))
     ignore_eos: bool | None = _option(
-        "Go on after the model's end-of-sequence tokens.", default=False
+        "Continue after the model's end-of-sequence tokens.", default=False
     )
     seed: int | None = _option(
         "Same seed, same request, same tokens. 0 to 2**64 - 1.",
@@ -230,7 +230,7 @@ class SamplingParams:
         with_beams=False,
     )
     logprobs: int | None = _option(
-        "Alternatives whose log probabilities are reported per position.",
+        "Alternatives with log probabilities per position.",
         Range(0, MAX_LOGPROBS),
         unset="none are reported",
         with_beams=False,
@@ -242,20 +242,19 @@ class SamplingParams:
         "Leave special tokens out of the text.", default=True
     )
     best_of: int | None = _option(
-        "Choices to produce, of which the n most probable per token are returned; n to "
-        f"{MAX_CHOICES}.",
+        f"Choices to produce; the n most probable per token are returned. n to {MAX_CHOICES}.",
         unset="n",
         with_beams=False,
     )
     prompt_logprobs: int | None = _option(
-        "Alternatives whose log probabilities are reported per position of the prompt.",
+        "Alternatives with log probabilities per position of the prompt.",
         Range(0, MAX_LOGPROBS),
         unset="none are reported",
         with_beams=False,
     )
     echo: bool | None = _option("Begin the text with the prompt's.", default=False)
     bad_words: Sequence[str] | None = _option(
-        "Word that must not appear in the output, by the tokens that it is made of.",
+        "Words that must not appear in the output, matched by their tokens.",
         Texts(128, 256, "words"),
         with_beams=False,
     )
@@ -263,7 +262,7 @@ class SamplingParams:
         "Search for the most probable outputs; n is at most its width then."
     )
     structured_output: StructuredOutput | None = _option(  # noqa: RUF009
-        "What the output must look like. It ends where it is complete, or at max_tokens."
+        "Form of the output, which ends when it is complete, or at max_tokens."
     )
 
     @property

@@ -55,29 +55,29 @@ class ChatBody(GenerationBody):
     ]
     """The conversation, oldest message first."""
     max_completion_tokens: Annotated[NumTokens, Fills("sampling.max_tokens")] = None
-    """OpenAI's newer name of max_tokens, and taken before it."""
+    """OpenAI's newer name of max_tokens; takes precedence."""
     logprobs: bool | None = None
-    """Give the log probability of each token of the output."""
+    """Return the log probability of each output token."""
     top_logprobs: Annotated[int | None, Fills("sampling.logprobs")] = None
-    """Alternatives to give with each; goes with logprobs."""
+    """Alternatives per token; needs logprobs."""
     tools: Annotated[list[Any] | None, WithJsonSchema(TOOLS), Fills("prompt.chat.tools")] = None
-    """What the model may call."""
+    """Functions that the model may call."""
     tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE)] = None
-    """Whether it must call, and what: none, auto, required, or the name of a function."""
+    """Whether the model must call, and which function: none, auto, required, or a name."""
     parallel_tool_calls: bool | None = None
-    """false: one call at most."""
+    """false: at most one call."""
     chat_template_kwargs: Annotated[dict[str, Any] | None, Fills("prompt.chat.template_kwargs")] = (
         None
     )
     """Variables of the model's chat template."""
     add_generation_prompt: Annotated[bool | None, Fills("prompt.chat.add_generation_prompt")] = None
-    """false: do not begin a message of the assistant."""
+    """false: do not begin the assistant's message."""
     continue_final_message: bool | None = None
-    """Go on with the last message instead of answering it."""
+    """Continue the last message instead of answering it."""
     reasoning_effort: str | None = None
-    """A variable of the template, where it has one of that name."""
+    """Variable of the chat template, if it has one of this name."""
     include_reasoning: bool | None = None
-    """false: leave the model's thoughts out of the answer."""
+    """false: leave reasoning out of the answer."""
 
     refused = (
         *GenerationBody.refused,

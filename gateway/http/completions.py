@@ -40,12 +40,11 @@ class CompletionBody(GenerationBody):
     """Fields of a completion request."""
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT), *OF_PROMPT] = None
-    """Text, token ids, or a list of either. Must be given."""
+    """Text, token ids, or a list of either. Required."""
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
-    """false: a prompt of text is tokenized without the tokenizer's own special tokens, of which it
-    may have its own."""
+    """false: tokenize a text prompt without adding special tokens."""
 
     refused = (*GenerationBody.refused, "suffix")
     id_fields = ("prompt",)

@@ -71,14 +71,14 @@ class MessagesBody(ModelBody):
     """Fields of a messages request."""
 
     messages: Annotated[list[Any], WithJsonSchema(_MESSAGES)]
-    """The conversation, oldest message first; a last one of the assistant is continued."""
+    """The conversation, oldest message first; an assistant's message at its end is continued."""
     max_tokens: NumTokens = None
-    """Most tokens to produce. Must be given, but to count."""
+    """Maximum tokens to produce. Required, except for counting."""
     system: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
     """Text, or blocks of text."""
     stop_sequences: Annotated[TextList, Fills("stop")] = None
     stream: bool | None = None
-    """Send Anthropic's events as soon as there is output."""
+    """Stream the output as Anthropic's events."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int | None, WithJsonSchema(TOP_K)] = None
@@ -88,20 +88,20 @@ class MessagesBody(ModelBody):
         WithJsonSchema(_TOOLS),
         *(Fills(f"tools[].{path}", "[].input_schema") for path in OF_PARAMETERS),
     ] = None
-    """What the model may call; nothing is run here."""
+    """Functions that the model may call; none is run here."""
     tool_choice: Annotated[dict[str, Any] | None, OF_NAME] = None
-    """Of type auto, any or none, or of type tool, with its name."""
+    """Type auto, any, none, or tool with its name."""
     seed: Annotated[int | None, WithJsonSchema(SEED)] = None
     """Same seed, same request, same tokens. Drawn by the server if not given."""
     return_token_ids: bool | None = None
-    """Emit `baton.progress` behind the events of each piece: what takes a stream up."""
+    """Emit `baton.progress` after the events of each piece; it allows resuming the stream."""
     resume_from: Annotated[list[ChoiceSoFar] | None, FailFast()] = None
-    """What an earlier stream of the same request sent, where that broke off: it goes on behind it.
-    Needs seed."""
+    """Output of an interrupted stream of the same request; this one continues after it. Needs
+    seed."""
     thinking: dict[str, Any] | None = None
-    """By its type, enabled or disabled, whether the model thinks first."""
+    """Whether the model reasons first: type enabled or disabled."""
     output_config: Annotated[dict[str, Any] | None, *OF_FORMAT] = None
-    """format: a JSON Schema to follow. effort: a variable of the template."""
+    """format: JSON Schema of the output. effort: variable of the chat template."""
 
     refused = ("container", "mcp_servers")
     ignored = (

@@ -113,35 +113,35 @@ class ModelBody(Body):
     """A body that names a model."""
 
     model: str | None = None
-    """One of /v1/models; it may be left out where one alone is served."""
+    """Model, as listed by /v1/models. Optional if only one is served."""
 
 
 class StreamOptions(Body):
-    """What a stream has besides its text."""
+    """What a stream contains besides text."""
 
     model_config = ConfigDict(extra="ignore")
 
     include_usage: bool | None = None
-    """End with a piece that has the usage alone."""
+    """End with a piece that has only the usage."""
     continuous_usage_stats: bool | None = None
-    """Give the usage so far with every piece."""
+    """Report the usage so far with every piece."""
     include_event_ids: bool | None = None
-    """Give events an id, behind which a `Last-Event-ID` header goes on."""
+    """Give events an id; a stream resumes after the one in a `Last-Event-ID` header."""
 
 
 class ChoiceSoFar(Body):
-    """What a client has of one choice of a stream that broke off; see GenerateRequest's."""
+    """Received part of one choice of an interrupted stream; see GenerateRequest."""
 
     model_config = ConfigDict(extra="ignore")
 
     choice: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Its index."""
+    """Index of the choice."""
     token_ids: Annotated[list[_Token], FailFast()] = []
-    """All that came of it so far."""
+    """All token ids received so far."""
     num_chars: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Of its text."""
+    """Length of the received text."""
     has_ended: bool = False
-    """Whether it came with a finish_reason."""
+    """Whether a finish_reason was received."""
 
 
 #: Sampling options with a type of their own here; only completions have `echo`.
@@ -168,9 +168,9 @@ class GenerationBody(ModelBody):
     """Fields common to completions and chats."""
 
     stream: bool | None = None
-    """Send server-sent events, a piece each, as soon as there is output."""
+    """Stream the output as server-sent events."""
     stream_options: StreamOptions | None = None
-    """What a stream has besides its text."""
+    """What a stream contains besides text."""
     top_k: Annotated[int | None, WithJsonSchema(TOP_K)] = None
     """Keep the k most probable tokens; 0 and -1 keep all."""
     seed: Annotated[int | None, WithJsonSchema(SEED)] = None
@@ -178,47 +178,47 @@ class GenerationBody(ModelBody):
     max_tokens: NumTokens = None
     prompt_logprobs: int | None = None
     logit_bias: dict[str, Any] | None = None
-    """Added to the logits of these token ids, which are the names."""
+    """Values added to logits, by token id."""
     stop: Annotated[Any, WithJsonSchema(_TEXT_OR_LIST)] = None
     stop_token_ids: TokenList = None
     bad_words: TextList = None
     return_token_ids: bool | None = None
-    """Give the ids of an output's tokens beside its text."""
+    """Return token ids with the text."""
     return_timing: bool | None = None
-    """Say in `timing` where the time went, in milliseconds, and which workers did what."""
+    """Return `timing`: milliseconds by phase, and the workers."""
     resume_from: Annotated[list[ChoiceSoFar] | None, FailFast()] = None
-    """What an earlier stream of the same request sent, where that broke off: it goes on behind it.
-    Needs seed."""
+    """Output of an interrupted stream of the same request; this one continues after it. Needs
+    seed."""
     response_format: Annotated[
         dict[str, Any] | None,
         WithJsonSchema(_RESPONSE_FORMAT),
         Fills(_STRUCTURE, when=lambda asked: asked.get("type") != "text"),
     ] = None
-    """What the output must look like: text, any JSON object, or JSON by a schema."""
+    """Form of the output: text, any JSON object, or JSON by a schema."""
     structured_outputs: Annotated[
         dict[str, Any] | None, WithJsonSchema(_STRUCTURED), Fills(_STRUCTURE)
     ] = None
-    """The same as the guided fields; exactly one of these. With enable_in_reasoning it holds for
-    thoughts and calls of tools, too, and not for what the answer says alone."""
+    """Exactly one of the guided fields, without their prefix. With enable_in_reasoning it applies
+    to reasoning and tool calls, too, not only to the answer's text."""
     guided_json: Annotated[
         Any, WithJsonSchema({"type": ["object", "string"]}), Fills(_STRUCTURE)
     ] = None
-    """A JSON Schema that the output must follow, as an object or as text."""
+    """JSON Schema that the output must follow, as an object or as text."""
     guided_regex: Annotated[
         str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["regex"])), Fills(_STRUCTURE)
     ] = None
-    """A regular expression, in Rust's syntax, that the whole output must match."""
+    """Regular expression, in Rust's syntax, that the whole output must match."""
     guided_choice: Annotated[TextList, Fills(_STRUCTURE)] = None
-    """Texts, one of which the output must be."""
+    """The output is one of these texts."""
     guided_grammar: Annotated[
         str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["grammar"])), Fills(_STRUCTURE)
     ] = None
-    """A grammar, in Lark's syntax, whose rule `start` the output must follow."""
+    """Grammar, in Lark's syntax, with a rule `start` that the output must follow."""
     priority: Annotated[int | None, WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY))] = None
-    """Lower ones are served first among the requests of one API key, or cache_salt where there are
-    no keys; 0 if not given."""
+    """Lower values are served first, among requests of the same API key, or of the same cache_salt
+    without keys; default: 0."""
     cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
-    """Prefixes in the KV cache are shared with requests of the same salt alone."""
+    """Share prefixes in the KV cache only with requests of the same salt."""
 
     refused: ClassVar[tuple[str, ...]] = (
         "use_beam_search",

@@ -29,45 +29,45 @@ class ResponseSoFar(ChoiceSoFar):
     """What a client has of an answer."""
 
     sequence_number: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Of the last `baton.progress`: events are numbered from the next on."""
+    """Event number in the last `baton.progress`; numbering continues after it."""
 
 
 class ResponsesBody(ModelBody):
     """Fields of a responses request."""
 
     input: Annotated[Any, WithJsonSchema({"type": ["string", "array"]}), Fills("messages")] = None
-    """Text, or the items of a conversation. Must be given."""
+    """Text, or the items of a conversation. Required."""
     instructions: str | None = None
-    """A system message before it."""
+    """System message before the input."""
     max_output_tokens: Annotated[NumTokens, Fills("max_completion_tokens")] = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    """Send OpenAI's events as soon as there is output."""
+    """Stream the output as OpenAI's events."""
     tools: Annotated[
         list[Any] | None, *(Fills(f"tools[].{path}", "[].parameters") for path in OF_PARAMETERS)
     ] = None
     """Functions that the model may call. Tools of other types, which OpenAI's own servers run, are
     left out, and named in the warning header."""
     tool_choice: Annotated[Any, OF_NAME] = None
-    """Whether it must call, and what: none, auto, required, or the name of a function."""
+    """Whether the model must call, and which function: none, auto, required, or a name."""
     parallel_tool_calls: bool | None = None
-    """false: one call at most."""
+    """false: at most one call."""
     return_timing: bool | None = None
-    """Say in `timing` where the time went, in milliseconds, and which workers did what."""
+    """Return `timing`: milliseconds by phase, and the workers."""
     seed: Annotated[int | None, WithJsonSchema(SEED)] = None
     """Same seed, same request, same tokens. Drawn by the server if not given."""
     return_token_ids: bool | None = None
-    """Emit `baton.progress` behind the events of each piece: what takes a stream up."""
+    """Emit `baton.progress` after the events of each piece; it allows resuming the stream."""
     resume_from: Annotated[list[ResponseSoFar] | None, FailFast()] = None
-    """What an earlier stream of the same request sent, where that broke off: it goes on behind it.
-    Needs seed."""
+    """Output of an interrupted stream of the same request; this one continues after it. Needs
+    seed."""
     text: Annotated[dict[str, Any] | None, *OF_FORMAT] = None
-    """format: a JSON Schema that the output must follow."""
+    """format: JSON Schema of the output."""
     reasoning: dict[str, Any] | None = None
-    """effort: a variable of the chat template."""
+    """effort: variable of the chat template."""
     metadata: Any = None
-    """Given back in the answer."""
+    """Returned with the answer."""
 
     refused = ("previous_response_id", "conversation", "background", "prompt")
     ignored = (

@@ -35,22 +35,23 @@ class TokenizeBody(ModelBody):
     """Fields of a tokenize request: a prompt or a conversation."""
 
     prompt: Annotated[Any, WithJsonSchema({"type": ["string", "array"]}), *OF_PROMPT] = None
-    """Text, or token ids, which come back as they are."""
+    """Text, or token ids, which are returned unchanged."""
     messages: Annotated[list[Any] | None, WithJsonSchema(MESSAGES)] = None
-    """A conversation, instead of prompt, by the model's chat template."""
+    """A conversation, rendered by the chat template, instead of prompt."""
     add_special_tokens: bool | None = None
-    """false: text is tokenized without the tokenizer's own special tokens. Those of a conversation
-    are its template's alone."""
+    """false: tokenize a text prompt without adding special tokens. The chat template alone writes
+    those of a conversation."""
     tools: list[Any] | None = None
-    """What the model may call; as the next three, of a conversation, and as in a chat."""
+    """Functions that the model may call. This field and the next three apply to a conversation, as
+    in a chat."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the model's chat template."""
     add_generation_prompt: bool | None = None
-    """false: do not begin a message of the assistant."""
+    """false: do not begin the assistant's message."""
     continue_final_message: bool | None = None
-    """Go on with the last message instead of answering it."""
+    """Continue the last message instead of answering it."""
     return_token_strs: bool | None = None
-    """Give each token's text, too."""
+    """Return each token's text, too."""
 
     refused = ("chat_template",)
     id_fields = ("prompt",)
