@@ -32,7 +32,6 @@ from baton.types import (
     NumericsClass,
     Sample,
     Sampling,
-    TokenLogprobs,
     finish_reason,
 )
 from engine.interface import (
@@ -48,10 +47,9 @@ from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.grouped import GroupedKvPool
 from engine.kv.tensors.state_memory import StateMemory
 from engine.oracle_choice import choose, mix
-from engine.sampling.beam_search import BeamSearch, Hypothesis
 
 #: Maximum sequence length, in tokens, of the reference outputs below.
-_REFERENCE_LEN = 4096
+REFERENCE_LEN = 4096
 _ROOT = 0x9E3779B97F4A7C15
 _Words = NDArray[np.uint64]
 
@@ -381,7 +379,7 @@ def oracle_tokens(
 
     allowed: from an output, SampleRow.allowed; None for unrestricted output.
     """
-    engine = _undisturbed(vocab_size, layers)
+    engine = undisturbed_oracle(vocab_size, layers)
     token_ids = list(prompt)
     start = 0
     while True:
@@ -391,55 +389,14 @@ def oracle_tokens(
         start = len(token_ids)
         token_ids.append(engine.forward(Batch((part,)))[0][0].token_id)
         num_output = len(token_ids) - len(prompt)
-        end = finish_reason(token_ids[-1], num_output, len(token_ids), sampling, _REFERENCE_LEN)
+        end = finish_reason(token_ids[-1], num_output, len(token_ids), sampling, REFERENCE_LEN)
         if end is not FinishReason.NONE:
             return token_ids[len(prompt) :]
 
 
-def oracle_beams(
-    prompt: Sequence[int],
-    sampling: Sampling,
-    vocab_size: int,
-    allowed: Callable[[Sequence[int]], bytes | None] | None = None,
-    adapter: str = "",
-    layers: OracleLayers = FULL_LAYERS,
-) -> tuple[Hypothesis, ...]:
-    """Hypotheses of an undisturbed beam search on any oracle engine of default shape. allowed: see
-    oracle_tokens."""
-    engine = _undisturbed(vocab_size, layers)
-    search = BeamSearch(sampling, len(prompt), _REFERENCE_LEN)
-    beams: list[list[int]] = [list(prompt)]
-    while True:
-        offered = []
-        for token_ids in beams:
-            mask = allowed(token_ids[len(prompt) :]) if allowed else None
-            row = SampleRow(len(token_ids) - 1, sampling, token_ids, len(prompt), allowed=mask)
-            part = SequenceSlice(token_ids, 0, [0], (row,), adapter=adapter)
-            ((one,),) = engine.forward(Batch((part,)))
-            offered.append(one.logprobs.top if one.logprobs else ())
-        step = search.step(offered)
-        if step.is_over:
-            return search.best()
-        pairs = zip(step.parents, step.token_ids, strict=True)
-        beams = [[*beams[parent], token_id] for parent, token_id in pairs]
-
-
-def oracle_prompt_logprobs(
-    prompt: Sequence[int], sampling: Sampling, vocab_size: int, layers: OracleLayers = FULL_LAYERS
-) -> tuple[TokenLogprobs, ...]:
-    """Prompt log probabilities, from the second token on, of any oracle engine of default shape."""
-    rows = tuple(
-        SampleRow(i, sampling, prompt[: i + 1], len(prompt), scored_token_id=token_id)
-        for i, token_id in enumerate(prompt[1:])
-    )
-    part = SequenceSlice(prompt, 0, [0], rows)
-    (samples,) = _undisturbed(vocab_size, layers).forward(Batch((part,)))
-    return tuple(one.logprobs for one in samples if one.logprobs)
-
-
-def _undisturbed(vocab_size: int, layers: OracleLayers) -> OracleEngine:
-    """An engine for one sequence with a single block."""
-    size = _REFERENCE_LEN
+def undisturbed_oracle(vocab_size: int, layers: OracleLayers) -> OracleEngine:
+    """An engine of default shape for one sequence with a single block: the reference of others."""
+    size = REFERENCE_LEN
     engine = OracleEngine(OracleOptions(1, block_size=size, vocab_size=vocab_size, layers=layers))
     for table in engine.kv.slot_tables.values():
         table.of_block[0] = 0

@@ -16,11 +16,10 @@ from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.oracle import (
     OracleEngine,
     OracleOptions,
-    oracle_beams,
-    oracle_prompt_logprobs,
     oracle_tokens,
 )
 from engine.sampling.beam_search import BeamSearch, num_candidates
+from tests.support.oracle_reference import oracle_beams, oracle_prompt_logprobs
 
 VOCAB = 20
 PROMPT = (4, 7, 1)

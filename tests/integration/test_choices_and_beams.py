@@ -9,9 +9,10 @@ import pytest
 
 from baton.client import BeamSearch, SamplingParams
 from baton.types import BeamParams, EarlyStopping, FinishReason, Sampling
-from engine.oracle import oracle_beams, oracle_prompt_logprobs, oracle_tokens
+from engine.oracle import oracle_tokens
 from gateway.intake.tokenizer import load_tokenizer
 from tests.support.live_tiers import BOX_MODEL, ONLY_DECODES, has_crossed, live_system
+from tests.support.oracle_reference import oracle_beams, oracle_prompt_logprobs
 
 VOCAB = 1000
 PROMPT = [*range(30), 5, 6, 7]

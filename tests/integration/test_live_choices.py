@@ -12,8 +12,9 @@ from baton.client.results import Completion, completion_of
 from baton.rpc.channel import aio_channel
 from baton.types import BeamParams, Sampling
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from engine.oracle import oracle_beams, oracle_tokens
+from engine.oracle import oracle_tokens
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
+from tests.support.oracle_reference import oracle_beams
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,8 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.types import BeamParams, Sampling, SequenceSpec, Tier
-from engine.oracle import oracle_beams, oracle_prompt_logprobs, oracle_tokens
+from engine.oracle import oracle_tokens
+from tests.support.oracle_reference import oracle_beams, oracle_prompt_logprobs
 from tests.support.sim_system import DecodeNode, History, System
 from tests.support.sim_tiers import SimShape
 from tests.support.virtual_loop import run_virtual

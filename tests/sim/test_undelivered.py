@@ -13,8 +13,9 @@ import pytest
 from baton.types import Sampling, SequenceSpec
 from engine.oracle import oracle_tokens
 from gateway.routing.history import FIRST_REST_S, REST_S
-from kv_transfer.transport.loopback import LoopbackHub
-from tests.support.cut_hub import CutHub
+from kv_transfer.frame import Frame
+from kv_transfer.transport.connection import Staged, TransportError
+from kv_transfer.transport.loopback import LoopbackConnection, LoopbackHub, LoopbackListener
 from tests.support.sim_system import History, System
 from tests.support.sim_tiers import SimShape
 from tests.support.virtual_loop import run_virtual
@@ -24,6 +25,51 @@ LEASE_S = 30.0
 #: A sender waits so long for a peer that says nothing.
 CONNECT_TIMEOUT_S = 5.0
 LONG = 40
+
+
+class CutHub(LoopbackHub):
+    """A loopback hub as one worker sees it. refused, mute: peers that refuse connections, or never
+    answer."""
+
+    def __init__(
+        self,
+        hub: LoopbackHub,
+        refused: frozenset[str] = frozenset(),
+        mute: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__()
+        self._hub = hub
+        self._refused = refused
+        self._mute = mute
+
+    def listen(self, name: str) -> LoopbackListener:
+        return self._hub.listen(name)
+
+    def has(self, name: str) -> bool:
+        return self._hub.has(name)
+
+    def forget(self, name: str) -> None:
+        self._hub.forget(name)
+
+    def connect(self, name: str) -> LoopbackConnection:
+        if name in self._refused:
+            raise TransportError(f"{name} refuses")
+        connection = self._hub.connect(name)
+        return _Mute(connection) if name in self._mute else connection
+
+
+class _Mute(LoopbackConnection):
+    def __init__(self, connection: LoopbackConnection) -> None:
+        self._connection = connection
+
+    def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
+        pass
+
+    def receive(self) -> Frame | None:
+        return None
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def spec_of(name: str, num_tokens: int = LONG, num_choices: int = 1) -> SequenceSpec:

@@ -12,11 +12,10 @@ from engine.grammar import Grammar
 from engine.oracle import (
     FULL_LAYERS,
     OracleLayers,
-    oracle_beams,
-    oracle_prompt_logprobs,
     oracle_tokens,
 )
 from tests.support.grammar_walks import allowed_after
+from tests.support.oracle_reference import oracle_beams, oracle_prompt_logprobs
 from tests.support.sim_client import Choice
 
 VOCAB = 1000

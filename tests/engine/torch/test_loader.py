@@ -24,7 +24,13 @@ from baton_kernels.cpu.library import level
 from engine.checkpoint import find_shards
 from engine.memory_plan import MemoryPlan
 from engine.torch import weights
-from engine.torch.weights import ShardProgress, _read_shards, digest_checkpoint
+from engine.torch.weights import (
+    ShardProgress,
+    _read,
+    _read_shards,
+    _stored_tensors,
+    digest_checkpoint,
+)
 from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
 
@@ -294,6 +300,11 @@ def test_for_a_gpu_tensors_are_read_into_page_locked_memory(
     digest = _read_shards(checkpoint, lambda *_: taken.append, None, True)
     assert digest == digest_checkpoint(checkpoint)
     assert {tensor.data_ptr() for tensor in taken} == {tensor.data_ptr() for tensor in pinned}
+
+
+def test_for_a_cpu_tensors_are_read_as_they_are_mapped(checkpoint: Path) -> None:
+    for stored in _stored_tensors(list(find_shards(checkpoint))):
+        assert _read(stored.tensor, False)[0] is stored.tensor
 
 
 def test_a_tensor_that_nobody_wants_is_not_read(checkpoint: Path) -> None:
