@@ -16,9 +16,10 @@ import argparse
 import asyncio
 import functools
 import json
+import statistics
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -192,6 +193,11 @@ async def watch_requests(watch: Watch, *, has_drafts: bool) -> Mapping[str, Path
         }
 
 
+def _mean_lines(files: Collection[str]) -> int:
+    """Mean number of lines."""
+    return round(statistics.fmean((ROOT / file).read_text().count("\n") for file in files))
+
+
 def main() -> None:
     """Prints the counts; with --list the functions, too."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -209,11 +215,12 @@ def main() -> None:
             for function in sorted(path.functions):
                 print(kind, *function, sep="\t")
         files = {function.file for function in path.functions}
-        num_to_a_step = sum(file.startswith(_TO_A_STEP) for file in files)
+        to_a_step = [file for file in files if file.startswith(_TO_A_STEP)]
         print(
-            f"{kind}: {len(files)} files, {num_to_a_step} of them between socket and step, "
-            f"{len(path.functions)} functions, {path.num_threads} threads; {path.num_idle} further "
-            "functions run without a request, too"
+            f"{kind}: {len(files)} files of {_mean_lines(files)} lines, {len(to_a_step)} of them, "
+            f"of {_mean_lines(to_a_step)}, between socket and step; {len(path.functions)} "
+            f"functions, {path.num_threads} threads; {path.num_idle} further functions run without "
+            "a request, too"
         )
 
 

@@ -28,7 +28,7 @@ async def serve_decode(
     on_ready: Callable[[ReadyReport], None],
     make_engine: Callable[[DecodeOptions], Engine] = build_decode_engine,
 ) -> None:
-    """Decode worker: streams tokens of sequences whose KV prefill workers send."""
+    """Decode worker: receives sequences from prefill workers and streams their tokens."""
 
     def load() -> TierSetup:
         engine = make_engine(options)

@@ -15,7 +15,7 @@ WIDTH = 120
 
 _FENCE = re.compile(r" *(```|~~~)")
 _BEGIN, _END = "<!-- begin:", "<!-- end"
-#: What is a line by itself: headings, tables, comments, quotes, code that is indented.
+#: Lines that stand alone: headings, tables, comments, quotes, code that is indented.
 _ALONE = re.compile(r"#| *\||<|>| {4}|\[\S+\]:")
 _ITEM = re.compile(r"( *)([*+-]|\d+\.) +")
 #: No line may begin with what would be a heading, a quote, a cell or an item there, nor break a
