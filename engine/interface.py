@@ -24,7 +24,7 @@ from baton.types import (
 )
 from engine.kv.interface import KvPool
 from engine.kv.layout import LayerGroups, groups_of
-from engine.sampling.token_counts import TokenCounts
+from engine.token_counts import TokenCounts
 
 _log = logging.getLogger(__name__)
 

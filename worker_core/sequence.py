@@ -19,7 +19,7 @@ from engine.interface import (
     wants_prompt_logprobs,
 )
 from engine.kv.lease import BlockCopy, BlockLease
-from engine.sampling.token_counts import TokenCounts
+from engine.token_counts import TokenCounts
 from worker_core.commands import Destination, SequenceKey
 
 

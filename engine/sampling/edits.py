@@ -19,7 +19,7 @@ from baton_kernels.host_copy import to_device
 from baton_kernels.sampling import add_bias, forbid, penalize
 from engine.interface import SampleRow
 from engine.sampling.restrictions import banned_tokens, forbidden_by
-from engine.sampling.token_counts import TokenCounts
+from engine.token_counts import TokenCounts
 
 
 def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:

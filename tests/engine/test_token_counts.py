@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.token_counts import TokenCounts
+from engine.token_counts import TokenCounts
 
 TOKENS = st.lists(st.integers(0, 5), max_size=12)
 
