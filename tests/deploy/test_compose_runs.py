@@ -189,7 +189,6 @@ async def test_the_services_start_in_order_are_healthy_and_answer(
                 )
                 page = await fetch_metrics(metrics_ports[name])
                 assert f'baton_tier="{service["command"][0]}"' in page
-            # By the names that workers advertise, the registry has whom the gateway was told of,
             # The registry lists each worker that the gateway names, by the name it advertises,
             # once.
             workers = {addresses["prefill"], addresses["decode"]}

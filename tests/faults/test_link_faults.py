@@ -87,7 +87,6 @@ FAULTS = (cut, refuse, silence, silence_one_way, half_close, delay)
 @pytest.mark.parametrize(
     ("victim", "inject"),
     [
-        # Of a prefill worker's link, whose streams are younger, in .ci/run but for two; there, too,
         # Most faults of a prefill worker's link, with younger streams, run in .ci/run; there also
         # silence in one direction, which is noticed as silence in both.
         pytest.param(

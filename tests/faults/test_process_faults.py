@@ -228,7 +228,6 @@ async def test_the_decode_worker_that_streams_were_resumed_on_dies_too(
         streams = Streams(client, seed=5, num_tokens=150)
         await streams.all_run()
         send(pairs, signal.SIGKILL, "decode-0")
-        # Those that were on the other are resumed here, while it is killed, or wait for the return
         # Sequences of the other worker resume here while it is killed, or wait for the return of
         # either.
         send(pairs, signal.SIGKILL, "decode-1")

@@ -32,8 +32,6 @@ ONLY_THERE = {
     "attention bf16 head_dim 80",
     "attention fp16",
 }
-#: Long on every arch: one kernel's further variants. Those that are left bound them: head_dim 256
-#: has the largest tiles, softcap and slopes take the most registers, fp8 and sinks with a window
 #: Further variants of a kernel are long on every arch. The remaining ones bound them: head_dim 256
 #: has the largest tiles, softcap and slopes take the most registers, fp8 and sinks with a window
 #: have the code that the others lack.

@@ -2,8 +2,8 @@
 prompt, with status 200, each tried on every transport between workers.
 
 The first five are those of https://github.com/vllm-project/vllm/issues/52234 (a decode engine that
-is given an unknown request, places out of range, a reference that was used, one whose blocks were
-given away, one whose lease is over); then memory that is given away under a writer or a reader
+is given an unknown request, places out of range, a used reference, one with blocks given away, one
+after its lease); then memory that is given away under a writer or a reader
 (https://github.com/sgl-project/sglang/issues/24527), workers that die or freeze between a payload
 and its header, and addresses, names and tickets that two have. docs/reliability.md has the table.
 

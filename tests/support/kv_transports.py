@@ -1,4 +1,4 @@
-"""The transports of KV, for parametrize. One whose package is not installed is skipped.
+"""The transports of KV, for parametrize. Those without their package are skipped.
 
 cuda_ipc moves through host memory here: see device_double.py."""
 

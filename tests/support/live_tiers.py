@@ -43,7 +43,6 @@ async def reporting(serve: _Serve, options: object) -> AsyncIterator[ReadyReport
         await task
 
 
-#: Of tiers that share one interpreter. On a busy machine none of them may run for seconds: none is
 #: Options of tiers that share one interpreter. On a busy machine a tier may not run for seconds,
 #: and must not be given up for it.
 _COMMON = {"drain_timeout_s": 1.0, "worker_stall_timeout_s": 15.0}

@@ -13,7 +13,6 @@ from worker_core.loop import FIRST_STEP_S, MARGIN, SPAN_S, Heartbeat, SilenceBou
 
 LEAST_S = 1.5
 
-#: Of a prefill and a decode worker with a model of 6 million parameters on a busy CPU, in the order
 #: Heartbeat gaps of a prefill and a decode worker with a model of 6 million parameters on a busy
 #: CPU, in order.
 RECORDED = Path(__file__).with_name("beat_gaps.csv")

@@ -17,7 +17,6 @@ from baton.types import FinishReason, Sample
 from baton.wire import step_from_proto, step_to_proto
 from worker_core.sequence_service import Outbox, in_messages
 
-#: Of one sequence: how many tokens a step gave, 0 for a change of state; then how far the next step
 #: Steps of one sequence: number of tokens, 0 for a change of state; then how far the next step
 #: jumps, 0 if correct.
 STEPS = st.lists(

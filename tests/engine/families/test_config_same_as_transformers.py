@@ -38,7 +38,6 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3Config",
     "kimi_k2": "DeepseekV3Config",
 }
-#: Those whose config.json is drawn at random; of the others the defaults are compared, and their
 #: Families tested with random config.json files; of the others, defaults and tokens are compared
 #: (see test_families).
 DRAWN = ("llama", "mistral", "qwen2", "qwen3")

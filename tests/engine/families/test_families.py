@@ -144,7 +144,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 SHARED = sorted(set(CASES) - {"olmo2"})
 
 
-#: Of mixtures, of norms and windows, of packed weights and of latents one each. Of the others make
 #: One family each with a mixture, norms and windows, packed weights, and latents. `make test`
 #: compares tokens of the others with the slow tests; .ci/run does the rest.
 FEW = ("glm4-moe", "gemma3", "phi3-partial", "deepseek-v3")

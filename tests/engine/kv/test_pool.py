@@ -3,6 +3,7 @@ were computed."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -571,6 +572,18 @@ class SlottedPoolMachine(RuleBasedStateMachine):
 
 
 TestSlottedPoolMachine = SlottedPoolMachine.TestCase
+
+
+def test_a_slot_that_moves_to_a_copy_leaves_its_block_partial() -> None:
+    """The other holder of the block has its window behind it, so that the slot has one holder."""
+    slots = WindowSlots(SlotTable.empty(4, 2))
+    partial: list[int] = []
+    slots.bind(SimpleNamespace(is_whole=lambda _: True, set_partial=partial.append))
+    held: set[int] = set()
+    slots.on_write(held, (0,), range(1))
+    slots.on_copy(held, 0, 0, 3)
+    assert [*slots.of_block] == [-1, -1, -1, 0]
+    assert partial == [0]
 
 
 def test_a_prefix_whose_windows_slots_went_to_others_is_computed_again() -> None:

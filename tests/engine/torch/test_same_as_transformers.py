@@ -86,7 +86,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-#: Of each kind of attention and of positions one. Of the others make test compares tokens with the
 #: One model for each kind of attention and of positions. `make test` compares tokens of the others
 #: with the slow tests, and leaves the rest to .ci/run.
 FEW = (

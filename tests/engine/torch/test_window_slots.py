@@ -24,7 +24,6 @@ from tests.support.transformers_greedy import greedy_outputs
 from worker_core.speculation.interface import DraftRequest
 
 WINDOW, NUM_TOKENS, VOCAB = 11, 14, 250
-#: By family: settings, and windowed layers. Of the last the layers have no part that native code
 #: By family: settings, and windowed layers. Native code runs all layers of the last one in one
 #: call.
 CASES: dict[Family, tuple[dict[str, Any], int]] = {

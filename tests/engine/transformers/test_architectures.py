@@ -28,8 +28,6 @@ GREEDY = Sampling()
 #: Attention with ALiBi, with windows by turns and with sinks, layers with a state; the others take
 #: their turn with the slow ones.
 FEW = ("bloom", "gpt_oss", "jamba")
-#: Besides, by `make test`: states that go on with several tokens at once, a gated delta rule,
-#: layers that read another's KV, windows in most layers, rotary parts of a head, learned positions,
 #: `make test` also tries: states that continue with several tokens at once, a gated delta rule,
 #: layers that read another's KV, windows in most layers, rotary parts of a head, learned positions,
 #: experts. It compares tokens of all others, and leaves the rest to .ci/run.

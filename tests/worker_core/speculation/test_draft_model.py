@@ -58,7 +58,6 @@ def right(request: DraftRequest) -> tuple[int, ...]:
     they are."""
     num_output = len(request.token_ids) - request.num_prompt_tokens
     tokens = list(request.token_ids)
-    # Of an oracle the next token is a function of the prefix: forced along, it says the same as by
     # An oracle's next token is a function of the prefix: forced along a path, it gives the same as
     # by itself.
     engine = OracleEngine(OracleOptions(num_blocks=1, block_size=512, vocab_size=VOCAB))

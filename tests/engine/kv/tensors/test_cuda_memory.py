@@ -1,5 +1,5 @@
-"""The driver's calls for shared device memory, on a stand-in for the driver whose device memory is
-files of the host.
+"""The driver's calls for shared device memory, on a stand-in for the driver with files of the
+host as device memory.
 
 What only a GPU can show: that torch takes the memory in, and that the driver does what its manual
 says.
