@@ -55,12 +55,12 @@ from baton.v1 import (
     worker_pb2,
 )
 
-#: Stands for "no score" where other entries of a step have one.
+#: "No score", in a step where other entries have one.
 _NO_SCORE = nan
 
 
 def _plain(kind: type[Any], *composed: str) -> tuple[str, ...]:
-    """Names of the fields that are numbers, text or bytes of the same name in a message."""
+    """Names of scalar fields, which have the same name in the message."""
     return tuple(field.name for field in fields(kind) if field.name not in composed)
 
 
@@ -80,8 +80,7 @@ EnumT = TypeVar("EnumT", bound=IntEnum)
 
 
 def known(kind: type[EnumT], number: int, field: str) -> EnumT:
-    """The member of an enum that a message's field says. Raises InvalidRequest if this version
-    knows none."""
+    """The enum member of a message's number. Raises InvalidRequest if this version has none."""
     try:
         return kind(number)
     except ValueError:
@@ -92,7 +91,7 @@ def known(kind: type[EnumT], number: int, field: str) -> EnumT:
 
 
 def layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
-    # Keys and values go without saying: what 0.1.0 wrote is the same to the byte.
+    # Plain keys and values omit `parts`: byte-compatible with 0.1.0.
     parts = () if layout.parts == KEY_VALUE else layout.parts
     return kv_pb2.KvLayout(
         **_values(layout, _LAYOUT), parts=parts, windowed_layers=layout.windowed_layers
@@ -128,7 +127,7 @@ def info_to_proto(info: WorkerInfo) -> worker_pb2.GetWorkerInfoResponse:
 
 
 def info_from_proto(message: worker_pb2.GetWorkerInfoResponse) -> WorkerInfo:
-    """Raises ValueError if the tier is none that this version knows."""
+    """Raises ValueError for a tier unknown to this version."""
     return WorkerInfo(
         **_values(message, _INFO),
         identity=WorkerIdentity(message.worker_id, message.generation),
@@ -216,8 +215,8 @@ def sequence_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceState:
 
 
 def write_sequence(spec: SequenceSpec, message: sequence_pb2.SequenceState) -> None:
-    """Into an empty message, all but the tokens: a million of them are not to be copied with a
-    message that is given to the one around it, nor written in one go with the rest."""
+    """Write everything but the tokens into an empty message. The caller writes tokens in place, in
+    pieces: there may be a million."""
     for name in _SEQUENCE:
         setattr(message, name, getattr(spec, name))
     message.sampling.MergeFrom(sampling_to_proto(spec.sampling))
@@ -262,7 +261,7 @@ def sample_from_proto(message: sampling_pb2.SampledToken) -> Sample:
     return Sample(message.token_id, logprobs)
 
 
-#: A command's name in ServeRequest, and its fields.
+#: By command: its name in ServeRequest, and its fields.
 _COMMANDS: Mapping[type[SequenceCommand], tuple[str, tuple[str, ...]]] = {
     Abort: ("abort", ()),
     Pause: ("pause", ()),
@@ -281,8 +280,8 @@ def command_to_proto(handle: int, command: SequenceCommand) -> sequence_service_
 def command_from_proto(
     message: sequence_service_pb2.ServeRequest,
 ) -> tuple[int, SequenceCommand] | None:
-    """The inverse of command_to_proto; None for what is no command for an opened sequence, or not
-    known to this version."""
+    """The inverse of command_to_proto; None for an unknown command, or one that opens a
+    sequence."""
     name = message.WhichOneof("command")
     if name not in _COMMAND_KINDS:
         return None
@@ -292,8 +291,8 @@ def command_from_proto(
 
 
 def step_to_proto(events: Iterable[AddressedEvent]) -> sequence_service_pb2.ServeResponse:
-    """One message for all that a step did to one gateway's sequences. Changes of state precede the
-    step's tokens."""
+    """One message for a step's events of one gateway's sequences: changes of state, then
+    tokens."""
     response = sequence_service_pb2.ServeResponse()
     handles: list[int] = []
     entries: list[Tokens] = []
@@ -305,7 +304,7 @@ def step_to_proto(events: Iterable[AddressedEvent]) -> sequence_service_pb2.Serv
             response.events.append(_event_to_proto(handle, event))
     if entries:
         columns = response.tokens
-        # A whole column at a time: a call per entry costs more than half of what the entry does.
+        # Whole columns: a call per entry would take more than half of the entry's time.
         columns.handles.extend(handles)
         columns.token_indices.extend([event.token_index for event in entries])
         columns.counts.extend([len(event.samples) for event in entries])
@@ -359,13 +358,12 @@ def step_from_proto(response: sequence_service_pb2.ServeResponse) -> Iterator[Ad
             if entry in logprobs
             else tuple(map(Sample, token_ids))
         )
-        # Nearly all go on, and to look up an enum's member costs as much as a token.
+        # Rarely set, and looking up an enum member takes as long as a token.
         reason = FinishReason(finish) if finish else FinishReason.NONE
         yield handle, Tokens(token_index, samples, reason, num_drafts, num_accepted, score)
 
 
-#: What a sequence may become, as it is called in SequenceEvent, with the fields that are plain
-#: there.
+#: By event: its name in SequenceEvent, and its scalar fields.
 _CHANGES: Mapping[type, tuple[str, tuple[str, ...]]] = {
     Offered: ("offered", _plain(Offered, "ticket_id")),
     LocalPrefill: ("local_prefill", _plain(LocalPrefill)),

@@ -133,7 +133,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 def _call_in(
     loop: asyncio.AbstractEventLoop, call: Callable[[BlockLedger], None], ledger: BlockLedger
 ) -> None:
-    """From the engine loop's thread. An event loop that has ended has nobody to call."""
+    """Called in the engine loop's thread. No-op after the end of the event loop."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(call, ledger)
 
