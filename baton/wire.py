@@ -1,6 +1,5 @@
-"""Between the immutable values of baton.types and baton.events and the protobuf messages of
-baton.v1: how KV lies and how a worker rounds, what a worker is and what it is at, sequences and
-their tokens, commands for them, what a step did to them."""
+"""Conversions between values of baton.types and baton.events and messages of baton.v1: layouts,
+numerics classes, workers and their loads, sequences, tokens, commands, and events of a step."""
 
 from __future__ import annotations
 

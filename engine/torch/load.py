@@ -54,7 +54,7 @@ def load_parameters(
     on a terminal. Files are mapped: what a rank does not keep takes no memory of its own. Raises
     ModelError.
     """
-    # Dense linear layers without weights take no host memory, but would take a GPU's.
+    # Unfilled dense linear layers take no host memory, but would take a GPU's.
     of_linears = torch.device("cpu") if keeps_stored_levels(config, dtype, device) else device
     parameters = empty_parameters(config, dtype, device, shard, of_linears)
     keeps = keeps_as_stored(dtype, device)
