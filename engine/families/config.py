@@ -211,6 +211,13 @@ class ModelConfig:
         parameters = tuple(sorted((*self.rope.parameters, ("is_long", True))))
         return replace(self, rope=replace(self.rope, parameters=parameters))
 
+    def of_layers(self, layers: range) -> ModelConfig:
+        """The config of a model of these consecutive layers, counted from 0."""
+        own, traits = slice(layers.start, layers.stop), self.traits
+        if experts := traits.experts:
+            traits = replace(traits, experts=replace(experts, layers=experts.layers[own]))
+        return replace(self, num_layers=len(layers), windows=self.windows[own], traits=traits)
+
     @property
     def kv_digest(self) -> str:
         """Digest of all settings that define the meaning of KV, except the weights."""

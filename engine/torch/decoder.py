@@ -27,6 +27,7 @@ from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
 from engine.families.config import ModelConfig
 from engine.ranks.exchange import Alone, Ranks
+from engine.ranks.stages import OneStage, Stages
 from engine.torch.adapters import Adapter, AdapterLayer, LowRank
 from engine.torch.packed import PackedLayer, PackedParameters
 from engine.torch.rope import Rotation
@@ -84,6 +85,11 @@ class PackedBatch:
     adapters: tuple[AdapterRows, ...] = ()
     windowed: WindowedKv | None = None
 
+    @property
+    def num_rows(self) -> int:
+        """Rows whose states are sampled."""
+        return len(self.token_ids if self.sampled is None else self.sampled)
+
 
 @dataclass(frozen=True, slots=True)
 class WindowedKv:
@@ -128,7 +134,8 @@ class Watch:
 
 
 class Decoder:
-    """A decoder's parameters and its forward. Holds no sequence's data: KV is in the pool.
+    """A decoder's parameters and its forward, or a stage of it: some of its layers. Holds no
+    sequence's data: KV is in the pool.
 
     With tensor parallelism each rank has a Decoder with its part of the parameters and a pool of
     its heads; all ranks make the same calls.
@@ -140,9 +147,13 @@ class Decoder:
         parameters: PackedParameters,
         ranks: Ranks | None = None,
         attention: AttentionBackend = REFERENCE,
+        stages: Stages | None = None,
     ) -> None:
-        """config: with this rank's heads, see Shard.attention_config. ranks: the other ranks, None
-        for a single rank. attention: backend that makes the plans of batches."""
+        """config: with this rank's heads, see Shard.attention_config, and this stage's layers.
+        ranks: the other ranks of the stage, None for a single rank. attention: backend that makes
+        the plans of batches. stages: links to other stages, None if this one has all layers."""
+        self._stages: Stages = stages or OneStage()
+        self.stage = self._stages.stage
         self._attend = attention.attend
         self._ranks: Ranks = ranks or Alone()
         self._config = config
@@ -177,14 +188,18 @@ class Decoder:
         `batch.windowed`; return the sampled tokens' states [rows, hidden], the input of `logits`.
         watch: collects the inputs of other layers.
 
+        One of several stages gets its input from the previous one and sends its result to the
+        next: [tokens, hidden], or from the last one [rows, hidden] before the norm. The states are
+        then those of `collect`.
+
         `layer_done` is called with each layer's index once all ranks have written the KV of that
         layer; either every rank passes a hook or none does. After the last layer's KV is written,
         only sampled tokens continue. On return, all ranks have finished with the pool.
         """
         parameters, ranks = self._parameters, self._ranks
-        hidden = self.embed(batch.token_ids)
+        hidden = self._input(batch)
         places = self._places(batch, pool, scales)
-        last = len(parameters.layers) - 1
+        last = len(parameters.layers) - 1 if self.stage.is_last else None
         for index, layer in enumerate(parameters.layers):
             if watch is not None and index in watch.layers:
                 watch.add(hidden, batch.sampled)
@@ -197,9 +212,28 @@ class Decoder:
             output, own = layer.attention.output, _of(added, _output)
             hidden = self._add(output, ranks.gather(mixed), hidden, layer.after_attention, own)
             hidden = self._mlp(index, layer, hidden, added)
-        if watch is not None and last + 1 in watch.layers:
+        if watch is not None and len(parameters.layers) in watch.layers:
             watch.add(hidden, None)
+        if self.stage.size > 1:
+            self._stages.send(hidden)
+            return hidden
         return normed(parameters.norm, hidden)
+
+    def collect(self, num_rows: int) -> torch.Tensor:
+        """States [rows, hidden] of the oldest forward that was not collected, when the last of
+        several stages has sent them. First stage only."""
+        hidden = self._parameters.embeddings.new_empty(num_rows, self._config.hidden_size)
+        self._stages.receive(hidden)
+        return normed(self._parameters.norm, hidden)
+
+    def _input(self, batch: PackedBatch) -> torch.Tensor:
+        """The input of this stage's first layer [tokens, hidden], which may be overwritten."""
+        if self.stage.is_first:
+            return self.embed(batch.token_ids)
+        num_tokens = len(batch.token_ids)
+        hidden = self._parameters.embeddings.new_empty(num_tokens, self._config.hidden_size)
+        self._stages.receive(hidden)
+        return hidden
 
     def _places(
         self, batch: PackedBatch, pool: torch.Tensor, scales: torch.Tensor | None
@@ -224,8 +258,11 @@ class Decoder:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] float32 of states [rows, hidden] on rank 0; other ranks return their
-        part."""
-        part = self._parameters.lm_head(states, None, torch.float32)
+        part. First stage only."""
+        lm_head = self._parameters.lm_head
+        if lm_head is None:
+            raise RuntimeError("only the first stage has the output layer")
+        part = lm_head(states, None, torch.float32)
         cap = self._config.traits.logit_softcap
         if cap is not None:
             part = torch.tanh(part / cap) * cap

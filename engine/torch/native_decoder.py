@@ -21,6 +21,7 @@ from baton_kernels.cpu.layers import (
 from baton_kernels.cpu.paged_attention import AttentionPlan
 from engine.families.config import ModelConfig
 from engine.ranks.exchange import Ranks
+from engine.ranks.stages import Stages
 from engine.torch.decoder import Decoder, PackedBatch, Watch
 from engine.torch.packed import PackedParameters
 
@@ -31,33 +32,38 @@ def make_decoder(
     pool_dtype: torch.dtype,
     ranks: Ranks,
     attention: AttentionBackend = REFERENCE,
+    stages: Stages | None = None,
 ) -> Decoder:
     """Make the fastest decoder for the parameters' device. All give the same results, bit-identical
     between native kernels.
 
-    config, ranks, attention: see Decoder. Several ranks, which meet within a layer, and other
-    attention backends run op by op.
+    config, ranks, attention, stages: see Decoder. Several ranks of a stage, which meet within a
+    layer, and other attention backends run op by op.
     """
     embeddings = parameters.embeddings
     if attention is not REFERENCE:
-        return Decoder(config, parameters, ranks, attention)
+        return Decoder(config, parameters, ranks, attention, stages)
     is_alone = ranks.shard.size == 1 and embeddings.device.type == "cpu"
     if not is_alone or not can_run(embeddings.dtype, pool_dtype, config.head_dim):
-        return Decoder(config, parameters, ranks)
+        return Decoder(config, parameters, ranks, stages=stages)
     layers = [native_layer(layer) for layer in parameters.layers]
     known = [layer for layer in layers if layer is not None]
     if len(known) < len(layers):
-        return Decoder(config, parameters, ranks)
-    return NativeDecoder(config, parameters, known)
+        return Decoder(config, parameters, ranks, stages=stages)
+    return NativeDecoder(config, parameters, known, stages)
 
 
 class NativeDecoder(Decoder):
     """See make_decoder."""
 
     def __init__(
-        self, config: ModelConfig, parameters: PackedParameters, layers: Sequence[NativeLayer]
+        self,
+        config: ModelConfig,
+        parameters: PackedParameters,
+        layers: Sequence[NativeLayer],
+        stages: Stages | None = None,
     ) -> None:
-        super().__init__(config, parameters)
+        super().__init__(config, parameters, stages=stages)
         self._layers = NativeLayers(layers, parameters.norm)
 
     def forward(
@@ -71,8 +77,8 @@ class NativeDecoder(Decoder):
         """See Decoder.forward. Batches with adapters run op by op."""
         if batch.adapters:
             return super().forward(batch, pool, layer_done, scales, watch)
-        config = self._config
-        hidden = self.embed(batch.token_ids)
+        config, stage = self._config, self.stage
+        hidden = self._input(batch)
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
         cos, sin = batch.rotations[0]
         # Native plans, because `can_run` holds.
@@ -92,7 +98,7 @@ class NativeDecoder(Decoder):
                 first = layer * NUM_STAGES
                 watch.add(hidden, batch.sampled)
         _run_to(running, first, end - 1, layer_done)
-        if batch.sampled is not None:
+        if batch.sampled is not None and stage.is_last:
             hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
             running.goes_on_with(hidden, mixed)
         if watch is not None and config.num_layers in watch.layers:
@@ -100,8 +106,10 @@ class NativeDecoder(Decoder):
             watch.add(hidden, None)
             running.run(end, end + 1)
             return hidden
-        # The last stage and the final norm.
-        running.run(end - 1, end + 1)
+        # The rest of the last layer, and the final norm unless other stages follow.
+        running.run(end - 1, end + (stage.size == 1))
+        if stage.size > 1:
+            self._stages.send(hidden)
         return hidden
 
 
