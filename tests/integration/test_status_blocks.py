@@ -8,12 +8,11 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from baton.cli import blocks
 from baton.cli.blocks import WorkerBlocks, as_json, blocks_of, print_blocks
 from baton.client import WorkerStatus
 from baton.rpc.channel import aio_channel
 from baton.types import KvSource, Sampling, SequenceSpec
-from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
+from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc, worker_pb2
 from baton.wire import sequence_to_proto
 from tests.support.live_tiers import decode_worker
 
@@ -56,12 +55,12 @@ async def test_a_live_worker_lists_its_blocks() -> None:
         (found,) = await asyncio.to_thread(blocks_of, [status_of(address)])
         call.cancel()
     assert found.error == ""
-    (owner,) = found.owners
+    (owner,) = found.ledger.owners
     assert (owner.request_id, owner.stage) == ("waiting-one", "awaiting_kv")
     assert owner.ticket_id
     assert len(owner.block_ids) >= 10
-    assert found.orphan_block_ids == ()
-    every = [*found.free_block_ids, *found.cached_block_ids, *owner.block_ids]
+    assert not found.ledger.orphan_block_ids
+    every = [*found.ledger.free_block_ids, *found.ledger.cached_block_ids, *owner.block_ids]
     assert sorted(every) == list(range(len(every)))
 
 
@@ -73,14 +72,28 @@ def test_a_worker_that_does_not_answer_is_said_so(capsys: Any) -> None:
 
 
 def test_owners_and_orphans_are_shown(capsys: Any) -> None:
-    owner = blocks.Owner("r-1", 2, "moving", 255, (3, 4))
-    found = [WorkerBlocks("d", "h:1", "", (0, 1), (2,), (5,), (owner,))]
+    ledger = worker_pb2.ListBlocksResponse(
+        free_block_ids=[0, 1], cached_block_ids=[2], orphan_block_ids=[5]
+    )
+    owner = {"request_id": "r-1", "choice": 2, "stage": "moving", "ticket_id": 255}
+    ledger.owners.add(block_ids=[3, 4], **owner)
+    found = [WorkerBlocks("d", "h:1", ledger)]
     print_blocks(found)
     assert capsys.readouterr().out.splitlines() == [
         "d at h:1: 2 free, 1 cached, 2 owned, 1 orphans",
         "  r-1 choice 2: 2 blocks, moving, ticket 00000000000000ff",
     ]
-    assert json.loads(json.dumps(as_json(found)))[0]["owners"][0]["block_ids"] == [3, 4]
+    assert json.loads(json.dumps(as_json(found))) == [
+        {
+            "worker_id": "d",
+            "address": "h:1",
+            "error": "",
+            "free_block_ids": [0, 1],
+            "cached_block_ids": [2],
+            "orphan_block_ids": [5],
+            "owners": [{**owner, "block_ids": [3, 4]}],
+        }
+    ]
 
 
 def test_the_command_offers_it() -> None:
