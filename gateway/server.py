@@ -19,14 +19,13 @@ import grpc.aio
 
 from baton import __version__
 from baton.config import GatewayOptions
-from baton.phase_clock import PhaseClock
 from baton.registry import PipeRegistry, StaticRegistry, make_registry
 from baton.rpc.api_key import ApiKeyInterceptor, digest_of
 from baton.rpc.server import Register, RunningServer, start_server
 from baton.rpc.tls import server_credentials
 from baton.sampling_params import describe_values
 from baton.service import OnReady, ReadyReport
-from baton.start_log import report_phase
+from baton.start_log import PhaseClock, report_phase
 from baton.telemetry import Telemetry, TelemetrySettings, running_telemetry
 from baton.telemetry.metrics import observe_build
 from baton.types import Tier

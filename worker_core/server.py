@@ -13,12 +13,12 @@ from typing import NoReturn
 from baton import __version__
 from baton.config import WorkerOptions
 from baton.errors import EngineFault
-from baton.phase_clock import PhaseClock
 from baton.registry import Registration, Registry, make_registry
 from baton.rpc.peer_names import PeerNamesInterceptor
 from baton.rpc.server import Register, start_server
 from baton.rpc.tls import server_credentials
 from baton.service import ReadyReport
+from baton.start_log import PhaseClock
 from baton.telemetry.rate_limit import RateLimit
 from baton.types import WorkerIdentity, WorkerInfo
 from engine.interface import EngineSpec

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from baton.config import WorkerOptions
 from baton.errors import ConfigError
 from baton.kv_transports import listened_on, takes_port
-from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
+from baton.start_log import PhaseClock
 from baton.telemetry import Telemetry
 from baton.types import NumericsRule, Tier, WorkerLoad
 from engine.grammar import Matchers
