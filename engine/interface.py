@@ -107,9 +107,10 @@ class EngineSpec:
 
     shared_prompt_limit: if set, KV of longer prompts (in tokens) depends on the prompt's length
     (dynamic RoPE scaling), so they must neither use nor fill a prefix cache. max_num_launches:
-    concurrent launches, 1 or 2; with 2, slices of the second may follow rows of the first.
-    computes_aside: whether launch returns before the batch is computed, so that the host can work
-    meanwhile.
+    maximum concurrent launches. is_pipelined: whether these have to be of different work, one for
+    each pipeline stage; otherwise there are at most two, and slices of the second may follow rows
+    of the first. computes_aside: whether launch returns before the batch is computed, so that the
+    host can work meanwhile.
     """
 
     model: str
@@ -119,6 +120,7 @@ class EngineSpec:
     max_model_len: int
     shared_prompt_limit: int | None = None
     max_num_launches: int = 1
+    is_pipelined: bool = False
     computes_aside: bool = False
     numerics: NumericsClass = UNKNOWN_NUMERICS
     dtype_reason: str = ""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.grouped import GroupedKvPool
 from engine.kv.tensors.state_memory import StateMemory
 from engine.oracle_choice import choose, mix
+from engine.ranks.mesh import stage_layers
 
 #: Maximum sequence length, in tokens, of the reference outputs below.
 REFERENCE_LEN = 4096
@@ -114,6 +116,9 @@ class OracleOptions:
     model: str = "oracle"
     adapters: tuple[str, ...] = ()
     layers: OracleLayers = FULL_LAYERS
+    num_stages: int = 1
+    """Pipeline stages; 1 without a pipeline. The first one writes its layers at the launch. Each
+    takes its share of the seconds of a forward."""
     num_window_slots: int = 0
     """See GroupedKvPool; 0 if blocks hold the KV of all layers."""
     num_state_slots: int = 1
@@ -157,7 +162,9 @@ class OracleEngine(Engine):
             self._kv = ArrayKvPool(layout, options.num_blocks, options.num_state_slots)
             self._states = self._kv.states
         self._weights = _slot_weights(layout)
-        self._end_s = 0.0
+        self._stages = stage_layers(layout.num_layers, options.num_stages)
+        self._ends_s = [0.0] * options.num_stages
+        """time.perf_counter at which each stage has computed all launches."""
         self._launched: deque[_OracleLaunch] = deque()
         """Launches not yet computed."""
         self._drawn: tuple[Sample, ...] = ()
@@ -168,7 +175,8 @@ class OracleEngine(Engine):
             num_blocks=options.num_blocks,
             vocab_size=options.vocab_size,
             max_model_len=min(options.max_model_len, options.num_blocks * options.block_size),
-            max_num_launches=1 if self._kv.groups.cannot_rewind else 2,
+            max_num_launches=1 if self._kv.groups.cannot_rewind else max(2, options.num_stages),
+            is_pipelined=options.num_stages > 1,
             computes_aside=True,
             numerics=NumericsClass("oracle", dtype="int64"),
             adapters=options.adapters,
@@ -185,7 +193,9 @@ class OracleEngine(Engine):
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
         """See Engine.launch. All errors are raised when the samples are requested."""
         seconds = self._options.step_s + batch.num_tokens * self._options.token_s
-        self._end_s = max(self._end_s, time.perf_counter()) + seconds
+        end_s = time.perf_counter()
+        for stage, busy_s in enumerate(self._ends_s):
+            self._ends_s[stage] = end_s = max(busy_s, end_s) + seconds / len(self._ends_s)
         kv, kept = self._kv, _kept(batch)
         tables: tuple[Sequence[int], ...] = tuple(part.block_table for part in kept.slices)
         if isinstance(kv, GroupedKvPool):
@@ -193,7 +203,12 @@ class OracleEngine(Engine):
                 kv.slot_table(part.block_table, part.start, part.start + len(part.token_ids))
                 for part in kept.slices
             )
-        launched = _OracleLaunch(kept, tables, layers_done, self._end_s, self._finish)
+        launched = _OracleLaunch(kept, tables, layers_done, end_s, self._finish)
+        if self._spec.is_pipelined:
+            if any(part.follows is not None for part in kept.slices):
+                raise EngineFault("a slice follows what another stage computes")
+            self._write_all(kept.slices, tables, self._stages[0])
+            self._report_layers(layers_done, 0)
         self._launched.append(launched)
         return launched
 
@@ -205,10 +220,8 @@ class OracleEngine(Engine):
         before, self._drawn = self._drawn, ()
         slices = [_followed(part, before) for part in launched.batch.slices]
         tables = launched.slot_tables
-        if self._kv.slot_tables and any(min(table) < 0 for table in tables):
-            raise EngineFault("windowed layers have no KV of what a sequence attends to")
-        for part, table in zip(slices, tables, strict=True):
-            self._write(part, table)
+        first = self._stages[1] if self._spec.is_pipelined else self._stages[0]
+        self._write_all(slices, tables, range(first.start, self._options.num_layers))
         states = [self._write_states(part) for part in slices]
         if any(self._options.poison_token_id in part.token_ids for part in slices):
             raise EngineFault(f"token {self._options.poison_token_id} is poison")
@@ -223,16 +236,26 @@ class OracleEngine(Engine):
         self._drawn = tuple(chain.from_iterable(samples))
         if (rest_s := launched.end_s - time.perf_counter()) > 0:
             time.sleep(rest_s)
-        if launched.layers_done:
-            self._tell_layers(launched.layers_done)
+        for stage in range(int(self._spec.is_pipelined), len(self._stages)):
+            self._report_layers(launched.layers_done, stage)
         return samples
 
-    def _tell_layers(self, layers_done: LayersDone) -> None:
-        size, num_layers = self._options.layer_group_size, self._options.num_layers
-        for first in range(0, num_layers, size):
-            layers_done(first, min(size, num_layers - first))
+    def _report_layers(self, layers_done: LayersDone | None, stage: int) -> None:
+        layers, size = self._stages[stage], self._options.layer_group_size
+        if layers_done:
+            for first in layers[::size]:
+                layers_done(first, min(size, layers.stop - first))
 
-    def _write(self, part: SequenceSlice, slot_table: Sequence[int]) -> None:
+    def _write_all(
+        self, parts: Sequence[SequenceSlice], tables: Sequence[Sequence[int]], stage: range
+    ) -> None:
+        """Write the KV of a stage's layers. Raises EngineFault for a block without a slot."""
+        if self._kv.slot_tables and any(min(table) < 0 for table in tables):
+            raise EngineFault("windowed layers have no KV of what a sequence attends to")
+        for part, table in zip(parts, tables, strict=True):
+            self._write(part, table, stage)
+
+    def _write(self, part: SequenceSlice, slot_table: Sequence[int], stage: range) -> None:
         size = self._options.block_size
         memories = self._memories(part.block_table, slot_table)
         state = _ROOT
@@ -252,7 +275,10 @@ class OracleEngine(Engine):
             inside = slice(first - index * size, stop - index * size)
             written = slice(first - part.start, stop - part.start)
             for layers, data, table in memories:
-                data[table[index], :, :, :, inside] = slots[layers, :, :, written]
+                there = range(self._options.num_layers)[layers]
+                places = slice(bisect_left(there, stage.start), bisect_left(there, stage.stop))
+                block = data[table[index]]
+                block[places, :, :, inside] = slots[layers][places, :, :, written]
 
     def _write_states(self, part: SequenceSlice) -> Sequence[int]:
         """State hashes after each new token; writes the last. All 0 without state layers. Raises

@@ -38,8 +38,7 @@ from worker_core.state import CoreState, failed
 
 @dataclass(frozen=True, slots=True)
 class CoreLimits:
-    """Limits of a core. max_num_launches: steps in flight at once, 1 or 2; at most the engine
-    spec's."""
+    """Limits of a core. max_num_launches: steps in flight at once; at most the engine spec's."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -33,7 +33,7 @@ class BeamGroup:
     """Replaces its root sequence once the root's KV is complete. Owned by the engine loop."""
 
     is_prefilling = False
-    runs_ahead = is_drawing_last = False
+    runs_ahead = is_drawing = is_drawing_last = False
     """Never ahead (see WorkerSequence): the sampled tokens decide which beams continue."""
 
     def __init__(

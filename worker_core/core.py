@@ -137,7 +137,7 @@ class WorkerCore:
         there was work."""
         if not self._steps.may_launch(self._state.in_stage(Stage.RUNNING)):
             return False
-        plan = self._plan()
+        plan = self._plan(self._steps.num_shares)
         return not plan.preempted and self._steps.launch(plan.grants)
 
     def _run_alone(self) -> bool:
@@ -149,20 +149,22 @@ class WorkerCore:
         has_run = self._steps.run(plan.grants)
         return has_collected or bool(plan.preempted) or has_run
 
-    def _plan(self) -> StepPlan[SequenceGroup]:
+    def _plan(self, num_shares: int = 1) -> StepPlan[SequenceGroup]:
+        """Plan the next step. num_shares: concurrent steps that divide the running sequences."""
         most = self._limits.max_num_batched_tokens
         running = [
             group for group in self._state.in_stage(Stage.RUNNING) if not group.is_drawing_last
         ]
-        self._state.num_decoding = sum(not group.is_prefilling for group in running)
-        is_first = self._policy.prompts_first
-        num_wanted = next((g.num_missing_tokens for g in running if g.is_prefilling), 0)
-        num_prefill = self._costs.max_prefill_tokens(self._state.num_decoding, most, num_wanted)
-        return plan_step(
-            with_grammar_ready(running),
-            self._state.pool.num_available,
-            Budget(most, num_prefill, prompts_first=is_first),
-        )
+        prefilling = [group for group in running if group.is_prefilling]
+        self._state.num_decoding = num_decoding = len(running) - len(prefilling)
+        num_wanted = prefilling[0].num_missing_tokens if prefilling else 0
+        num_prefill = self._costs.max_prefill_tokens(num_decoding, most, num_wanted)
+        budget = Budget(most, num_prefill, prompts_first=self._policy.prompts_first)
+        if num_shares > 1:
+            num_prompt_tokens = sum(group.spec.num_tokens for group in prefilling)
+            budget = budget.of_launch(num_shares, num_decoding, num_prompt_tokens)
+        ready = with_grammar_ready(self._steps.ready(running))
+        return plan_step(ready, self._state.pool.num_available, budget)
 
     # Commands
 

@@ -11,7 +11,7 @@ every sequence eventually becomes the best-ranked one: no livelock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from baton.types import Rank
@@ -58,17 +58,43 @@ class StepPlan(Generic[SequenceT]):
     preempted: tuple[SequenceT, ...]
 
 
+#: Chunks of the waiting prompts for each concurrent launch of a pipeline. More chunks leave its
+#: stages idle for a smaller part of the time at both ends of a prompt: with m chunks and p stages
+#: for (p - 1) / (m + p - 1) of it.
+_CHUNKS_PER_LAUNCH = 4
+#: Minimum tokens of such a chunk: smaller ones read all weights for too few tokens.
+_MIN_CHUNK_TOKENS = 128
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Token budget of a step. num_prefill_tokens: limit for prefilling sequences beside decoding
     ones.
 
-    prompts_first: prefilling sequences are served before decoding ones.
+    prompts_first: prefilling sequences are served before decoding ones. num_decoding: limit of
+    decoding sequences; None: all.
     """
 
     num_tokens: int
     num_prefill_tokens: int
     prompts_first: bool = False
+    num_decoding: int | None = None
+
+    def of_launch(self, num_launches: int, num_decoding: int, num_prompt_tokens: int) -> Budget:
+        """The share of one of a pipeline's concurrent launches, which divide the budget.
+
+        num_decoding: sequences that decode, also those in flight. num_prompt_tokens: of prompts
+        being computed, computed tokens included, so that chunks are of equal size.
+        """
+        share = -(-self.num_tokens // num_launches)
+        chunk = -(-num_prompt_tokens // (_CHUNKS_PER_LAUNCH * num_launches))
+        most = min(self.num_prefill_tokens, share, max(chunk, _MIN_CHUNK_TOKENS))
+        return replace(
+            self,
+            num_tokens=share,
+            num_prefill_tokens=most,
+            num_decoding=-(-num_decoding // num_launches),
+        )
 
 
 def plan_step(
@@ -77,6 +103,7 @@ def plan_step(
     """Plan one step over all runnable sequences, best rank first."""
     prefilling = [sequence for sequence in by_rank if sequence.is_prefilling]
     decoding = [s for s in by_rank if not s.is_prefilling] if prefilling else by_rank
+    decoding = decoding[: budget.num_decoding]
     num_left = len(by_rank)  # by_rank[num_left:] are preempted
     grants: list[tuple[SequenceT, int]] = []
     num_left_tokens = budget.num_tokens

@@ -198,6 +198,11 @@ class WorkerSequence:
         return self.decodes_ahead or (self.is_leaving and not self.is_scored)
 
     @property
+    def is_drawing(self) -> bool:
+        """Whether a launch in flight samples its next token."""
+        return self.drawing_row is not None
+
+    @property
     def is_leaving(self) -> bool:
         """Whether it moves to its destination after its first tokens."""
         return self.destination is not None and not self.has_begun

@@ -10,15 +10,19 @@ device computes it.
 
     plan n+1 --> launch n+1 --> collect n --> emit its tokens --> plan n+2 ...
 
-Between the core's steps at most one launch is in flight. Handoff, swap and preemption collect it
-first. Sequence state is as of the last collect. A sequence that ends while a launch writes its
-blocks keeps them until that launch is collected, and its samples are discarded. A launch is
-discarded as a whole if it fails, or if the one before it fails: its sequences stay as they were,
-and the next step runs alone, to attribute the fault.
+Between the core's steps at most one launch is in flight. In a pipeline of several stages there may
+be one fewer than stages, so that each stage computes another launch. None follows another: prompts
+go on chunk by chunk, and the sequences whose last token is known are divided among launches.
+
+Handoff, swap and preemption collect all launches first. Sequence state is as of the last collect. A
+sequence that ends while a launch writes its blocks keeps them until that launch is collected, and
+its samples are discarded. A launch is discarded as a whole if it fails, or if one before it fails:
+its sequences stay as they were, and the next step runs alone, to attribute the fault.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,7 +78,7 @@ class _KvSends:
     """Passes the KV of prompts to the sender during a step: a whole chunk after its last layer, a
     prompt's last chunk by layer groups.
 
-    is_held: whether the previous launch, which this step's KV depends on, may still fail.
+    is_held: whether a previous launch, which this step's KV depends on, may still fail.
     """
 
     def __init__(
@@ -111,20 +115,20 @@ class _KvSends:
             self.release()
 
     def release(self) -> None:
-        """The previous launch has succeeded: pass on held KV."""
+        """All previous launches have succeeded: pass on held KV."""
         self.is_held = False
         held, self._held = self._held, []
         for one in held:
             self._handoffs.send_computed(*one)
 
     def drop(self) -> None:
-        """The previous launch has failed: discard this step's KV."""
+        """A previous launch has failed: discard this step's KV."""
         self._chunks = []
         self._held = []
 
 
 class Steps:
-    """Runs steps on an engine, at most two at a time."""
+    """Runs steps on an engine, up to max_num_launches at a time."""
 
     def __init__(
         self,
@@ -137,16 +141,17 @@ class Steps:
         beat: Callable[[int], None],
         max_num_launches: int,
     ) -> None:
-        """max_num_launches: 1, or 2 to launch ahead. beat: see CoreDeps."""
+        """max_num_launches: 1 to launch none ahead. beat: see CoreDeps."""
         self._state = state
         self._engine = engine
         self._drafting = drafting
         self._costs = costs
         self._handoffs = handoffs
         self._beat = beat
-        self._launches_ahead = max_num_launches > 1
+        self._max_num_launches = max_num_launches
+        self._is_pipelined = engine.spec.is_pipelined
         self._output = output
-        self._in_flight: _InFlightStep | None = None
+        self._in_flight: deque[_InFlightStep] = deque()
         self._has_failed = False
         """Whether the last launch failed; the next step then runs alone."""
         self._collected_s = 0.0
@@ -157,11 +162,20 @@ class Steps:
 
     def may_launch(self, running: Sequence[SequenceGroup]) -> bool:
         """Whether a step of these may be launched before the previous one is collected."""
-        return (
-            self._launches_ahead
-            and not self._has_failed
-            and all(group.runs_ahead for group in running)
-        )
+        if self._max_num_launches == 1 or self._has_failed:
+            return False
+        if self._is_pipelined:
+            return all(isinstance(group, WorkerSequence) for group in running)
+        return all(group.runs_ahead for group in running)
+
+    @property
+    def num_shares(self) -> int:
+        """Concurrent launches that divide the running sequences among them."""
+        return self._max_num_launches if self._is_pipelined else 1
+
+    def ready(self, running: Sequence[SequenceGroup]) -> Sequence[SequenceGroup]:
+        """Groups that the next launch may serve."""
+        return [g for g in running if not g.is_drawing] if self._is_pipelined else running
 
     def run(self, granted: Grants) -> bool:
         """Run the granted step, as far as blocks allow, with nothing in flight. Return whether
@@ -202,12 +216,12 @@ class Steps:
         return True
 
     def launch(self, granted: Grants) -> bool:
-        """Launch the granted step, as far as blocks allow, then collect the one in flight. Return
-        whether there was work."""
+        """Launch the granted step, as far as blocks allow, then collect the oldest one if there
+        are max_num_launches, or nothing was granted. Return whether there was work."""
         able, copies = self._with_room(self._with_grammar(granted))
         grants = tuple((m, num_new) for m, num_new in able if isinstance(m, WorkerSequence))
         if not grants:
-            return self.collect()
+            return self._collect_oldest()
         self._copy(copies)
         parts = [group.slices(num_new, None)[0] for group, num_new in grants]
         batch = Batch(tuple(parts))
@@ -215,19 +229,16 @@ class Steps:
         beat = partial(self._beat, size.num_tokens)
         beat()
         begin_s = self._state.clock()
-        before, self._in_flight = self._in_flight, None
         kv_sends = _KvSends(self._handoffs, self._engine.kv, beat, grants)
-        kv_sends.is_held = before is not None
+        kv_sends.is_held = bool(self._in_flight)
         launched = try_launch(self._engine, batch, kv_sends.layers_done)
         if launched is None:
             self._has_failed = True
-        else:
-            self._in_flight = _InFlightStep(launched, kv_sends, grants, size, begin_s)
-            self._on_launched(grants, parts)
-        if before:
-            self._process_outcomes(before)
-        if self._in_flight:
-            self._in_flight.kv_sends.release()
+            return True
+        self._in_flight.append(_InFlightStep(launched, kv_sends, grants, size, begin_s))
+        self._on_launched(grants, parts)
+        if len(self._in_flight) == self._max_num_launches:
+            self._collect_oldest()
         return True
 
     def _on_launched(
@@ -237,18 +248,29 @@ class Steps:
         that sample for them."""
         num_rows, max_model_len = 0, self._state.spec.max_model_len
         for (group, num_new), part in zip(grants, parts, strict=True):
-            group.launched(num_new, num_rows if part.rows else None, max_model_len)
+            draws = part.rows and part.rows[-1].scored_token_id is None
+            group.launched(num_new, num_rows if draws else None, max_model_len)
             num_rows += len(part.rows)
 
     def collect(self) -> bool:
-        """Wait for the launch in flight and emit its tokens. Return whether there was one."""
-        step, self._in_flight = self._in_flight, None
-        if step:
-            self._process_outcomes(step)
-        return step is not None
+        """Wait for the launches in flight and emit their tokens. Return whether there was one."""
+        has_any = self._collect_oldest()
+        while self._collect_oldest():
+            pass
+        return has_any
+
+    def _collect_oldest(self) -> bool:
+        """Wait for the first of the launches in flight and emit its tokens. Return whether there
+        was one."""
+        if not self._in_flight:
+            return False
+        self._process_outcomes(self._in_flight.popleft())
+        if self._in_flight:
+            self._in_flight[0].kv_sends.release()
+        return True
 
     def _process_outcomes(self, step: _InFlightStep) -> None:
-        """Emit the tokens of a launch. If it failed, discard it and the launch after it."""
+        """Emit the tokens of a launch. If it failed, discard it and the launches after it."""
         self._beat(step.size.num_tokens)
         outcomes = try_collect(step.launched)
         begin_s = max(step.begin_s, self._collected_s)
@@ -265,11 +287,11 @@ class Steps:
                 self._output.advance(group, num_new, samples)
 
     def _discard(self, failed: _InFlightStep) -> None:
-        """Discard the launch after a failed one."""
+        """Discard the launches after a failed one."""
         self._has_failed = True
         over = [group for group, _ in failed.grants]
-        after, self._in_flight = self._in_flight, None
-        if after:
+        while self._in_flight:
+            after = self._in_flight.popleft()
             after.kv_sends.drop()
             try_collect(after.launched)
             for group, num_new in after.grants:

@@ -72,7 +72,9 @@ class World:
                 self.paused.add(handle)
 
     def check(self) -> None:
-        check_blocks_in_flight(self.decoder.pool, self.watch.in_flight)
+        check_blocks_in_flight(
+            self.decoder.pool, self.watch.in_flight, self.decoder.shape.num_stages
+        )
 
     def run(self) -> None:
         """To the end of all, after which nothing is held."""
@@ -226,11 +228,13 @@ FAILS = st.one_of(st.integers(1, 40), st.integers(1001, 1040))
     events=EVENTS,
     fails=st.frozensets(FAILS, max_size=3),
     num_blocks=st.sampled_from([24, 100]),
+    num_stages=st.sampled_from([1, 2, 3]),
 )
 def test_outputs_are_those_of_each_request_alone(
-    events: list[tuple[str, int]], fails: frozenset[int], num_blocks: int
+    events: list[tuple[str, int]], fails: frozenset[int], num_blocks: int, num_stages: int
 ) -> None:
-    world = World(SimShape(num_blocks=num_blocks, swap_bytes=5_000), fails=fails)
+    shape = SimShape(num_blocks=num_blocks, swap_bytes=5_000, num_stages=num_stages)
+    world = World(shape, fails=fails)
     given_up: set[int] = set()
     numbers = itertools.count()
     for kind, number in events:

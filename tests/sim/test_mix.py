@@ -46,6 +46,7 @@ def draw_shape(
         swap_bytes=rng.choice([0, 5_000, 50_000]),
         min_fetched_tokens=rng.choice([1, 1000]),
         max_num_launches=rng.choice([1, 2]),
+        num_stages=1 if layers.has_states else rng.choice([1, 1, 2, 3]),
     )
 
 

@@ -111,7 +111,7 @@ class World:
                     self.ends[emitted.handle] = reason
                 case Preempted():
                     self.ends[emitted.handle] = "preempted"
-        check_blocks_in_flight(self.worker.pool, self.watch.in_flight)
+        check_blocks_in_flight(self.worker.pool, self.watch.in_flight, self.worker.shape.num_stages)
         return step.is_idle
 
     def run(self) -> None:
@@ -267,11 +267,21 @@ FAILS = st.one_of(st.integers(1, 30), st.integers(1001, 1030))
     fails=st.frozensets(FAILS, max_size=3),
     num_blocks=st.sampled_from([12, 60]),
     budget=st.sampled_from([5, 8, 32]),
+    num_stages=st.sampled_from([1, 2, 4]),
 )
 def test_each_prompt_leaves_as_it_would_alone(
-    events: list[tuple[str, int]], fails: frozenset[int], num_blocks: int, budget: int
+    events: list[tuple[str, int]],
+    fails: frozenset[int],
+    num_blocks: int,
+    budget: int,
+    num_stages: int,
 ) -> None:
-    shape = SimShape(num_blocks=num_blocks, max_num_batched_tokens=budget, poison_token_id=POISON)
+    shape = SimShape(
+        num_blocks=num_blocks,
+        max_num_batched_tokens=budget,
+        poison_token_id=POISON,
+        num_stages=num_stages,
+    )
     world = World(shape, fails=fails)
     given_up: set[int] = set()
     firsts = itertools.cycle([0, 760, 300])

@@ -63,6 +63,8 @@ class SimShape:
     poison_token_id: int = -1
     min_fetched_tokens: int = 1000
     max_num_launches: int = 2
+    num_stages: int = 1
+    """Pipeline stages; with more than one there are as many launches."""
     swap_bytes: int = 0
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
     num_pool_blocks: int = 0
@@ -100,6 +102,7 @@ def _engine(shape: SimShape) -> OracleEngine:
             poison_token_id=shape.poison_token_id,
             adapters=("red", "blue"),
             layers=shape.layers,
+            num_stages=shape.num_stages,
             num_window_slots=shape.num_window_slots,
             num_state_slots=shape.max_num_seqs,
         )
@@ -245,7 +248,9 @@ class SimWorker:
         limits = CoreLimits(
             self.shape.max_num_seqs,
             self.shape.max_num_batched_tokens,
-            min(self.shape.max_num_launches, self.engine.spec.max_num_launches),
+            self.engine.spec.max_num_launches
+            if self.shape.num_stages > 1
+            else min(self.shape.max_num_launches, self.engine.spec.max_num_launches),
         )
         self.core = WorkerCore(deps, limits, policy)
 

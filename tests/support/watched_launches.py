@@ -4,12 +4,12 @@ blocks."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import EngineFault
 from baton.types import Sample
-from engine.interface import Batch, Launched, LayersDone
+from engine.interface import Batch, Launched, LayersDone, SequenceSlice
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine
 
@@ -54,24 +54,33 @@ class Watch:
         return WatchedLaunch(inner, kept, self.in_flight, len(self.launches) + 1000 in self.fails)
 
 
-def check_blocks_in_flight(pool: BlockPool, in_flight: Collection[Batch]) -> None:
-    """Each block has one state, at most one launch is in flight, and what it writes is leased, and
-    by one owner."""
+def check_blocks_in_flight(
+    pool: BlockPool, in_flight: Collection[Batch], num_stages: int = 1
+) -> None:
+    """Each block has one state. Between steps one launch is in flight, or one less than stages;
+    what they write is leased, and by one owner. A sequence is in several as consecutive chunks
+    alone, of which the last may draw."""
     pool.check_integrity()
-    assert len(in_flight) <= 1
+    assert len(in_flight) <= max(1, num_stages - 1)
     available = {*pool.free_block_ids, *pool.cached_block_ids}
-    written = [block for batch in in_flight for block in blocks_written(batch, pool.block_size)]
-    assert len(written) == len(set(written))
-    assert available.isdisjoint(written)
-    read = {block for batch in in_flight for part in batch.slices for block in part.block_table}
-    assert available.isdisjoint(read)
+    owners: dict[int, Hashable] = {}
+    ends: dict[Hashable, int] = {}
+    for part in (part for batch in in_flight for part in batch.slices):
+        assert available.isdisjoint(part.block_table)
+        assert ends.get(part.key, part.start) == part.start, "a launch is missing between two"
+        # What draws may not be followed: its next token is not known.
+        end = part.start + len(part.token_ids)
+        ends[part.key] = -1 if is_drawing(part) else end
+        for block in blocks_written(part, pool.block_size):
+            assert owners.setdefault(block, part.key) == part.key
 
 
-def blocks_written(batch: Batch, block_size: int) -> list[int]:
+def is_drawing(part: SequenceSlice) -> bool:
+    return any(row.scored_token_id is None for row in part.rows)
+
+
+def blocks_written(part: SequenceSlice, block_size: int) -> Sequence[int]:
+    end = part.start + len(part.token_ids)
     return [
-        part.block_table[index]
-        for part in batch.slices
-        for index in range(
-            part.start // block_size, -(-(part.start + len(part.token_ids)) // block_size)
-        )
+        part.block_table[index] for index in range(part.start // block_size, -(-end // block_size))
     ]

@@ -71,6 +71,8 @@ def speculative_method(options: DecodeOptions, spec: EngineSpec) -> str:
     method, cannot_rewind = options.speculative_method, spec.groups.cannot_rewind
     if method == "auto":
         is_ahead = options.async_scheduling or spec.numerics.device == "cuda"
+        if spec.is_pipelined and options.async_scheduling is None:
+            is_ahead = True
         return "none" if is_ahead or cannot_rewind else "ngram"
     if cannot_rewind and method != "none":
         raise ConfigError.of(
