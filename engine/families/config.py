@@ -211,6 +211,12 @@ class ModelConfig:
         parameters = tuple(sorted((*self.rope.parameters, ("is_long", True))))
         return replace(self, rope=replace(self.rope, parameters=parameters))
 
+    def of_layers(self, layers: range) -> ModelConfig:
+        """The config of these consecutive layers, counted from 0."""
+        return replace(
+            self, num_layers=len(layers), windows=self.windows[layers.start : layers.stop]
+        )
+
     @property
     def kv_digest(self) -> str:
         """Digest of all settings that define the meaning of KV, except the weights."""

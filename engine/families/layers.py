@@ -109,9 +109,12 @@ class VectorSpec:
 LayerSpec = Layer[LinearSpec, VectorSpec]
 
 
-def describe_layers(config: ModelConfig, shard: Shard = WHOLE) -> tuple[LayerSpec, ...]:
-    """The layers of a model, reduced to the rank's part."""
-    return tuple(describe_layer(config, index, shard) for index in range(config.num_layers))
+def describe_layers(
+    config: ModelConfig, shard: Shard = WHOLE, layers: range | None = None
+) -> tuple[LayerSpec, ...]:
+    """Some layers of a model, or all, each reduced to the rank's part."""
+    layers = range(config.num_layers) if layers is None else layers
+    return tuple(describe_layer(config, index, shard) for index in layers)
 
 
 def describe_layer(config: ModelConfig, index: int, shard: Shard = WHOLE) -> LayerSpec:

@@ -72,6 +72,31 @@ class Place:
     tensor_rank: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Stage `number` of `size`, counted from 0: the layers of a rank. The first stage also has the
+    embeddings and the output layer."""
+
+    number: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.size - 1
+
+    def layers(self, num_layers: int) -> range:
+        """The stage's layers of a model with num_layers."""
+        return stage_layers(num_layers, self.size)[self.number]
+
+
+#: A model that is not divided by layers.
+ALL_LAYERS = Stage()
+
+
 def stage_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
     """Layers of each stage, as even as possible. The first stages have fewer, because rank 0 also
     has the embeddings and the output layer."""

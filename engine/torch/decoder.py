@@ -27,6 +27,7 @@ from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
 from engine.families.config import ModelConfig
 from engine.ranks.exchange import Alone, Ranks
+from engine.ranks.mesh import ALL_LAYERS, Stage
 from engine.torch.adapters import Adapter, AdapterLayer, LowRank
 from engine.torch.packed import PackedLayer, PackedParameters
 from engine.torch.rope import Rotation
@@ -128,7 +129,8 @@ class Watch:
 
 
 class Decoder:
-    """A decoder's parameters and its forward. Holds no sequence's data: KV is in the pool.
+    """A decoder's parameters and its forward, or a stage of it: some of its layers. Holds no
+    sequence's data: KV is in the pool.
 
     With tensor parallelism each rank has a Decoder with its part of the parameters and a pool of
     its heads; all ranks make the same calls.
@@ -140,9 +142,12 @@ class Decoder:
         parameters: PackedParameters,
         ranks: Ranks | None = None,
         attention: AttentionBackend = REFERENCE,
+        stage: Stage = ALL_LAYERS,
     ) -> None:
-        """config: with this rank's heads, see Shard.attention_config. ranks: the other ranks, None
-        for a single rank. attention: backend that makes the plans of batches."""
+        """config: with this rank's heads, see Shard.attention_config, and this stage's layers.
+        ranks: the other ranks of the stage, None for a single rank. attention: backend that makes
+        the plans of batches."""
+        self.stage = stage
         self._attend = attention.attend
         self._ranks: Ranks = ranks or Alone()
         self._config = config
@@ -172,19 +177,23 @@ class Decoder:
         layer_done: Callable[[int], None] | None = None,
         scales: torch.Tensor | None = None,
         watch: Watch | None = None,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the tokens' KV into `pool` (with `scales` if quantised) and into the pool of
         `batch.windowed`; return the sampled tokens' states [rows, hidden], the input of `logits`.
         watch: collects the inputs of other layers.
+
+        A stage returns the input of the next one [tokens, hidden]; the last of several, states
+        [rows, hidden] before the norm. before: result of the previous stage, overwritten.
 
         `layer_done` is called with each layer's index once all ranks have written the KV of that
         layer; either every rank passes a hook or none does. After the last layer's KV is written,
         only sampled tokens continue. On return, all ranks have finished with the pool.
         """
         parameters, ranks = self._parameters, self._ranks
-        hidden = self.embed(batch.token_ids)
+        hidden = self.embed(batch.token_ids) if before is None else before
         places = self._places(batch, pool, scales)
-        last = len(parameters.layers) - 1
+        last = len(parameters.layers) - 1 if self.stage.is_last else None
         for index, layer in enumerate(parameters.layers):
             if watch is not None and index in watch.layers:
                 watch.add(hidden, batch.sampled)
@@ -197,9 +206,13 @@ class Decoder:
             output, own = layer.attention.output, _of(added, _output)
             hidden = self._add(output, ranks.gather(mixed), hidden, layer.after_attention, own)
             hidden = self._mlp(index, layer, hidden, added)
-        if watch is not None and last + 1 in watch.layers:
+        if watch is not None and len(parameters.layers) in watch.layers:
             watch.add(hidden, None)
-        return normed(parameters.norm, hidden)
+        return self.norm(hidden) if self.stage.size == 1 else hidden
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The norm after the last layer; hidden [rows, hidden]."""
+        return normed(self._parameters.norm, hidden)
 
     def _places(
         self, batch: PackedBatch, pool: torch.Tensor, scales: torch.Tensor | None
@@ -224,8 +237,11 @@ class Decoder:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] float32 of states [rows, hidden] on rank 0; other ranks return their
-        part."""
-        part = self._parameters.lm_head(states, None, torch.float32)
+        part. First stage only."""
+        lm_head = self._parameters.lm_head
+        if lm_head is None:
+            raise RuntimeError("only the first stage has the output layer")
+        part = lm_head(states, None, torch.float32)
         cap = self._config.traits.logit_softcap
         if cap is not None:
             part = torch.tanh(part / cap) * cap

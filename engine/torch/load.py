@@ -10,6 +10,7 @@ import torch
 from baton_kernels.linear import keeps_float8, keeps_levels
 from engine.families.config import ModelConfig
 from engine.quantization.weight import Float8Weight, StoredWeight
+from engine.ranks.mesh import ALL_LAYERS, Stage
 from engine.shard import WHOLE, Shard
 from engine.torch.packed import PackedParameters, Packing, pack_parameters
 from engine.torch.parameters import empty_parameters
@@ -45,6 +46,7 @@ def load_parameters(
     device: torch.device,
     progress: ProgressHook | None = None,
     shard: Shard = WHOLE,
+    stage: Stage = ALL_LAYERS,
     *,
     batch_invariant: bool = False,
 ) -> tuple[PackedParameters, str]:
@@ -56,16 +58,14 @@ def load_parameters(
     """
     # Unfilled dense linear layers take no host memory, but would take a GPU's.
     of_linears = torch.device("cpu") if keeps_stored_levels(config, dtype, device) else device
-    parameters = empty_parameters(config, dtype, device, shard, of_linears)
+    parameters = empty_parameters(config, dtype, device, shard, of_linears, stage)
     keeps = keeps_as_stored(dtype, device)
-
-    linears = [linear for layer in parameters.layers for linear in layer.linears]
-    packing = Packing(
-        device, [*linears, parameters.lm_head], keeps, batch_invariant=batch_invariant
-    )
+    packing = Packing(device, parameters.linears, keeps, batch_invariant=batch_invariant)
 
     def load(hook: ProgressHook) -> str:
-        return load_weights(folder, parameters, hook, config.quantization, packing)
+        return load_weights(
+            folder, parameters, hook, config.quantization, packing, parameters.is_elsewhere
+        )
 
     if progress is not None:
         digest = load(progress)

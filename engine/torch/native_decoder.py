@@ -21,6 +21,7 @@ from baton_kernels.cpu.layers import (
 from baton_kernels.cpu.paged_attention import AttentionPlan
 from engine.families.config import ModelConfig
 from engine.ranks.exchange import Ranks
+from engine.ranks.mesh import ALL_LAYERS, Stage
 from engine.torch.decoder import Decoder, PackedBatch, Watch
 from engine.torch.packed import PackedParameters
 
@@ -31,33 +32,38 @@ def make_decoder(
     pool_dtype: torch.dtype,
     ranks: Ranks,
     attention: AttentionBackend = REFERENCE,
+    stage: Stage = ALL_LAYERS,
 ) -> Decoder:
     """Make the fastest decoder for the parameters' device. All give the same results, bit-identical
     between native kernels.
 
-    config, ranks, attention: see Decoder. Several ranks, which meet within a layer, and other
-    attention backends run op by op.
+    config, ranks, attention, stage: see Decoder. Several ranks of a stage, which meet within a
+    layer, and other attention backends run op by op.
     """
     embeddings = parameters.embeddings
     if attention is not REFERENCE:
-        return Decoder(config, parameters, ranks, attention)
+        return Decoder(config, parameters, ranks, attention, stage)
     is_alone = ranks.shard.size == 1 and embeddings.device.type == "cpu"
     if not is_alone or not can_run(embeddings.dtype, pool_dtype, config.head_dim):
-        return Decoder(config, parameters, ranks)
+        return Decoder(config, parameters, ranks, stage=stage)
     layers = [native_layer(layer) for layer in parameters.layers]
     known = [layer for layer in layers if layer is not None]
     if len(known) < len(layers):
-        return Decoder(config, parameters, ranks)
-    return NativeDecoder(config, parameters, known)
+        return Decoder(config, parameters, ranks, stage=stage)
+    return NativeDecoder(config, parameters, known, stage)
 
 
 class NativeDecoder(Decoder):
     """See make_decoder."""
 
     def __init__(
-        self, config: ModelConfig, parameters: PackedParameters, layers: Sequence[NativeLayer]
+        self,
+        config: ModelConfig,
+        parameters: PackedParameters,
+        layers: Sequence[NativeLayer],
+        stage: Stage = ALL_LAYERS,
     ) -> None:
-        super().__init__(config, parameters)
+        super().__init__(config, parameters, stage=stage)
         self._layers = NativeLayers(layers, parameters.norm)
 
     def forward(
@@ -67,12 +73,13 @@ class NativeDecoder(Decoder):
         layer_done: Callable[[int], None] | None = None,
         scales: torch.Tensor | None = None,
         watch: Watch | None = None,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See Decoder.forward. Batches with adapters run op by op."""
         if batch.adapters:
-            return super().forward(batch, pool, layer_done, scales, watch)
-        config = self._config
-        hidden = self.embed(batch.token_ids)
+            return super().forward(batch, pool, layer_done, scales, watch, before)
+        config, stage = self._config, self.stage
+        hidden = self.embed(batch.token_ids) if before is None else before
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
         cos, sin = batch.rotations[0]
         # Native plans, because `can_run` holds.
@@ -92,7 +99,7 @@ class NativeDecoder(Decoder):
                 first = layer * NUM_STAGES
                 watch.add(hidden, batch.sampled)
         _run_to(running, first, end - 1, layer_done)
-        if batch.sampled is not None:
+        if batch.sampled is not None and stage.is_last:
             hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
             running.goes_on_with(hidden, mixed)
         if watch is not None and config.num_layers in watch.layers:
@@ -100,8 +107,8 @@ class NativeDecoder(Decoder):
             watch.add(hidden, None)
             running.run(end, end + 1)
             return hidden
-        # The last stage and the final norm.
-        running.run(end - 1, end + 1)
+        # The rest of the last layer, and the final norm unless it is the first stage's.
+        running.run(end - 1, end + (stage.size == 1))
         return hidden
 
 

@@ -21,12 +21,13 @@ PackedLayer = Layer[Linear, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedParameters:
-    """See Parameters. With tied embeddings, lm_head may be a packed copy of them."""
+    """See Parameters. With tied embeddings, lm_head may be a packed copy of them. None after the
+    first stage."""
 
     embeddings: torch.Tensor
     layers: tuple[PackedLayer, ...]
     norm: Norm[torch.Tensor]
-    lm_head: Linear
+    lm_head: Linear | None
 
 
 def pack_parameters(parameters: Parameters, packing: Packing | None = None) -> PackedParameters:
@@ -40,7 +41,7 @@ def pack_parameters(parameters: Parameters, packing: Packing | None = None) -> P
         parameters.embeddings,
         tuple(layers),
         packing.norm(parameters.norm),
-        packing.linear(parameters.lm_head),
+        None if parameters.lm_head is None else packing.linear(parameters.lm_head),
     )
 
 

@@ -21,6 +21,7 @@ from engine.families.layers import (
     describe_norm,
     describe_output,
 )
+from engine.ranks.mesh import ALL_LAYERS, Stage
 from engine.shard import WHOLE, Shard
 
 
@@ -115,36 +116,50 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """All parameters of a rank; a Fillable. With tied embeddings, lm_head's weight [vocab, hidden]
-    is the embeddings tensor itself.
+    is the embeddings tensor itself. Stages after the first have no lm_head, and embeddings [0,
+    hidden].
 
     layers: a list, because packing removes layers one by one. unused_layers: further layers of the
-    checkpoint, for other uses.
+    checkpoint, for other uses. other_layers: those of other stages.
     """
 
     embeddings: torch.Tensor
     layers: list[DenseLayer]
     norm: Norm[Vector]
-    lm_head: Linear
+    lm_head: Linear | None
     is_tied: bool
     has_stacked_experts: bool = False
     unused_layers: range = range(0)
+    other_layers: frozenset[int] = frozenset()
 
     @property
     def device(self) -> torch.device:
         """Device of the parameters that are not packed."""
         return self.embeddings.device
 
+    @property
+    def linears(self) -> list[Linear]:
+        """All linear layers."""
+        own = [linear for layer in self.layers for linear in layer.linears]
+        return own if self.lm_head is None else [*own, self.lm_head]
+
     def targets(self) -> Iterator[tuple[str, Target]]:
-        yield "model.embed_tokens.weight", whole_target(self.embeddings)
         yield self.norm.weight.target()
-        if not self.is_tied:
-            yield from self.lm_head.targets()
+        if self.lm_head is not None:
+            yield "model.embed_tokens.weight", whole_target(self.embeddings)
+            if not self.is_tied:
+                yield from self.lm_head.targets()
         for layer in self.layers:
             yield from layer_targets(layer)
 
     def linear_names(self) -> frozenset[str]:
-        linears = [linear for layer in self.layers for linear in layer.linears]
-        return quantizable_names(linears if self.is_tied else [*linears, self.lm_head])
+        return quantizable_names(self.linears[:-1] if self.is_tied and self.lm_head else self.linears)
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether other stages have a tensor of the checkpoint."""
+        if layer := _OF_LAYER.match(name):
+            return int(layer[1]) in self.other_layers
+        return self.lm_head is None and name.startswith(("model.embed_tokens.", "lm_head."))
 
     def ignores(self, name: str) -> bool:
         layer = _OF_LAYER.match(name)
@@ -192,16 +207,20 @@ def empty_parameters(
     device: torch.device,
     shard: Shard = WHOLE,
     of_linears: torch.device | None = None,
+    stage: Stage = ALL_LAYERS,
 ) -> Parameters:
     """Allocate the rank's parameters by the config's shapes, not yet filled.
 
     of_linears: device of linear layers until they are packed, if not `device`.
     """
-    empty = EmptyTensors(dtype, device, of_linears or device)
-    layers = [spec.map(empty.linear, empty.vector) for spec in describe_layers(config, shard)]
-    embeddings = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+    empty, own = EmptyTensors(dtype, device, of_linears or device), stage.layers(config.num_layers)
+    layers = [spec.map(empty.linear, empty.vector) for spec in describe_layers(config, shard, own)]
+    num_rows = config.vocab_size if stage.is_first else 0
+    embeddings = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
     output = describe_output(config, shard)
-    if config.is_tied:
+    if not stage.is_first:
+        lm_head = None
+    elif config.is_tied:
         lm_head = Linear(output, output.sources[0].take(embeddings), None)
     else:
         lm_head = empty.linear(output)
@@ -209,7 +228,8 @@ def empty_parameters(
     experts = config.traits.experts
     is_stacked = experts is not None and experts.is_stacked
     unused = range(config.num_layers, config.num_layers + config.traits.num_unused_layers)
-    return Parameters(embeddings, layers, norm, lm_head, config.is_tied, is_stacked, unused)
+    others = frozenset(range(config.num_layers)) - frozenset(own)
+    return Parameters(embeddings, layers, norm, lm_head, config.is_tied, is_stacked, unused, others)
 
 
 def whole_target(tensor: torch.Tensor) -> Target:

@@ -82,15 +82,21 @@ def load_weights(
     progress: ProgressHook | None = None,
     quantization: QuantizationConfig | None = None,
     keeper: Keeper | None = None,
+    is_elsewhere: Callable[[str], bool] = lambda _: False,
 ) -> str:
     """Fill `parameters` from `folder`. Quantised weights are dequantised, unless `keeper` keeps
-    them. Returns the digest of all tensors read, by name, type and bytes.
+    them. Returns the digest of all tensors read, by name, type and bytes. is_elsewhere: by name,
+    tensors that are read for the digest only.
 
     Raises MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
     """
     filling = _Filling(parameters, quantization, keeper)
     pins = parameters.device.type == "cuda"
-    digest = _read_shards(folder, filling.taker_of, progress, pins)
+
+    def taker_of(name: str, tensor: torch.Tensor, path: Path) -> Take | None:
+        return _discard if is_elsewhere(name) else filling.taker_of(name, tensor, path)
+
+    digest = _read_shards(folder, taker_of, progress, pins)
     filling.finish(folder)
     return digest
 
@@ -99,11 +105,7 @@ def digest_checkpoint(folder: Path, progress: ProgressHook | None = None) -> str
     """The digest of load_weights, over all tensors in `folder`. Raises UnsafeCheckpoint,
     ModelError."""
 
-    def taker_of(*_: object) -> Take:
-        """Accept every tensor and discard it: only the digest is needed."""
-        return lambda _: None
-
-    return _read_shards(folder, taker_of, progress)
+    return _read_shards(folder, lambda *_: _discard, progress)
 
 
 def read_dequantized(
@@ -149,6 +151,12 @@ def read_dequantized(
 
 #: Consumer of a tensor that was read.
 Take = Callable[[torch.Tensor], None]
+
+
+def _discard(_: torch.Tensor) -> None:
+    """Accept a tensor of which only the digest is needed."""
+
+
 #: From (name, mapped tensor, shard path): the tensor's consumer; None for a tensor to skip.
 TakerOf = Callable[[str, torch.Tensor, Path], Take | None]
 #: Reads a mapped tensor into memory; returns it and its digest.

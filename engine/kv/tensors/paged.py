@@ -52,7 +52,8 @@ class TorchKvPool(PackedPool):
         """See KvPool."""
         memory = memory if memory is not None else _fresh(num_blocks * layout.block_bytes, device)
         heads = (layout.num_parts, layout.num_kv_heads)
-        self._blocks = memory.view(num_blocks, layout.num_layers, *heads, -1)
+        head_bytes = layout.block_size * layout.token_layer_bytes // (heads[0] * heads[1])
+        self._blocks = memory.view(num_blocks, layout.num_layers, *heads, head_bytes)
         row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
         dtype = _DTYPES.get(layout.dtype) or getattr(torch, layout.dtype)
         shape = (layout.block_size, layout.head_dim)
@@ -67,9 +68,9 @@ class TorchKvPool(PackedPool):
         self._bytes = self._blocks.view(-1).numpy().data if self._is_host else None
         self.has_block_views = self._is_host
         """See BlockMemory, as checked_copy."""
-        self.checked_copy = (
-            checked_copy_of(self._blocks, row_bytes, layout.block_size) if self._is_host else None
-        )
+        self.checked_copy = None
+        if self._is_host and layout.num_layers:
+            self.checked_copy = checked_copy_of(self._blocks, row_bytes, layout.block_size)
         shared = None if self._is_host else cuda_memory(device)
         self._device_copy = (
             PagedDeviceCopy(layout, self._blocks, self._order, shared) if shared else None

@@ -1,8 +1,9 @@
-"""KV blocks with heads distributed over the ranks of one engine."""
+"""KV blocks with layers and heads distributed over the ranks of one engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from baton.types import KvLayout
 from engine.kv.interface import HostOrdered
 from engine.kv.layout import groups_of
+from engine.kv.part import KvPart
 from engine.kv.range import KvRange
 from engine.kv.tensors.packed import PackedPart, PackedPool
 from engine.kv.tensors.paged import TorchKvPool
+from engine.ranks.mesh import Degrees, stage_layers
 from engine.shard import Shard
 
 _CPU = torch.device("cpu")
@@ -20,76 +23,85 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """layout: of all heads; its fingerprint may be missing."""
+    """A pool of all ranks. layout: of the whole pool; its fingerprint may be missing. parts: of the
+    layout, by rank; several ranks may have the same."""
 
     layout: KvLayout
     num_blocks: int
+    parts: tuple[KvPart, ...]
+
+    @property
+    def rank_bytes(self) -> list[int]:
+        """Bytes of each rank's part."""
+        layouts = (part.layout(self.layout) for part in self.parts)
+        return [self.num_blocks * layout.block_bytes for layout in layouts]
+
+    def memory_of(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's part of the pool's shared memory, uint8."""
+        return memory.split(self.rank_bytes)[rank]  # type: ignore[no-any-return, no-untyped-call]
+
+    def pool_of(self, memory: torch.Tensor, rank: int) -> TorchKvPool:
+        """A rank's pool in the shared memory."""
+        own = self.parts[rank].layout(self.layout)
+        return TorchKvPool(own, self.num_blocks, _CPU, self.memory_of(memory, rank))
 
 
-def pool_sizes(layout: KvLayout, num_blocks: int, num_slots: int) -> tuple[PoolSize, ...]:
-    """The pools of each rank: one, or two (blocks and slots, see GroupedKvPool). layout: of the
-    whole model."""
+def rank_parts(layout: KvLayout, degrees: Degrees) -> tuple[KvPart, ...]:
+    """The part of a model's KV that each rank has."""
+    stages = stage_layers(layout.num_layers, degrees.pipeline)
+    places = map(degrees.place, range(degrees.num_ranks))
+    found = []
+    for place in places:
+        heads = Shard(place.tensor_rank, degrees.tensor).kv_heads(layout.num_kv_heads)
+        layers = stages[place.stage]
+        found.append(KvPart(layers.start, len(layers), heads.start, len(heads)))
+    return tuple(found)
+
+
+def pool_sizes(
+    layout: KvLayout, num_blocks: int, num_slots: int, degrees: Degrees
+) -> tuple[PoolSize, ...]:
+    """The pools: one, or two (blocks and slots, see GroupedKvPool). layout: of the whole model."""
+    parts = rank_parts(layout, degrees)
     if not num_slots:
-        return (PoolSize(layout, num_blocks),)
+        return (PoolSize(layout, num_blocks, parts),)
     groups = groups_of(layout)
-    kept, apart = groups.kept_and_apart
-    return (
-        PoolSize(groups.layout_of(kept.number), num_blocks),
-        PoolSize(groups.layout_of(apart.number), num_slots),
+    return tuple(
+        PoolSize(groups.layout_of(group.number), count, _in_group(parts, group.layers))
+        for group, count in zip(groups.kept_and_apart, (num_blocks, num_slots), strict=True)
     )
 
 
-def shard_layout(layout: KvLayout, shard: Shard) -> KvLayout:
-    """The model's `layout`, reduced to the heads of one rank."""
-    return replace(layout, num_kv_heads=len(shard.kv_heads(layout.num_kv_heads)))
+def _in_group(parts: Sequence[KvPart], layers: Sequence[int]) -> tuple[KvPart, ...]:
+    """The parts of a group with these layers, ascending, in the group's numbers of layers."""
+    ends = [[bisect_left(layers, at) for at in (p.layers.start, p.layers.stop)] for p in parts]
+    return tuple(
+        replace(part, first_layer=first, num_layers=end - first)
+        for part, (first, end) in zip(parts, ends, strict=True)
+    )
 
 
-def pool_bytes(layout: KvLayout, num_blocks: int, size: int) -> int:
-    """Bytes of the pools of all ranks."""
-    return size * num_blocks * shard_layout(layout, Shard(0, size)).block_bytes
-
-
-def pool_memories(
-    memory: torch.Tensor, pools: Sequence[PoolSize], size: int
-) -> tuple[torch.Tensor, ...]:
+def pool_memories(memory: torch.Tensor, pools: Sequence[PoolSize]) -> tuple[torch.Tensor, ...]:
     """Split the memory of all ranks, uint8, by pool, in order."""
-    return memory.split([pool_bytes(pool.layout, pool.num_blocks, size) for pool in pools])  # type: ignore[no-any-return, no-untyped-call]
-
-
-def rank_memory(
-    memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Shard
-) -> torch.Tensor:
-    """One rank's part of the shared memory [pool_bytes] uint8."""
-    num_bytes = num_blocks * shard_layout(layout, shard).block_bytes
-    return memory[shard.rank * num_bytes : (shard.rank + 1) * num_bytes]
-
-
-def rank_pool(memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Shard) -> TorchKvPool:
-    """One rank's pool in the shared memory, with its KV heads of the model's `layout`."""
-    own = rank_memory(memory, layout, num_blocks, shard)
-    return TorchKvPool(shard_layout(layout, shard), num_blocks, _CPU, own)
+    return memory.split([sum(pool.rank_bytes) for pool in pools])  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ShardedKvPool(HostOrdered, PackedPool):
     """See engine.kv.interface.KvPool: the blocks of all ranks, used by rank 0. Packed data has all
-    heads.
+    layers and heads.
 
-    The number of ranks is therefore invisible to the KV channel and to the other tier. A head held
+    The number of ranks is therefore invisible to the KV channel and to the other tier. A part held
     by several ranks is written to all and read from the first. Blocks are not contiguous, so there
     are no block views. Copies run in the calling thread, without the GIL, as in TorchKvPool.
     """
 
-    def __init__(self, memory: torch.Tensor, layout: KvLayout, num_blocks: int, size: int) -> None:
-        """memory: pool_bytes of uint8, shared by all ranks."""
-        super().__init__(layout, num_blocks)
-        shards = [Shard(rank, size) for rank in range(size)]
-        heads = [shard.kv_heads(layout.num_kv_heads) for shard in shards]
-        self._pools = [
-            (slice(own.start, own.stop), rank_pool(memory, layout, num_blocks, shard))
-            for own, shard in zip(heads, shards, strict=True)
-        ]
+    def __init__(self, memory: torch.Tensor, size: PoolSize, layout: KvLayout) -> None:
+        """memory: of all ranks' parts, uint8. layout: that of `size`, with its fingerprint."""
+        super().__init__(layout, size.num_blocks)
+        parts = size.parts
+        self._pools = [(part, size.pool_of(memory, rank)) for rank, part in enumerate(parts)]
         self._first_pools = [
-            self._pools[rank] for rank in range(size) if heads[rank] not in heads[:rank]
+            pool for rank, pool in enumerate(self._pools) if parts[rank] not in parts[:rank]
         ]
         #: Memory of rank 0's forward: see TorchKvPool.
         self.tensor, self.scales = self._pools[0][1].tensor, self._pools[0][1].scales
@@ -97,15 +109,30 @@ class ShardedKvPool(HostOrdered, PackedPool):
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        for heads, pool in self._first_pools:
-            pool.pack_parts(block_ids, piece, [part[:, :, heads] for part in parts])
+        for pool, own, packed in self._overlaps(self._first_pools, piece, parts):
+            pool.pack_parts(block_ids, own, packed)
 
     def unpack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        for heads, pool in self._pools:
-            pool.unpack_parts(block_ids, piece, [part[:, :, heads] for part in parts])
+        for pool, own, packed in self._overlaps(self._pools, piece, parts):
+            pool.unpack_parts(block_ids, own, packed)
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for _, pool in self._pools:
             pool.copy_blocks(sources, targets)
+
+    def _overlaps(
+        self,
+        pools: Sequence[tuple[KvPart, TorchKvPool]],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+    ) -> Iterator[tuple[TorchKvPool, KvRange, list[PackedPart]]]:
+        """The pools with some of a piece: (pool, the range in it, its packed data) each."""
+        wanted = KvPart(piece.first_layer, piece.num_layers, 0, self.layout.num_kv_heads)
+        for part, pool in pools:
+            if common := part.overlap(wanted):
+                own, packed = common.within(part), common.within(wanted)
+                layers, heads = (slice(at.start, at.stop) for at in (packed.layers, packed.heads))
+                within = replace(piece, first_layer=own.first_layer, num_layers=own.num_layers)
+                yield pool, within, [part[layers, :, heads] for part in parts]
