@@ -21,7 +21,7 @@ from engine.torch.decoder import Decoder, PackedBatch, Watch
 from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.engine import TorchEngine
 from engine.torch.rope import make_rope
-from engine.torch.step_runner import EagerStep, EagerSteps, LayerDone, StepModel
+from engine.torch.step_runner import EagerStep, EagerSteps, FirstStage, LayerDone, StepModel
 
 #: A minimal Llama: host work per step depends on sequences and contexts only.
 _CONFIG: Mapping[str, object] = {
@@ -100,7 +100,7 @@ class _Eager:
         batch: Batch,
         layer_done: LayerDone | None,
         drawn: torch.Tensor | None = None,
-    ) -> EagerStep:
+    ) -> EagerStep | FirstStage:
         self.num_steps += 1
         return self._steps.run(batch, layer_done, drawn)
 

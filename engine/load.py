@@ -123,6 +123,7 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
         degrees=degrees,
         backend=choose_backend(config.device.backend, device),
         max_seqs=limits.max_num_seqs,
+        max_tokens=limits.max_num_batched_tokens,
         attention=_choose_attention(source, config, chosen.name, kv_dtype, device),
         adapters=_read_adapters(source, config.lora, chosen.name, device, degrees),
         batch_invariant=choice.batch_invariant,
@@ -224,14 +225,22 @@ def _spec(
         vocab_size=source.vocab_size,
         max_model_len=memory.longest_context,
         shared_prompt_limit=loaded.shared_prompt_limit,
-        # Followers receive only the batch, not sampled tokens. Records of one step are kept, so two
-        # discarded steps could not run again.
-        max_num_launches=1 if plan.degrees.num_ranks > 1 or groups_of(layout).cannot_rewind else 2,
-        computes_aside=plan.device.type == "cuda",
+        max_num_launches=_max_num_launches(plan),
+        is_pipelined=plan.degrees.pipeline > 1,
+        computes_aside=plan.device.type == "cuda" or plan.degrees.pipeline > 1,
         numerics=numerics,
         dtype_reason=settled.dtype_reason,
         adapters=tuple(plan.adapters),
     )
+
+
+def _max_num_launches(plan: EnginePlan) -> int:
+    """See EngineSpec."""
+    if plan.degrees.pipeline > 1:
+        return plan.degrees.pipeline
+    # Followers receive only the batch, not sampled tokens. Records of one step are kept, so two
+    # discarded steps could not run again.
+    return 1 if plan.degrees.num_ranks > 1 or groups_of(plan.layout).cannot_rewind else 2
 
 
 def _make_pool(

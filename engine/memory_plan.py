@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.types import DTYPE_BYTES, KvLayout
 from engine.families.config import ModelConfig
 from engine.families.layers import describe_layers, describe_norm
 from engine.kv.layout import groups_of
-from engine.ranks.mesh import ONE_RANK, Degrees
+from engine.kv.part import KvPart
+from engine.ranks.mesh import ONE_RANK, Degrees, Stage, stage_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +131,12 @@ def num_linear_weights(config: ModelConfig, *, has_all: bool = True) -> int:
     return sum(x.num_in * x.num_out for x in linears if has_all or x.is_quantizable)
 
 
-def num_quantized_weights(config: ModelConfig) -> int:
-    """Number of weights that are quantised in the checkpoint."""
+def num_quantized_weights(config: ModelConfig, *, has_output: bool = True) -> int:
+    """Number of weights that are quantised in the checkpoint. has_output: count the output
+    layer."""
     if config.quantization is None:
         return 0
-    has_head = config.quantization.output_layer is not None and not config.is_tied
+    has_head = config.quantization.output_layer is not None and not config.is_tied and has_output
     head = config.vocab_size * config.hidden_size if has_head else 0
     return num_linear_weights(config, has_all=False) + head
 
@@ -152,22 +154,33 @@ def num_parameters(config: ModelConfig) -> int:
 def weight_bytes(
     config: ModelConfig, dtype: str, keeps_levels: bool, degrees: Degrees = ONE_RANK
 ) -> int:
-    """Bytes of a rank's packed weights; with tied embeddings the output layer is a copy.
+    """Bytes of the packed weights of the rank with the most; with tied embeddings the output layer
+    is a copy.
 
     keeps_levels: quantised layers stay quantised. During loading, each level takes a byte
     regardless of its bits, and each scale of float8 is float32.
     """
-    size = DTYPE_BYTES[dtype]
+    stages = (Stage(number, degrees.pipeline) for number in range(degrees.pipeline))
+    return max(_stage_bytes(config, dtype, keeps_levels, degrees.tensor, stage) for stage in stages)
+
+
+def _stage_bytes(
+    config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks: int, stage: Stage
+) -> int:
+    """Bytes of the packed weights of each of a stage's ranks."""
+    size, config = DTYPE_BYTES[dtype], config.of_layers(stage.layers(config.num_layers))
     embeddings = config.vocab_size * config.hidden_size
     head = embeddings if config.is_tied else 0
     saved, stored = 0, config.quantization
     if keeps_levels and stored is not None:
-        num_levels = num_quantized_weights(config)
+        num_levels = num_quantized_weights(config, has_output=stage.is_first)
         saved = num_levels * (size - 1)
         if stored.kind == "float" and stored.group_size:
             saved -= num_levels * 4 // stored.group_size
     shared = (num_parameters(config) + head - embeddings) * size - saved
-    return embeddings * size + -(-shared // degrees.tensor)
+    if not stage.is_first:
+        return -(-(shared - embeddings * size) // num_ranks)
+    return embeddings * size + -(-shared // num_ranks)
 
 
 def token_bytes(config: ModelConfig, element_bytes: int) -> int:
@@ -229,12 +242,14 @@ def plan_blocks(
     Raises ConfigError if not even one block fits, or the weights do not.
     """
     block_size = layout.block_size
-    own = replace(layout, num_kv_heads=max(1, layout.num_kv_heads // degrees.tensor))
-    block_bytes = own.block_bytes
+    heads = max(1, layout.num_kv_heads // degrees.tensor)
+    stages = stage_layers(layout.num_layers, degrees.pipeline)
+    parts = [KvPart(own.start, len(own), 0, heads).layout(layout) for own in stages]
+    block_bytes = max(own.block_bytes for own in parts)
     # Bytes of a block, with the draft head's KV of its tokens.
     whole_bytes = block_bytes + head.block_bytes
-    slot_bytes = groups_of(own).apart_block_bytes
-    full_bytes = block_bytes - slot_bytes
+    slot_bytes = max(groups_of(own).apart_block_bytes for own in parts)
+    full_bytes = max(own.block_bytes - groups_of(own).apart_block_bytes for own in parts)
     available_bytes //= degrees.num_ranks
     if weights + head.weight_bytes > available_bytes:
         raise ConfigError.of(

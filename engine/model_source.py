@@ -34,9 +34,9 @@ class EnginePlan:
     """Settings chosen before a model is loaded.
 
     dtype: of weights and computation; layout: of the whole model, without a fingerprint; max_len:
-    in tokens; max_seqs: sequences per step; num_window_slots: see MemoryPlan; adapters: by name;
-    attention: the backend; batch_invariant: each row's result is independent of the rest of the
-    batch; degrees, backend: of the ranks, see choose_backend.
+    in tokens; max_seqs, max_tokens: sequences and tokens of all steps in flight; num_window_slots:
+    see MemoryPlan; adapters: by name; attention: the backend; batch_invariant: each row's result is
+    independent of the rest of the batch; degrees, backend: of the ranks, see choose_backend.
     """
 
     device: torch.device
@@ -46,6 +46,7 @@ class EnginePlan:
     max_len: int
     degrees: Degrees
     max_seqs: int
+    max_tokens: int = 1
     backend: str = "shm"
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     attention: AttentionBackend = REFERENCE

@@ -21,7 +21,7 @@ from engine.memory_plan import HeadMemory, activation_bytes, weight_bytes
 from engine.model_source import EnginePlan, Graphs, LoadedModel
 from engine.ranks.exchange import Ranks
 from engine.ranks.followers import Followers, TensorPool
-from engine.ranks.mesh import Degrees
+from engine.ranks.mesh import Degrees, Stage
 from engine.ranks.start import check_ranks, start_followers
 from engine.torch.adapters import Adapter, load_adapter
 from engine.torch.device_tables import DeviceTables, table_width
@@ -107,9 +107,16 @@ class NativeModel:
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
         config, device = self._config, plan.device
-        pools = pool_sizes(plan.layout, plan.num_blocks, plan.num_window_slots)
+        pools = pool_sizes(plan.layout, plan.num_blocks, plan.num_window_slots, plan.degrees)
         followers = start_followers(
-            plan.degrees, plan.backend, self._folder, config, plan.dtype, pools, plan.max_len
+            plan.degrees,
+            plan.backend,
+            self._folder,
+            config,
+            plan.dtype,
+            pools,
+            plan.max_len,
+            plan.max_tokens + plan.max_seqs,
         )
         try:
             parameters, digest = load_parameters(
@@ -119,6 +126,7 @@ class NativeModel:
                 device,
                 progress,
                 followers.shard,
+                Stage(0, plan.degrees.pipeline),
                 batch_invariant=plan.batch_invariant,
             )
             ranks = followers.wait_ready(digest)
@@ -148,9 +156,10 @@ class _LoadedNative:
 
     def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
         ranks = self._ranks
-        own = ranks.shard.attention_config(self._config)
-        attention = self._plan.attention
-        decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks, attention)
+        stages, attention = self.followers.stages, self._plan.attention
+        layers = stages.stage.layers(self._config.num_layers)
+        own = ranks.shard.attention_config(self._config).of_layers(layers)
+        decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks, attention, stages)
         parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters, attention.plan)
         device = self._plan.device
         if graphs is None and device.type == "cpu":

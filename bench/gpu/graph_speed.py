@@ -22,7 +22,7 @@ from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.engine import TorchEngine
 from engine.torch.packed import Packing, pack_parameters
 from engine.torch.parameters import empty_parameters
-from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
+from engine.torch.step_runner import EagerSteps, FirstStage, StepModel, StepRunner
 
 #: Relative difference of logits between padded and unpadded batches: cuBLAS chooses kernels by the
 #: number of rows, which changes rounding.
@@ -143,6 +143,8 @@ def _step_times(found: Replayed, num_seqs: int, weight_bytes: int, setting: Sett
 
     def eager() -> torch.Tensor:
         step = found.eager.run(batch, None)
+        if isinstance(step, FirstStage):
+            step = step.collect()
         return step.logits(range(step.num_rows))
 
     return {

@@ -30,7 +30,7 @@ from engine.interface import Batch
 from engine.memory_plan import token_bytes
 from engine.torch.device_tables import DeviceTables
 from engine.torch.step import take_drawn
-from engine.torch.step_runner import LayerDone, StepModel, StepOutput, StepRunner
+from engine.torch.step_runner import FirstStage, LayerDone, StepModel, StepOutput, StepRunner
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class ReplayedSteps:
 
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
-    ) -> StepOutput:
+    ) -> StepOutput | FirstStage:
         """See StepRunner. A replayed step reports its layers once all of them are queued."""
         if not _is_decode(batch):
             if reason := _why_eager(batch):

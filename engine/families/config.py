@@ -212,10 +212,11 @@ class ModelConfig:
         return replace(self, rope=replace(self.rope, parameters=parameters))
 
     def of_layers(self, layers: range) -> ModelConfig:
-        """The config of these consecutive layers, counted from 0."""
-        return replace(
-            self, num_layers=len(layers), windows=self.windows[layers.start : layers.stop]
-        )
+        """The config of a model of these consecutive layers, counted from 0."""
+        own, traits = slice(layers.start, layers.stop), self.traits
+        if experts := traits.experts:
+            traits = replace(traits, experts=replace(experts, layers=experts.layers[own]))
+        return replace(self, num_layers=len(layers), windows=self.windows[own], traits=traits)
 
     @property
     def kv_digest(self) -> str:

@@ -13,6 +13,7 @@ from engine.ranks.exchange import Ranks
 from engine.ranks.process_groups import ProcessGroups
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.shared_ranks import SharedMemory
+from engine.ranks.stages import Stages
 
 AUTO = "auto"
 
@@ -28,6 +29,11 @@ class Backend(Protocol):
     def join(self, spec: RankSpec) -> Ranks:
         """On each rank, once all have loaded: the rank's tensor-parallel group. Waits until all its
         ranks have joined. Raises StartupError."""
+        ...
+
+    def stages(self, spec: RankSpec) -> Stages:
+        """On each rank, after `join`: the rank's links to the stages before and after it. Raises
+        StartupError."""
         ...
 
 

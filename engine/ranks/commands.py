@@ -27,7 +27,9 @@ class _Kind(IntEnum):
     LAYER_SYNC_STEP = 2
     """As STEP; ranks synchronise after every layer, for `layers_done`."""
     LOGITS = 3
-    """Logits of rows of the last step's states."""
+    """Logits of rows of the last collected step's states."""
+    COLLECT = 4
+    """The states of the oldest step in flight, from the last stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,14 @@ class StepCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectCommand:
+    """Receive the states of the oldest step that is not collected. To the first of several
+    stages."""
+
+
+@dataclass(frozen=True, slots=True)
 class LogitsCommand:
-    """Compute logits of these rows of the last step's states."""
+    """Compute logits of these rows of the last collected step's states. To the first stage."""
 
     rows: Sequence[int]
 
@@ -62,6 +70,11 @@ def encode_step(batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: 
     return _frame(_Kind.LAYER_SYNC_STEP if syncs_layers else _Kind.STEP, numbers)
 
 
+def encode_collect() -> bytes:
+    """Encode a CollectCommand."""
+    return _frame(_Kind.COLLECT, array("q"))
+
+
 def encode_logits(rows: Sequence[int]) -> bytes:
     """Encode a LogitsCommand."""
     return _frame(_Kind.LOGITS, array("q", rows))
@@ -71,7 +84,10 @@ def _frame(kind: _Kind, numbers: array[int]) -> bytes:
     return array("q", (kind, len(numbers))).tobytes() + numbers.tobytes()
 
 
-def read_commands(stream: IO[bytes]) -> Iterator[StepCommand | LogitsCommand]:
+Command = StepCommand | CollectCommand | LogitsCommand
+
+
+def read_commands(stream: IO[bytes]) -> Iterator[Command]:
     """Yield commands until the stream ends, also within a frame. Raises ValueError for an unknown
     kind."""
     while len(header := stream.read(_HEADER_BYTES)) == _HEADER_BYTES:
@@ -82,9 +98,11 @@ def read_commands(stream: IO[bytes]) -> Iterator[StepCommand | LogitsCommand]:
         yield _command(_Kind(kind), array("q", body))
 
 
-def _command(kind: _Kind, numbers: array[int]) -> StepCommand | LogitsCommand:
+def _command(kind: _Kind, numbers: array[int]) -> Command:
     if kind is _Kind.LOGITS:
         return LogitsCommand(numbers)
+    if kind is _Kind.COLLECT:
+        return CollectCommand()
     return StepCommand(*_batch(numbers), kind is _Kind.LAYER_SYNC_STEP)
 
 

@@ -13,6 +13,7 @@ from engine.interface import Batch
 from engine.kv.interface import KvPool
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from engine.ranks.exchange import Alone, Ranks
+from engine.ranks.stages import OneStage, Stages
 from engine.shard import WHOLE, Shard
 
 
@@ -36,6 +37,11 @@ class Followers(Protocol):
         """Rank 0's part of its layers."""
         ...
 
+    @property
+    def stages(self) -> Stages:
+        """Rank 0's links to other stages, after wait_ready."""
+        ...
+
     def wait_ready(self, digest: str) -> Ranks:
         """Wait until all ranks have loaded and joined: rank 0's tensor-parallel group. digest: of
         the checkpoint as read by rank 0. Raises StartupError."""
@@ -55,8 +61,13 @@ class Followers(Protocol):
         tables: see WindowedStep."""
         ...
 
+    def collect(self) -> AbstractContextManager[None]:
+        """Send a request to receive the states of the oldest forward that is not collected; with
+        several stages."""
+        ...
+
     def logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
-        """Send a request for logits of these rows of the last forward's states."""
+        """Send a request for logits of these rows of the last collected forward's states."""
         ...
 
     def close(self) -> None:
@@ -68,6 +79,7 @@ class NoFollowers:
     """Followers of an engine with one rank: none."""
 
     shard = WHOLE
+    stages = OneStage()
 
     def wait_ready(self, digest: str) -> Ranks:  # noqa: ARG002
         return Alone()
@@ -86,6 +98,9 @@ class NoFollowers:
         *,
         syncs_layers: bool,  # noqa: ARG002
     ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def collect(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:  # noqa: ARG002

@@ -7,6 +7,7 @@ engines, and ranks that are threads, may be in one process.
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from baton.errors import StartupError
 from engine.ranks.exchange import ExchangeFailed
+from engine.ranks.mesh import Stage
 from engine.ranks.rank_spec import RankSpec
+from engine.ranks.stages import OneStage, Stages
 from engine.shard import Shard
 
 #: Deadline for the other ranks, which have loaded, to join a group.
@@ -59,6 +62,12 @@ class ProcessGroups:
         members = spec.degrees.tensor_groups()[spec.rank // spec.degrees.tensor]
         group = self.join_group(spec, "tensor", members)
         return ProcessGroupRanks(group, spec.shard, spec.torch_device)
+
+    def stages(self, spec: RankSpec) -> Stages:
+        if spec.degrees.pipeline == 1:
+            return OneStage()
+        group = self.join_group(spec, "pipeline", spec.pipeline)
+        return GroupStages(group, spec.stage, spec.torch_device)
 
     def join_group(self, spec: RankSpec, name: str, members: Sequence[int]) -> ProcessGroup:
         """The group of the ranks `members`, which include this one, in that order. Waits until all
@@ -112,6 +121,34 @@ def _finish(work: Work) -> None:
         work.wait()
     except RuntimeError as error:  # torch raises no narrower type
         raise ExchangeFailed(f"an exchange between ranks failed: {error}") from error
+
+
+class GroupStages:
+    """See engine.ranks.stages.Stages."""
+
+    def __init__(self, group: ProcessGroup, stage: Stage, device: torch.device) -> None:
+        """group: of the ring, by stage. device: of the tensors."""
+        self.stage = stage
+        self._group = group
+        self._token = torch.zeros(1, device=device)
+        self._sent: deque[tuple[Work, torch.Tensor]] = deque()
+        """Messages that may still be read."""
+
+    def send(self, states: torch.Tensor) -> None:
+        if len(self._sent) == self.stage.size:
+            # As many launches as stages are under way, so that this one is over.
+            _finish(self._sent.popleft()[0])
+        message = self._message(states)
+        to = (self.stage.number + 1) % self.stage.size
+        self._sent.append((self._group.send([message], to, 0), message))
+
+    def receive(self, states: torch.Tensor) -> None:
+        by = (self.stage.number - 1) % self.stage.size
+        _finish(self._group.recv([self._message(states)], by, 0))
+
+    def _message(self, states: torch.Tensor) -> torch.Tensor:
+        """States without rows have to arrive, too."""
+        return states if len(states) else self._token
 
 
 class ProcessGroupRanks:

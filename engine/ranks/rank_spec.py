@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from baton.types import DTYPE_BYTES
 from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import PoolSize
-from engine.ranks.mesh import Degrees, Place
+from engine.ranks.mesh import Degrees, Place, Stage
 from engine.shard import Shard
 
 _MIN_STAGING_BYTES = 1 << 20
@@ -23,6 +23,7 @@ class RankSpec:
     backend: a name of BACKENDS. folder: of the checkpoint. config: parsed config.json, passed
     because parsing would import transformers. dtype: of weights. pools: see pool_sizes. device:
     where the rank computes. num_threads: of this rank. staging_bytes: see `staging_bytes`.
+    max_num_rows: states of all launches in flight.
 
     kv_fd, meeting_fd: inherited segments, for pools (see kv_pool) and for SharedRanks; -1 without.
     host: this rank's address for exchanges over a network. store: host and port of the store of
@@ -39,6 +40,7 @@ class RankSpec:
     max_model_len: int
     num_threads: int
     staging_bytes: int
+    max_num_rows: int = 1
     device: str = "cpu"
     kv_fd: int = -1
     meeting_fd: int = -1
@@ -53,6 +55,26 @@ class RankSpec:
     def shard(self) -> Shard:
         """The rank's part of each of its layers."""
         return Shard(self.place.tensor_rank, self.degrees.tensor)
+
+    @property
+    def stage(self) -> Stage:
+        """The rank's layers."""
+        return Stage(self.place.stage, self.degrees.pipeline)
+
+    @property
+    def pipeline(self) -> tuple[int, ...]:
+        """The ranks of this rank's ring, by stage."""
+        return next(ring for ring in self.degrees.pipelines() if self.rank in ring)
+
+    @property
+    def previous_rank(self) -> int:
+        """The rank whose states this rank receives."""
+        return self.pipeline[self.place.stage - 1]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a token's hidden state."""
+        return self.config.hidden_size * DTYPE_BYTES[self.dtype]
 
     @property
     def torch_device(self) -> torch.device:

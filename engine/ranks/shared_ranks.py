@@ -3,9 +3,6 @@ memory."""
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,49 +10,69 @@ import torch
 
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import create_segment, map_segment
+from engine.ranks.semaphores import Semaphore, semaphores_bytes
+from engine.ranks.shared_stages import RowRing, SharedStages, prepare_ring, ring_bytes
+from engine.ranks.stages import OneStage, Stages
 from engine.shard import Shard
 
-#: A POSIX semaphore takes 32 bytes on 64-bit Linux; each has its own cache line.
-_SEMAPHORE_BYTES = 64
-_PAGE_BYTES = 4096
 #: Two areas, because a rank may be one exchange ahead of the slowest, which still reads the last
 #: one.
 _NUM_AREAS = 2
 
-#: Calls release the GIL.
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 def segment_bytes(size: int, staging_bytes: int) -> int:
     """Bytes of shared memory for SharedRanks of `size` ranks."""
-    return _semaphores_bytes(size) + _NUM_AREAS * size * staging_bytes
+    return semaphores_bytes(size * size) + _NUM_AREAS * size * staging_bytes
 
 
 def prepare(memory: torch.Tensor, size: int) -> None:
     """Initialise the semaphores, once, before any rank uses `memory`. Raises OSError."""
     for index in range(size * size):
-        address = memory.data_ptr() + index * _SEMAPHORE_BYTES
-        if _libc.sem_init(ctypes.c_void_p(address), 1, 0):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        Semaphore(memory, index).prepare()
 
 
 class SharedMemory:
-    """See engine.ranks.backends.Backend. Tensor-parallel groups lie side by side in one
-    segment."""
+    """See engine.ranks.backends.Backend. Tensor-parallel groups, and each rank's ring to the next
+    stage, lie side by side in one segment."""
 
     def open(self, spec: RankSpec) -> RankSpec:
-        degrees = spec.degrees
-        num_bytes = segment_bytes(degrees.tensor, spec.staging_bytes)
-        num_groups = degrees.num_ranks // degrees.tensor
-        fd = create_segment("baton-ranks", num_groups * num_bytes)
-        for memory in map_segment(fd).split(num_bytes):  # type: ignore[no-untyped-call]
-            prepare(memory, degrees.tensor)
+        group_sizes, ring_sizes = _sizes(spec)
+        fd = create_segment("baton-ranks", sum(group_sizes) + sum(ring_sizes))
+        groups, rings = _split(fd, spec)
+        for memory in groups:
+            prepare(memory, spec.degrees.tensor)
+        for memory in rings:
+            prepare_ring(memory)
         return replace(spec, meeting_fd=fd)
 
     def join(self, spec: RankSpec) -> SharedRanks:
-        size = spec.degrees.tensor
-        groups = map_segment(spec.meeting_fd).split(segment_bytes(size, spec.staging_bytes))  # type: ignore[no-untyped-call]
-        return SharedRanks(groups[spec.rank // size], spec.shard, spec.staging_bytes)
+        groups, _ = _split(spec.meeting_fd, spec)
+        return SharedRanks(groups[spec.rank // spec.degrees.tensor], spec.shard, spec.staging_bytes)
+
+    def stages(self, spec: RankSpec) -> Stages:
+        if spec.degrees.pipeline == 1:
+            return OneStage()
+        _, rings = _split(spec.meeting_fd, spec)
+        to_next, from_previous = (
+            RowRing(rings[rank], spec.state_bytes) for rank in (spec.rank, spec.previous_rank)
+        )
+        return SharedStages(spec.stage, to_next, from_previous)
+
+
+def _sizes(spec: RankSpec) -> tuple[list[int], list[int]]:
+    """Bytes of each tensor-parallel group, and of each ring."""
+    degrees = spec.degrees
+    group = segment_bytes(degrees.tensor, spec.staging_bytes)
+    num_rings = degrees.num_ranks if degrees.pipeline > 1 else 0
+    ring = ring_bytes(spec.max_num_rows, spec.state_bytes)
+    return [group] * (degrees.num_ranks // degrees.tensor), [ring] * num_rings
+
+
+def _split(fd: int, spec: RankSpec) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """The memory of each tensor-parallel group, and of each rank's ring to the next stage."""
+    groups, rings = _sizes(spec)
+    memories = map_segment(fd).split([*groups, *rings])  # type: ignore[no-untyped-call]
+    return memories[: len(groups)], memories[len(groups) :]
 
 
 class SharedRanks:
@@ -70,7 +87,7 @@ class SharedRanks:
         """memory: segment_bytes of uint8, prepared, shared by all ranks. staging_bytes: bytes for a
         rank's part of a row."""
         self.shard = shard
-        size, first = shard.size, _semaphores_bytes(shard.size)
+        size, first = shard.size, semaphores_bytes(shard.size**2)
         self._memory = memory  # keep alive: semaphores are used by address
         self._staging = memory[first:].view(_NUM_AREAS, size, staging_bytes)
         self._staging_bytes = staging_bytes
@@ -85,9 +102,9 @@ class SharedRanks:
 
     def meet(self) -> None:
         for semaphore in self._towards:
-            _libc.sem_post(semaphore)
+            semaphore.post()
         for semaphore in self._from:
-            _wait(semaphore)
+            semaphore.wait()
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         rows, columns = part.shape
@@ -133,17 +150,5 @@ class SharedRanks:
         num_bytes = rows * columns * dtype.itemsize
         return self._staging[self._area, rank, :num_bytes].view(dtype).view(rows, columns)
 
-    def _semaphore(self, by: int, to: int) -> ctypes.c_void_p:
-        index = by * self.shard.size + to
-        return ctypes.c_void_p(self._memory.data_ptr() + index * _SEMAPHORE_BYTES)
-
-
-def _semaphores_bytes(size: int) -> int:
-    """Bytes of all semaphores, in whole pages."""
-    return -(-size * size * _SEMAPHORE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def _wait(semaphore: ctypes.c_void_p) -> None:
-    while _libc.sem_wait(semaphore):
-        if ctypes.get_errno() != errno.EINTR:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    def _semaphore(self, by: int, to: int) -> Semaphore:
+        return Semaphore(self._memory, by * self.shard.size + to)

@@ -21,8 +21,13 @@ _NOT_YET = "is not implemented yet; leave it out"
 def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> None:
     """Raise ConfigError if ranks of these degrees cannot share the model on this kind of device."""
     check_size(config, degrees.tensor)
-    if degrees.pipeline > 1:
-        raise ConfigError.of("pipeline_parallel_size", degrees.pipeline, _NOT_YET)
+    if degrees.pipeline > config.num_layers:
+        raise ConfigError.of(
+            "pipeline_parallel_size",
+            degrees.pipeline,
+            f"the model has {config.num_layers} layers, and each stage needs one; use "
+            f"1 to {config.num_layers}",
+        )
     if degrees.context > 1:
         raise ConfigError.of("context_parallel_size", degrees.context, _NOT_YET)
     if degrees.whole_experts:
@@ -43,11 +48,12 @@ def start_followers(
     dtype: str,
     pools: tuple[PoolSize, ...],
     max_model_len: int,
+    max_num_rows: int,
 ) -> Followers:
     """Start the processes of all other ranks; they load in parallel, each with as many threads as
     this process.
 
-    backend: a name of BACKENDS. dtype: of the weights. pools: of each rank.
+    backend: a name of BACKENDS. dtype: of the weights. max_num_rows: see RankSpec.
     """
     if degrees.num_ranks == 1:
         return NoFollowers()
@@ -62,5 +68,6 @@ def start_followers(
         max_model_len=max_model_len,
         num_threads=torch.get_num_threads(),
         staging_bytes=staging_bytes(config, degrees.tensor, dtype),
+        max_num_rows=max_num_rows,
     )
     return RankTeam(spec)

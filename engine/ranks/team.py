@@ -20,18 +20,14 @@ from baton.errors import ModelError, StartupError
 from baton.types import KvLayout
 from engine.interface import Batch
 from engine.kv.tensors.paged import GroupedTensorPool
-from engine.kv.tensors.ranks import (
-    ShardedKvPool,
-    pool_bytes,
-    pool_memories,
-    rank_memory,
-)
+from engine.kv.tensors.ranks import ShardedKvPool, pool_memories
 from engine.ranks.backends import BACKENDS
-from engine.ranks.commands import encode_logits, encode_step
+from engine.ranks.commands import encode_collect, encode_logits, encode_step
 from engine.ranks.exchange import ExchangeFailed, Ranks
 from engine.ranks.link import SILENCE_S, Link
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import create_segment, map_segment
+from engine.ranks.stages import OneStage, Stages
 
 _log = logging.getLogger(__name__)
 
@@ -106,13 +102,14 @@ class RankTeam:
         self._on_loss = on_loss
         self._lost = threading.Event()
         self._size = spec.degrees.num_ranks
-        sizes = [pool_bytes(pool.layout, pool.num_blocks, self._size) for pool in spec.pools]
-        kv_fd = create_segment("baton-kv", sum(sizes))
-        self._memories = pool_memories(map_segment(kv_fd), spec.pools, self._size)
+        kv_fd = create_segment("baton-kv", sum(sum(pool.rank_bytes) for pool in spec.pools))
+        self._memories = pool_memories(map_segment(kv_fd), spec.pools)
         self._backend = BACKENDS[spec.backend]()
         self._spec = self._backend.open(replace(spec, kv_fd=kv_fd))
         self.shard = spec.shard
+        self.stages: Stages = OneStage()
         self._members = [start(replace(self._spec, rank=rank)) for rank in range(1, self._size)]
+        self._first_stage = self._members[: self._size // spec.degrees.pipeline - 1]
         self.links = [
             Link(
                 member.link,
@@ -129,7 +126,7 @@ class RankTeam:
         # Touch the memory now, as each rank does with its own, so that no step pays for page
         # faults.
         for memory, pool in zip(self._memories, spec.pools, strict=True):
-            rank_memory(memory, pool.layout, pool.num_blocks, spec.shard).zero_()
+            pool.memory_of(memory, 0).zero_()
 
     def wait_ready(self, digest: str) -> Ranks:
         """See Followers. Called once."""
@@ -138,6 +135,7 @@ class RankTeam:
                 raise ModelError("the checkpoint changed while it was read; start again")
         self._is_ready = True
         ranks = self._backend.join(self._spec)
+        self.stages = self._backend.stages(self._spec)
         for fd in self._spec.fds:
             os.close(fd)
         return ranks
@@ -149,10 +147,10 @@ class RankTeam:
         num_window_slots: int,
         device: torch.device,  # noqa: ARG002
     ) -> ShardedKvPool | GroupedTensorPool:
-        memories, size = iter(self._memories), self._size
+        pools = zip(self._memories, self._spec.pools, strict=True)
 
-        def make(own: KvLayout, count: int) -> ShardedKvPool:
-            return ShardedKvPool(next(memories), own, count, size)
+        def make(own: KvLayout, _: int) -> ShardedKvPool:
+            return ShardedKvPool(*next(pools), own)
 
         if num_window_slots:
             return GroupedTensorPool(layout, num_blocks, num_window_slots, make)
@@ -162,12 +160,18 @@ class RankTeam:
     def step(
         self, batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool
     ) -> Iterator[None]:
-        with self._together(encode_step(batch, tables, syncs_layers=syncs_layers)):
+        frame = encode_step(batch, tables, syncs_layers=syncs_layers)
+        with self._together(frame, self._members):
+            yield
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        with self._together(encode_collect(), self._first_stage):
             yield
 
     @contextmanager
     def logits(self, rows: Sequence[int]) -> Iterator[None]:
-        with self._together(encode_logits(rows)):
+        with self._together(encode_logits(rows), self._first_stage):
             yield
 
     def close(self) -> None:
@@ -179,9 +183,9 @@ class RankTeam:
             member.ending()
 
     @contextmanager
-    def _together(self, frame: bytes) -> Iterator[None]:
+    def _together(self, frame: bytes, members: Sequence[RankProcess]) -> Iterator[None]:
         try:
-            for member in self._members:
+            for member in members:
                 member.control.sendall(frame)
             yield
         except ExchangeFailed:

@@ -27,7 +27,7 @@ from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
 from engine.families.config import ModelConfig
 from engine.ranks.exchange import Alone, Ranks
-from engine.ranks.mesh import ALL_LAYERS, Stage
+from engine.ranks.stages import OneStage, Stages
 from engine.torch.adapters import Adapter, AdapterLayer, LowRank
 from engine.torch.packed import PackedLayer, PackedParameters
 from engine.torch.rope import Rotation
@@ -84,6 +84,11 @@ class PackedBatch:
     sampled: torch.Tensor | None
     adapters: tuple[AdapterRows, ...] = ()
     windowed: WindowedKv | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows whose states are sampled."""
+        return len(self.token_ids if self.sampled is None else self.sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +147,13 @@ class Decoder:
         parameters: PackedParameters,
         ranks: Ranks | None = None,
         attention: AttentionBackend = REFERENCE,
-        stage: Stage = ALL_LAYERS,
+        stages: Stages | None = None,
     ) -> None:
         """config: with this rank's heads, see Shard.attention_config, and this stage's layers.
         ranks: the other ranks of the stage, None for a single rank. attention: backend that makes
-        the plans of batches."""
-        self.stage = stage
+        the plans of batches. stages: links to other stages, None if this one has all layers."""
+        self._stages: Stages = stages or OneStage()
+        self.stage = self._stages.stage
         self._attend = attention.attend
         self._ranks: Ranks = ranks or Alone()
         self._config = config
@@ -177,21 +183,21 @@ class Decoder:
         layer_done: Callable[[int], None] | None = None,
         scales: torch.Tensor | None = None,
         watch: Watch | None = None,
-        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the tokens' KV into `pool` (with `scales` if quantised) and into the pool of
         `batch.windowed`; return the sampled tokens' states [rows, hidden], the input of `logits`.
         watch: collects the inputs of other layers.
 
-        A stage returns the input of the next one [tokens, hidden]; the last of several, states
-        [rows, hidden] before the norm. before: result of the previous stage, overwritten.
+        One of several stages gets its input from the previous one and sends its result to the
+        next: [tokens, hidden], or from the last one [rows, hidden] before the norm. The states are
+        then those of `collect`.
 
         `layer_done` is called with each layer's index once all ranks have written the KV of that
         layer; either every rank passes a hook or none does. After the last layer's KV is written,
         only sampled tokens continue. On return, all ranks have finished with the pool.
         """
         parameters, ranks = self._parameters, self._ranks
-        hidden = self.embed(batch.token_ids) if before is None else before
+        hidden = self._input(batch)
         places = self._places(batch, pool, scales)
         last = len(parameters.layers) - 1 if self.stage.is_last else None
         for index, layer in enumerate(parameters.layers):
@@ -208,11 +214,26 @@ class Decoder:
             hidden = self._mlp(index, layer, hidden, added)
         if watch is not None and len(parameters.layers) in watch.layers:
             watch.add(hidden, None)
-        return self.norm(hidden) if self.stage.size == 1 else hidden
+        if self.stage.size > 1:
+            self._stages.send(hidden)
+            return hidden
+        return normed(parameters.norm, hidden)
 
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The norm after the last layer; hidden [rows, hidden]."""
+    def collect(self, num_rows: int) -> torch.Tensor:
+        """States [rows, hidden] of the oldest forward that was not collected, when the last of
+        several stages has sent them. First stage only."""
+        hidden = self._parameters.embeddings.new_empty(num_rows, self._config.hidden_size)
+        self._stages.receive(hidden)
         return normed(self._parameters.norm, hidden)
+
+    def _input(self, batch: PackedBatch) -> torch.Tensor:
+        """The input of this stage's first layer [tokens, hidden], which may be overwritten."""
+        if self.stage.is_first:
+            return self.embed(batch.token_ids)
+        num_tokens = len(batch.token_ids)
+        hidden = self._parameters.embeddings.new_empty(num_tokens, self._config.hidden_size)
+        self._stages.receive(hidden)
+        return hidden
 
     def _places(
         self, batch: PackedBatch, pool: torch.Tensor, scales: torch.Tensor | None

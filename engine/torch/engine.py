@@ -32,7 +32,14 @@ from engine.interface import (
 from engine.ranks.followers import Followers, NoFollowers, TensorPool
 from engine.sampling.sampler import Draws, RowsError, draw
 from engine.torch.step import check_batch, fault, sample_rows
-from engine.torch.step_runner import NO_STATES, EagerStep, EagerSteps, StepOutput, StepRunner
+from engine.torch.step_runner import (
+    NO_STATES,
+    EagerStep,
+    EagerSteps,
+    FirstStage,
+    StepOutput,
+    StepRunner,
+)
 
 #: Rows of a prompt that are scored at once: each takes a few times vocab_size * 4 bytes.
 NUM_SCORED_ROWS = 64
@@ -106,55 +113,57 @@ class TorchEngine(Engine):
         """See Engine.launch. Waits for nothing on a GPU. Raises EngineFault, here or from the
         samples, with the comma-separated indices of the faulty slices in metadata["slices"]: a
         batch without them runs. Raises DeviceLost, likewise."""
-        rows, _, owners = sample_rows(batch)
         before, self._drawn = self._drawn, None
         with torch.inference_mode(), device_checked(self._wait_device):
-            step = self._run(batch, layers_done, before)
-            if self._on_states is not None and isinstance(step, EagerStep):
-                self._on_states(batch, step.watched)
-            # Rows that draw (one or a few per sequence) are handled at once; rows that score a
-            # prompt (one per token) in groups.
-            drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None]
-            scored = [i for i, row in enumerate(rows) if row.scored_token_id is not None]
-            first_rows = range(0, len(scored), NUM_SCORED_ROWS)
-            groups = tuple(
-                (tuple(group), draw(step.logits(group), [rows[i] for i in group]))
-                for group in (
-                    drawn,
-                    *(scored[first : first + NUM_SCORED_ROWS] for first in first_rows),
-                )
-                if group
+            step, reports = self._run(batch, layers_done, before)
+            if isinstance(step, FirstStage):
+                return _StagedLaunch(self, batch, step, reports)
+            return self.draw(batch, step)
+
+    def draw(self, batch: Batch, step: StepOutput) -> Launched:
+        """Draw the samples of a step."""
+        rows, _, owners = sample_rows(batch)
+        if self._on_states is not None and isinstance(step, EagerStep):
+            self._on_states(batch, step.watched)
+        # Rows that draw (one or a few per sequence) are handled at once; rows that score a prompt
+        # (one per token) in groups.
+        drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None]
+        scored = [i for i, row in enumerate(rows) if row.scored_token_id is not None]
+        first_rows = range(0, len(scored), NUM_SCORED_ROWS)
+        groups = tuple(
+            (tuple(group), draw(step.logits(group), [rows[i] for i in group]))
+            for group in (
+                drawn,
+                *(scored[first : first + NUM_SCORED_ROWS] for first in first_rows),
             )
-            if self._spec.max_num_launches > 1:
-                # A launch with several groups, some of which score a prompt, cannot be followed.
-                is_whole = len(groups) == 1 and len(groups[0][0]) == len(rows)
-                self._drawn = groups[0][1].chosen if is_whole else None
-            # Draws reach the host after the step. Without draws, only this fence tells when the
-            # step is over.
-            end = None if groups else Fence(self._kv.tensor.device)
+            if group
+        )
+        if self._spec.max_num_launches > 1 and not self._spec.is_pipelined:
+            # A launch with several groups, some of which score a prompt, cannot be followed.
+            is_whole = len(groups) == 1 and len(groups[0][0]) == len(rows)
+            self._drawn = groups[0][1].chosen if is_whole else None
+        # Draws reach the host after the step. Without draws, only this fence tells when the step is
+        # over.
+        end = None if groups else Fence(self._kv.tensor.device)
         return _TorchLaunch(len(batch.slices), tuple(owners), groups, end, self._wait_device)
 
     def logits(self, batch: Batch, layers_done: LayersDone | None = None) -> torch.Tensor:
         """Write the new tokens' KV; return the logits of all sample rows, slice by slice, [rows,
         vocab] float32."""
         with torch.inference_mode():
-            step = self._run(batch, layers_done, None)
-            return step.logits(range(step.num_rows))
+            step, reports = self._run(batch, layers_done, None)
+            whole = reports.collect(step) if isinstance(step, FirstStage) else step
+            return whole.logits(range(whole.num_rows))
 
     def _run(
         self, batch: Batch, layers_done: LayersDone | None, drawn: torch.Tensor | None
-    ) -> StepOutput:
-        """Write the new tokens' KV. drawn: see StepRunner."""
-        num_layers, size = self._spec.layout.num_layers, self._layer_group_size
+    ) -> tuple[StepOutput | FirstStage, _LayerReports]:
+        """Write the new tokens' KV, with several stages that of the first one's layers. drawn: see
+        StepRunner."""
         check_batch(batch, self._spec, 0 if drawn is None else len(drawn))
-
-        def layer_done(layer: int) -> None:
-            end = layer + 1
-            if layers_done and (end % size == 0 or end == num_layers):
-                first = layer // size * size
-                layers_done(first, end - first)
-
-        return self._steps.run(batch, layers_done and layer_done, drawn)
+        num_layers = self._spec.layout.num_layers
+        reports = _LayerReports(layers_done, num_layers, self._layer_group_size)
+        return self._steps.run(batch, layers_done and reports.layer_done, drawn), reports
 
 
 @contextmanager
@@ -172,6 +181,47 @@ def device_checked(wait_device: Callable[[], None]) -> Iterator[None]:
         except RuntimeError as lost:
             raise DeviceLost(str(lost)) from error
         raise
+
+
+class _LayerReports:
+    """Reports layers of a step by groups. num_layers: of the model."""
+
+    def __init__(self, layers_done: LayersDone | None, num_layers: int, group_size: int) -> None:
+        self._layers_done = layers_done
+        self._num_layers, self._group_size = num_layers, group_size
+        self._num_done = 0
+
+    def layer_done(self, layer: int) -> None:
+        """See StepRunner."""
+        end = layer + 1
+        if end % self._group_size == 0 or end == self._num_layers:
+            self._report(end)
+
+    def collect(self, step: FirstStage) -> StepOutput:
+        """Wait for a step, and report the layers of later stages."""
+        whole = step.collect()
+        self._report(self._num_layers)
+        return whole
+
+    def _report(self, end: int) -> None:
+        if self._layers_done:
+            self._layers_done(self._num_done, end - self._num_done)
+            self._num_done = end
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedLaunch:
+    """Implements Launched: samples are drawn once later stages have completed the step."""
+
+    engine: TorchEngine
+    batch: Batch
+    step: FirstStage
+    reports: _LayerReports
+
+    def samples(self) -> tuple[tuple[Sample, ...], ...]:
+        """See Launched."""
+        with torch.inference_mode():
+            return self.engine.draw(self.batch, self.reports.collect(self.step)).samples()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from engine.kv.tensors.ranks import pool_memories, rank_memory, rank_pool
+from engine.kv.tensors.ranks import pool_memories
 from engine.ranks.backends import BACKENDS
-from engine.ranks.commands import LogitsCommand, StepCommand, read_commands
+from engine.ranks.commands import (
+    CollectCommand,
+    Command,
+    LogitsCommand,
+    StepCommand,
+    read_commands,
+)
 from engine.ranks.exchange import Ranks
 from engine.ranks.link import Link
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
-from engine.torch.decoder import Decoder
+from engine.ranks.stages import Stages
 from engine.torch.load import load_parameters
+from engine.torch.native_decoder import make_decoder
 from engine.torch.rope import make_rope
 from engine.torch.step import NOT_APART, WindowedStep, pack_batch
 from engine.torch.weights import ShardProgress
@@ -35,7 +43,8 @@ def follow(control: socket.socket, link: Link) -> None:
         link.start()
         model = LoadedRank(spec)
         control.sendall(json.dumps({"digest": model.digest}).encode() + b"\n")
-        rank = Rank(model, BACKENDS[spec.backend]().join(spec))
+        backend = BACKENDS[spec.backend]()
+        rank = Rank(model, backend.join(spec), backend.stages(spec))
         for command in read_commands(stream):
             rank.follow(command)
 
@@ -48,34 +57,45 @@ class LoadedRank:
         torch.set_num_threads(spec.num_threads)
         whole, shard = spec.config, spec.shard
         dtype = getattr(torch, spec.dtype)
-        memories = pool_memories(map_segment(spec.kv_fd), spec.pools, spec.degrees.num_ranks)
+        memories = pool_memories(map_segment(spec.kv_fd), spec.pools)
         self.pools = []
         for memory, pool in zip(memories, spec.pools, strict=True):
             # Each rank touches its own pages: they are allocated on its NUMA node, and no step pays
             # for page faults.
-            rank_memory(memory, pool.layout, pool.num_blocks, shard).zero_()
-            self.pools.append(rank_pool(memory, pool.layout, pool.num_blocks, shard))
+            pool.memory_of(memory, spec.rank).zero_()
+            self.pools.append(pool.pool_of(memory, spec.rank))
         self.parameters, self.digest = load_parameters(
-            Path(spec.folder), whole, dtype, spec.torch_device, _no_progress, shard
+            Path(spec.folder), whole, dtype, spec.torch_device, _no_progress, shard, spec.stage
         )
-        self.config = shard.attention_config(whole)
+        self.config = shard.attention_config(whole).of_layers(spec.stage.layers(whole.num_layers))
         self.rope = make_rope(whole, spec.max_model_len, spec.torch_device)
 
 
 class Rank:
     """A rank at work. Used by one thread."""
 
-    def __init__(self, model: LoadedRank, ranks: Ranks) -> None:
+    def __init__(self, model: LoadedRank, ranks: Ranks, stages: Stages) -> None:
         self._model = model
-        self._decoder = Decoder(model.config, model.parameters, ranks)
+        pool_dtype = model.pools[0].tensor.dtype
+        self._decoder = make_decoder(
+            model.config, model.parameters, pool_dtype, ranks, stages=stages
+        )
+        self._stage = stages.stage
         self._states = torch.empty(0)
+        self._in_flight: deque[int] = deque()
+        """Rows of each step that the first of several stages has not collected."""
 
-    def follow(self, command: StepCommand | LogitsCommand) -> None:
+    def follow(self, command: Command) -> None:
         """Execute a command."""
-        if isinstance(command, LogitsCommand):
-            self._decoder.logits(self._states[torch.tensor(command.rows)])
-        else:
-            self._states = self._step(command, _meet_only if command.syncs_layers else None)
+        match command:
+            case StepCommand():
+                # Rank 0 reports the layers of other stages once it has collected a step.
+                is_synced = command.syncs_layers and self._stage.is_first
+                self._states = self._step(command, _meet_only if is_synced else None)
+            case CollectCommand():
+                self._states = self._decoder.collect(self._in_flight.popleft())
+            case LogitsCommand():
+                self._decoder.logits(self._states[torch.tensor(command.rows)])
 
     def _step(self, command: StepCommand, layer_done: Callable[[int], None] | None) -> torch.Tensor:
         model, decoder = self._model, self._decoder
@@ -86,6 +106,8 @@ class Rank:
         packed = pack_batch(
             command.batch, model.config, model.rope, pool.tensor, decoder.dtype, apart=windowed
         )
+        if self._stage.size > 1 and self._stage.is_first:
+            self._in_flight.append(packed.num_rows)
         return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
 
 

@@ -21,7 +21,7 @@ from baton_kernels.cpu.layers import (
 from baton_kernels.cpu.paged_attention import AttentionPlan
 from engine.families.config import ModelConfig
 from engine.ranks.exchange import Ranks
-from engine.ranks.mesh import ALL_LAYERS, Stage
+from engine.ranks.stages import Stages
 from engine.torch.decoder import Decoder, PackedBatch, Watch
 from engine.torch.packed import PackedParameters
 
@@ -32,25 +32,25 @@ def make_decoder(
     pool_dtype: torch.dtype,
     ranks: Ranks,
     attention: AttentionBackend = REFERENCE,
-    stage: Stage = ALL_LAYERS,
+    stages: Stages | None = None,
 ) -> Decoder:
     """Make the fastest decoder for the parameters' device. All give the same results, bit-identical
     between native kernels.
 
-    config, ranks, attention, stage: see Decoder. Several ranks of a stage, which meet within a
+    config, ranks, attention, stages: see Decoder. Several ranks of a stage, which meet within a
     layer, and other attention backends run op by op.
     """
     embeddings = parameters.embeddings
     if attention is not REFERENCE:
-        return Decoder(config, parameters, ranks, attention, stage)
+        return Decoder(config, parameters, ranks, attention, stages)
     is_alone = ranks.shard.size == 1 and embeddings.device.type == "cpu"
     if not is_alone or not can_run(embeddings.dtype, pool_dtype, config.head_dim):
-        return Decoder(config, parameters, ranks, stage=stage)
+        return Decoder(config, parameters, ranks, stages=stages)
     layers = [native_layer(layer) for layer in parameters.layers]
     known = [layer for layer in layers if layer is not None]
     if len(known) < len(layers):
-        return Decoder(config, parameters, ranks, stage=stage)
-    return NativeDecoder(config, parameters, known, stage)
+        return Decoder(config, parameters, ranks, stages=stages)
+    return NativeDecoder(config, parameters, known, stages)
 
 
 class NativeDecoder(Decoder):
@@ -61,9 +61,9 @@ class NativeDecoder(Decoder):
         config: ModelConfig,
         parameters: PackedParameters,
         layers: Sequence[NativeLayer],
-        stage: Stage = ALL_LAYERS,
+        stages: Stages | None = None,
     ) -> None:
-        super().__init__(config, parameters, stage=stage)
+        super().__init__(config, parameters, stages=stages)
         self._layers = NativeLayers(layers, parameters.norm)
 
     def forward(
@@ -73,13 +73,12 @@ class NativeDecoder(Decoder):
         layer_done: Callable[[int], None] | None = None,
         scales: torch.Tensor | None = None,
         watch: Watch | None = None,
-        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See Decoder.forward. Batches with adapters run op by op."""
         if batch.adapters:
-            return super().forward(batch, pool, layer_done, scales, watch, before)
+            return super().forward(batch, pool, layer_done, scales, watch)
         config, stage = self._config, self.stage
-        hidden = self.embed(batch.token_ids) if before is None else before
+        hidden = self._input(batch)
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
         cos, sin = batch.rotations[0]
         # Native plans, because `can_run` holds.
@@ -107,8 +106,10 @@ class NativeDecoder(Decoder):
             watch.add(hidden, None)
             running.run(end, end + 1)
             return hidden
-        # The rest of the last layer, and the final norm unless it is the first stage's.
+        # The rest of the last layer, and the final norm unless other stages follow.
         running.run(end - 1, end + (stage.size == 1))
+        if stage.size > 1:
+            self._stages.send(hidden)
         return hidden
 
 

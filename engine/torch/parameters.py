@@ -153,7 +153,9 @@ class Parameters:
             yield from layer_targets(layer)
 
     def linear_names(self) -> frozenset[str]:
-        return quantizable_names(self.linears[:-1] if self.is_tied and self.lm_head else self.linears)
+        return quantizable_names(
+            self.linears[:-1] if self.is_tied and self.lm_head else self.linears
+        )
 
     def is_elsewhere(self, name: str) -> bool:
         """Whether other stages have a tensor of the checkpoint."""

@@ -58,9 +58,10 @@ class StepRunner(Protocol):
 
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
-    ) -> StepOutput:
+    ) -> StepOutput | FirstStage:
         """Write the new tokens' KV. drawn: [rows] int64 on the device, tokens drawn by the step
-        before, for slices that follow it. Does not wait for work queued on the device."""
+        before, for slices that follow it. Does not wait for work queued on the device. With
+        several stages, `layer_done` is called for those of the first."""
         ...
 
 
@@ -98,6 +99,22 @@ class EagerStep:
             return self.decoder.logits(some)
 
 
+@dataclass(frozen=True, slots=True)
+class FirstStage:
+    """A forward that later stages have not completed. num_rows: sample rows of the batch. All are
+    collected, in the order in which they were run."""
+
+    num_rows: int
+    decoder: Decoder
+    followers: Followers
+
+    def collect(self) -> EagerStep:
+        """Wait for the last stage."""
+        with self.followers.collect():
+            states = self.decoder.collect(self.num_rows)
+        return EagerStep(states, self.decoder, self.followers)
+
+
 class EagerSteps:
     """Runs any batch op by op, on all ranks."""
 
@@ -123,7 +140,7 @@ class EagerSteps:
 
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
-    ) -> EagerStep:
+    ) -> EagerStep | FirstStage:
         """See StepRunner."""
         model, config, decoder = self._model, self._model.config, self._model.decoder
         pool = model.kv
@@ -147,6 +164,8 @@ class EagerSteps:
                 take_drawn(packed.token_ids, batch, drawn)
             watch = Watch(self._watched_layers) if self._watched_layers else None
             states = decoder.forward(packed, pool.tensor, layer_done, pool.scales, watch)
+        if decoder.stage.size > 1:
+            return FirstStage(packed.num_rows, decoder, self._followers)
         if self._watched_layers is None:
             return EagerStep(states, decoder, self._followers)
         watched = states if watch is None else watch.take()

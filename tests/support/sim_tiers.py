@@ -249,7 +249,7 @@ class SimWorker:
             self.shape.max_num_seqs,
             self.shape.max_num_batched_tokens,
             self.engine.spec.max_num_launches
-            if self.shape.num_stages > 1
+            if self.engine.spec.is_pipelined
             else min(self.shape.max_num_launches, self.engine.spec.max_num_launches),
         )
         self.core = WorkerCore(deps, limits, policy)
