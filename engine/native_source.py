@@ -22,6 +22,7 @@ from engine.model_source import EnginePlan, Graphs, LoadedModel
 from engine.ranks.exchange import Ranks
 from engine.ranks.followers import Followers, TensorPool
 from engine.ranks.mesh import Degrees, Stage
+from engine.ranks.parts import rank_parts
 from engine.ranks.start import check_ranks, start_followers
 from engine.torch.adapters import Adapter, load_adapter
 from engine.torch.device_tables import DeviceTables, table_width
@@ -107,7 +108,10 @@ class NativeModel:
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
         config, device = self._config, plan.device
-        pools = pool_sizes(plan.layout, plan.num_blocks, plan.num_window_slots, plan.degrees)
+        pools = pool_sizes(
+            *(plan.layout, plan.num_blocks, plan.num_window_slots),
+            rank_parts(plan.layout, plan.degrees),
+        )
         followers = start_followers(
             plan.degrees,
             plan.backend,

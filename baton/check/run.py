@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from baton.check.requests import MAX_TOKENS, CheckRequest, draw_requests
 from baton.client import AsyncClient
@@ -52,27 +53,33 @@ class Verdict:
 REFERENCE = Shape("one process", {"colocated": True, "enable_prefix_caching": False}, 1)
 
 
-def split_shapes(transports: Sequence[str], ranks: tuple[int, int] = (1, 1)) -> tuple[Shape, ...]:
+def split_shapes(
+    transports: Sequence[str], degrees: Mapping[str, int] = MappingProxyType({})
+) -> tuple[Shape, ...]:
     """Two-tier shapes: each transport twice, with equal and different block sizes, small chunks,
     and several workers.
 
-    ranks: tensor parallelism of the prefill and of the decode tier.
+    degrees: of parallelism of the tiers, by option.
     """
     mixes = itertools.cycle([(16, 16, 2048, 1), (32, 8, 64, 1), (8, 32, 160, 2)])
     return tuple(
-        _shape(transport, ranks, *next(mixes)) for _ in range(2) for transport in transports
+        _shape(transport, degrees, *next(mixes)) for _ in range(2) for transport in transports
     )
 
 
 def _shape(
     transport: str,
-    ranks: tuple[int, int],
+    degrees: Mapping[str, int],
     prefill_block: int,
     decode_block: int,
     chunk: int,
     num_workers: int,
 ) -> Shape:
-    shared = f" of {ranks[0]} and {ranks[1]} ranks" if ranks != (1, 1) else ""
+    shared = "".join(
+        f", {name.removesuffix('_size').replace('_', ' ')} {size}"
+        for name, size in degrees.items()
+        if size > 1
+    )
     return Shape(
         name=(
             f"{transport}, blocks {prefill_block}->{decode_block}, chunk {chunk}, "
@@ -85,8 +92,7 @@ def _shape(
             "max_num_batched_tokens": chunk,
             "num_prefill_workers": num_workers,
             "num_decode_workers": num_workers,
-            "prefill_tensor_parallel_size": ranks[0],
-            "decode_tensor_parallel_size": ranks[1],
+            **degrees,
         },
         concurrency=32,
     )

@@ -40,6 +40,12 @@ def check(
     decode_tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="Processes that share the model in each decode worker.")
     ] = 1,
+    prefill_pipeline_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Stages of the model in each prefill worker.")
+    ] = 1,
+    decode_pipeline_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Stages of the model in each decode worker.")
+    ] = 1,
     engine: Annotated[str, typer.Option(help="torch, or oracle to check without a model.")] = (
         "torch"
     ),
@@ -95,10 +101,15 @@ def check(
         raise SystemExit(
             _soak({**options, "kv_transport": transports[0]}, num_requests, hours, seed)
         )
-    ranks = (prefill_tensor_parallel_size, decode_tensor_parallel_size)
+    degrees = {
+        "prefill_tensor_parallel_size": prefill_tensor_parallel_size,
+        "prefill_pipeline_parallel_size": prefill_pipeline_parallel_size,
+        "decode_tensor_parallel_size": decode_tensor_parallel_size,
+        "decode_pipeline_parallel_size": decode_pipeline_parallel_size,
+    }
     coroutine = run_check(
         options,
-        split_shapes(transports, ranks),
+        split_shapes(transports, degrees),
         num_requests=num_requests,
         seed=seed,
         on_verdict=_report,

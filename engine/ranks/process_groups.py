@@ -34,6 +34,8 @@ _JOIN = timedelta(seconds=60)
 #: Deadline of an exchange, in which all ranks are at the same place of a step. Only a network that
 #: is down between two ranks, and not between each and rank 0, lets it pass: else links are first.
 _EXCHANGE = timedelta(seconds=60)
+#: Deadline of states from another stage, which computes a whole step in the meantime.
+_STAGE = timedelta(minutes=30)
 
 
 class ProcessGroups:
@@ -67,6 +69,7 @@ class ProcessGroups:
         if spec.degrees.pipeline == 1:
             return OneStage()
         group = self.join_group(spec, "pipeline", spec.pipeline)
+        group.set_timeout(_STAGE)
         return GroupStages(group, spec.stage, spec.torch_device)
 
     def join_group(self, spec: RankSpec, name: str, members: Sequence[int]) -> ProcessGroup:

@@ -81,7 +81,7 @@ class TransformersModel:
             )
         if degrees.num_ranks > 1:
             raise ConfigError.of(
-                "tensor_parallel_size",
+                "pipeline_parallel_size" if degrees.pipeline > 1 else "tensor_parallel_size",
                 degrees.num_ranks,
                 f"{self._description.architecture} runs by transformers' code, which no ranks "
                 "share; leave it out",

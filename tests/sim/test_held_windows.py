@@ -38,7 +38,7 @@ class WatchedClient(SimClient):
         super().check_integrity()
         for worker in (*self.prefills, *self.decodes):
             blocks = worker.pool.counts().leased
-            held = worker.slots.num_held if worker.slots else blocks
+            held = worker.slots.counts().leased if worker.slots else blocks
             self.most[worker.name] = max(self.most[worker.name], held)
             self.most_blocks = max(self.most_blocks, blocks)
 

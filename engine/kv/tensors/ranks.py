@@ -15,8 +15,6 @@ from engine.kv.part import KvPart
 from engine.kv.range import KvRange
 from engine.kv.tensors.packed import PackedPart, PackedPool
 from engine.kv.tensors.paged import TorchKvPool
-from engine.ranks.mesh import Degrees, stage_layers
-from engine.shard import Shard
 
 _CPU = torch.device("cpu")
 
@@ -46,23 +44,11 @@ class PoolSize:
         return TorchKvPool(own, self.num_blocks, _CPU, self.memory_of(memory, rank))
 
 
-def rank_parts(layout: KvLayout, degrees: Degrees) -> tuple[KvPart, ...]:
-    """The part of a model's KV that each rank has."""
-    stages = stage_layers(layout.num_layers, degrees.pipeline)
-    places = map(degrees.place, range(degrees.num_ranks))
-    found = []
-    for place in places:
-        heads = Shard(place.tensor_rank, degrees.tensor).kv_heads(layout.num_kv_heads)
-        layers = stages[place.stage]
-        found.append(KvPart(layers.start, len(layers), heads.start, len(heads)))
-    return tuple(found)
-
-
 def pool_sizes(
-    layout: KvLayout, num_blocks: int, num_slots: int, degrees: Degrees
+    layout: KvLayout, num_blocks: int, num_slots: int, parts: tuple[KvPart, ...]
 ) -> tuple[PoolSize, ...]:
-    """The pools: one, or two (blocks and slots, see GroupedKvPool). layout: of the whole model."""
-    parts = rank_parts(layout, degrees)
+    """The pools: one, or two (blocks and slots, see GroupedKvPool). layout: of the whole model.
+    parts: of the ranks."""
     if not num_slots:
         return (PoolSize(layout, num_blocks, parts),)
     groups = groups_of(layout)

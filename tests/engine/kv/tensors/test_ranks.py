@@ -12,6 +12,7 @@ from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 from engine.kv.tensors.ranks import PoolSize, ShardedKvPool, pool_sizes
 from engine.ranks.mesh import Degrees, stage_layers
+from engine.ranks.parts import rank_parts
 from engine.shard import Shard
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, NUM_BLOCKS = 3, 4, 2, 5
@@ -26,7 +27,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded(layout: KvLayout, degrees: Degrees) -> tuple[ShardedKvPool, PoolSize, torch.Tensor]:
-    (size,) = pool_sizes(layout, NUM_BLOCKS, 0, degrees)
+    (size,) = pool_sizes(layout, NUM_BLOCKS, 0, rank_parts(layout, degrees))
     memory = torch.zeros(sum(size.rank_bytes), dtype=torch.uint8)
     return ShardedKvPool(memory, size, layout), size, memory
 

@@ -1,0 +1,19 @@
+"""The part of a model's KV that each rank has."""
+
+from __future__ import annotations
+
+from baton.types import KvLayout
+from engine.kv.part import KvPart
+from engine.ranks.mesh import Degrees, stage_layers
+from engine.shard import Shard
+
+
+def rank_parts(layout: KvLayout, degrees: Degrees) -> tuple[KvPart, ...]:
+    """By rank: the layers of its stage, and the KV heads that its query heads read. layout: of the
+    whole model."""
+    stages, found = stage_layers(layout.num_layers, degrees.pipeline), []
+    for place in map(degrees.place, range(degrees.num_ranks)):
+        layers = stages[place.stage]
+        heads = Shard(place.tensor_rank, degrees.tensor).kv_heads(layout.num_kv_heads)
+        found.append(KvPart(layers.start, len(layers), heads.start, len(heads)))
+    return tuple(found)
