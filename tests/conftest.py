@@ -87,7 +87,7 @@ def pytest_pycollect_makemodule(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: the collector of garbage need not go through it, now or later."""
+    """Imported modules stay, so the garbage collector need not examine them, now or later."""
     gc.disable()
     try:
         return (yield)

@@ -13,7 +13,7 @@ from tests.conftest import cases_beyond_few
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of pytest's items."""
+    """The attributes of pytest's items that few_cases reads."""
 
     nodeid: str
     mark: int | None

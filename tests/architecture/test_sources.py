@@ -160,7 +160,7 @@ def test_the_walk_finds_branches_on_a_family() -> None:
 
 
 def test_no_branch_on_a_family() -> None:
-    """What is a family's own is in its file."""
+    """Each family's particulars are in its own file."""
     assert found(list(sources("engine")), family_branches) == []
 
 

@@ -1,4 +1,4 @@
-"""What is told of handoffs is what was measured."""
+"""Reported figures of handoffs are those that were measured."""
 
 from __future__ import annotations
 

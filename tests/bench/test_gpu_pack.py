@@ -1,4 +1,4 @@
-"""What is carried to a GPU machine: wheels of the versions that are here, within the limit."""
+"""Files carried to a GPU machine: wheels of the installed versions, within the limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is run: every rate on every target, in turns, with the same requests."""
+"""The plan runs every rate on every target, in turns, with the same requests."""
 
 from __future__ import annotations
 

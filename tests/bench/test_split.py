@@ -1,4 +1,4 @@
-"""Steady answers around bursts, and what is told of each."""
+"""Steady answers around bursts, and the report of each."""
 
 from __future__ import annotations
 

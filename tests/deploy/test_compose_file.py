@@ -23,7 +23,7 @@ COMBINATIONS = [
     for beside in ((), ("obs",), ("bench",), BESIDE)
     if (chosen := (*engines, *beside))
 ]
-#: What is published, and nothing else: the gateway, and what people look at.
+#: Only the gateway and the pages for people are published.
 PUBLISHED = {"gateway", "gateway-gpu", "grafana", "jaeger"}
 STARTED = {"condition": "service_started"}
 GRACE_MARGIN_S = 5.0

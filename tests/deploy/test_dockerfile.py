@@ -79,7 +79,7 @@ def test_the_user_of_every_target_is_that_of_its_services() -> None:
         users = [line.split()[1] for line in STAGES[told["build"]["target"]] if "USER " in line]
         assert users[-1] == told["user"]
     assert STAGES["worker-rdma"][-1].startswith("USER 10001")
-    # What is built without a target is a worker on a CPU.
+    # The default target is a worker on a CPU.
     assert STAGES[""] == STAGES["worker"]
 
 

@@ -34,8 +34,8 @@ VENV_BIN = ".venv/bin/"
 #: `make` finds its environment ready, and installs nothing.
 MAKEFLAGS = f"RUNS= STAMP= BIN={BIN}"
 
-#: What is tried of a line that serves is the line: its processes start in a third of the time. The
-#: model itself is served to all other blocks, and to the first request of the README.
+#: Environment of lines that serve, where the line is the matter: processes start in a third of the
+#: time. The model itself is served to all other blocks, and to the first request of the README.
 WITHOUT_MODEL = {"BATON_ENGINE": "oracle"}
 
 #: `docker compose [--profile NAME]... up|run ...`: the profiles must be there, and the service that

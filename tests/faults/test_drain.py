@@ -1,5 +1,5 @@
-"""A decode worker that is told to go hands its live sequences over: nobody waits for it, and
-nothing is computed anew."""
+"""A draining decode worker hands its live sequences over: nothing waits for it, and nothing is
+computed again."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ async def healed(cluster: ProxiedCluster) -> AsyncIterator[AsyncClient]:
         yield client
         await heal(cluster)
         await until_quiet(client, 4)
-        # A fault of a link is no fault of the software: nothing of it is told as one.
+        # A fault of a link is not reported as a fault of the software.
         assert not [line for line in cluster.log_lines if " failed: " in line]
 
 
@@ -142,7 +142,7 @@ async def test_flipped_bits_of_kv_are_noticed(cluster: ProxiedCluster, healed: A
 async def test_of_a_client(
     cluster: ProxiedCluster, healed: AsyncClient, inject: Callable[[FaultProxy], None]
 ) -> None:
-    """A client that is cut off is told so once; its work ends, and another client's goes on."""
+    """A disconnected client gets one error; its work ends, and another client's continues."""
     others = Streams(healed, seed=6, num_streams=2)
     async with AsyncClient(cluster.front, max_retries=0) as client:
         streams = Streams(client, seed=7)

@@ -143,7 +143,7 @@ async def test_cancels_at_any_moment_leave_nothing_behind() -> None:
         before = _resources()
         await round_of_100()
         assert num_whole
-        # What is only slow to go may go; a leak stays, and the timeout ends the wait.
+        # Slow releases may end; a leak stays, and the timeout ends the wait.
         async with asyncio.timeout(60):
             while any(number > before[name] for name, number in _resources().items()):
                 await asyncio.sleep(0.05)

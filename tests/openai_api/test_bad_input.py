@@ -119,7 +119,7 @@ ASKED = '{"max_tokens": 1, "messages": [{"role": "user", "content": '
 CALL = '{"type": "function_call", "name": "t", "arguments": ""}'
 CALLED = '{"function": {"name": "t", "arguments": "{}"}}'
 
-#: What is wrong, where, and the beginning of the message.
+#: Path, body, and the beginning of the error message.
 STRANGE: dict[str, tuple[str, str | bytes, str]] = {
     "nothing": (COMPLETIONS, "", "body: is not JSON"),
     "no JSON": (CHATS, "{", "body: is not JSON"),

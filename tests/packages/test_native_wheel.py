@@ -78,7 +78,7 @@ def test_every_level_of_the_architecture_is_built(
 ) -> None:
     compiler = tmp_path / "bin" / "c++"
     compiler.parent.mkdir()
-    # The last argument is the file to write; what it was asked for is told in it.
+    # Writes its arguments to the file that the last one names.
     compiler.write_text('#!/bin/sh\nfor last; do :; done\necho "$@" > "$last"\n')
     compiler.chmod(0o700)
     monkeypatch.setenv("PATH", f"{compiler.parent}:/bin:/usr/bin")

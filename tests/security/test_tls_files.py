@@ -1,5 +1,4 @@
-"""Mistakes with certificates are told before anything is loaded: the option, its value, and what to
-do."""
+"""Mistakes with certificates are reported before anything is loaded: option, value and fix."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def test_a_file_that_may_not_be_read_is_told_so(own: TlsFiles, tmp_path: Path) -
 @pytest.mark.parametrize("cls", COMMANDS)
 @pytest.mark.parametrize("lacking", ALL)
 def test_half_of_the_files_is_no_tls(cls: Any, lacking: str) -> None:
-    """But a gateway may do without the authority: its clients are told by something else, or not at
-    all."""
+    """A gateway may do without the authority: its clients authenticate otherwise, or not at all."""
     values = {name: "some.pem" for name in ALL if name != lacking}
     if cls is GatewayOptions and lacking == "ssl_ca_certs":
         options = build_options(cls, {"model": "m", **values})

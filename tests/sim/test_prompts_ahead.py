@@ -1,5 +1,5 @@
-"""Prompts that leave after their first token are launched one step ahead. What is sent of them, and
-what follows them, is what each comes to alone, whatever fails, is given up or finds no room."""
+"""Prompts that leave after their first token are launched one step ahead. Each sends and continues
+as if alone, whatever fails, is cancelled or finds no room."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worker_core.commands import Destination, Open, StreamCommand
 VOCAB = 1000
 POISON = 777
 
-#: What is sent of a sequence: of each token and layer.
+#: KV sent of a sequence, by token and layer.
 Kv = dict[tuple[int, int], bytes]
 
 

@@ -22,7 +22,7 @@ VOCAB = 1000
 
 @dataclass(frozen=True)
 class Wish:
-    """A request, and how many of its choices are told."""
+    """A request, and the number of choices it returns."""
 
     spec: SequenceSpec
     num_returned: int

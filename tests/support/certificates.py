@@ -35,7 +35,7 @@ class Authority:
 
 
 def as_options(files: TlsFiles) -> dict[str, Any]:
-    """As a process is told of them."""
+    """The files as options of a process."""
     return {
         "ssl_ca_certs": str(files.ca_certs),
         "ssl_certfile": str(files.certfile),

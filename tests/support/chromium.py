@@ -122,7 +122,7 @@ class Tab:
         await self.call("Emulation.setEmulatedMedia", features=values)
 
     async def screenshot(self) -> bytes:
-        """What is seen, as PNG."""
+        """The visible page, as PNG."""
         answer = await self.call("Page.captureScreenshot", format="png")
         return base64.b64decode(answer["data"])
 

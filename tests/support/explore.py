@@ -134,7 +134,7 @@ _LEAVES: Mapping[type, Callable[[Any], object]] = {
     bytearray: bytes,
     Message: lambda message: message.SerializeToString(deterministic=True),
 }
-#: What is visited, in order.
+#: Parts to visit of each kind of container, in order.
 _CONTAINERS: Mapping[type, Callable[[Any], Collection[Any]]] = {
     tuple: lambda items: items,
     list: lambda items: items,

@@ -1,5 +1,5 @@
-"""A program as `make bench` runs them: it writes what it is told to as its result, or fails before
-it writes anything."""
+"""A program as `make bench` runs them: writes the given text as its result, or fails before it
+writes anything."""
 
 from __future__ import annotations
 

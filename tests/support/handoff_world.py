@@ -194,7 +194,7 @@ class Wire:
             self.lose(error.message)
 
     def lose(self, why: str) -> None:
-        """What is on its way is lost, and both ends will know."""
+        """Lose everything under way; both ends will notice."""
         if self.lost:
             return
         self.lost = why
@@ -547,7 +547,7 @@ class World:
                 self._fault(verb, rest)
         for wire in self.hub.wires:
             wire.report_aborts()
-        # What is over counts for nothing, so that no state differs by it.
+        # Lost wires and ended runners are left out, so that no states differ by them.
         self.hub.wires = [wire for wire in self.hub.wires if not wire.lost]
         for node in (self.prefill, self.decode):
             node.runners = [runner for runner in node.runners if not runner.is_over]

@@ -132,7 +132,7 @@ def expected_outputs(spec: SequenceSpec, layers: OracleLayers = FULL_LAYERS) -> 
 
 
 def num_prompt_logprobs(spec: SequenceSpec) -> int:
-    """Positions of the prompt that are told of."""
+    """Prompt positions with reported log probabilities."""
     if spec.sampling.prompt_logprobs < 0:
         return 0
     return len(oracle_prompt_logprobs(spec.prompt_token_ids, spec.sampling, VOCAB))

@@ -62,7 +62,7 @@ class RedisServer:
         self._signal(signal.SIGCONT)
 
     async def stop(self) -> None:
-        """As a crash: nothing is saved, nobody is told."""
+        """As a crash: nothing is saved or announced."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.communicate()

@@ -159,7 +159,7 @@ class SimClient:
                 source = KvSource.HANDOFF
                 self.place(self.resumed(stay), target, source, moves_from=handle)
             case Committed() if stay.moves_from is not None:
-                # What is left there is over, though it has not told so yet.
+                # The stay there is over, though its end was not reported yet.
                 del self.live[stay.moves_from]
                 stay.moves_from = None
             case NotHandedOff():

@@ -1,5 +1,5 @@
-"""Places in the batch are those of the members, and members are told by rank, whatever came, took
-another one's place, or left."""
+"""Places in the batch follow the members, and members are ordered by rank, whatever came, left, or
+took another's place."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Exports:
 
 @dataclass
 class Tiers:
-    """One worker of each tier; steps are told when `deliver` is called, in order."""
+    """One worker of each tier; `deliver` reports steps in order."""
 
     rng: random.Random
     now_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What is asked for is what is sent; what cannot be sent is refused, by the name of its field."""
+"""Requests are sent as asked; what cannot be sent is refused by the name of its field."""
 
 from __future__ import annotations
 

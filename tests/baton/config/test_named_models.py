@@ -105,7 +105,7 @@ def test_models_on_the_command_line(
     assert (several.model, several.served_model_name) == ("org/a", "code")
     assert several.more_models == ("b=org/b:revision=v2", "org/c=org/c", "d=org/d")
     assert (one.model, one.served_model_name, one.more_models) == ("org/a", "a", ())
-    # What is a folder has no name, whatever stands in it.
+    # An existing folder is a path, not NAME=PATH, whatever characters it has.
     assert (folder.model, folder.served_model_name) == ("lr=0.1", None)
     assert run(*to_arguments(several)) == ""
     assert seen[-1] == several

@@ -1,4 +1,5 @@
-"""No credentials in what is told of a wrong value, however wrong; and nothing else is hidden."""
+"""Errors about a wrong value show no credentials, however malformed it is, and hide nothing
+else."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ async def test_an_outage_is_no_change_and_an_empty_restart_is_repaired(server: R
         async with announced(server, lambda: PREFILL):  # appears while Redis is down
             await server.start()
             seen = [await next_change]
-            # The list may be seen before the first worker is back on it; it is told twice then.
+            # The list may be read before the first worker is back on it; then there are two
+            # changes.
             while WorkerAdded("p:1", Tier.PREFILL) not in seen or seen.count(
                 WorkerRemoved("d:1")
             ) > seen.count(WorkerAdded("d:1", Tier.DECODE)):

@@ -1,4 +1,4 @@
-"""What is captured of decode steps, and what the memory plan keeps for it."""
+"""Which decode steps are captured as graphs, and the memory that the plan keeps for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of an adapter and not supported is refused by name when a worker starts."""
+"""A worker refuses unsupported features of an adapter by name at its start."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Steps launched before the tokens of the one before are known here: the same samples, and faults
-that are told late."""
+"""Steps launched before the previous step's tokens are known: the same samples, and faults reported
+late."""
 
 from __future__ import annotations
 

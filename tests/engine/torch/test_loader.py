@@ -288,7 +288,7 @@ def test_a_broken_shard_is_named_while_others_are_read_ahead(tmp_path: Path) -> 
 def test_for_a_gpu_tensors_are_read_into_page_locked_memory(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is digested, and given out, is the page-locked copy."""
+    """The page-locked copy is digested and passed on."""
     pinned: list[torch.Tensor] = []
 
     def pin(mapped: torch.Tensor) -> torch.Tensor:

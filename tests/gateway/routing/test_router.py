@@ -106,7 +106,7 @@ def test_a_plan_names_workers_that_have_room(
 def test_not_now_means_that_idle_workers_would_do(
     need: Need, prefills: list[PrefillView], decodes: list[DecodeView]
 ) -> None:
-    """No sequence waits for ever: whoever is told to wait is placed when the workers are empty."""
+    """No sequence waits for ever: one that must wait is placed when the workers are empty."""
     if choose(need, prefills, decodes, b"k") is Verdict.NOT_NOW:
         idle_prefills = [replace(p, outstanding_tokens=0) for p in prefills]
         idle_decodes = [

@@ -70,7 +70,7 @@ CASES = [
 ]
 
 
-# What is too large for float16 is infinite; numpy, which interprets, warns of it.
+# Values too large for float16 become infinite; numpy, which interprets, warns of it.
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize("package", [twins, kernels], ids=["twin", "kernel"])
 @pytest.mark.parametrize(("dtype", "wire_dtype", "sender"), CASES)

@@ -1,5 +1,5 @@
-"""What is particular to cuda_ipc, on a double of the device: payloads in shared slots, memory that
-outlives those who have it mapped."""
+"""Particulars of cuda_ipc, on a double of the device: payloads in shared slots, and memory that
+outlives the processes that have it mapped."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def deaf(tmp_path: Path) -> Iterator[Endpoint]:
 
 
 def rig_with(make_rig: MakeRig, first: Endpoint) -> Rig:
-    """A receiver over tcp, and a sender that is told of `first`, too."""
+    """A receiver over tcp, and a sender that also knows `first`."""
     connect = make_connector(clock=lambda: 0.0)
     return make_rig(
         "tcp", tap=lambda _: lambda offered, timeout_s: connect((first, *offered), timeout_s)

@@ -1,5 +1,5 @@
-"""What is particular to nixl: payloads land before they are read, and memory outlives those who may
-still reach into it."""
+"""Particulars of nixl: payloads land before they are read, and memory outlives peers that may still
+write to it."""
 
 from __future__ import annotations
 

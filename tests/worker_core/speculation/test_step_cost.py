@@ -1,4 +1,4 @@
-"""What is learned of steps' times: rising, near the truth, and not thrown off by one bad timing."""
+"""The learned step times rise, are near the truth, and withstand one bad timing."""
 
 from __future__ import annotations
 
