@@ -45,7 +45,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class ReadyReport:
-    """A service takes work. address: host:port it listens on. phases: seconds of each step of the
+    """A service takes work. address: host:port it listens on; empty for a node of a worker that
+    listens elsewhere. phases: seconds of each step of the
     start, in order.
     numerics, dtype_reason: of a worker. http_address: of a gateway's HTTP; empty if it has none.
     sampling_defaults: the model's own, for people; of a gateway."""
@@ -95,7 +96,8 @@ def log_ready(report: ReadyReport) -> None:
     if report.sampling_defaults:
         after += f"; sampling defaults of the model: {report.sampling_defaults}"
     where = " and ".join(filter(None, (report.address, report.http_address)))
-    logger.info("ready at %s (%s)%s", where, describe_phases(report.phases), after)
+    at = f" at {where}" if where else ""
+    logger.info("ready%s (%s)%s", at, describe_phases(report.phases), after)
 
 
 def run_service(

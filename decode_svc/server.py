@@ -39,7 +39,8 @@ async def serve_decode(
             lambda role: prefill_policy() if role is Tier.PREFILL else decode_policy(local_prefill),
             build_speculation(options, engine, time.perf_counter),
             max_num_launches(options.async_scheduling, engine.spec, has_drafts=has_drafts),
-            int(options.swap_space * 2**30),
+            # KV on several hosts cannot be swapped.
+            int(options.swap_space * 2**30) if options.nnodes == 1 else 0,
             options.kv_transfer_dtype,
         )
 

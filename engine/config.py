@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.checkpoint import HeadFiles
 from engine.ranks.mesh import ONE_RANK, Degrees
+from engine.ranks.nodes import ONE_NODE, Nodes
 
 if TYPE_CHECKING:
     # Imports torch, which takes seconds.
@@ -63,12 +64,13 @@ class StepLimits:
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
     """device: cpu, cuda or cuda:N. num_threads: total of all ranks; None: torch's default. backend:
-    of the ranks' exchange, see choose_backend."""
+    of the ranks' exchange, see choose_backend. nodes: hosts of the ranks."""
 
     device: str = "cpu"
     num_threads: int | None = None
     degrees: Degrees = ONE_RANK
     backend: str = "auto"
+    nodes: Nodes = ONE_NODE
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,6 +179,11 @@ class Engine(Protocol):
         """Launch a batch and wait for its samples."""
         return self.launch(batch, layers_done).samples()
 
+    def close(self) -> None:
+        """End processes that the engine runs beside this one; it cannot be used afterwards.
+        Idempotent."""
+        return
+
 
 #: What a slice came to: one sample per row of it, or why it failed.
 SliceOutcome = tuple[Sample, ...] | BatonError

@@ -83,9 +83,9 @@ class _Settled:
 
 
 def _set_threads(config: DeviceConfig) -> None:
-    num_ranks = config.degrees.num_ranks
+    num_ranks, num_nodes = config.degrees.num_ranks, config.nodes.size
     if config.num_threads is not None or num_ranks > 1:
-        num_threads = config.num_threads or torch.get_num_threads()
+        num_threads = config.num_threads or torch.get_num_threads() * num_nodes
         torch.set_num_threads(max(1, num_threads // num_ranks))
 
 
@@ -114,6 +114,7 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
         raise ConfigError.of("block_size", cache.block_size, "must be at least 1")
     _check_kv_dtype(kv_dtype, cache.block_size * source.head_dim, device)
     source.check_ranks(degrees, device)
+    config.device.nodes.check(degrees)
     plan = EnginePlan(
         device=device,
         dtype=chosen.name,
@@ -121,7 +122,8 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
         num_blocks=0,
         max_len=max_len,
         degrees=degrees,
-        backend=choose_backend(config.device.backend, device),
+        backend=choose_backend(config.device.backend, device, config.device.nodes.size),
+        nodes=config.device.nodes,
         max_seqs=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,
         attention=_choose_attention(source, config, chosen.name, kv_dtype, device),
@@ -168,7 +170,7 @@ def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
         transfers=planned_device_bytes() if where.type == "cuda" else 0,
         max_model_len=plan.max_len,
         max_num_seqs=max_num_seqs,
-        available_bytes=_available_bytes(where, config.cache.memory_share),
+        available_bytes=_available_bytes(where, config.cache.memory_share) * plan.nodes.size,
         degrees=plan.degrees,
         kv_cache_memory_bytes=config.cache.memory_bytes,
         num_blocks=config.cache.num_blocks,

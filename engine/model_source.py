@@ -16,6 +16,7 @@ from engine.cuda.graph_device import GraphDevice
 from engine.memory_plan import HeadMemory
 from engine.ranks.followers import Followers, TensorPool
 from engine.ranks.mesh import Degrees
+from engine.ranks.nodes import ONE_NODE, Nodes
 from engine.torch.adapters import Adapter
 from engine.torch.step_runner import StepRunner
 from engine.torch.weights import ProgressHook
@@ -36,7 +37,7 @@ class EnginePlan:
     dtype: of weights and computation; layout: of the whole model, without a fingerprint; max_len:
     in tokens; max_seqs, max_tokens: sequences and tokens of all steps in flight; num_window_slots:
     see MemoryPlan; adapters: by name; attention: the backend; batch_invariant: each row's result is
-    independent of the rest of the batch; degrees, backend: of the ranks, see choose_backend.
+    independent of the rest of the batch; degrees, backend, nodes: of the ranks, see DeviceConfig.
     """
 
     device: torch.device
@@ -48,6 +49,7 @@ class EnginePlan:
     max_seqs: int
     max_tokens: int = 1
     backend: str = "shm"
+    nodes: Nodes = ONE_NODE
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     attention: AttentionBackend = REFERENCE
     batch_invariant: bool = False

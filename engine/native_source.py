@@ -121,6 +121,7 @@ class NativeModel:
             pools,
             plan.max_len,
             plan.max_tokens + plan.max_seqs,
+            plan.nodes,
         )
         try:
             parameters, digest = load_parameters(

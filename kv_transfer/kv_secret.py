@@ -45,6 +45,11 @@ class KvSecret:
             raise ValueError(f"a secret of less than {_MIN_SECRET_BYTES} bytes")
         self._key = blake3(secret, derive_key_context=_CONTEXT).digest()
 
+    @property
+    def node_key(self) -> bytes:
+        """Key of the proofs between hosts of one worker, see engine.ranks.nodes."""
+        return blake3(b"nodes", key=self._key).digest()
+
     def receiver_proof(self, hello: kv_pb2.KvHello, accept: kv_pb2.KvAccept) -> bytes:
         """The proof for KvAccept, computed from all other fields of both messages."""
         return self._digest(b"receiver", hello, accept)

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from baton.config import DecodeOptions, EngineOptions
-from baton.config.worker_options import PrefillTierOptions
 from baton.start_log import report_phase
 from engine.checkpoint import (
     HeadFiles,
@@ -34,7 +33,7 @@ from engine.interface import Engine
 from engine.kv.layout import groups_of
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleLayers, OracleOptions, oracle_layout
-from engine.ranks.mesh import Degrees
+from worker_core.nodes import degrees_of, nodes_of
 
 _log = logging.getLogger(__name__)
 
@@ -74,16 +73,6 @@ def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
     if method == "mtp":
         return HeadFiles(method, resolve_checkpoint(options.model, options.revision))
     return HeadFiles(method, resolve_checkpoint(str(options.speculative_model)))
-
-
-def degrees_of(options: EngineOptions) -> Degrees:
-    """How the engine is divided over its ranks."""
-    return Degrees(
-        options.tensor_parallel_size,
-        options.pipeline_parallel_size,
-        options.context_parallel_size if isinstance(options, PrefillTierOptions) else 1,
-        options.enable_expert_parallel,
-    )
 
 
 def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
@@ -192,7 +181,13 @@ def _engine_config(options: EngineOptions, device: str, *, frees_windows: bool) 
             max_num_batched_tokens=options.max_num_batched_tokens,
             frees_windows=frees_windows,
         ),
-        DeviceConfig(device, options.num_threads, degrees_of(options), options.distributed_backend),
+        DeviceConfig(
+            device,
+            options.num_threads,
+            degrees_of(options),
+            options.distributed_backend,
+            nodes_of(options),
+        ),
         LoraConfig(options.adapter_paths, options.max_lora_rank),
     )
 

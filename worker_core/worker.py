@@ -21,7 +21,7 @@ from engine.grammar import Matchers
 from engine.interface import Engine, EngineSpec
 from kv_transfer.device_memory import DeviceMemory, device_memory_of, warm_up_copies
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
-from kv_transfer.kv_secret import KvSecret, read_kv_secret
+from kv_transfer.kv_secret import KvSecret
 from kv_transfer.sender import Sender
 from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.base import TransportConfig
@@ -32,6 +32,7 @@ from worker_core.build import build_matchers, build_pool
 from worker_core.commands import Command, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.loop import EngineLoop, Heartbeat, LoadBoard
+from worker_core.nodes import kv_secret_of, serve_node
 from worker_core.policy import Policy
 from worker_core.recorder import WorkerRecorder
 from worker_core.sequence_service import SequenceServicer
@@ -88,9 +89,12 @@ async def serve_worker(
 ) -> None:
     """Serve until `stop`. load_tier: blocks; it is called in a thread, once the ports are known to
     be free."""
+    if options.node_rank:
+        await serve_node(options, stop, on_ready)
+        return
     clock = PhaseClock()
     check_bindable(options.host, options.port)
-    kv_secret = _kv_secret_of(options)
+    kv_secret = kv_secret_of(options)
     if takes_port(options.kv_transport):
         check_bindable(options.kv_host, options.kv_port, "kv_host", "kv_port")
     tier = await asyncio.to_thread(load_tier)
@@ -107,6 +111,7 @@ async def serve_worker(
             await asyncio.to_thread(worker.close)
     finally:
         await asyncio.to_thread(telemetry.close)
+        await asyncio.to_thread(tier.engine.close)
 
 
 class Worker:
@@ -239,16 +244,6 @@ class Worker:
             options.max_num_seqs, options.max_num_batched_tokens, tier.max_num_launches
         )
         return WorkerCore(deps, limits, tier.policy_of(options.tier))
-
-
-def _kv_secret_of(options: WorkerOptions) -> KvSecret | None:
-    """Raises ConfigError."""
-    if options.kv_secret is None:
-        return read_kv_secret(options.kv_secret_file)
-    try:
-        return KvSecret(options.kv_secret.get_secret_value().encode())
-    except ValueError as error:
-        raise ConfigError.of("kv_secret", "***", f"{error}; give openssl rand -hex 32") from None
 
 
 def collect_garbage_less_often(max_num_seqs: int) -> None:

@@ -136,8 +136,9 @@ def _from_environment(cls: type[Options]) -> Mapping[str, object]:
         if name != variable and name not in known and variable not in _OTHER_VARIABLES:
             shown = _HIDDEN_VALUE if _SECRET_NAME.search(name) else value
             raise ConfigError.of(variable, shown, f"no such option{_suggestion(name, known)}")
+    torchrun = torchrun_options(os.environ) if "nnodes" in cls.model_fields else {}
     if not any(variable.startswith(ENV_PREFIX) for variable in os.environ):
-        return {}
+        return torchrun
     # Imported on demand: slow, and needed only if such a variable is set.
     from pydantic_settings import BaseSettings, EnvSettingsSource
 
@@ -146,7 +147,24 @@ def _from_environment(cls: type[Options]) -> Mapping[str, object]:
     )
     # Comma-separated text, split by the fields; not JSON.
     source.config = {**source.config, "enable_decoding": False}
-    return source()
+    return {**torchrun, **source()}
+
+
+def torchrun_options(environment: Mapping[str, str]) -> dict[str, object]:
+    """Options of a worker's host by the environment of torchrun, which runs one process on each.
+    Raises ConfigError."""
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return {}
+    if environment["LOCAL_WORLD_SIZE"] != "1":
+        fix = "one process on each host starts all ranks there; give torchrun --nproc-per-node 1"
+        raise ConfigError.of("LOCAL_WORLD_SIZE", environment["LOCAL_WORLD_SIZE"], fix)
+    return {
+        "nnodes": environment["WORLD_SIZE"],
+        "node_rank": environment["RANK"],
+        "master_addr": environment["MASTER_ADDR"],
+        # torchrun has its own store at MASTER_PORT.
+        "master_port": int(environment["MASTER_PORT"]) + 1,
+    }
 
 
 def _from_file(path: Path) -> Mapping[str, object]:

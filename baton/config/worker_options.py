@@ -84,7 +84,34 @@ class SchedulingOptions(Options):
     --speculative-method none."""
 
 
+class NodeOptions(Options):
+    """Several hosts that run one worker. Under torchrun --nproc-per-node 1 its environment gives
+    these options, with the port after its own."""
+
+    nnodes: Count = 1
+    """Hosts that run this worker, each with an equal number of its processes. All get the same
+    command, with another --node-rank."""
+    node_rank: Annotated[int, Field(ge=0)] = 0
+    """Number of this host: 0 serves, the others compute with it."""
+    master_addr: NonEmpty = "127.0.0.1"
+    """Address of host 0, at which it awaits the others."""
+    master_port: Port = 29500
+    """Port of host 0, for the others."""
+    nodes_timeout_s: Seconds = 300.0
+    """Seconds that hosts wait for each other at the start."""
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> Self:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"--node-rank={self.node_rank}: --nnodes={self.nnodes} counts hosts from 0; give "
+                f"at most {self.nnodes - 1}"
+            )
+        return self
+
+
 class WorkerOptions(
+    NodeOptions,
     EngineOptions,
     SchedulingOptions,
     HandoffOptions,

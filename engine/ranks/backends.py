@@ -44,13 +44,16 @@ BACKENDS: Mapping[str, Callable[[], Backend]] = {
 }
 
 
-def choose_backend(name: str, device: torch.device) -> str:
-    """The backend for ranks on this kind of device; `auto` takes the fastest. Raises
-    ConfigError."""
-    fitting = ("shm", "gloo") if device.type == "cpu" else ("nccl", "gloo")
+def choose_backend(name: str, device: torch.device, num_nodes: int = 1) -> str:
+    """The backend for ranks on this kind of device, of so many hosts; `auto` takes the fastest.
+    Raises ConfigError."""
+    fitting = ["shm", "gloo"] if device.type == "cpu" else ["nccl", "gloo"]
+    if num_nodes > 1:
+        fitting = [each for each in fitting if each != "shm"]
     if name == AUTO:
         return fitting[0]
     if name not in fitting:
         use = " or ".join((AUTO, *fitting))
-        raise ConfigError.of("distributed_backend", name, f"on {device.type} use {use}")
+        where = device.type if num_nodes == 1 else f"{device.type} and {num_nodes} hosts"
+        raise ConfigError.of("distributed_backend", name, f"on {where} use {use}")
     return name

@@ -30,6 +30,8 @@ class _Kind(IntEnum):
     """Logits of rows of the last collected step's states."""
     COLLECT = 4
     """The states of the oldest step in flight, from the last stage."""
+    COPY = 5
+    """Number of a pool, number of blocks, sources, targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,18 @@ class LogitsCommand:
     """Compute logits of these rows of the last collected step's states. To the first stage."""
 
     rows: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCommand:
+    """Copy blocks of a pool, sources[i] to targets[i]. pool: its number among RankSpec.pools."""
+
+    pool: int
+    sources: Sequence[int]
+    targets: Sequence[int]
+
+
+Command = StepCommand | CollectCommand | LogitsCommand | CopyCommand
 
 
 def encode_step(batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool) -> bytes:
@@ -80,11 +94,13 @@ def encode_logits(rows: Sequence[int]) -> bytes:
     return _frame(_Kind.LOGITS, array("q", rows))
 
 
+def encode_copy(pool: int, sources: Sequence[int], targets: Sequence[int]) -> bytes:
+    """Encode a CopyCommand."""
+    return _frame(_Kind.COPY, array("q", [pool, len(sources), *sources, *targets]))
+
+
 def _frame(kind: _Kind, numbers: array[int]) -> bytes:
     return array("q", (kind, len(numbers))).tobytes() + numbers.tobytes()
-
-
-Command = StepCommand | CollectCommand | LogitsCommand
 
 
 def read_commands(stream: IO[bytes]) -> Iterator[Command]:
@@ -103,6 +119,9 @@ def _command(kind: _Kind, numbers: array[int]) -> Command:
         return LogitsCommand(numbers)
     if kind is _Kind.COLLECT:
         return CollectCommand()
+    if kind is _Kind.COPY:
+        pool, count = numbers[:2]
+        return CopyCommand(pool, numbers[2 : 2 + count], numbers[2 + count :])
     return StepCommand(*_batch(numbers), kind is _Kind.LAYER_SYNC_STEP)
 
 

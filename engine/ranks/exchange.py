@@ -7,12 +7,12 @@ from typing import Protocol
 
 import torch
 
-from baton.errors import BatonError
 from engine.shard import WHOLE, Shard
 
 
-class ExchangeFailed(BatonError):
-    """Another rank of the group has gone."""
+class ExchangeFailed(Exception):
+    """Another rank of the group has gone. No request is at fault; only a new process can
+    continue."""
 
 
 class Ranks(Protocol):

@@ -11,6 +11,7 @@ from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import PoolSize
 from engine.ranks.followers import Followers, NoFollowers
 from engine.ranks.mesh import Degrees
+from engine.ranks.nodes import ONE_NODE, Nodes
 from engine.ranks.rank_spec import RankSpec, staging_bytes
 from engine.ranks.team import RankTeam
 from engine.shard import check_size
@@ -49,6 +50,7 @@ def start_followers(
     pools: tuple[PoolSize, ...],
     max_model_len: int,
     max_num_rows: int,
+    nodes: Nodes = ONE_NODE,
 ) -> Followers:
     """Start the processes of all other ranks; they load in parallel, each with as many threads as
     this process.
@@ -70,4 +72,4 @@ def start_followers(
         staging_bytes=staging_bytes(config, degrees.tensor, dtype),
         max_num_rows=max_num_rows,
     )
-    return RankTeam(spec)
+    return RankTeam(spec, nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -21,10 +23,13 @@ from baton.types import KvLayout
 from engine.interface import Batch
 from engine.kv.tensors.paged import GroupedTensorPool
 from engine.kv.tensors.ranks import ShardedKvPool, pool_memories
+from engine.kv.tensors.remote_parts import RemoteParts
 from engine.ranks.backends import BACKENDS
-from engine.ranks.commands import encode_collect, encode_logits, encode_step
+from engine.ranks.commands import encode_collect, encode_copy, encode_logits, encode_step
 from engine.ranks.exchange import ExchangeFailed, Ranks
 from engine.ranks.link import SILENCE_S, Link
+from engine.ranks.node_listener import NodeListener, RemoteRank
+from engine.ranks.nodes import ONE_NODE, Nodes, files_digest
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import create_segment, map_segment
 from engine.ranks.stages import OneStage, Stages
@@ -84,31 +89,57 @@ def run_rank(
     )
 
 
+def start_remote(spec: RankSpec, remote: RemoteRank) -> RankProcess:
+    """Start a rank, whose process waits on another node. Raises OSError."""
+    hello = remote.hello
+    own = replace(spec, folder=hello.folder, host=hello.host)
+    remote.control.sendall(own.to_line())
+    name = f"{spec.name} on {hello.name}"
+    return RankProcess(name, remote.control, remote.link, lambda: "ended", lambda: None)
+
+
 class RankTeam:
     """See engine.torch.step_runner.Followers. Used by the engine's thread only."""
 
     def __init__(
         self,
         spec: RankSpec,
+        nodes: Nodes = ONE_NODE,
         *,
         start: Callable[[RankSpec], RankProcess] = start_process,
         on_loss: Callable[[str], None] = end_process,
     ) -> None:
-        """Start the other ranks; they load while rank 0 does. Raises OSError.
+        """Start the other ranks of this node, and those of other nodes once all are there; they
+        load while rank 0 does. Raises OSError, ConfigError, StartupError.
 
-        spec: of rank 0; file descriptors are filled in here. start: starts one rank. on_loss:
-        called from any thread when the ranks cannot continue.
+        spec: of rank 0; what the ranks meet by is filled in here. start: starts one rank of this
+        node. on_loss: called from any thread when the ranks cannot continue.
         """
         self._on_loss = on_loss
         self._lost = threading.Event()
         self._size = spec.degrees.num_ranks
-        kv_fd = create_segment("baton-kv", sum(sum(pool.rank_bytes) for pool in spec.pools))
-        self._memories = pool_memories(map_segment(kv_fd), spec.pools)
-        self._backend = BACKENDS[spec.backend]()
-        self._spec = self._backend.open(replace(spec, kv_fd=kv_fd))
+        self._is_on_one_node = nodes.size == 1
         self.shard = spec.shard
         self.stages: Stages = OneStage()
-        self._members = [start(replace(self._spec, rank=rank)) for rank in range(1, self._size)]
+        remote: dict[int, RemoteRank] = {}
+        if self._is_on_one_node:
+            spec = self._with_shared_kv(spec)
+        else:
+            files = files_digest(Path(spec.folder))
+            listener = NodeListener(nodes, spec.degrees, files)
+            spec = replace(spec, host=listener.address[0])
+            try:
+                remote = listener.wait()
+            except BaseException:
+                listener.close()
+                raise
+        self._backend = BACKENDS[spec.backend]()
+        self._spec = self._backend.open(spec)
+        specs = [replace(self._spec, rank=rank) for rank in range(1, self._size)]
+        self._members = [
+            start_remote(each, remote[each.rank]) if each.rank in remote else start(each)
+            for each in specs
+        ]
         self._first_stage = self._members[: self._size // spec.degrees.pipeline - 1]
         self.links = [
             Link(
@@ -123,16 +154,25 @@ class RankTeam:
         self._is_ready = False
         for link in self.links:
             link.start()
+
+    def _with_shared_kv(self, spec: RankSpec) -> RankSpec:
+        """The spec with memory for the KV of all ranks of one node."""
+        kv_fd = create_segment("baton-kv", sum(sum(pool.rank_bytes) for pool in spec.pools))
+        self._memories = pool_memories(map_segment(kv_fd), spec.pools)
         # Touch the memory now, as each rank does with its own, so that no step pays for page
         # faults.
         for memory, pool in zip(self._memories, spec.pools, strict=True):
             pool.memory_of(memory, 0).zero_()
+        return replace(spec, kv_fd=kv_fd)
 
     def wait_ready(self, digest: str) -> Ranks:
         """See Followers. Called once."""
         for member in self._members:
             if _digest_of(member) != digest:
-                raise ModelError("the checkpoint changed while it was read; start again")
+                raise ModelError(
+                    f"{member.name} has read another checkpoint than rank 0: it changed meanwhile, "
+                    "or its node has another; give all the same files"
+                )
         self._is_ready = True
         ranks = self._backend.join(self._spec)
         self.stages = self._backend.stages(self._spec)
@@ -145,12 +185,16 @@ class RankTeam:
         layout: KvLayout,
         num_blocks: int,
         num_window_slots: int,
-        device: torch.device,  # noqa: ARG002
-    ) -> ShardedKvPool | GroupedTensorPool:
-        pools = zip(self._memories, self._spec.pools, strict=True)
+        device: torch.device,
+    ) -> ShardedKvPool | RemoteParts | GroupedTensorPool:
+        numbers, sizes = itertools.count(), self._spec.pools
 
-        def make(own: KvLayout, _: int) -> ShardedKvPool:
-            return ShardedKvPool(*next(pools), own)
+        def make(own: KvLayout, _: int) -> ShardedKvPool | RemoteParts:
+            number = next(numbers)
+            if self._is_on_one_node:
+                return ShardedKvPool(self._memories[number], sizes[number], own)
+            part = sizes[number].own_pool(self._spec.rank, device)
+            return RemoteParts(own, part, partial(self._copy, number))
 
         if num_window_slots:
             return GroupedTensorPool(layout, num_blocks, num_window_slots, make)
@@ -173,6 +217,10 @@ class RankTeam:
     def logits(self, rows: Sequence[int]) -> Iterator[None]:
         with self._together(encode_logits(rows), self._first_stage):
             yield
+
+    def _copy(self, pool: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for member in self._members:
+            member.control.sendall(encode_copy(pool, sources, targets))
 
     def close(self) -> None:
         for link in self.links:

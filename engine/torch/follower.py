@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 
+from engine.kv.tensors.paged import TorchKvPool
 from engine.kv.tensors.ranks import pool_memories
 from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import (
     CollectCommand,
     Command,
+    CopyCommand,
     LogitsCommand,
     StepCommand,
     read_commands,
@@ -39,7 +41,10 @@ def follow(control: socket.socket, link: Link) -> None:
     """Serve as a rank until rank 0 closes its end. link: to rank 0, not yet started. Raises
     ModelError if loading fails, and any error of a step."""
     with control.makefile("rb") as stream, torch.inference_mode():
-        spec = RankSpec.from_line(stream.readline())
+        line = stream.readline()
+        if not line:  # rank 0 has refused another rank, or ended
+            return
+        spec = RankSpec.from_line(line)
         link.start()
         model = LoadedRank(spec)
         control.sendall(json.dumps({"digest": model.digest}).encode() + b"\n")
@@ -57,13 +62,7 @@ class LoadedRank:
         torch.set_num_threads(spec.num_threads)
         whole, shard = spec.config, spec.shard
         dtype = getattr(torch, spec.dtype)
-        memories = pool_memories(map_segment(spec.kv_fd), spec.pools)
-        self.pools = []
-        for memory, pool in zip(memories, spec.pools, strict=True):
-            # Each rank touches its own pages: they are allocated on its NUMA node, and no step pays
-            # for page faults.
-            pool.memory_of(memory, spec.rank).zero_()
-            self.pools.append(pool.pool_of(memory, spec.rank))
+        self.pools = _pools(spec)
         self.parameters, self.digest = load_parameters(
             Path(spec.folder), whole, dtype, spec.torch_device, _no_progress, shard, spec.stage
         )
@@ -96,6 +95,8 @@ class Rank:
                 self._states = self._decoder.collect(self._in_flight.popleft())
             case LogitsCommand():
                 self._decoder.logits(self._states[torch.tensor(command.rows)])
+            case CopyCommand():
+                self._model.pools[command.pool].copy_blocks(command.sources, command.targets)
 
     def _step(self, command: StepCommand, layer_done: Callable[[int], None] | None) -> torch.Tensor:
         model, decoder = self._model, self._decoder
@@ -109,6 +110,19 @@ class Rank:
         if self._stage.size > 1 and self._stage.is_first:
             self._in_flight.append(packed.num_rows)
         return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
+
+
+def _pools(spec: RankSpec) -> list[TorchKvPool]:
+    """A rank's pools: in memory shared with rank 0, or its own on another node."""
+    if spec.kv_fd < 0:
+        return [size.own_pool(spec.rank, spec.torch_device) for size in spec.pools]
+    memories, pools = pool_memories(map_segment(spec.kv_fd), spec.pools), []
+    for memory, size in zip(memories, spec.pools, strict=True):
+        # Each rank touches its own pages: they are allocated on its NUMA node, and no step pays for
+        # page faults.
+        size.memory_of(memory, spec.rank).zero_()
+        pools.append(size.pool_of(memory, spec.rank))
+    return pools
 
 
 def _meet_only(_layer: int) -> None:

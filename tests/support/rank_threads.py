@@ -20,9 +20,8 @@ def start_thread(spec: RankSpec) -> RankProcess:
     our_link, its_link = socket.socketpair()
     closed = threading.Event()
     link = Link(its_link, spec.name, on_closed=closed.set, on_silent=closed.set)
-    has_segment = spec.meeting_fd >= 0
-    meeting_fd = os.dup(spec.meeting_fd) if has_segment else -1
-    own = replace(spec, kv_fd=os.dup(spec.kv_fd), meeting_fd=meeting_fd)
+    kv_fd, meeting_fd = (fd if fd < 0 else os.dup(fd) for fd in (spec.kv_fd, spec.meeting_fd))
+    own = replace(spec, kv_fd=kv_fd, meeting_fd=meeting_fd)
 
     def run() -> None:
         with theirs:

@@ -98,6 +98,7 @@ def _draft_model(
             # One process, with as many threads as the target's rank here.
             "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
+            "nnodes": 1,
             "enable_expert_parallel": False,
             "num_threads": None,
         }

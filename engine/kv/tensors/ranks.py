@@ -38,6 +38,10 @@ class PoolSize:
         """A rank's part of the pool's shared memory, uint8."""
         return memory.split(self.rank_bytes)[rank]  # type: ignore[no-any-return, no-untyped-call]
 
+    def own_pool(self, rank: int, device: torch.device) -> TorchKvPool:
+        """A rank's pool in memory of its own."""
+        return TorchKvPool(self.parts[rank].layout(self.layout), self.num_blocks, device)
+
     def pool_of(self, memory: torch.Tensor, rank: int) -> TorchKvPool:
         """A rank's pool in the shared memory."""
         own = self.parts[rank].layout(self.layout)

@@ -1,0 +1,43 @@
+"""KV blocks with parts in the memory of other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.types import KvLayout
+from engine.kv.interface import HostOrdered
+from engine.kv.range import KvRange
+from engine.kv.tensors.packed import PackedPart, PackedPool
+from engine.kv.tensors.paged import TorchKvPool
+
+
+class RemoteParts(HostOrdered, PackedPool):
+    """See engine.kv.interface.KvPool: rank 0's view. Only rank 0's part is in reach, so that blocks
+    can be copied, by all ranks, and not packed."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        own: TorchKvPool,
+        copy_others: Callable[[Sequence[int], Sequence[int]], None],
+    ) -> None:
+        """layout: of the whole model. own: rank 0's part. copy_others: has the other ranks copy
+        blocks, before the next step."""
+        super().__init__(layout, own.num_blocks)
+        self._own, self._copy_others = own, copy_others
+        self.tensor, self.scales = own.tensor, own.scales
+
+    def pack_parts(
+        self,
+        block_ids: Sequence[int],  # noqa: ARG002
+        piece: KvRange,  # noqa: ARG002
+        parts: Sequence[PackedPart],  # noqa: ARG002
+    ) -> None:
+        """Not possible. Raises ValueError."""
+        raise ValueError("the KV of a worker on several hosts is in no one memory")
+
+    unpack_parts = pack_parts
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._copy_others(sources, targets)
+        self._own.copy_blocks(sources, targets)

@@ -1,0 +1,143 @@
+"""Node 0's side: takes the connections of all ranks on other nodes."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+from baton import __version__
+from baton.errors import ConfigError, StartupError
+from engine.ranks.mesh import Degrees
+from engine.ranks.nodes import (
+    GREETING_S,
+    Hello,
+    Nodes,
+    proof,
+    read_hello,
+    read_line,
+    refusal,
+    send_line,
+)
+
+_log = logging.getLogger(__name__)
+
+_OTHER_SECRET = "a node has another secret than node 0; give both the same --kv-secret-file"
+#: Seconds between two reports of who is missing.
+_REPORT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRank:
+    """Connections of a rank on another node."""
+
+    hello: Hello
+    control: socket.socket
+    link: socket.socket
+
+
+class NodeListener:
+    """Listens from construction on."""
+
+    def __init__(self, nodes: Nodes, degrees: Degrees, files: str) -> None:
+        """files: digest of node 0's checkpoint. Raises ConfigError if the port cannot be had."""
+        self._nodes, self._degrees, self._files = nodes, degrees, files
+        self._found: dict[int, dict[str, tuple[Hello, socket.socket]]] = defaultdict(dict)
+        self._missing = set(range(degrees.num_ranks)) - set(nodes.ranks_of(0, degrees))
+        try:
+            self._listener = socket.create_server((nodes.address, nodes.port))
+        except OSError as error:
+            fix = f"node 0 cannot listen there ({error.strerror}); give a free port"
+            where = f"{nodes.address}:{nodes.port}"
+            raise ConfigError.of("master_port", where, fix) from error
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """IP address and port."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    def wait(self) -> dict[int, RemoteRank]:
+        """All ranks of other nodes, by rank. Closes the listener. Raises StartupError if some are
+        missing at the deadline, or one is not fit."""
+        with self._listener:
+            deadline = time.monotonic() + self._nodes.timeout_s
+            while self._missing:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise StartupError(self._count())
+                self._listener.settimeout(min(left, _REPORT_S))
+                try:
+                    connection, (address, *_) = self._listener.accept()
+                except TimeoutError:
+                    _log.info("%s", self._count())
+                    continue
+                self._take(connection, address)
+        return {
+            rank: RemoteRank(found["control"][0], found["control"][1], found["link"][1])
+            for rank, found in self._found.items()
+        }
+
+    def close(self) -> None:
+        """Close the listener and all connections. Idempotent."""
+        self._listener.close()
+        for found in self._found.values():
+            for _, connection in found.values():
+                connection.close()
+
+    def _count(self) -> str:
+        nodes, degrees = self._nodes, self._degrees
+        missing = {
+            node
+            for node in range(1, nodes.size)
+            if self._missing & set(nodes.ranks_of(node, degrees))
+        }
+        there = [str(node) for node in range(nodes.size) if node not in missing]
+        host, port = self.address
+        return (
+            f"of {nodes.size} nodes, {', '.join(there)} are there, and {_list(missing)} not; start "
+            f"them with --node-rank {_list(missing)} --master-addr {host} --master-port {port}"
+        )
+
+    def _take(self, connection: socket.socket, address: str) -> None:
+        """Greet a rank. What is no rank of Baton's is dropped. Raises StartupError for a rank that
+        is not fit, after it has been told."""
+        connection.settimeout(GREETING_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = secrets.token_hex(16)
+        try:
+            send_line(connection, {"nonce": nonce, "version": __version__})
+            hello = read_hello(read_line(connection), nonce, self._nodes.secret)
+            reason = _OTHER_SECRET if hello is None else self._refusal(hello)
+            own = "" if hello is None else proof(self._nodes.secret, hello.nonce, reason)
+            send_line(connection, {"error": reason, "proof": own})
+        except (OSError, ValueError, KeyError) as error:
+            hello, reason = None, str(error)
+        if hello is None:
+            # Anyone may reach the port: node 0 waits on.
+            _log.warning("dropped a connection of %s: %s", address, reason)
+            connection.close()
+            return
+        if reason:
+            connection.close()
+            raise StartupError(reason)
+        connection.settimeout(None)
+        self._found[hello.rank][hello.channel] = hello, connection
+        if len(self._found[hello.rank]) == len(("control", "link")):
+            self._missing.discard(hello.rank)
+
+    def _refusal(self, hello: Hello) -> str:
+        if hello.channel in self._found[hello.rank]:
+            other = self._found[hello.rank][hello.channel][0]
+            return (
+                f"{hello.name} has rank {hello.rank}, as {other.name} has; give each another "
+                "--node-rank"
+            )
+        return refusal(hello, self._nodes, self._degrees, self._files)
+
+
+def _list(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

@@ -1,0 +1,82 @@
+"""A worker on several hosts: from options to the nodes of its engine, and the process of a node
+other than 0."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from baton.config import DecodeOptions, EngineOptions, WorkerOptions
+from baton.config.worker_options import PrefillTierOptions
+from baton.errors import ConfigError
+from baton.service import ReadyReport
+from baton.start_log import PhaseClock
+from engine.checkpoint import naming_model, resolve_checkpoint
+from engine.ranks.mesh import Degrees
+from engine.ranks.node_agent import NodeAgent, wait_for
+from engine.ranks.nodes import ONE_NODE, Nodes
+from engine.ranks.team import end_process
+from kv_transfer.kv_secret import KvSecret, read_kv_secret
+
+
+def kv_secret_of(options: WorkerOptions) -> KvSecret | None:
+    """The secret of all workers. Raises ConfigError."""
+    if options.kv_secret is None:
+        return read_kv_secret(options.kv_secret_file)
+    try:
+        return KvSecret(options.kv_secret.get_secret_value().encode())
+    except ValueError as error:
+        raise ConfigError.of("kv_secret", "***", f"{error}; give openssl rand -hex 32") from None
+
+
+def degrees_of(options: EngineOptions) -> Degrees:
+    """How the engine is divided over its ranks."""
+    return Degrees(
+        options.tensor_parallel_size,
+        options.pipeline_parallel_size,
+        options.context_parallel_size if isinstance(options, PrefillTierOptions) else 1,
+        options.enable_expert_parallel,
+    )
+
+
+def nodes_of(options: EngineOptions) -> Nodes:
+    """The hosts that run the engine. Raises ConfigError."""
+    if not isinstance(options, WorkerOptions) or options.nnodes == 1:
+        return ONE_NODE
+    if not (isinstance(options, DecodeOptions) and options.colocated):
+        fix = "workers on several hosts cannot hand over KV yet; give --colocated, or leave it out"
+        raise ConfigError.of("nnodes", options.nnodes, fix)
+    secret = kv_secret_of(options)
+    return Nodes(
+        options.nnodes,
+        options.master_addr,
+        options.master_port,
+        options.nodes_timeout_s,
+        b"" if secret is None else secret.node_key,
+    )
+
+
+async def serve_node(
+    options: WorkerOptions, stop: asyncio.Event, on_ready: Callable[[ReadyReport], None]
+) -> None:
+    """Run the ranks of a node other than 0 until node 0 ends them. `stop` ends the waiting for node
+    0 only: node 0 needs the ranks to finish what runs. Raises StartupError."""
+    clock, cancelled = PhaseClock(), threading.Event()
+    with naming_model(options.model):
+        folder = resolve_checkpoint(options.model, options.revision)
+    agent = NodeAgent(nodes_of(options), options.node_rank, degrees_of(options), folder)
+    watching = asyncio.create_task(_set_after(stop, cancelled))
+    try:
+        ranks = await asyncio.to_thread(agent.join, cancelled)
+    finally:
+        watching.cancel()
+    clock.lap("join")
+    on_ready(ReadyReport("", clock.phases))
+    if reason := await asyncio.to_thread(wait_for, ranks):
+        end_process(f"node {options.node_rank} of {options.nnodes}: {reason}")
+
+
+async def _set_after(stop: asyncio.Event, cancelled: threading.Event) -> None:
+    await stop.wait()
+    cancelled.set()
