@@ -134,7 +134,7 @@ def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None
     with pytest.raises(StartupError, match=r"rank 1 of 2 \(pid \d+\) ended before it had loaded"):
         without_model.wait_ready("")
     without_model.close()
-    with pytest.raises(ModelError, match="rank 1 of 2 .* has read another checkpoint"):
+    with pytest.raises(ModelError, match=r"rank 1 of 2 .* has read another checkpoint"):
         with_another.wait_ready("another digest")
     with_another.close()
 
