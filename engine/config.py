@@ -64,13 +64,15 @@ class StepLimits:
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
     """device: cpu, cuda or cuda:N. num_threads: total of all ranks; None: torch's default. backend:
-    of the ranks' exchange, see choose_backend. nodes: hosts of the ranks."""
+    of the ranks' exchange, see choose_backend. nodes: hosts of the ranks. kv_service: see
+    RankSpec."""
 
     device: str = "cpu"
     num_threads: int | None = None
     degrees: Degrees = ONE_RANK
     backend: str = "auto"
     nodes: Nodes = ONE_NODE
+    kv_service: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from baton.types import (
     SequenceSpec,
 )
 from engine.kv.interface import KvPool
+from engine.kv.kv_ranks import KvRanks
 from engine.kv.layout import LayerGroups, groups_of
 from engine.token_counts import TokenCounts
 
@@ -163,6 +164,11 @@ class Engine(Protocol):
 
     @property
     def kv(self) -> KvPool: ...
+
+    @property
+    def kv_ranks(self) -> KvRanks | None:
+        """Ranks that send and receive their own KV; None if the KV channel uses `kv`."""
+        return None
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
         """Start writing the new tokens' KV and drawing samples. The caller may reuse the batch on

@@ -124,6 +124,7 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
         degrees=degrees,
         backend=choose_backend(config.device.backend, device, config.device.nodes.size),
         nodes=config.device.nodes,
+        kv_service=config.device.kv_service,
         max_seqs=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,
         attention=_choose_attention(source, config, chosen.name, kv_dtype, device),

@@ -37,7 +37,8 @@ class EnginePlan:
     dtype: of weights and computation; layout: of the whole model, without a fingerprint; max_len:
     in tokens; max_seqs, max_tokens: sequences and tokens of all steps in flight; num_window_slots:
     see MemoryPlan; adapters: by name; attention: the backend; batch_invariant: each row's result is
-    independent of the rest of the batch; degrees, backend, nodes: of the ranks, see DeviceConfig.
+    independent of the rest of the batch; degrees, backend, nodes,
+    kv_service: of the ranks, see DeviceConfig.
     """
 
     device: torch.device
@@ -50,6 +51,7 @@ class EnginePlan:
     max_tokens: int = 1
     backend: str = "shm"
     nodes: Nodes = ONE_NODE
+    kv_service: str = ""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     attention: AttentionBackend = REFERENCE
     batch_invariant: bool = False

@@ -122,6 +122,7 @@ class NativeModel:
             plan.max_len,
             plan.max_tokens + plan.max_seqs,
             plan.nodes,
+            kv_service=plan.kv_service,
         )
         try:
             parameters, digest = load_parameters(

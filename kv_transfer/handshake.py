@@ -19,11 +19,13 @@ from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto, numerics_from_proto, numerics_to_proto
 from engine.kv.interface import KvPool
+from engine.kv.part import KvPart
+from engine.kv.tensors.part import pool_part
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.device_memory import DeviceCodec, OnDeviceLost, device_copy_of, raise_device_lost
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
-from kv_transfer.ticket import Endpoint
+from kv_transfer.ticket import Endpoint, part_from_proto, part_to_proto
 from kv_transfer.transport.connection import Connector
 from kv_transfer.wire_format import agreed_dtype, wire_format
 
@@ -50,6 +52,7 @@ class Terms:
     payload_key: of payload digests; empty for plain checksums, with or without a secret.
     device: codec of payloads in device memory, if they are there.
     checksum: kind of payload checksums.
+    part: of the model's KV, that comes over the connection; None for all that the receiver holds.
     """
 
     version: int
@@ -58,6 +61,7 @@ class Terms:
     payload_key: bytes = b""
     device: DeviceCodec | None = None
     checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
+    part: KvPart | None = None
 
     def with_key(self, key: bytes) -> Terms:
         """The same terms with the connection's key, for workers that share a secret."""
@@ -78,12 +82,14 @@ def receiver_terms(
     wire_dtype: str,
     checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED,
     rule: NumericsRule = ANY_NUMERICS,
+    own: KvPart | None = None,
 ) -> Terms | kv_pb2.KvRefuse:
     """The receiver's terms, or the reason to refuse.
 
     wire_dtype: wanted by the receiver, one of WIRE_DTYPES.
     checksum: kind of payload checksums of the transport.
     rule: which senders are accepted.
+    own: of the model, that the pool holds; None for all.
     """
     version = agreed_version(hello.min_version, hello.max_version)
     if version is None:
@@ -92,6 +98,16 @@ def receiver_terms(
             expected=f"{MIN_VERSION}..{MAX_VERSION}",
             actual=f"{hello.min_version}..{hello.max_version}",
         )
+    part = part_from_proto(hello.part) if hello.HasField("part") else None
+    if part:
+        whole = pool
+        try:
+            pool = pool_part(pool, part.within(own) if own else part)
+        except ValueError as error:
+            return kv_pb2.KvRefuse(field="part", expected=str(error), actual=str(part))
+        if pool is not whole and checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM:
+            # A device copies whole blocks of a pool; the host copies parts of them.
+            checksum = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
     ours, theirs = pool.layout, layout_from_proto(hello.layout)
     difference = _difference(ours, theirs) or rule.refuses(numerics_from_proto(hello.numerics))
     if difference:
@@ -104,7 +120,8 @@ def receiver_terms(
     is_new = checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3 or hello.payload_checksums
     if is_new and checksum not in hello.payload_checksums:
         checksum = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
-    return Terms(version, codec, device=_device_codec(codec, pool, checksum), checksum=checksum)
+    device = _device_codec(codec, pool, checksum)
+    return Terms(version, codec, device=device, checksum=checksum, part=part)
 
 
 def sender_terms(
@@ -164,6 +181,9 @@ class SenderConfig:
     secret: KV is sent only to workers that have it; None: to the worker that the ticket names.
     rule: which receivers are allowed.
     on_device_lost: see check_device.
+    ranks: parts of the model that the worker's ranks hold, equal or disjoint; empty if the pool
+    holds all. rank: the one with this pool.
+    part: of the model, that a connection brings; None for all. Set by the Sender.
     """
 
     identity: WorkerIdentity
@@ -177,6 +197,14 @@ class SenderConfig:
     secret: KvSecret | None = None
     rule: NumericsRule = ANY_NUMERICS
     on_device_lost: OnDeviceLost = raise_device_lost
+    ranks: tuple[KvPart, ...] = ()
+    rank: int = 0
+    part: KvPart | None = None
+
+    @property
+    def own(self) -> KvPart:
+        """What the pool holds, as the model counts layers and heads."""
+        return self.ranks[self.rank] if self.ranks else KvPart.whole(self.pool.layout)
 
 
 class SenderSession:
@@ -205,6 +233,7 @@ class SenderSession:
             layout=layout_to_proto(config.pool.layout),
             nonce=new_nonce() if config.secret else b"",
             numerics=numerics_to_proto(config.rule.numerics),
+            part=part_to_proto(config.part) if config.part else None,
             payload_checksums=[
                 kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3,
                 *([kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM] if device_copy_of(config.pool) else ()),
@@ -264,6 +293,7 @@ class ReceiverConfig:
     secret: KV is accepted only from workers that have it; None: from any worker with a ticket.
     rule: which senders are accepted.
     on_device_lost: see check_device.
+    part: of the model, that a rank's pool holds; None for all.
     """
 
     identity: WorkerIdentity
@@ -274,6 +304,7 @@ class ReceiverConfig:
     secret: KvSecret | None = None
     rule: NumericsRule = ANY_NUMERICS
     on_device_lost: OnDeviceLost = raise_device_lost
+    part: KvPart | None = None
 
 
 class ReceiverHandshake:
@@ -324,7 +355,9 @@ class ReceiverHandshake:
         terms = (
             kv_pb2.KvRefuse(field="kv_secret", expected="the one of this worker", actual="none")
             if secret and not has_nonce(hello)
-            else receiver_terms(hello, config.pool, config.wire_dtype, self._checksum, config.rule)
+            else receiver_terms(
+                *(hello, config.pool, config.wire_dtype, self._checksum, config.rule, config.part)
+            )
         )
         if isinstance(terms, kv_pb2.KvRefuse):
             self.is_refused = True

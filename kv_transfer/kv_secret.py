@@ -8,8 +8,8 @@
     (FrameSeal)
 
 Proofs and key are blake3 under the secret, each over a label of its own and the identity of both
-ends: nonces, names, boots, versions and the wire dtype. Values of one connection are therefore
-invalid on any other.
+ends: nonces, names, boots, versions, the part and the wire dtype. Values of one connection are
+therefore invalid on any other.
 
 Seals bind every frame to its connection. After the proof, both directions count their frames. A
 frame's digest is blake2b under the connection's key, personalised by direction, over count,
@@ -49,6 +49,18 @@ class KvSecret:
     def node_key(self) -> bytes:
         """Key of the proofs between hosts of one worker, see engine.ranks.nodes."""
         return blake3(b"nodes", key=self._key).digest()
+
+    @classmethod
+    def of_key(cls, key: bytes) -> KvSecret:
+        """The secret with this key, of the same worker's rank 0."""
+        secret = cls.__new__(cls)
+        secret._key = key
+        return secret
+
+    @property
+    def key(self) -> bytes:
+        """Derived from the secret; as confidential as that."""
+        return self._key
 
     def receiver_proof(self, hello: kv_pb2.KvHello, accept: kv_pb2.KvAccept) -> bytes:
         """The proof for KvAccept, computed from all other fields of both messages."""
@@ -98,7 +110,12 @@ def read_kv_secret(path: str | None) -> KvSecret | None:
 
 def _said_by_sender(hello: kv_pb2.KvHello) -> tuple[bytes, ...]:
     numbers = (hello.generation, hello.min_version, hello.max_version)
-    return (hello.nonce, hello.worker_id.encode(), *(str(number).encode() for number in numbers))
+    # A sender of all KV says nothing of parts, as in 0.1.0.
+    part = (hello.part.SerializeToString(deterministic=True),) if hello.HasField("part") else ()
+    return (
+        *(hello.nonce, hello.worker_id.encode(), *(str(number).encode() for number in numbers)),
+        *part,
+    )
 
 
 def _said_by_receiver(accept: kv_pb2.KvAccept) -> tuple[bytes, ...]:

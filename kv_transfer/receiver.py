@@ -155,7 +155,7 @@ class ReceiverSession:
             case kv_pb2.KvChunk():
                 self._on_chunk(terms, frame, payload)
             case kv_pb2.KvBegin():
-                self._on_begin(frame)
+                self._on_begin(terms, frame)
             case kv_pb2.KvCommit():
                 self._on_commit(terms, frame)
             case kv_pb2.KvRenew():
@@ -171,12 +171,14 @@ class ReceiverSession:
         """Abort the connection's tickets after it ended. Must not overlap with, or precede,
         on_frame."""
         if self._landing:
-            self._tickets.unpin(self._landing.ticket_id, 0, 0)
+            self._tickets.unpin(self._landing.ticket_id, self._connection, 0, 0)
             self._landing = None
         self._tickets.close_connection(self._connection, f"{self.peer}: {message}")
 
-    def _on_begin(self, begin: kv_pb2.KvBegin) -> None:
-        outcome = self._tickets.begin(begin.ticket, self._connection, self._on_ticket_aborted)
+    def _on_begin(self, terms: Terms, begin: kv_pb2.KvBegin) -> None:
+        outcome = self._tickets.begin(
+            begin.ticket, self._connection, self._on_ticket_aborted, terms.part
+        )
         if not isinstance(outcome, Rejection):
             return
         try:
@@ -223,7 +225,7 @@ class ReceiverSession:
     def _written(self, chunk: kv_pb2.KvChunk, fault: str) -> Rejection | None:
         """Unpin a chunk's blocks. A fault aborts the ticket first."""
         rejection = self._fail(chunk, fault) if fault else None
-        self._tickets.unpin(chunk.ticket_id, chunk.checksum, chunk.payload_bytes)
+        self._tickets.unpin(chunk.ticket_id, self._connection, chunk.checksum, chunk.payload_bytes)
         return rejection
 
     def _on_commit(self, terms: Terms, frame: kv_pb2.KvCommit) -> None:

@@ -9,14 +9,20 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from baton.errors import BatonError, HandoffFailed, PeerMismatch
+from baton.kv_transports import kv_transport
 from baton.types import WorkerIdentity
+from engine.kv.part import KvPart
+from engine.kv.tensors.part import pool_part
 from kv_transfer.handshake import SenderConfig
+from kv_transfer.routes import Route, clipped_to, differing_size, routes_from
 from kv_transfer.send_connection import (
     Begin,
+    Cancel,
+    FetchPrefix,
     LaterTask,
     Send,
     SendConnection,
@@ -209,8 +215,41 @@ class ThreadRunner:
             self._wake_receive.recv(64)
 
 
-#: A worker, and the index of a connection to it.
-_ConnectionId = tuple[WorkerIdentity, int]
+#: A worker, what goes to which of its ranks (None: all KV, to its only one), and the index of a
+#: connection for that.
+_ConnectionId = tuple[WorkerIdentity, Route | None, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """What of a handoff goes over one connection. part: see SenderConfig."""
+
+    connection_id: _ConnectionId
+    runner: ConnectionRunner
+    part: KvPart | None
+
+    def submit(self, task: LaterTask) -> None:
+        if (own := self.own(task)) is not None:
+            self.runner.submit(own)
+
+    def own(self, task: LaterTask) -> LaterTask | None:
+        """The task as far as it concerns this lane."""
+        if self.part is None or not isinstance(task, Send):
+            return task
+        piece = clipped_to(self.part, task.piece)
+        return replace(task, piece=piece) if piece else None
+
+
+@dataclass(slots=True)
+class _Handoff:
+    """A handoff without SendDone. num_running: lanes that have not ended. error: of the first lane
+    that failed. num_bytes: sent by ended lanes."""
+
+    num_running: int
+    lanes: list[_Lane] = field(default_factory=list)
+    error: BatonError | None = None
+    num_bytes: int = 0
+
 
 __all__ = ["KvTicket", "SendDone", "Sender", "parse_ticket"]
 
@@ -222,6 +261,10 @@ class Sender:
     A handoff stays on one connection: at its start, the one with the fewest handoffs, the first
     among equals. A further connection, with its thread, is therefore opened only when the existing
     ones are busy; idle ones close.
+
+    A rank sends a ticket's KV as far as it holds it, to each rank of the owner that holds the same:
+    over a connection each, all with the handoff's tasks, which count the model's layers. If one
+    fails, the others are cancelled.
 
     Exactly one SendDone follows each `begin`, in a connection's thread (with is_inline, within the
     causing call). Until then the handoff's blocks may be read at any time. Calls for an ended key
@@ -244,7 +287,7 @@ class Sender:
         self._lock = threading.RLock()
         self._num_connections = num_connections
         self._runners: dict[_ConnectionId, ConnectionRunner] = {}
-        self._placed: dict[Hashable, tuple[_ConnectionId, ConnectionRunner] | None] = {}
+        self._placed: dict[Hashable, _Handoff] = {}
         self._last_heartbeat = config.clock()
         self._is_closed = False
 
@@ -261,44 +304,85 @@ class Sender:
 
         others: further tasks of the handoff, queued with it.
         """
-        begin = Begin(key, parse_ticket(ticket), ticket)
-        tasks = (begin, *map(self._marked, others))
-        peer, num_cached_tokens = begin.ticket.owner, begin.ticket.num_cached_tokens
+        parsed = parse_ticket(ticket)
+        error = self._mismatch(parsed)
+        routes = () if error else self._routes(parsed)
+        handoff = _Handoff(max(1, len(routes)))
         with self._lock:
             if key in self._placed:
                 raise ValueError(f"a handoff {key!r} is under way")
-            self._placed[key] = None
-        difference = self._config.pool.layout.difference(begin.ticket.layout)
-        if difference:
-            error = PeerMismatch.of(peer.worker_id, *difference)
+            self._placed[key] = handoff
+        if not routes:  # another rank holds the same, and sends it
             self._on_done(SendDone(key, error, 0))
-            return num_cached_tokens
+            return parsed.num_cached_tokens
+        tasks = tuple(map(self._marked, others))
+        for route in routes:
+            begin = Begin(key, _ticket_on(route, parsed, self._config.own), ticket)
+            self._place(handoff, route, begin, tasks)
+        return parsed.num_cached_tokens
+
+    def _mismatch(self, ticket: KvTicket) -> PeerMismatch | None:
+        """Why KV of this rank cannot go into blocks of the ticket's owner; None if it can."""
+        config, theirs = self._config, ticket.layout
+        difference = config.ranks and differing_size(config.ranks, KvPart.whole(theirs))
+        if config.ranks:
+            theirs = config.own.layout(theirs)
+        if difference := difference or config.pool.layout.difference(theirs):
+            return PeerMismatch.of(ticket.owner.worker_id, *difference)
+        if (ticket.ranks or config.ranks) and theirs.num_state_layers:
+            of_one = "one rank on either side for a model with states"
+            return PeerMismatch.of(ticket.owner.worker_id, "ranks", of_one, "several")
+        return None
+
+    def _routes(self, ticket: KvTicket) -> tuple[Route | None, ...]:
+        """What goes to which rank of the owner; None for all that there is to its only one."""
+        config = self._config
+        whole = KvPart.whole(ticket.layout)
+        if not ticket.ranks and config.own == whole and config.ranks.count(whole) < 2:
+            return (None,)
+        sources = config.ranks or (config.own,)
+        return routes_from(config.rank, sources, tuple(rank.part for rank in ticket.receivers))
+
+    def _place(
+        self, handoff: _Handoff, route: Route | None, begin: Begin, tasks: tuple[LaterTask, ...]
+    ) -> None:
+        """Begin a handoff on a connection of `route`."""
+        peer, part = begin.ticket.owner, route.part if route else None
         while True:
             with self._lock:
                 if self._is_closed:
                     break
-                taken = [placed[0] for placed in self._placed.values() if placed]
+                taken = [lane.connection_id for h in self._placed.values() for lane in h.lanes]
                 numbers = range(self._num_connections)
-                connection_id = min(((peer, number) for number in numbers), key=taken.count)
+                connection_id = min(((peer, route, number) for number in numbers), key=taken.count)
                 runner = self._runners.get(connection_id) or self._new_runner(connection_id)
-                self._placed[key] = (connection_id, runner)
-            if runner.submit(*tasks):
-                return num_cached_tokens
+                lane = _Lane(connection_id, runner, part)
+                handoff.lanes.append(lane)
+            own = [task for task in map(lane.own, tasks) if task]
+            if runner.submit(begin, *own):
+                if error := handoff.error:
+                    runner.submit(Cancel(begin.key, error.reason, error.message))
+                return
             # The connection has ended meanwhile.
             with self._lock:
-                self._placed[key] = None
+                handoff.lanes.remove(lane)
                 if self._runners.get(connection_id) is runner:
                     del self._runners[connection_id]
-        self._on_done(SendDone(key, HandoffFailed("the KV sender is closed"), 0))
-        return num_cached_tokens
+        self._on_done(SendDone(begin.key, HandoffFailed("the KV sender is closed"), 0))
 
     def submit(self, task: LaterTask) -> None:
         """Queue a further task of an open handoff."""
         with self._lock:
-            placed = self._placed.get(task.key)
-        if placed:
-            _, runner = placed
-            runner.submit(self._marked(task))
+            handoff = self._placed.get(task.key)
+            lanes = tuple(handoff.lanes) if handoff else ()
+        if not lanes:
+            return
+        if isinstance(task, FetchPrefix):
+            # Once for a ticket: the owner's first rank is asked by the first of this worker.
+            lanes = lanes[:1] if self._config.rank == 0 else ()
+        task = self._marked(task)
+        for lane in lanes:
+            lane.submit(task)
 
     def _marked(self, task: LaterTask) -> LaterTask:
         """Add the current mark to a task about KV without one, since its KV may still be on its way
@@ -328,13 +412,49 @@ class Sender:
         """Make a runner; requires the lock. Drops ended connections, so that they do not pile up
         over restarts of a fleet."""
         self._runners = {at: runner for at, runner in self._runners.items() if not runner.is_over}
-        peer, number = connection_id
-        connection = SendConnection(peer, self._config, lambda: self._last_heartbeat, self._on_done)
-        name = f"baton-kv-send-{peer.worker_id}-{number}"
+        peer, route, number = connection_id
+        config, name = self._config, f"baton-kv-send-{peer.worker_id}-{number}"
+        if route:
+            pool = pool_part(config.pool, route.part.within(config.own))
+            config = replace(config, pool=pool, part=route.part)
+            name = f"{name}-rank-{route.target}"
+        connection = SendConnection(peer, config, lambda: self._last_heartbeat, self._on_done)
         self._runners[connection_id] = self._make_runner(connection, name)
         return self._runners[connection_id]
 
     def _on_done(self, done: SendDone) -> None:
+        """A connection has ended its part of a handoff."""
         with self._lock:
-            self._placed.pop(done.key, None)
-        self._user_on_done(done)
+            handoff = self._placed[done.key]
+            others: tuple[_Lane, ...] = ()
+            if done.error and handoff.error is None:
+                handoff.error = done.error
+                others = tuple(handoff.lanes) if handoff.num_running > 1 else ()
+        # Before this end counts, because the key may be used again once all have ended.
+        for lane in others:
+            if done.error:
+                lane.runner.submit(Cancel(done.key, done.error.reason, done.error.message))
+        with self._lock:
+            handoff.num_bytes += done.num_bytes
+            handoff.num_running -= 1
+            if handoff.num_running:
+                return
+            del self._placed[done.key]
+        self._user_on_done(SendDone(done.key, handoff.error, handoff.num_bytes))
+
+
+def _ticket_on(route: Route | None, ticket: KvTicket, own: KvPart) -> KvTicket:
+    """The ticket as a connection of `route` sees it: of a part, at one rank. own: the sender's
+    part."""
+    if route is None:
+        return ticket
+    receiver = ticket.receivers[route.target]
+    # A device copies whole blocks of a pool.
+    is_divided = route.part != own or route.part != receiver.part
+    endpoints = tuple(
+        endpoint
+        for endpoint in receiver.endpoints
+        if not (is_divided and kv_transport(endpoint.transport).needs_device)
+    )
+    layout = route.part.layout(ticket.layout)
+    return replace(ticket, layout=layout, endpoints=endpoints, ranks=())

@@ -1,20 +1,31 @@
-"""Tickets: the right of one sender to write one sequence's KV into reserved blocks until a
+"""Tickets: the right of one worker to write one sequence's KV into reserved blocks until a
 deadline, the data that it gets for this, and the owner's endpoints.
 
     OFFERED ----> RESERVED ----> RECEIVING ----> COMMITTED ----> (forgotten)
-       |   begin     |   pin         |   commit              release
-       |             |               |
-       +-------------+---------------+
-             | abort, lease over, connection lost, broken rule
-             v
-          ABORTED ------------> (forgotten)
+       |   begin     |   pin         |   commit of   |       release
+       |             |               |   the last    |
+       |             |               |   part        |
+       +-------------+---------------+               |
+             | abort, lease over, connection lost,   |
+             v broken rule, of any part              |
+          ABORTED ------------> (forgotten) <--------+
                      release
 
+    each part:    presented ----> complete
+                     begin   commit
+
+A sender with several ranks sends its KV in parts, each over a connection of its own. Parts that
+were presented are disjoint. The ticket is committed once complete parts cover what the owner's rank
+holds; a single rank presents one part, which is all. Each part has its own coverage, checksum and
+lease; its sender learns at once that it is complete.
+
 A ticket that needs no KV (all is cached) goes from RESERVED to COMMITTED. OFFERED waits for a
-sender, RESERVED belongs to the sender's connection, RECEIVING has accepted a chunk. A sender must
-present its ticket within `offer_s`, which it does on receipt, before any queue. From then on each
-transition but the last has the lease as its deadline; the sender renews the lease while its own
+sender, RESERVED belongs to the connections of its parts, RECEIVING has accepted a chunk. All parts
+must be presented within `offer_s`, which senders do on receipt, before any queue. From then on each
+part has the lease as its deadline until it is complete; its sender renews the lease while its own
 work is queued.
+
+An owner with several ranks has one ticket in the table of each; see kv_transfer.ticket_group.
 
 Block ownership: the table owns the blocks from `offer` until the ticket's one event; then the
 receiver of the event does. A writer holds a pin, and may write unverified data, because nobody
@@ -29,7 +40,7 @@ import hashlib
 import hmac
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -39,7 +50,8 @@ from baton.kv_transports import KV_TRANSPORTS
 from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto
-from engine.kv.layout import LayerGroups, is_sound
+from engine.kv.layout import LayerGroups, groups_of, is_sound
+from engine.kv.part import KvPart, covers
 from engine.kv.range import KvRange
 from kv_transfer.frame import CHECKSUM_MASK
 
@@ -83,9 +95,19 @@ _MAC_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
+class OwnerRank:
+    """A rank that receives a part of a ticket's KV; part: as the model counts layers and heads."""
+
+    part: KvPart
+    endpoints: tuple[Endpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KvTicket:
-    """The right to write one sequence's KV into blocks reserved by `owner`; see
-    baton.v1.KvTicket."""
+    """The right to write one sequence's KV into blocks reserved by `owner`; see baton.v1.KvTicket.
+
+    ranks: of the owner; empty if it receives all at `endpoints`.
+    """
 
     owner: WorkerIdentity
     ticket_id: int
@@ -98,23 +120,55 @@ class KvTicket:
     endpoints: tuple[Endpoint, ...]
     lease_s: float
     traceparent: str = ""
+    ranks: tuple[OwnerRank, ...] = ()
+
+    @property
+    def receivers(self) -> tuple[OwnerRank, ...]:
+        """The owner's ranks; a single one if it has no others."""
+        return self.ranks or (OwnerRank(KvPart.whole(self.layout), self.endpoints),)
 
 
 def common_fields(
-    owner: WorkerIdentity, layout: KvLayout, endpoints: Iterable[Endpoint]
+    owner: WorkerIdentity,
+    layout: KvLayout,
+    endpoints: Iterable[Endpoint],
+    ranks: Iterable[OwnerRank] = (),
 ) -> kv_pb2.KvTicket:
-    """Fields common to all tickets of one boot of a worker."""
+    """Fields common to all tickets of one boot of a worker. layout: of all its ranks together."""
     return kv_pb2.KvTicket(
         worker_id=owner.worker_id,
         generation=owner.generation,
         layout=layout_to_proto(layout),
-        endpoints=[
-            kv_pb2.KvEndpoint(
-                transport=_NUMBERS[each.transport], address=each.address, host_id=each.host_id
+        endpoints=map(_endpoint_to_proto, endpoints),
+        ranks=[
+            kv_pb2.KvRank(
+                part=part_to_proto(rank.part), endpoints=map(_endpoint_to_proto, rank.endpoints)
             )
-            for each in endpoints
+            for rank in ranks
         ],
     )
+
+
+def _endpoint_to_proto(endpoint: Endpoint) -> kv_pb2.KvEndpoint:
+    number = _NUMBERS[endpoint.transport]
+    return kv_pb2.KvEndpoint(transport=number, address=endpoint.address, host_id=endpoint.host_id)
+
+
+def _endpoints_of(messages: Iterable[kv_pb2.KvEndpoint]) -> tuple[Endpoint, ...]:
+    """Skips transports of newer owners that this version does not support."""
+    return tuple(
+        Endpoint(_NAMES[each.transport], each.address, each.host_id)
+        for each in messages
+        if each.transport in _NAMES
+    )
+
+
+def part_to_proto(part: KvPart) -> kv_pb2.KvPart:
+    return kv_pb2.KvPart(**asdict(part))
+
+
+def part_from_proto(message: kv_pb2.KvPart) -> KvPart:
+    return KvPart(message.first_layer, message.num_layers, message.first_head, message.num_heads)
 
 
 def signed_ticket(message: kv_pb2.KvTicket, secret: bytes) -> bytes:
@@ -128,12 +182,17 @@ def parse_ticket(data: bytes) -> KvTicket:
     InvalidRequest for invalid data."""
     message = ticket_message(data)
     layout = layout_from_proto(message.layout)
+    ranks = tuple(
+        OwnerRank(part_from_proto(rank.part), _endpoints_of(rank.endpoints))
+        for rank in message.ranks
+    )
     if not (
         message.worker_id
         and message.ticket_id
         and message.lease_ms
         and message.num_cached_tokens <= message.num_tokens
         and is_sound(layout)
+        and (not ranks or covers({rank.part for rank in ranks}, KvPart.whole(layout)))
     ):
         raise InvalidRequest("the KV ticket lacks fields, or they contradict each other")
     return KvTicket(
@@ -145,14 +204,10 @@ def parse_ticket(data: bytes) -> KvTicket:
         num_cached_tokens=message.num_cached_tokens,
         num_tokens=message.num_tokens,
         layout=layout,
-        # Skip transports of newer owners that this version does not support.
-        endpoints=tuple(
-            Endpoint(_NAMES[each.transport], each.address, each.host_id)
-            for each in message.endpoints
-            if each.transport in _NAMES
-        ),
+        endpoints=_endpoints_of(message.endpoints),
         lease_s=message.lease_ms / 1000,
         traceparent=message.traceparent,
+        ranks=ranks,
     )
 
 
@@ -207,10 +262,21 @@ class TicketState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OfferedTicket:
-    """A new ticket: its number, and its bytes for the sender."""
+    """A new ticket: its number, and its bytes for the sender.
+
+    is_known: whether it can be presented; if not yet, TicketOffered follows.
+    """
 
     ticket_id: int
     data: bytes
+    is_known: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TicketOffered:
+    """The ticket can be presented: all ranks of its owner know it."""
+
+    ticket_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +319,7 @@ class PrefixRequested:
     deliver_to: bytes
 
 
-TicketEvent = TicketCommitted | TicketAborted | PrefixRequested
+TicketEvent = TicketOffered | TicketCommitted | TicketAborted | PrefixRequested
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,41 +345,80 @@ class Commit:
     checksum: int
     exposed_ms: float
 
+    @property
+    def end(self) -> tuple[int, tuple[Sample, ...]]:
+        """How the sequence goes on; equal in the commits of all parts of a ticket."""
+        return self.num_tokens, self.first_tokens
 
-@dataclass(slots=True)
-class Ticket:
-    """State and transitions of a ticket. Times on the caller's clock.
 
-    block_ids: blocks of tokens [num_cached_tokens, num_tokens).
-    min_tokens: minimum tokens of a commit.
-    held_start: first token with a block.
-    connection, on_aborted: of the sender that presented it.
-    checksum, num_bytes: sums over all written chunks.
-    data: the ticket's bytes.
-    mark: see KvPool; of the time when the ticket got the blocks.
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A new ticket, and the blocks of one of the owner's ranks.
+
+    data: for the sender. block_ids: blocks of tokens [num_cached_tokens, num_tokens). min_tokens:
+    minimum tokens of a commit. held_start: first token with a block.
     """
 
     ticket_id: int
+    data: bytes
     block_ids: tuple[int, ...]
-    groups: LayerGroups
-    min_tokens: int
     num_cached_tokens: int
     num_tokens: int
-    coverage: Coverage
+    min_tokens: int
     lease_s: float
+    held_start: int = 0
+
+
+@dataclass(slots=True)
+class TicketPart:
+    """A part of a ticket's KV, on the connection that presented it.
+
+    part: as the model counts layers and heads; groups: of this part alone.
+    checksum, num_bytes: sums over all written chunks.
+    commit: the sender's, once the part is complete; whole_start: see TicketCommitted.
+    """
+
+    part: KvPart
+    groups: LayerGroups
+    coverage: Coverage
     deadline: float
-    state: TicketState = TicketState.OFFERED
-    connection: int | None = None
     on_aborted: OnAborted | None = None
     num_pins: int = 0
     checksum: int = 0
     num_bytes: int = 0
+    commit: Commit | None = None
+    whole_start: int = 0
+
+
+@dataclass(slots=True)
+class Ticket:
+    """State and transitions of a ticket at one rank of its owner. Times on the caller's clock.
+
+    layout, own: of the rank; own as the model counts layers and heads.
+    offer_deadline: time by which all parts must be presented.
+    parts: by connection. is_presented: whether they cover `own`.
+    mark: see KvPool; of the time when the ticket got the blocks.
+    """
+
+    reserved: Reservation
+    layout: KvLayout
+    own: KvPart
+    offer_deadline: float
+    state: TicketState = TicketState.OFFERED
+    parts: dict[int, TicketPart] = field(default_factory=dict)
+    is_presented: bool = False
     aborted: TicketAborted | None = None
     reserved_s: float = 0.0
     receiving_s: float = 0.0
-    data: bytes = b""
     mark: object = None
-    held_start: int = 0
+
+    @property
+    def ticket_id(self) -> int:
+        return self.reserved.ticket_id
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return self.reserved.block_ids
 
     @property
     def is_open(self) -> bool:
@@ -321,95 +426,118 @@ class Ticket:
         return self.state in _OPEN
 
     @property
+    def num_pins(self) -> int:
+        return sum(part.num_pins for part in self.parts.values())
+
+    @property
     def is_settled(self) -> bool:
         """Whether its event has been, or is being, reported."""
         return self.state not in _OPEN and not self.num_pins
 
     @property
-    def refusal(self) -> Rejection | None:
-        """Why no further frame of its sender is accepted; None while it is open."""
+    def deadline(self) -> float:
+        """Deadline of the next transition of an open ticket."""
+        if not self.is_presented:
+            return self.offer_deadline
+        return min(part.deadline for part in self.parts.values() if part.commit is None)
+
+    def refusal(self, connection: int) -> Rejection | None:
+        """Why no further frame of this connection is accepted; None if it is."""
         if self.aborted:
             return Rejection(self.aborted.reason, self.aborted.message)
-        if self.state is TicketState.COMMITTED:
+        if self.state is TicketState.COMMITTED or self.parts[connection].commit:
             return Rejection(HandoffFailed.reason, "the ticket is committed")
         return None
 
     def present(
-        self, connection: int, on_aborted: OnAborted | None, now_s: float
+        self, connection: int, part: KvPart, on_aborted: OnAborted | None, now_s: float
     ) -> Rejection | None:
-        """Bind the ticket to its sender's connection. Return the rejection, if any."""
+        """Bind a part of the ticket, within the rank's, to its sender's connection. Return the
+        rejection, if any."""
         if self.aborted:
-            return self.refusal
-        if self.state is not TicketState.OFFERED:
+            return Rejection(self.aborted.reason, self.aborted.message)
+        if any(part.overlap(other.part) for other in self.parts.values()):
             return Rejection(HandoffFailed.reason, "the ticket has been used")
-        self.state = TicketState.RESERVED
-        self.connection = connection
-        self.on_aborted = on_aborted
-        self.reserved_s = self.receiving_s = now_s
-        self.renew(now_s)
+        if self.state is TicketState.OFFERED:
+            self.state = TicketState.RESERVED
+            self.reserved_s = self.receiving_s = now_s
+        groups = groups_of(part.within(self.own).layout(self.layout))
+        self.parts[connection] = TicketPart(
+            part, groups, Coverage(groups), now_s + self.reserved.lease_s, on_aborted
+        )
+        self.is_presented = covers((each.part for each in self.parts.values()), self.own)
         return None
 
-    def renew(self, now_s: float) -> None:
-        self.deadline = now_s + self.lease_s
+    def renew(self, connection: int, now_s: float) -> None:
+        self.parts[connection].deadline = now_s + self.reserved.lease_s
 
-    def pin(self, piece: KvRange, now_s: float) -> str:
-        """Record `piece` as arrived and pin the blocks until unpin. Return the fault, or an empty
-        string."""
+    def pin(self, connection: int, piece: KvRange, now_s: float) -> str:
+        """Record `piece` of the connection's part as arrived and pin the blocks until unpin. Return
+        the fault, or an empty string."""
+        part, reserved = self.parts[connection], self.reserved
         if not (
             piece.num_tokens > 0
             and piece.num_layers > 0
-            and max(self.num_cached_tokens, self.held_start) <= piece.first_token
-            and piece.end_token <= self.num_tokens
+            and max(reserved.num_cached_tokens, reserved.held_start) <= piece.first_token
+            and piece.end_token <= reserved.num_tokens
             and piece.first_layer >= 0
-            and piece.end_layer <= self.groups.num_layers(piece.group)
-            and self._has_place(piece)
+            and piece.end_layer <= part.groups.num_layers(piece.group)
+            and self._has_place(part.groups, piece)
         ):
             return f"a chunk outside of the reservation: {piece}"
-        if not self.coverage.add(piece):
+        if not part.coverage.add(piece):
             return f"a chunk that came before: {piece}"
         if self.state is TicketState.RESERVED:
             self.receiving_s = now_s
         self.state = TicketState.RECEIVING
-        self.num_pins += 1
-        self.renew(now_s)
+        part.num_pins += 1
+        self.renew(connection, now_s)
         return ""
 
-    def _has_place(self, piece: KvRange) -> bool:
+    def _has_place(self, groups: LayerGroups, piece: KvRange) -> bool:
         """Whether `piece` has blocks in all its groups."""
-        groups = self.groups
-        if not groups.has_partial or piece.first_token >= groups.whole_start(self.num_tokens):
+        num_tokens = self.reserved.num_tokens
+        if not groups.has_partial or piece.first_token >= groups.whole_start(num_tokens):
             return True
         return all(groups[part.group].keeps_all_tokens for part in groups.split(piece))
 
-    def unpin(self, checksum: int, num_bytes: int) -> TicketAborted | None:
+    def unpin(self, connection: int, checksum: int, num_bytes: int) -> TicketAborted | None:
         """Release one pin. Return the pending abort event after the last one, else None."""
-        self.num_pins -= 1
-        self.checksum = (self.checksum + checksum) & CHECKSUM_MASK
-        self.num_bytes += num_bytes
+        part = self.parts[connection]
+        part.num_pins -= 1
+        part.checksum = (part.checksum + checksum) & CHECKSUM_MASK
+        part.num_bytes += num_bytes
         return None if self.num_pins else self.aborted
 
-    def commit(self, commit: Commit) -> TicketCommitted | str:
-        """Commit if all KV has arrived. Return the event, or the fault."""
-        if not self.min_tokens <= commit.num_tokens <= self.num_tokens:
-            return (
-                f"a commit of {commit.num_tokens} tokens for {self.min_tokens} to {self.num_tokens}"
-            )
-        first, end = self.num_cached_tokens, commit.num_tokens
-        whole_start = self.coverage.whole_start(first, end)
-        if self.num_pins or whole_start is None:
+    def commit(self, connection: int, commit: Commit) -> TicketCommitted | str | None:
+        """Complete the connection's part if all its KV has arrived. Return the event after the last
+        part, None after another one, or the fault."""
+        part, reserved = self.parts[connection], self.reserved
+        if not reserved.min_tokens <= commit.num_tokens <= reserved.num_tokens:
+            least, most = reserved.min_tokens, reserved.num_tokens
+            return f"a commit of {commit.num_tokens} tokens for {least} to {most}"
+        first, end = reserved.num_cached_tokens, commit.num_tokens
+        whole_start = part.coverage.whole_start(first, end)
+        if part.num_pins or whole_start is None:
             return "a commit of KV that has not all arrived"
-        if self.checksum != commit.checksum:
+        if part.checksum != commit.checksum:
             return "the checksum of all chunks is not what the sender says"
+        part.commit, part.whole_start = commit, whole_start
+        parts = self.parts.values()
+        commits = [each.commit for each in parts if each.commit]
+        if any(each.end != commit.end for each in commits):
+            return "a commit that ends otherwise than that of another part"
+        if not self.is_presented or len(commits) < len(parts):
+            return None
         self.state = TicketState.COMMITTED
         return TicketCommitted(
             self.ticket_id,
-            commit.num_tokens,
-            commit.first_tokens,
-            commit.exposed_ms,
-            self.num_bytes,
+            *commit.end,
+            max(each.exposed_ms for each in commits),
+            sum(each.num_bytes for each in parts),
             self.reserved_s,
             self.receiving_s,
-            whole_start,
+            max(each.whole_start for each in parts),
         )
 
     def abort(self, reason: str, message: str) -> TicketAborted | None:

@@ -6,7 +6,7 @@ import hmac
 import math
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,19 +15,19 @@ from typing import NamedTuple
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import KvLayout, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
-from engine.kv.layout import groups_of
+from engine.kv.part import KvPart
 from engine.kv.range import KvRange
 from kv_transfer.ticket import (
     Commit,
-    Coverage,
     Endpoint,
     OfferedTicket,
     OnAborted,
+    OwnerRank,
     PrefixRequested,
     Rejection,
+    Reservation,
     Ticket,
     TicketAborted,
-    TicketCommitted,
     TicketEvent,
     TicketState,
     common_fields,
@@ -66,9 +66,70 @@ class TicketRules:
     draw_id: Callable[[], int] = _draw_id
 
 
+class TicketMint:
+    """Makes the tickets of one boot of a worker. Not thread-safe."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        layout: KvLayout,
+        endpoints: tuple[Endpoint, ...],
+        rules: TicketRules,
+        ranks: tuple[OwnerRank, ...] = (),
+    ) -> None:
+        """layout: of the whole model. ranks: if there are several; endpoints are then empty."""
+        if not 16 <= len(rules.secret) <= 64:
+            raise ValueError("the secret must have 16 to 64 bytes")
+        self._block_size = layout.block_size
+        self._common = common_fields(identity, layout, endpoints, ranks)
+        self._rules = rules
+
+    def reserve(
+        self,
+        spec: SequenceSpec,
+        block_ids: tuple[int, ...],
+        num_cached_tokens: int,
+        num_tokens: int,
+        lease_s: float,
+        held_start: int,
+        taken: Container[int],
+    ) -> Reservation:
+        """See TicketTable.offer. taken: ids in use."""
+        room = len(block_ids) * self._block_size
+        if not 0 <= num_cached_tokens <= num_tokens <= room:
+            raise ValueError(
+                f"{num_cached_tokens} cached of {num_tokens} tokens in room for {room}"
+            )
+        lease_s = min(lease_s, self._rules.lease_s)
+        ticket_id = self._rules.draw_id()
+        while ticket_id == 0 or ticket_id in taken:
+            ticket_id = self._rules.draw_id()
+        shown = kv_pb2.KvTicket(
+            ticket_id=ticket_id,
+            epoch=_EPOCH,
+            request_id=spec.request_id,
+            tenant=spec.tenant,
+            num_cached_tokens=num_cached_tokens,
+            num_tokens=num_tokens,
+            lease_ms=max(1, round(lease_s * 1000)),
+            traceparent=spec.traceparent,
+        )
+        shown.MergeFrom(self._common)
+        return Reservation(
+            ticket_id,
+            signed_ticket(shown, self._rules.secret),
+            block_ids,
+            num_cached_tokens,
+            num_tokens,
+            min(spec.num_tokens, num_tokens),
+            lease_s,
+            held_start,
+        )
+
+
 class TicketTable:
-    """All tickets of one boot of a worker. Thread-safe. Reports exactly one end, TicketCommitted or
-    TicketAborted, per offered ticket."""
+    """All tickets of one boot of a worker, or of one of its ranks. Thread-safe. Reports exactly one
+    end, TicketCommitted or TicketAborted, per offered ticket."""
 
     def __init__(
         self,
@@ -79,21 +140,22 @@ class TicketTable:
         on_event: Callable[[TicketEvent], None],
         clock: Callable[[], float],
         mark: Callable[[], object] = lambda: None,
+        part: KvPart | None = None,
     ) -> None:
-        """on_event: called in any thread, without a lock held.
+        """layout: of the pool.
+        on_event: called in any thread, without a lock held.
         clock: monotonic seconds.
-        mark: of the pool of the blocks; see KvPool."""
-        if not 16 <= len(rules.secret) <= 64:
-            raise ValueError("the secret must have 16 to 64 bytes")
+        mark: of the pool of the blocks; see KvPool.
+        part: of the model, that a rank's pool holds; None if it holds all."""
+        self._mint = TicketMint(identity, layout, endpoints, rules)
         self._identity = identity
-        self._groups = groups_of(layout)
-        self._common = common_fields(identity, layout, endpoints)
+        self._layout = layout
+        self._part = part or KvPart.whole(layout)
         self._lease_s = rules.lease_s
         self._offer_s = min(rules.offer_s, rules.lease_s)
         self._on_event = on_event
         self._clock = clock
         self._secret = rules.secret
-        self._draw_id = rules.draw_id
         self._mark = mark
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
@@ -134,45 +196,28 @@ class TicketTable:
         held_start: first token with a block; see BlockLease.
         Raises ValueError if the blocks are too few.
         """
-        room = len(block_ids) * self._groups.layout.block_size
-        if not 0 <= num_cached_tokens <= num_tokens <= room:
-            raise ValueError(
-                f"{num_cached_tokens} cached of {num_tokens} tokens in room for {room}"
-            )
-        lease_s = min(lease_s, self._lease_s)
-        deadline = self._clock() + min(lease_s, self._offer_s)
         with self._lock:
-            self._none_over_before_s = min(self._none_over_before_s, deadline)
-            ticket_id = self._draw_id()
-            while ticket_id == 0 or ticket_id in self._tickets:
-                ticket_id = self._draw_id()
-            shown = kv_pb2.KvTicket(
-                ticket_id=ticket_id,
-                epoch=_EPOCH,
-                request_id=spec.request_id,
-                tenant=spec.tenant,
-                num_cached_tokens=num_cached_tokens,
-                num_tokens=num_tokens,
-                lease_ms=max(1, round(lease_s * 1000)),
-                traceparent=spec.traceparent,
+            reservation = self._mint.reserve(
+                *(spec, block_ids, num_cached_tokens, num_tokens, lease_s, held_start),
+                taken=self._tickets,
             )
-            shown.MergeFrom(self._common)
-            data = signed_ticket(shown, self._secret)
-            self._tickets[ticket_id] = Ticket(
-                ticket_id=ticket_id,
-                data=data,
-                block_ids=block_ids,
-                groups=self._groups,
-                min_tokens=min(spec.num_tokens, num_tokens),
-                num_cached_tokens=num_cached_tokens,
-                num_tokens=num_tokens,
-                coverage=Coverage(self._groups),
-                lease_s=lease_s,
-                deadline=deadline,
-                mark=self._mark(),
-                held_start=held_start,
-            )
-        return OfferedTicket(ticket_id, data)
+            self._put(reservation)
+        return OfferedTicket(reservation.ticket_id, reservation.data)
+
+    def put(self, reservation: Reservation) -> bool:
+        """Accept a ticket that the worker's rank 0 has made under the same secret. Return True, see
+        RankTickets."""
+        with self._lock:
+            self._put(reservation)
+        return True
+
+    def _put(self, reservation: Reservation) -> None:
+        """Requires the lock."""
+        deadline = self._clock() + min(reservation.lease_s, self._offer_s)
+        self._none_over_before_s = min(self._none_over_before_s, deadline)
+        self._tickets[reservation.ticket_id] = Ticket(
+            reservation, self._layout, self._part, deadline, mark=self._mark()
+        )
 
     def abort(self, ticket_id: int, reason: str, message: str) -> None:
         """Abort a ticket in any state. No-op after an abort or the commit."""
@@ -216,10 +261,16 @@ class TicketTable:
     # Called by the receiver, in its connections' threads. connection: its number.
 
     def begin(
-        self, data: bytes, connection: int, on_aborted: OnAborted | None = None
+        self,
+        data: bytes,
+        connection: int,
+        on_aborted: OnAborted | None = None,
+        part: KvPart | None = None,
     ) -> Rejection | None:
-        """Present a ticket. It must be genuine, of this boot, open and not presented before;
-        otherwise return the rejection.
+        """Present a part of a ticket. It must be genuine, of this boot, open and not presented
+        before; otherwise return the rejection.
+
+        part: what the connection brings, within the rank's part; None for all of that.
 
         on_aborted: called in any thread, without a lock held, when the ticket is aborted by
         anything but a frame of the connection or its end.
@@ -229,7 +280,7 @@ class TicketTable:
             ticket_id = ticket_message(data).ticket_id
             with self._lock:
                 ticket = self._tickets.get(ticket_id)
-            if ticket is None or not hmac.compare_digest(ticket.data, data):
+            if ticket is None or not hmac.compare_digest(ticket.reserved.data, data):
                 shown = verify_ticket(data, self._identity, self._secret)
                 if shown.epoch != _EPOCH:
                     return _UNKNOWN
@@ -237,7 +288,9 @@ class TicketTable:
             return Rejection(HandoffFailed.reason, error.message)
         with self._lock:
             ticket = self._tickets.get(ticket_id)
-            return ticket.present(connection, on_aborted, self._clock()) if ticket else _UNKNOWN
+            if ticket is None:
+                return _UNKNOWN
+            return ticket.present(connection, part or self._part, on_aborted, self._clock())
 
     def pin(
         self, ticket_id: int, epoch: int, connection: int, piece: KvRange
@@ -248,16 +301,16 @@ class TicketTable:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
-            fault = ticket.pin(piece, self._clock())
+            fault = ticket.pin(connection, piece, self._clock())
             if not fault:
                 return Pinned(ticket.block_ids, ticket.mark)
-            events.append(ticket.abort(HandoffFailed.reason, fault))
+            events.append(self._abort(ticket, HandoffFailed.reason, fault, connection))
             return Rejection(HandoffFailed.reason, fault)
 
-    def unpin(self, ticket_id: int, checksum: int, num_bytes: int) -> None:
+    def unpin(self, ticket_id: int, connection: int, checksum: int, num_bytes: int) -> None:
         """Release one pin."""
         with self._locked() as events:
-            events.append(self._tickets[ticket_id].unpin(checksum, num_bytes))
+            events.append(self._tickets[ticket_id].unpin(connection, checksum, num_bytes))
 
     def fail(
         self, ticket_id: int, epoch: int, connection: int, reason: str, message: str
@@ -268,21 +321,21 @@ class TicketTable:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
-            events.append(ticket.abort(reason, message))
+            events.append(self._abort(ticket, reason, message, connection))
             return Rejection(reason, message)
 
     def commit(self, commit: Commit, connection: int) -> Rejection | None:
-        """Commit a ticket. On success report TicketCommitted and return None, else the
-        rejection."""
+        """Complete the connection's part of a ticket, and report TicketCommitted after the last
+        one. On success return None, else the rejection."""
         with self._locked() as events:
             ticket = self._addressed(commit.ticket_id, commit.epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
-            outcome = ticket.commit(commit)
-            if isinstance(outcome, TicketCommitted):
+            outcome = ticket.commit(connection, commit)
+            if not isinstance(outcome, str):
                 events.append(outcome)
                 return None
-            events.append(ticket.abort(HandoffFailed.reason, outcome))
+            events.append(self._abort(ticket, HandoffFailed.reason, outcome, connection))
             return Rejection(HandoffFailed.reason, outcome)
 
     def request_prefix(
@@ -294,7 +347,7 @@ class TicketTable:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
-            ticket.renew(self._clock())
+            ticket.renew(connection, self._clock())
             events.append(PrefixRequested(ticket_id, deliver_to))
             return None
 
@@ -304,14 +357,17 @@ class TicketTable:
             ticket = self._addressed(ticket_id, _EPOCH, connection)
             if isinstance(ticket, Rejection):
                 return ticket
-            ticket.renew(self._clock())
+            ticket.renew(connection, self._clock())
             return None
 
     def close_connection(self, connection: int, message: str) -> None:
-        """Abort the connection's open tickets."""
+        """Abort the open tickets that await KV on this connection."""
         with self._locked() as events:
-            own = (ticket for ticket in self._open() if ticket.connection == connection)
-            events += [ticket.abort(HandoffFailed.reason, message) for ticket in own]
+            for ticket in self._open():
+                part = ticket.parts.get(connection)
+                if part and not part.commit:
+                    reason = HandoffFailed.reason
+                    events.append(self._abort(ticket, reason, message, connection))
 
     @contextmanager
     def _locked(self) -> Iterator[list[TicketEvent | None]]:
@@ -332,24 +388,31 @@ class TicketTable:
     def _addressed(self, ticket_id: int, epoch: int, connection: int) -> Ticket | Rejection:
         """The open ticket that `connection` holds, or the rejection of its frame."""
         ticket = self._tickets.get(ticket_id)
-        if ticket is None or ticket.connection != connection or epoch != _EPOCH:
+        if ticket is None or connection not in ticket.parts or epoch != _EPOCH:
             return _UNKNOWN
-        return ticket.refusal or ticket
+        return ticket.refusal(connection) or ticket
 
     def _open(self) -> Iterator[Ticket]:
         return (ticket for ticket in self._tickets.values() if ticket.is_open)
 
     def _overdue(self, ticket: Ticket) -> str:
-        if ticket.state is TicketState.OFFERED:
-            return f"no sender presented the ticket within {self._offer_s:g} s"
+        if not ticket.is_presented:
+            what = "all parts of the ticket" if ticket.parts else "the ticket"
+            return f"no sender presented {what} within {self._offer_s:g} s"
         return f"no KV and no sign of life for {self._lease_s:g} s ({ticket.state.value})"
 
-    def _abort(self, ticket: Ticket, reason: str, message: str) -> TicketAborted | None:
-        """Abort an open ticket for a reason of this side, and notify its sender. Return the event
-        as Ticket.abort does."""
-        if ticket.on_aborted:
-            rejection = Rejection(reason, message)
-            self._warnings.append(partial(ticket.on_aborted, ticket.ticket_id, _EPOCH, rejection))
+    def _abort(
+        self, ticket: Ticket, reason: str, message: str, by: int | None = None
+    ) -> TicketAborted | None:
+        """Abort an open ticket, and notify its senders. Return the event as Ticket.abort does.
+
+        by: the connection that caused this, and knows; None for a reason of this side.
+        """
+        rejection = Rejection(reason, message)
+        for connection, part in ticket.parts.items():
+            if part.on_aborted and connection != by and not part.commit:
+                warn = partial(part.on_aborted, ticket.ticket_id, _EPOCH, rejection)
+                self._warnings.append(warn)
         return ticket.abort(reason, message)
 
 

@@ -25,8 +25,8 @@ from baton.types import KvSource, Rank, across_accounts
 from engine.grammar import Matchers
 from engine.interface import wants_prompt_logprobs
 from engine.kv.lease import BlockLease
-from kv_transfer.ticket import TicketAborted, TicketCommitted
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket import OfferedTicket, TicketAborted, TicketCommitted
+from kv_transfer.ticket_group import Tickets
 from worker_core.commands import Destination, Open, SequenceKey
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
@@ -66,7 +66,7 @@ class Admission:
     def __init__(
         self,
         state: CoreState,
-        tickets: TicketTable,
+        tickets: Tickets,
         limits: CoreLimits,
         costs: Costs,
         matchers: Matchers,
@@ -83,6 +83,8 @@ class Admission:
         """Sequences in stage AWAITING_KV, or in CLOSING after it, by ticket."""
         self._fetching: dict[int, WorkerSequence] = {}
         """Sequences in stage FETCHING, or in CLOSING after it, by the ticket of the prefix."""
+        self._unannounced: dict[int, bytes] = {}
+        """Tickets that cannot be presented yet, by number."""
         self.is_draining = False
 
     @property
@@ -312,7 +314,7 @@ class Admission:
         sequence.ticket_id = offered.ticket_id
         sequence.offered_s = self._state.clock()
         self._fetching[offered.ticket_id] = sequence
-        self._handoffs.fetch(sequence, offered.data)
+        self._announce(offered)
 
     def _offer(self, sequence: WorkerSequence, source: KvSource) -> None:
         spec = sequence.spec
@@ -327,9 +329,25 @@ class Admission:
         sequence.ticket_id = offered.ticket_id
         sequence.offered_s = self._state.clock()
         self._by_ticket[offered.ticket_id] = sequence
-        self._state.emit(sequence, Offered(offered.data, num_cached, offered.ticket_id))
+        self._announce(offered)
+
+    def _announce(self, offered: OfferedTicket) -> None:
+        """Give a ticket to its sender, now or once it can be presented."""
+        if not offered.is_known:
+            self._unannounced[offered.ticket_id] = offered.data
+        elif sequence := self._fetching.get(offered.ticket_id):
+            self._handoffs.fetch(sequence, offered.data)
+        else:
+            sequence = self._by_ticket[offered.ticket_id]
+            num_cached = sequence.num_computed_tokens
+            self._state.emit(sequence, Offered(offered.data, num_cached, offered.ticket_id))
 
     # Ticket events
+
+    def on_offered(self, ticket_id: int) -> None:
+        """A ticket can be presented, unless it has ended."""
+        if data := self._unannounced.pop(ticket_id, None):
+            self._announce(OfferedTicket(ticket_id, data))
 
     def awaiting(self, ticket_id: int) -> WorkerSequence | None:
         """The sequence that awaits the ticket's KV; None once the ticket has ended."""
@@ -375,6 +393,7 @@ class Admission:
     def _release_ticket(self, ticket_id: int) -> WorkerSequence:
         """Forget an ended ticket. Its sequence is now the only owner of the blocks."""
         self._tickets.release(ticket_id)
+        self._unannounced.pop(ticket_id, None)
         sequence = self._by_ticket.pop(ticket_id, None) or self._fetching.pop(ticket_id)
         sequence.ticket_id = None
         return sequence

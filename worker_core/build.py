@@ -37,6 +37,9 @@ from worker_core.nodes import degrees_of, nodes_of
 
 _log = logging.getLogger(__name__)
 
+#: Serves the KV of a rank in its process.
+KV_SERVICE = "kv_transfer.remote_port"
+
 #: Default blocks of an oracle engine, which has no real KV memory.
 _ORACLE_BLOCKS = 4096
 
@@ -158,6 +161,7 @@ def _build_torch(
 
 
 def _engine_config(options: EngineOptions, device: str, *, frees_windows: bool) -> EngineConfig:
+    nodes = nodes_of(options)
     return EngineConfig(
         ModelChoice(
             model=options.model,
@@ -186,7 +190,8 @@ def _engine_config(options: EngineOptions, device: str, *, frees_windows: bool) 
             options.num_threads,
             degrees_of(options),
             options.distributed_backend,
-            nodes_of(options),
+            nodes,
+            KV_SERVICE if options.kv_per_rank or nodes.size > 1 else "",
         ),
         LoraConfig(options.adapter_paths, options.max_lora_rank),
     )

@@ -11,7 +11,7 @@ from baton.types import KvSource, SequenceSpec
 from engine.interface import DeviceLost
 from engine.kv.ledger import ListBlocks
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
+from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted, TicketOffered
 from worker_core.policy import Policy
 
 #: (stream, handle): identifies a sequence within this boot of the worker, also to the KV sender.
@@ -88,6 +88,7 @@ Command = (
     | StreamClosed
     | Drain
     | SetPolicy
+    | TicketOffered
     | TicketCommitted
     | TicketAborted
     | PrefixRequested

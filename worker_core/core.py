@@ -30,8 +30,8 @@ from engine.interface import DeviceLost, Engine
 from engine.kv.ledger import ListBlocks, num_orphan_blocks
 from engine.kv.pool import BlockPool
 from kv_transfer.sender import KvSender, SendDone
-from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted, TicketOffered
+from kv_transfer.ticket_group import Tickets
 from worker_core.admission import Admission, CoreLimits
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import (
@@ -71,7 +71,7 @@ class CoreDeps:
 
     engine: Engine
     pool: BlockPool
-    tickets: TicketTable
+    tickets: Tickets
     sender: KvSender
     swap: SwapSpace
     matchers: Matchers
@@ -182,6 +182,8 @@ class WorkerCore:
                 self._admission.cancel_queued_of(stream)
                 for group in [g for g in self._state.groups.values() if g.stream == stream]:
                     self._cancel(group)
+            case TicketOffered(ticket_id):
+                self._admission.on_offered(ticket_id)
             case TicketCommitted():
                 sequence = self._admission.on_committed(command)
                 if sequence and command.first_tokens:

@@ -7,7 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from baton.config import DecodeOptions, EngineOptions, WorkerOptions
+from baton.config import EngineOptions, WorkerOptions
 from baton.config.worker_options import PrefillTierOptions
 from baton.errors import ConfigError
 from baton.service import ReadyReport
@@ -44,9 +44,6 @@ def nodes_of(options: EngineOptions) -> Nodes:
     """The hosts that run the engine. Raises ConfigError."""
     if not isinstance(options, WorkerOptions) or options.nnodes == 1:
         return ONE_NODE
-    if not (isinstance(options, DecodeOptions) and options.colocated):
-        fix = "workers on several hosts cannot hand over KV yet; give --colocated, or leave it out"
-        raise ConfigError.of("nnodes", options.nnodes, fix)
     secret = kv_secret_of(options)
     return Nodes(
         options.nnodes,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.config import WorkerOptions
 from baton.errors import ConfigError
-from baton.kv_transports import listened_on, takes_port
+from baton.kv_transports import takes_port
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.start_log import PhaseClock
@@ -19,18 +19,13 @@ from baton.telemetry import Telemetry
 from baton.types import NumericsRule, Tier, WorkerLoad
 from engine.grammar import Matchers
 from engine.interface import Engine, EngineSpec
-from kv_transfer.device_memory import DeviceMemory, device_memory_of, warm_up_copies
-from kv_transfer.handshake import ReceiverConfig, SenderConfig
+from kv_transfer.device_memory import warm_up_copies
 from kv_transfer.kv_secret import KvSecret
-from kv_transfer.sender import Sender
-from kv_transfer.ticket_table import TicketRules, TicketTable
-from kv_transfer.transport.base import TransportConfig
-from kv_transfer.transport.connector import make_connector
-from kv_transfer.transport.listeners import RunningReceiver, open_receiver
 from worker_core.admission import CoreLimits
 from worker_core.build import build_matchers, build_pool
 from worker_core.commands import Command, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
+from worker_core.kv_channel import KvChannel, port_config
 from worker_core.loop import EngineLoop, Heartbeat, LoadBoard
 from worker_core.nodes import kv_secret_of, serve_node
 from worker_core.policy import Policy
@@ -136,20 +131,21 @@ class Worker:
         self._recorder = WorkerRecorder(telemetry, time.monotonic) if telemetry.is_on else None
         self._heartbeat = Heartbeat(options.worker_stall_timeout_s)
         self._identity = new_identity(options)
-        memory = device_memory_of(tier.engine.kv)
-        self._transports = listened_on(options.kv_transport, has_device=memory is not None)
+        rule = NumericsRule(tier.engine.spec.numerics, options.numerics == "strict")
+        config = port_config(options, self._identity, tier.wire_dtype, kv_secret, rule)
         with ExitStack() as undo:
-            receiver = self._open_receiver(kv_secret)
-            undo.callback(receiver.close)
-            sender = self._make_sender(kv_secret, memory)
-            undo.callback(sender.close)
+            channel = KvChannel(config, tier.engine, self._submit)
+            undo.callback(channel.close)
+            self._transports = channel.transports
             matchers = build_matchers(options, tier.engine)
             undo.callback(matchers.close)
-            core = self._make_core(receiver.tickets, sender, matchers)
+            core = self._make_core(channel, matchers)
             self._loop: EngineLoop[Command, StreamEvent] = EngineLoop(
                 core, self._deliver, self._heartbeat, name="worker-engine"
             )
-            self._sequences = SequenceServicer(self._submit, self._loop.has_room, sender.begin)
+            self._sequences = SequenceServicer(
+                self._submit, self._loop.has_room, channel.sender.begin
+            )
             self._closing = undo.pop_all()
 
     def close(self) -> None:
@@ -182,58 +178,13 @@ class Worker:
         if self._recorder:
             self._recorder.on_step(events)
 
-    @property
-    def _rule(self) -> NumericsRule:
-        numerics = self._tier.engine.spec.numerics
-        return NumericsRule(numerics, self._options.numerics == "strict")
-
-    def _open_receiver(self, kv_secret: KvSecret | None) -> RunningReceiver:
-        options = self._options
-        return open_receiver(
-            ReceiverConfig(
-                self._identity,
-                self._tier.engine.kv,
-                wire_dtype=self._tier.wire_dtype,
-                secret=kv_secret,
-                rule=self._rule,
-                on_device_lost=self._submit,
-            ),
-            self._submit,
-            time.monotonic,
-            transports=self._transports,
-            listen=TransportConfig(
-                host=options.kv_host,
-                port=options.kv_port,
-                advertise_address=options.kv_advertise_address or "",
-                tls=options.tls,
-                peer_names=tuple(options.ssl_peer_names),
-            ),
-            rules=TicketRules(options.ticket_lease_s, options.ticket_offer_s),
-        )
-
-    def _make_sender(self, kv_secret: KvSecret | None, memory: DeviceMemory | None) -> Sender:
-        options = self._options
-        connect = make_connector(
-            options.kv_transport, tls=options.tls, peer_names=options.ssl_peer_names, memory=memory
-        )
-        config = SenderConfig(
-            self._identity,
-            self._tier.engine.kv,
-            connect,
-            time.monotonic,
-            secret=kv_secret,
-            rule=self._rule,
-            on_device_lost=self._submit,
-        )
-        return Sender(config, self._submit, num_connections=options.kv_num_lanes)
-
-    def _make_core(self, tickets: TicketTable, sender: Sender, matchers: Matchers) -> WorkerCore:
+    def _make_core(self, channel: KvChannel, matchers: Matchers) -> WorkerCore:
         options, tier = self._options, self._tier
         deps = CoreDeps(
             engine=tier.engine,
             pool=build_pool(options, tier.engine),
-            tickets=tickets,
-            sender=sender,
+            tickets=channel.tickets,
+            sender=channel.sender,
             swap=SwapSpace(tier.engine.kv, tier.swap_bytes),
             matchers=matchers,
             clock=time.monotonic,

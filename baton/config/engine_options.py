@@ -68,6 +68,9 @@ class EngineOptions(ModelOptions):
     distributed_backend: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     """How processes that share the model exchange results: shm through shared memory of one host,
     gloo over the network between CPUs, nccl between GPUs; auto takes the fastest that fits."""
+    kv_per_rank: bool = False
+    """Have each process that shares the model send and receive its own part of the KV, instead of
+    the first one for all of them through shared memory."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Maximum tokens of a sequence, prompt and output; the model's own limit if not given."""
     block_size: BlockSize = 16

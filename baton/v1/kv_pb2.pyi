@@ -195,6 +195,40 @@ class KvLayout(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class KvPart(message.Message):
+    """Some consecutive layers of a model, and some consecutive KV heads of each, as the model counts them: what a rank of a worker holds,
+    or what two ranks of two workers both hold.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    FIRST_LAYER_FIELD_NUMBER: builtins.int
+    NUM_LAYERS_FIELD_NUMBER: builtins.int
+    FIRST_HEAD_FIELD_NUMBER: builtins.int
+    NUM_HEADS_FIELD_NUMBER: builtins.int
+    first_layer: builtins.int
+    """First layer with KV."""
+    num_layers: builtins.int
+    """Layers, at least 1."""
+    first_head: builtins.int
+    """First KV head."""
+    num_heads: builtins.int
+    """KV heads, at least 1."""
+    def __init__(
+        self,
+        *,
+        first_layer: builtins.int = ...,
+        num_layers: builtins.int = ...,
+        first_head: builtins.int = ...,
+        num_heads: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["first_head", b"first_head", "first_layer", b"first_layer", "num_heads", b"num_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class KvEndpoint(message.Message):
     """Where a worker accepts KV."""
 
@@ -223,8 +257,38 @@ class KvEndpoint(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class KvRank(message.Message):
+    """A rank of a worker that accepts a part of a sequence's KV."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    PART_FIELD_NUMBER: builtins.int
+    ENDPOINTS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def part(self) -> KvPart:
+        """What it holds."""
+
+    @builtins.property
+    def endpoints(self) -> containers.RepeatedCompositeFieldContainer[KvEndpoint]:
+        """Where to send, best first."""
+
+    def __init__(
+        self,
+        *,
+        part: KvPart | None = ...,
+        endpoints: abc.Iterable[KvEndpoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["endpoints", b"endpoints", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class KvTicket(message.Message):
-    """The right to write one sequence's KV into blocks that a worker has reserved. Single use."""
+    """The right to write one sequence's KV into blocks that a worker has reserved. Single use; of a worker with several ranks, single use
+    for each part of each rank.
+    """
 
     DESCRIPTOR: descriptor.Descriptor
 
@@ -241,6 +305,7 @@ class KvTicket(message.Message):
     LEASE_MS_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     MAC_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Worker that owns the blocks."""
     generation: builtins.int
@@ -265,11 +330,17 @@ class KvTicket(message.Message):
     """Keyed digest of all other fields under a secret of the owner's boot; 32 bytes."""
     @builtins.property
     def layout(self) -> KvLayout:
-        """Layout of the owner's blocks."""
+        """Layout of the owner's blocks, of all its ranks together."""
 
     @builtins.property
     def endpoints(self) -> containers.RepeatedCompositeFieldContainer[KvEndpoint]:
-        """Where to send, best first."""
+        """Where to send, best first. Empty if there are ranks."""
+
+    @builtins.property
+    def ranks(self) -> containers.RepeatedCompositeFieldContainer[KvRank]:
+        """The owner's ranks, each with memory and connections of its own: the sequence is complete when each has got all of its part. None
+        if the owner takes the whole at `endpoints`, as owners of 0.1.0 do. Parts of two ranks are equal or disjoint.
+        """
 
     def __init__(
         self,
@@ -287,10 +358,11 @@ class KvTicket(message.Message):
         lease_ms: builtins.int = ...,
         traceparent: builtins.str = ...,
         mac: builtins.bytes = ...,
+        ranks: abc.Iterable[KvRank] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "generation", b"generation", "layout", b"layout", "lease_ms", b"lease_ms", "mac", b"mac", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "tenant", b"tenant", "ticket_id", b"ticket_id", "traceparent", b"traceparent", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "generation", b"generation", "layout", b"layout", "lease_ms", b"lease_ms", "mac", b"mac", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "ranks", b"ranks", "request_id", b"request_id", "tenant", b"tenant", "ticket_id", b"ticket_id", "traceparent", b"traceparent", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -308,6 +380,7 @@ class KvHello(message.Message):
     NONCE_FIELD_NUMBER: builtins.int
     NUMERICS_FIELD_NUMBER: builtins.int
     PAYLOAD_CHECKSUMS_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
     min_version: builtins.int
     """Lowest version of the channel's protocol the sender speaks."""
     max_version: builtins.int
@@ -330,6 +403,10 @@ class KvHello(message.Message):
     def payload_checksums(self) -> containers.RepeatedScalarFieldContainer[KvPayloadChecksum.ValueType]:
         """Kinds of payload checksums besides those of release 0.1.0 that the sender takes. The receiver chooses, by how payloads travel."""
 
+    @builtins.property
+    def part(self) -> KvPart:
+        """What of the model's KV comes on this connection; layout is of this part alone. Not set: all. A receiver of 0.1.0 refuses the layout."""
+
     def __init__(
         self,
         *,
@@ -341,10 +418,11 @@ class KvHello(message.Message):
         nonce: builtins.bytes = ...,
         numerics: numerics_pb2.NumericsClass | None = ...,
         payload_checksums: abc.Iterable[KvPayloadChecksum.ValueType] | None = ...,
+        part: KvPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "numerics", b"numerics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "numerics", b"numerics", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_version", b"max_version", "min_version", b"min_version", "nonce", b"nonce", "numerics", b"numerics", "payload_checksums", b"payload_checksums", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_version", b"max_version", "min_version", b"min_version", "nonce", b"nonce", "numerics", b"numerics", "part", b"part", "payload_checksums", b"payload_checksums", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

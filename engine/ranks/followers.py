@@ -11,6 +11,7 @@ import torch
 from baton.types import KvLayout
 from engine.interface import Batch
 from engine.kv.interface import KvPool
+from engine.kv.kv_ranks import KvRanks
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
 from engine.ranks.exchange import Alone, Ranks
 from engine.ranks.stages import OneStage, Stages
@@ -54,6 +55,11 @@ class Followers(Protocol):
         the KV of all layers, see GroupedKvPool."""
         ...
 
+    def kv_ranks(self, pool: TensorPool) -> KvRanks | None:
+        """Ranks that send and receive their own KV; None if `pool`, of all ranks, is reached by
+        rank 0 alone."""
+        ...
+
     def step(
         self, batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool
     ) -> AbstractContextManager[None]:
@@ -90,6 +96,9 @@ class NoFollowers:
         if num_window_slots:
             return GroupedTensorPool(layout, num_blocks, num_window_slots, host_pool)
         return TorchKvPool(layout, num_blocks, device)
+
+    def kv_ranks(self, pool: TensorPool) -> KvRanks | None:  # noqa: ARG002
+        return None
 
     def step(
         self,

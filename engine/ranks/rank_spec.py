@@ -28,6 +28,9 @@ class RankSpec:
     kv_fd, meeting_fd: inherited segments, for pools (see kv_pool) and for SharedRanks; -1 without.
     host: this rank's address for exchanges over a network. store: host and port of the store of
     torch.distributed; unset with other backends.
+
+    kv_service: module with `serve(link, make_pool, host)`, which sends and receives the rank's KV;
+    empty if rank 0 reaches all KV in shared memory.
     """
 
     rank: int
@@ -46,6 +49,7 @@ class RankSpec:
     meeting_fd: int = -1
     host: str = "127.0.0.1"
     store: tuple[str, int] = ("", 0)
+    kv_service: str = ""
 
     @property
     def place(self) -> Place:

@@ -51,11 +51,13 @@ def start_followers(
     max_model_len: int,
     max_num_rows: int,
     nodes: Nodes = ONE_NODE,
+    kv_service: str = "",
 ) -> Followers:
     """Start the processes of all other ranks; they load in parallel, each with as many threads as
     this process.
 
-    backend: a name of BACKENDS. dtype: of the weights. max_num_rows: see RankSpec.
+    backend: a name of BACKENDS. dtype: of the weights. max_num_rows, kv_service: see
+    RankSpec.
     """
     if degrees.num_ranks == 1:
         return NoFollowers()
@@ -71,5 +73,6 @@ def start_followers(
         num_threads=torch.get_num_threads(),
         staging_bytes=staging_bytes(config, degrees.tensor, dtype),
         max_num_rows=max_num_rows,
+        kv_service=kv_service,
     )
     return RankTeam(spec, nodes)

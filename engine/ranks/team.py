@@ -21,15 +21,18 @@ import torch
 from baton.errors import ModelError, StartupError
 from baton.types import KvLayout
 from engine.interface import Batch
+from engine.kv.kv_ranks import KvRanks
 from engine.kv.tensors.paged import GroupedTensorPool
-from engine.kv.tensors.ranks import ShardedKvPool, pool_memories
+from engine.kv.tensors.ranks import ShardedKvPool, own_kv_pool, pool_memories
 from engine.kv.tensors.remote_parts import RemoteParts
 from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import encode_collect, encode_copy, encode_logits, encode_step
 from engine.ranks.exchange import ExchangeFailed, Ranks
+from engine.ranks.followers import TensorPool
 from engine.ranks.link import SILENCE_S, Link
 from engine.ranks.node_listener import NodeListener, RemoteRank
 from engine.ranks.nodes import ONE_NODE, Nodes, files_digest
+from engine.ranks.parts import rank_parts
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import create_segment, map_segment
 from engine.ranks.stages import OneStage, Stages
@@ -199,6 +202,16 @@ class RankTeam:
         if num_window_slots:
             return GroupedTensorPool(layout, num_blocks, num_window_slots, make)
         return make(layout, num_blocks)
+
+    def kv_ranks(self, pool: TensorPool) -> KvRanks | None:
+        if not self._spec.kv_service:
+            return None
+        parts = rank_parts(pool.layout, self._spec.degrees)
+        of_all = pool.pools.values() if isinstance(pool, GroupedTensorPool) else (pool,)
+        own = [each.own for each in of_all if isinstance(each, ShardedKvPool | RemoteParts)]
+        table = next(iter(pool.slot_tables.values()), None)
+        own_pool = own_kv_pool(parts[0], pool.layout, own, table)
+        return KvRanks(parts, own_pool, self.links)
 
     @contextmanager
     def step(

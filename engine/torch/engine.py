@@ -29,6 +29,7 @@ from engine.interface import (
     Launched,
     LayersDone,
 )
+from engine.kv.kv_ranks import KvRanks
 from engine.ranks.followers import Followers, NoFollowers, TensorPool
 from engine.sampling.sampler import Draws, RowsError, draw
 from engine.torch.step import check_batch, fault, sample_rows
@@ -82,6 +83,10 @@ class TorchEngine(Engine):
     @property
     def kv(self) -> TensorPool:
         return self._kv
+
+    @property
+    def kv_ranks(self) -> KvRanks | None:
+        return self._followers.kv_ranks(self._kv)
 
     @property
     def device(self) -> torch.device:

@@ -10,12 +10,15 @@ import json
 import socket
 from collections import deque
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
+from baton.types import KvLayout
+from engine.kv.interface import KvPool
 from engine.kv.tensors.paged import TorchKvPool
-from engine.kv.tensors.ranks import pool_memories
+from engine.kv.tensors.ranks import own_kv_pool, pool_memories
 from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import (
     CollectCommand,
@@ -27,6 +30,7 @@ from engine.ranks.commands import (
 )
 from engine.ranks.exchange import Ranks
 from engine.ranks.link import Link
+from engine.ranks.parts import rank_parts
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
 from engine.ranks.stages import Stages
@@ -47,6 +51,8 @@ def follow(control: socket.socket, link: Link) -> None:
         spec = RankSpec.from_line(line)
         link.start()
         model = LoadedRank(spec)
+        if spec.kv_service:
+            import_module(spec.kv_service).serve(link, model.kv_pool, spec.host)
         control.sendall(json.dumps({"digest": model.digest}).encode() + b"\n")
         backend = BACKENDS[spec.backend]()
         rank = Rank(model, backend.join(spec), backend.stages(spec))
@@ -67,7 +73,13 @@ class LoadedRank:
             Path(spec.folder), whole, dtype, spec.torch_device, _no_progress, shard, spec.stage
         )
         self.config = shard.attention_config(whole).of_layers(spec.stage.layers(whole.num_layers))
+        self._spec = spec
         self.rope = make_rope(whole, spec.max_model_len, spec.torch_device)
+
+    def kv_pool(self, layout: KvLayout) -> KvPool:
+        """The rank's part of the model's KV. layout: of the whole model."""
+        parts = rank_parts(layout, self._spec.degrees)
+        return own_kv_pool(parts[self._spec.rank], layout, self.pools)
 
 
 class Rank:

@@ -65,14 +65,15 @@ def open_receiver(
     """Bind and serve.
 
     transports: names in baton.kv_transports.
-    listen: addresses; its worker_id and memory are replaced by those of `config`.
+    listen: addresses; its memory is replaced by that of `config`, and so is its worker_id, by
+    default.
     on_event, clock: see TicketTable.
     rules: by default, TicketRules() with its own secret.
     Raises ConfigError for an unknown transport, or one that cannot be bound.
     """
     identity, pool = config.identity, config.pool
     memory = device_memory_of(pool)
-    listen = replace(listen, worker_id=identity.worker_id, memory=memory)
+    listen = replace(listen, worker_id=listen.worker_id or identity.worker_id, memory=memory)
     listeners: list[Listener] = []
     with contextlib.ExitStack() as undo:
         for transport in transports:
@@ -81,7 +82,8 @@ def open_receiver(
             listeners.append(listener)
         endpoints = tuple(listener.endpoint for listener in listeners)
         tickets = TicketTable(
-            identity, pool.layout, endpoints, rules or TicketRules(), on_event, clock, pool.mark
+            *(identity, pool.layout, endpoints, rules or TicketRules(), on_event, clock),
+            *(pool.mark, config.part),
         )
         receiver = Receiver(_with_staging(config, on_device=memory is not None), tickets)
         for listener in listeners:

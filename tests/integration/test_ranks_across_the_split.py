@@ -71,6 +71,19 @@ async def test_many_ranks_prefill_for_one(model: Path) -> None:
     assert all(each.timing.transfer_bytes for each in done)
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
+async def test_each_rank_sends_its_own_kv(model: Path, prefill: int, decode: int) -> None:
+    options = {"prefill_tensor_parallel_size": prefill, "decode_tensor_parallel_size": decode}
+    async with cluster_of(model, **options, kv_per_rank=True) as (_, client):
+        done = await asyncio.gather(*(client.generate(p, greedy(30)) for p in PROMPTS))
+        # A further turn, so that the decode worker holds what the prefill worker lacks.
+        turns = [[*p, *each.token_ids, 7, 8] for p, each in zip(PROMPTS, done, strict=True)]
+        more = await asyncio.gather(*(client.generate(p, greedy(9)) for p in turns))
+    assert [list(each.token_ids) for each in done] == greedy_outputs(model, PROMPTS, 30)
+    assert [list(each.token_ids) for each in more] == greedy_outputs(model, turns, 9)
+    assert all(each.timing.transfer_bytes for each in done)
+
+
 @pytest.mark.long
 async def test_one_prefills_for_many_ranks_and_a_lost_rank_costs_no_token(model: Path) -> None:
     num_tokens = 160

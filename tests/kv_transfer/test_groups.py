@@ -19,6 +19,7 @@ from engine.kv.groups.full import FULL
 from engine.kv.groups.group import SlotTable
 from engine.kv.groups.window import WINDOWED, WindowSlots
 from engine.kv.layout import groups_of
+from engine.kv.part import KvPart
 from engine.kv.range import ALL, KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.grouped import GroupedKvPool
@@ -28,7 +29,7 @@ from kv_transfer.codec import ChunkCodec
 from kv_transfer.frame import FrameError, place_checksum
 from kv_transfer.receiver import place_of
 from kv_transfer.send_connection import Finish, Send
-from kv_transfer.ticket import Coverage, Ticket, TicketCommitted
+from kv_transfer.ticket import Reservation, Ticket, TicketCommitted
 from kv_transfer.wire_format import wire_format
 
 CPU, NUM_BLOCKS, NUM_LAYERS = torch.device("cpu"), 16, 5
@@ -235,11 +236,10 @@ def test_windowed_layers_are_not_written_before_the_window_of_the_ticket() -> No
     assert groups_of(layout).whole_start(12) == 8
 
     def is_taken(piece: KvRange) -> bool:
-        ticket = Ticket(
-            7, (0, 1, 2), groups_of(layout), 12, 0, 12, Coverage(groups_of(layout)), 30.0, 5.0
-        )
-        ticket.present(1, None, 2.0)
-        return not ticket.pin(piece, 3.0)
+        reserved = Reservation(7, b"", (0, 1, 2), 0, 12, 12, 30.0)
+        ticket = Ticket(reserved, layout, KvPart.whole(layout), 5.0)
+        ticket.present(1, KvPart.whole(layout), None, 2.0)
+        return not ticket.pin(1, piece, 3.0)
 
     assert is_taken(KvRange(0, 12, 0, 3, FULL))
     assert is_taken(KvRange(8, 4, 0, 2, WINDOWED))

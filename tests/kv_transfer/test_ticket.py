@@ -7,9 +7,16 @@ from itertools import product
 import pytest
 
 from baton.types import KvLayout, Sample
-from engine.kv.layout import groups_of
+from engine.kv.part import KvPart
 from engine.kv.range import KvRange
-from kv_transfer.ticket import Commit, Coverage, Ticket, TicketAborted, TicketCommitted, TicketState
+from kv_transfer.ticket import (
+    Commit,
+    Reservation,
+    Ticket,
+    TicketAborted,
+    TicketCommitted,
+    TicketState,
+)
 
 NUM_LAYERS, NUM_CACHED, MIN_TOKENS, NUM_TOKENS = 2, 1, 3, 4
 LEASE_S = 30.0
@@ -17,18 +24,9 @@ LAYOUT = KvLayout("m", NUM_LAYERS, 1, 1, "float32", 2)
 
 
 def presented() -> Ticket:
-    ticket = Ticket(
-        7,
-        (0,),
-        groups_of(LAYOUT),
-        MIN_TOKENS,
-        NUM_CACHED,
-        NUM_TOKENS,
-        Coverage(groups_of(LAYOUT)),
-        LEASE_S,
-        5.0,
-    )
-    assert ticket.present(1, None, 2.0) is None
+    reserved = Reservation(7, b"", (0,), NUM_CACHED, NUM_TOKENS, MIN_TOKENS, LEASE_S)
+    ticket = Ticket(reserved, LAYOUT, KvPart.whole(LAYOUT), 5.0)
+    assert ticket.present(1, KvPart.whole(LAYOUT), None, 2.0) is None
     return ticket
 
 
@@ -43,7 +41,7 @@ def test_a_piece_is_taken_if_all_of_it_is_wanted(tokens: tuple[int, int]) -> Non
             and set(range(first_layer, piece.end_layer)) <= set(range(NUM_LAYERS))
         )
         ticket = presented()
-        assert (ticket.pin(piece, 3.0) == "") is is_wanted
+        assert (ticket.pin(1, piece, 3.0) == "") is is_wanted
         assert ticket.num_pins == is_wanted
         assert ticket.deadline == (3.0 if is_wanted else 2.0) + LEASE_S
 
@@ -55,10 +53,10 @@ def test_a_commit_is_of_what_was_sent_and_of_what_was_asked_for(
 ) -> None:
     ticket = presented()
     if num_sent > NUM_CACHED:
-        assert not ticket.pin(KvRange(NUM_CACHED, num_sent - NUM_CACHED, 0, NUM_LAYERS), 3.0)
-        assert ticket.unpin(9, 100) is None
+        assert not ticket.pin(1, KvRange(NUM_CACHED, num_sent - NUM_CACHED, 0, NUM_LAYERS), 3.0)
+        assert ticket.unpin(1, 9, 100) is None
     checksum = 9 if num_sent > NUM_CACHED else 0
-    outcome = ticket.commit(Commit(7, 1, num_told, (Sample(1),), checksum, 0.0))
+    outcome = ticket.commit(1, Commit(7, 1, num_told, (Sample(1),), checksum, 0.0))
     is_good = num_told == num_sent >= MIN_TOKENS
     assert isinstance(outcome, TicketCommitted) is is_good
     assert (ticket.state is TicketState.COMMITTED) is is_good
@@ -67,9 +65,9 @@ def test_a_commit_is_of_what_was_sent_and_of_what_was_asked_for(
 def test_an_abort_is_reported_when_the_last_writer_is_gone() -> None:
     ticket = presented()
     for token in (1, 2):
-        assert not ticket.pin(KvRange(token, 1, 0, NUM_LAYERS), 3.0)
+        assert not ticket.pin(1, KvRange(token, 1, 0, NUM_LAYERS), 3.0)
     assert ticket.abort("CANCELLED", "enough") is None
     assert not ticket.is_settled
-    assert ticket.unpin(0, 0) is None
-    assert ticket.unpin(0, 0) == TicketAborted(7, "CANCELLED", "enough")
+    assert ticket.unpin(1, 0, 0) is None
+    assert ticket.unpin(1, 0, 0) == TicketAborted(7, "CANCELLED", "enough")
     assert ticket.is_settled

@@ -145,7 +145,7 @@ class Tickets(RuleBasedStateMachine):
         if model.num_pins:
             model.num_pins -= 1
             model.checksum = (model.checksum + checksum) % 2**64
-            self.table.unpin(ticket_id, checksum, 1)
+            self.table.unpin(ticket_id, model.connection, checksum, 1)
 
     @rule(ticket_id=tickets, connection=CONNECTIONS, wrong=st.sampled_from([0, 0, 0, 1]))
     def commit(self, ticket_id, connection, wrong):

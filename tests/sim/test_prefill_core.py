@@ -126,7 +126,7 @@ def test_blocks_that_a_fetch_may_still_write_stay_leased_after_the_sender_had_it
     assert pool.counts().leased == 3
     assert not worker.inbox
 
-    worker.tickets.unpin(ticket.ticket_id, checksum=0, num_bytes=0)
+    worker.tickets.unpin(ticket.ticket_id, 1, checksum=0, num_bytes=0)
     core.step(worker.inbox)
     assert pool.counts().leased == 0
 

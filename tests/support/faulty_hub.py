@@ -70,6 +70,9 @@ class FaultyConnection:
     def flush(self) -> None:
         self._inner.flush()
 
+    def seal(self, key: bytes) -> None:
+        self._inner.seal(key)
+
     def receive(self) -> Frame | None:
         return self._inner.receive()
 

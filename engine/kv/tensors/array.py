@@ -13,7 +13,7 @@ from baton.types import KvLayout
 from engine.kv.groups.state import STATE
 from engine.kv.interface import HostOrdered
 from engine.kv.range import KvRange
-from engine.kv.tensors.packed import PackedPart, PackedPool
+from engine.kv.tensors.packed import ALL_HEADS, PackedPart, PackedPool
 from engine.kv.tensors.state_memory import StateMemory
 
 #: numpy type for each KvLayout.dtype; bfloat16, unknown to numpy, is kept as raw bits.
@@ -59,20 +59,28 @@ class ArrayKvPool(HostOrdered, PackedPool):
         )
 
     def pack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
         (wire,) = parts
         bits, layers = self.data.view(wire.dtype), slice(piece.first_layer, piece.end_layer)
         for block_id, inside, tokens in self._in_blocks(block_ids, piece):
-            wire[:, :, :, tokens] = bits[block_id, layers, :, :, inside]
+            wire[:, :, :, tokens] = bits[block_id, layers, :, heads, inside]
 
     def unpack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
         (wire,) = parts
         bits, layers = self.data.view(wire.dtype), slice(piece.first_layer, piece.end_layer)
         for block_id, inside, tokens in self._in_blocks(block_ids, piece):
-            bits[block_id, layers, :, :, inside] = wire[:, :, :, tokens]
+            bits[block_id, layers, :, heads, inside] = wire[:, :, :, tokens]
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.data[list(targets)] = self.data[list(sources)]

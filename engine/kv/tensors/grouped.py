@@ -14,20 +14,28 @@ from baton.types import KvLayout
 from engine.kv.groups.group import SlotTable
 from engine.kv.interface import BlockMemory, HostOrdered, KvPool
 from engine.kv.range import ALL, KvRange
-from engine.kv.tensors.packed import PackedPart, PackedPool
+from engine.kv.tensors.packed import ALL_HEADS, PackedPart, PackedPool
 
 
 class LayersPool(KvPool, BlockMemory, Protocol):
     """Host memory with the layers of each block side by side."""
 
     def pack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
         """See PackedPool."""
         ...
 
     def unpack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
         """See PackedPool."""
         ...
@@ -49,12 +57,14 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         num_blocks: int,
         num_slots: int,
         make_pool: Callable[[KvLayout, int], P],
+        table: SlotTable | None = None,
     ) -> None:
-        """layout: of the whole model, with two paged groups. num_slots: at least 1. make_pool:
-        called with (layout, number of blocks) for the layers in blocks, then for those in slots."""
+        """layout: with two paged groups. num_slots: at least 1. make_pool: called with (layout,
+        number of blocks) for the layers in blocks, then for those in slots. table: slots that are
+        assigned elsewhere; by default, a table of its own."""
         super().__init__(layout, num_blocks)
         kept, apart = self.groups.kept_and_apart
-        table = SlotTable.empty(num_blocks, num_slots)
+        table = table or SlotTable.empty(num_blocks, num_slots)
         self.slot_tables = {apart.number: table}
         self._apart, self._slot_of = apart, table.of_block
         # Shares the memory of the table.
@@ -85,14 +95,22 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         return (own for _, own in self.groups.runs(piece))
 
     def pack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
-        self.pools[piece.group].pack_parts(*self._within(block_ids, piece), parts)
+        self.pools[piece.group].pack_parts(*self._within(block_ids, piece), parts, heads)
 
     def unpack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
-        self.pools[piece.group].unpack_parts(*self._within(block_ids, piece), parts)
+        self.pools[piece.group].unpack_parts(*self._within(block_ids, piece), parts, heads)
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.in_blocks.copy_blocks(sources, targets)
@@ -125,3 +143,16 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         blocks = block_ids[first : -(-piece.end_token // size)]
         within = replace(piece, first_token=piece.first_token - first * size, group=ALL)
         return self.ids_in(piece.group, blocks), within
+
+
+class SlotsPool(GroupedKvPool[P]):
+    """A GroupedKvPool of a rank without layers in blocks. Blocks are copied by the pool of all
+    ranks."""
+
+    def __init__(self, layout: KvLayout, table: SlotTable, in_slots: P) -> None:
+        """layout: with one paged group, which keeps fewer than all tokens."""
+        PackedPool.__init__(self, layout, len(table.of_block))
+        (self._apart,) = self.groups.paged
+        self.slot_tables = {self._apart.number: table}
+        self._slot_of = table.of_block
+        self.pools = {self._apart.number: in_slots}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ from engine.kv.layout import LayerGroups, groups_of
 from engine.kv.range import ALL, KvRange
 
 PackedPart = NDArray[np.signedinteger]
+
+#: KV heads of a copy: every head of the pool.
+ALL_HEADS = slice(None)
 
 #: Integers of an element's width: packing moves bits, and numpy lacks bfloat16 and fp8.
 _BITS: Mapping[int, np.dtype[Any]] = MappingProxyType(
@@ -55,6 +59,11 @@ class PackedPool(ABC):
             number: memory.slots for number, memory in records.items()
         }
 
+    def identify(self, fingerprint: str) -> None:
+        """Set the layout's fingerprint, known once all weights are read; before any other use."""
+        self.layout = replace(self.layout, fingerprint=fingerprint)
+        self.groups = groups_of(self.layout)
+
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """See KvPool. Also raises ValueError if `out` is read-only."""
         if out.readonly:
@@ -79,15 +88,23 @@ class PackedPool(ABC):
 
     @abstractmethod
     def pack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
-        """Copy a checked range, as returned by `pieces_of`, to its elements [num_layers, parts,
-        kv_heads, num_tokens, head_dim], and its scales [num_layers, parts, kv_heads, num_tokens, 1]
-        if the layout has any."""
+        """Copy these KV heads of a checked range, as returned by `pieces_of`, to its elements
+        [num_layers, parts, heads, num_tokens, head_dim], and its scales [num_layers, parts, heads,
+        num_tokens, 1] if the layout has any."""
 
     @abstractmethod
     def unpack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
         """Inverse of pack_parts."""
 

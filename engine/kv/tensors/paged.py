@@ -17,7 +17,7 @@ from engine.kv.tensors.copy_order import copy_order
 from engine.kv.tensors.cuda_memory import cuda_memory
 from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.grouped import GroupedKvPool, LayersPool
-from engine.kv.tensors.packed import NO_RECORDS, PackedPart, PackedPool, RecordMemory
+from engine.kv.tensors.packed import ALL_HEADS, NO_RECORDS, PackedPart, PackedPool, RecordMemory
 from engine.kv.tensors.prefault import prefault
 
 #: Integers of an element's width: packing moves bits.
@@ -83,10 +83,15 @@ class TorchKvPool(PackedPool):
         return self._blocks[..., num_bytes:].view(torch.float32)
 
     def pack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
-        """See PackedPool. The parts may have only the heads held here."""
-        for slab, packed in zip(self._slabs, parts, strict=True):
+        """See PackedPool."""
+        for whole, packed in zip(self._slabs, parts, strict=True):
+            slab = whole[:, :, :, heads]
             if self._is_host:
                 kv_pack(slab, block_ids, piece.first_token, piece.first_layer, packed)
             else:
@@ -96,13 +101,19 @@ class TorchKvPool(PackedPool):
                 packed[...] = staging.numpy()
 
     def unpack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
-        """See PackedPool. The parts may have only the heads held here."""
+        """See PackedPool."""
         for slab, packed in zip(self._slabs, parts, strict=True):
             source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
             with self._order.copying():
-                kv_unpack(slab, block_ids, piece.first_token, piece.first_layer, source)
+                kv_unpack(
+                    slab[:, :, :, heads], block_ids, piece.first_token, piece.first_layer, source
+                )
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         device = self.tensor.device

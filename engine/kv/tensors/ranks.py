@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.types import KvLayout
-from engine.kv.interface import HostOrdered
+from engine.kv.groups.group import SlotTable
+from engine.kv.interface import HostOrdered, KvPool
 from engine.kv.layout import groups_of
 from engine.kv.part import KvPart
 from engine.kv.range import KvRange
-from engine.kv.tensors.packed import PackedPart, PackedPool
+from engine.kv.tensors.grouped import GroupedKvPool, SlotsPool
+from engine.kv.tensors.packed import ALL_HEADS, PackedPart, PackedPool
 from engine.kv.tensors.paged import TorchKvPool
 
 _CPU = torch.device("cpu")
@@ -71,6 +73,26 @@ def _in_group(parts: Sequence[KvPart], layers: Sequence[int]) -> tuple[KvPart, .
     )
 
 
+def own_kv_pool(
+    part: KvPart, layout: KvLayout, pools: Sequence[TorchKvPool], table: SlotTable | None = None
+) -> KvPool:
+    """One rank's pools (see pool_sizes) as a pool of its part of the model. layout: of the whole
+    model. table: slots, assigned elsewhere; by default, a table of its own."""
+    for pool in pools:
+        pool.identify(layout.fingerprint)
+    in_blocks, *apart = pools
+    own = part.layout(layout)
+    groups = groups_of(own).paged
+    if not apart or (len(groups) == 1 and groups[0].keeps_all_tokens):
+        return in_blocks
+    (in_slots,) = apart
+    table = table or SlotTable.empty(in_blocks.num_blocks, in_slots.num_blocks)
+    if len(groups) == 1:
+        return SlotsPool(own, table, in_slots)
+    given = iter(pools)
+    return GroupedKvPool(own, in_blocks.num_blocks, table.num_slots, lambda *_: next(given), table)
+
+
 def pool_memories(memory: torch.Tensor, pools: Sequence[PoolSize]) -> tuple[torch.Tensor, ...]:
     """Split the memory of all ranks, uint8, by pool, in order."""
     return memory.split([sum(pool.rank_bytes) for pool in pools])  # type: ignore[no-any-return, no-untyped-call]
@@ -97,16 +119,29 @@ class ShardedKvPool(HostOrdered, PackedPool):
         self.tensor, self.scales = self._pools[0][1].tensor, self._pools[0][1].scales
 
     def pack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
-        for pool, own, packed in self._overlaps(self._first_pools, piece, parts):
-            pool.pack_parts(block_ids, own, packed)
+        for pool, own, packed, held in self._overlaps(self._first_pools, piece, parts, heads):
+            pool.pack_parts(block_ids, own, packed, held)
 
     def unpack_parts(
-        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+        self,
+        block_ids: Sequence[int],
+        piece: KvRange,
+        parts: Sequence[PackedPart],
+        heads: slice = ALL_HEADS,
     ) -> None:
-        for pool, own, packed in self._overlaps(self._pools, piece, parts):
-            pool.unpack_parts(block_ids, own, packed)
+        for pool, own, packed, held in self._overlaps(self._pools, piece, parts, heads):
+            pool.unpack_parts(block_ids, own, packed, held)
+
+    @property
+    def own(self) -> TorchKvPool:
+        """Rank 0's pool."""
+        return self._pools[0][1]
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for _, pool in self._pools:
@@ -117,12 +152,17 @@ class ShardedKvPool(HostOrdered, PackedPool):
         pools: Sequence[tuple[KvPart, TorchKvPool]],
         piece: KvRange,
         parts: Sequence[PackedPart],
-    ) -> Iterator[tuple[TorchKvPool, KvRange, list[PackedPart]]]:
-        """The pools with some of a piece: (pool, the range in it, its packed data) each."""
-        wanted = KvPart(piece.first_layer, piece.num_layers, 0, self.layout.num_kv_heads)
+        heads: slice,
+    ) -> Iterator[tuple[TorchKvPool, KvRange, list[PackedPart], slice]]:
+        """The pools with some of a piece: (pool, the range in it, its packed data, its heads)
+        each."""
+        first, end, _ = heads.indices(self.layout.num_kv_heads)
+        wanted = KvPart(piece.first_layer, piece.num_layers, first, end - first)
         for part, pool in pools:
             if common := part.overlap(wanted):
                 own, packed = common.within(part), common.within(wanted)
-                layers, heads = (slice(at.start, at.stop) for at in (packed.layers, packed.heads))
+                layers, columns, held = (
+                    slice(at.start, at.stop) for at in (packed.layers, packed.heads, own.heads)
+                )
                 within = replace(piece, first_layer=own.first_layer, num_layers=own.num_layers)
-                yield pool, within, [part[layers, :, heads] for part in parts]
+                yield pool, within, [bits[layers, :, columns] for bits in parts], held

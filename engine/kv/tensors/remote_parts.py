@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from baton.types import KvLayout
 from engine.kv.interface import HostOrdered
 from engine.kv.range import KvRange
-from engine.kv.tensors.packed import PackedPart, PackedPool
+from engine.kv.tensors.packed import ALL_HEADS, PackedPart, PackedPool
 from engine.kv.tensors.paged import TorchKvPool
 
 
@@ -24,7 +24,7 @@ class RemoteParts(HostOrdered, PackedPool):
         """layout: of the whole model. own: rank 0's part. copy_others: has the other ranks copy
         blocks, before the next step."""
         super().__init__(layout, own.num_blocks)
-        self._own, self._copy_others = own, copy_others
+        self.own, self._copy_others = own, copy_others
         self.tensor, self.scales = own.tensor, own.scales
 
     def pack_parts(
@@ -32,6 +32,7 @@ class RemoteParts(HostOrdered, PackedPool):
         block_ids: Sequence[int],  # noqa: ARG002
         piece: KvRange,  # noqa: ARG002
         parts: Sequence[PackedPart],  # noqa: ARG002
+        heads: slice = ALL_HEADS,  # noqa: ARG002
     ) -> None:
         """Not possible. Raises ValueError."""
         raise ValueError("the KV of a worker on several hosts is in no one memory")
@@ -40,4 +41,4 @@ class RemoteParts(HostOrdered, PackedPool):
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._copy_others(sources, targets)
-        self._own.copy_blocks(sources, targets)
+        self.own.copy_blocks(sources, targets)
