@@ -71,9 +71,14 @@ async def test_many_ranks_prefill_for_one(model: Path) -> None:
     assert all(each.timing.transfer_bytes for each in done)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
-async def test_each_rank_sends_its_own_kv(model: Path, prefill: int, decode: int) -> None:
-    options = {"prefill_tensor_parallel_size": prefill, "decode_tensor_parallel_size": decode}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill_tensor_parallel_size": 2, "decode_pipeline_parallel_size": 2},
+        {"decode_tensor_parallel_size": 2},
+    ],
+)
+async def test_each_rank_sends_its_own_kv(model: Path, options: dict[str, Any]) -> None:
     async with cluster_of(model, **options, kv_per_rank=True) as (_, client):
         done = await asyncio.gather(*(client.generate(p, greedy(30)) for p in PROMPTS))
         # A further turn, so that the decode worker holds what the prefill worker lacks.
