@@ -7,23 +7,25 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, pairwise
 from typing import IO
+
+import numpy as np
 
 from baton.types import Sampling
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.ranks.table_deltas import TableDecoder, TableEncoder
 
 _HEADER_BYTES = 16
-#: Header of a slice: start, num_prompt_tokens, and the lengths of its token ids, block ids, row
-#: offsets and window table, which follow.
-_SLICE_NUMBERS = 6
+#: Header of a slice: start, num_prompt_tokens, and the numbers of its token ids and rows.
+_SLICE_NUMBERS = 4
 #: Only rank 0 samples.
 _UNUSED = Sampling()
 
 
 class _Kind(IntEnum):
     STEP = 1
-    """A batch: number of slices, the header of each slice, then each slice's numbers."""
+    """A batch: number of slices, the header of each slice, token ids and row offsets of each, then
+    their block tables and the windowed layers' (see table_deltas)."""
     LAYER_SYNC_STEP = 2
     """As STEP; ranks synchronise after every layer, for `layers_done`."""
     LOGITS = 3
@@ -69,19 +71,24 @@ class CopyCommand:
 Command = StepCommand | CollectCommand | LogitsCommand | CopyCommand
 
 
-def encode_step(batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool) -> bytes:
-    """Encode a StepCommand. tables: empty, or one per slice."""
-    numbers = array("q", [len(batch.slices)])
-    parts = list(zip(batch.slices, tables or [()] * len(batch.slices), strict=True))
-    for part, table in parts:
-        counts = (len(part.token_ids), len(part.block_table), len(part.rows), len(table))
-        numbers.extend((part.start, part.num_prompt_tokens, *counts))
-    for part, table in parts:
-        numbers.extend(part.token_ids)
-        numbers.extend(part.block_table)
-        numbers.extend(row.offset for row in part.rows)
-        numbers.extend(table)
-    return _frame(_Kind.LAYER_SYNC_STEP if syncs_layers else _Kind.STEP, numbers)
+class StepEncoder:
+    """Encodes steps for ranks that read all of them, in order. tables: see table_deltas."""
+
+    def __init__(self) -> None:
+        self._blocks, self._windows = TableEncoder(), TableEncoder()
+
+    def encode(self, batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool) -> bytes:
+        """Encode a StepCommand. tables: empty, or one per slice."""
+        numbers = array("q", [len(batch.slices)])
+        for part in batch.slices:
+            counts = (len(part.token_ids), len(part.rows))
+            numbers.extend((part.start, part.num_prompt_tokens, *counts))
+        for part in batch.slices:
+            numbers.extend(part.token_ids)
+            numbers.extend(row.offset for row in part.rows)
+        numbers += self._blocks.encode([part.block_table for part in batch.slices])
+        numbers += self._windows.encode(tables)
+        return _frame(_Kind.LAYER_SYNC_STEP if syncs_layers else _Kind.STEP, numbers)
 
 
 def encode_collect() -> bytes:
@@ -106,15 +113,16 @@ def _frame(kind: _Kind, numbers: array[int]) -> bytes:
 def read_commands(stream: IO[bytes]) -> Iterator[Command]:
     """Yield commands until the stream ends, also within a frame. Raises ValueError for an unknown
     kind."""
+    steps = _StepDecoder()
     while len(header := stream.read(_HEADER_BYTES)) == _HEADER_BYTES:
         kind, count = array("q", header)
         body = stream.read(8 * count)
         if len(body) < 8 * count:
             return
-        yield _command(_Kind(kind), array("q", body))
+        yield _command(_Kind(kind), array("q", body), steps)
 
 
-def _command(kind: _Kind, numbers: array[int]) -> Command:
+def _command(kind: _Kind, numbers: array[int], steps: _StepDecoder) -> Command:
     if kind is _Kind.LOGITS:
         return LogitsCommand(numbers)
     if kind is _Kind.COLLECT:
@@ -122,18 +130,30 @@ def _command(kind: _Kind, numbers: array[int]) -> Command:
     if kind is _Kind.COPY:
         pool, count = numbers[:2]
         return CopyCommand(pool, numbers[2 : 2 + count], numbers[2 + count :])
-    return StepCommand(*_batch(numbers), kind is _Kind.LAYER_SYNC_STEP)
+    return StepCommand(*steps.decode(numbers), kind is _Kind.LAYER_SYNC_STEP)
 
 
-def _batch(numbers: array[int]) -> tuple[Batch, Sequence[Sequence[int]]]:
-    at = 1 + numbers[0] * _SLICE_NUMBERS
-    slices, tables = [], []
-    for first in range(1, at, _SLICE_NUMBERS):
-        start, num_prompt_tokens, *counts = numbers[first : first + _SLICE_NUMBERS]
-        ends = list(accumulate(counts, initial=at))
-        token_ids, block_table, offsets, table = (numbers[i:end] for i, end in pairwise(ends))
-        rows = tuple(SampleRow(offset, _UNUSED, (), 0) for offset in offsets)
-        slices.append(SequenceSlice(token_ids, start, block_table, rows, num_prompt_tokens))
-        tables.append(table)
-        at = ends[-1]
-    return Batch(tuple(slices)), tables
+class _StepDecoder:
+    """See StepEncoder."""
+
+    def __init__(self) -> None:
+        self._blocks, self._windows = TableDecoder(), TableDecoder()
+
+    def decode(self, numbers: array[int]) -> tuple[Batch, Sequence[Sequence[int]]]:
+        at, headers = 1 + numbers[0] * _SLICE_NUMBERS, []
+        for first in range(1, at, _SLICE_NUMBERS):
+            start, num_prompt_tokens, num_tokens, num_rows = numbers[first : first + _SLICE_NUMBERS]
+            token_ids = numbers[at : at + num_tokens]
+            offsets = numbers[at + num_tokens : (at := at + num_tokens + num_rows)]
+            rows = tuple(SampleRow(offset, _UNUSED, (), 0) for offset in offsets)
+            headers.append((token_ids, start, rows, num_prompt_tokens))
+        ids = np.frombuffer(numbers, np.int64)
+        blocks, taken = self._blocks.decode(ids[at:])
+        windows, _ = self._windows.decode(ids[at + taken :])
+        slices = (
+            SequenceSlice(token_ids, start, table, rows, num_prompt_tokens)
+            for (token_ids, start, rows, num_prompt_tokens), table in zip(
+                headers, blocks, strict=True
+            )
+        )
+        return Batch(tuple(slices)), windows

@@ -16,6 +16,8 @@ from contextlib import suppress
 HEARTBEAT_S = 0.5
 #: A peer that sends nothing for so long has frozen, or the network to it is down.
 SILENCE_S = 2.5
+#: As long for its first message: its process imports torch before.
+FIRST_MESSAGE_S = 120.0
 #: Kinds of messages: one byte. Services have those from FIRST_SERVICE_KIND on.
 HEARTBEAT = 0
 FIRST_SERVICE_KIND = 16
@@ -39,9 +41,8 @@ class Link:
         on_silent: Callable[[], None],
     ) -> None:
         """connection: owned from here on. on_closed: called in the link's thread when the peer has
-        closed its end, or died; on_silent: when it has sent nothing for SILENCE_S. Neither is
-        called after `close`. Silence counts from the first message on: a peer that still loads has
-        not begun to send."""
+        closed its end, or died; on_silent: when it has sent nothing for SILENCE_S, or no first
+        message for FIRST_MESSAGE_S. Neither is called after `close`."""
         self._connection = connection
         self._connection.settimeout(SILENCE_S)
         self._on_closed, self._on_silent = on_closed, on_silent
@@ -86,8 +87,8 @@ class Link:
         """Serve until the peer closes the link (True) or is silent (False). Raises OSError."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
-        heard: float | None = None
         next_beat = time.monotonic()
+        silent_at = next_beat + FIRST_MESSAGE_S
         while not self._is_closing.is_set():
             if time.monotonic() >= next_beat:
                 self.send(HEARTBEAT)
@@ -101,10 +102,10 @@ class Link:
                 payload = self._read(length)
                 if payload is None:
                     return True
-                heard = time.monotonic()
+                silent_at = time.monotonic() + SILENCE_S
                 if handler := self._handlers.get(kind):
                     handler(payload)
-            elif heard is not None and time.monotonic() - heard > SILENCE_S:
+            elif time.monotonic() > silent_at:
                 return False
         return True
 

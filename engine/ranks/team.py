@@ -26,7 +26,7 @@ from engine.kv.tensors.paged import GroupedTensorPool
 from engine.kv.tensors.ranks import ShardedKvPool, own_kv_pool, pool_memories
 from engine.kv.tensors.remote_parts import RemoteParts
 from engine.ranks.backends import BACKENDS
-from engine.ranks.commands import encode_collect, encode_copy, encode_logits, encode_step
+from engine.ranks.commands import StepEncoder, encode_collect, encode_copy, encode_logits
 from engine.ranks.exchange import ExchangeFailed, Ranks
 from engine.ranks.followers import TensorPool
 from engine.ranks.link import SILENCE_S, Link
@@ -120,6 +120,7 @@ class RankTeam:
         """
         self._on_loss = on_loss
         self._lost = threading.Event()
+        self._steps = StepEncoder()
         self._size = spec.degrees.num_ranks
         self._is_on_one_node = nodes.size == 1
         self.shard = spec.shard
@@ -217,7 +218,7 @@ class RankTeam:
     def step(
         self, batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool
     ) -> Iterator[None]:
-        frame = encode_step(batch, tables, syncs_layers=syncs_layers)
+        frame = self._steps.encode(batch, tables, syncs_layers=syncs_layers)
         with self._together(frame, self._members):
             yield
 

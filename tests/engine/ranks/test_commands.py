@@ -13,8 +13,8 @@ from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.ranks.commands import (
     LogitsCommand,
     StepCommand,
+    StepEncoder,
     encode_logits,
-    encode_step,
     read_commands,
 )
 
@@ -48,14 +48,14 @@ def step_of(
     parts: list[tuple[SequenceSlice, tuple[int, ...]]], is_apart: bool, syncs_layers: bool
 ) -> StepCommand:
     """is_apart: whether windowed layers have tables of their own."""
-    tables = tuple(table if is_apart else () for _, table in parts)
+    tables = tuple(table for _, table in parts if is_apart)
     return StepCommand(Batch(tuple(part for part, _ in parts)), tables, syncs_layers)
 
 
-def encode(command: StepCommand | tuple[int, ...]) -> bytes:
+def encode(steps: StepEncoder, command: StepCommand | tuple[int, ...]) -> bytes:
     match command:
         case StepCommand(batch, tables, syncs_layers):
-            return encode_step(batch, tables if any(tables) else (), syncs_layers=syncs_layers)
+            return steps.encode(batch, tables, syncs_layers=syncs_layers)
         case rows:
             return encode_logits(rows)
 
@@ -76,7 +76,9 @@ def plain(batch: Batch) -> list[object]:
 
 @given(COMMANDS)
 def test_commands_arrive_as_they_were(commands: list[StepCommand | tuple[int, ...]]) -> None:
-    read = list(read_commands(io.BytesIO(b"".join(map(encode, commands)))))
+    steps = StepEncoder()
+    stream = io.BytesIO(b"".join(encode(steps, command) for command in commands))
+    read = list(read_commands(stream))
     assert len(read) == len(commands)
     for sent, got in zip(commands, read, strict=True):
         match sent:
@@ -93,6 +95,7 @@ def test_commands_arrive_as_they_were(commands: list[StepCommand | tuple[int, ..
 def test_a_stream_that_ends_within_a_command_gives_no_part_of_it(
     step: StepCommand, data: st.DataObject
 ) -> None:
-    whole = encode(step)
-    end = data.draw(st.integers(0, len(whole) - 1))
-    assert len(list(read_commands(io.BytesIO(whole + whole[:end])))) == 1
+    steps = StepEncoder()
+    whole, again = encode(steps, step), encode(steps, step)
+    end = data.draw(st.integers(0, len(again) - 1))
+    assert len(list(read_commands(io.BytesIO(whole + again[:end])))) == 1

@@ -66,6 +66,18 @@ def test_silence_counts_from_the_first_message(ends: queue.SimpleQueue[str]) -> 
     theirs.close()
 
 
+def test_a_peer_that_never_begins_is_silent_later(
+    ends: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_MESSAGE_S", 0.3)
+    ours, theirs = socket.socketpair()
+    link = link_over(ours, "a", ends)
+    link.start()
+    assert ends.get() == "a silent"
+    link.close()
+    theirs.close()
+
+
 def test_a_message_that_does_not_end_is_silence_too(ends: queue.SimpleQueue[str]) -> None:
     ours, theirs = socket.socketpair()
     link = link_over(ours, "a", ends)
