@@ -90,6 +90,17 @@ async def test_each_rank_sends_its_own_kv(model: Path, options: dict[str, Any]) 
 
 
 @pytest.mark.long
+async def test_stages_on_either_tier(model: Path) -> None:
+    options = {"prefill_pipeline_parallel_size": 2, "decode_pipeline_parallel_size": 2}
+    async with cluster_of(model, decode_tensor_parallel_size=2, **options) as (cluster, client):
+        assert len(child_pids(cluster.pid_of("prefill-0"))) == 1
+        assert len(child_pids(cluster.pid_of("decode-0"))) == 3
+        done = await asyncio.gather(*(client.generate(p, greedy(30)) for p in PROMPTS))
+    assert [list(each.token_ids) for each in done] == greedy_outputs(model, PROMPTS, 30)
+    assert all(each.timing.transfer_bytes for each in done)
+
+
+@pytest.mark.long
 async def test_one_prefills_for_many_ranks_and_a_lost_rank_costs_no_token(model: Path) -> None:
     num_tokens = 160
     wanted = greedy_outputs(model, PROMPTS, num_tokens)

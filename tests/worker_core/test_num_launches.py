@@ -45,6 +45,13 @@ def test_two_where_it_is_of_use_or_asked_for(
     assert num_launches(options(method=method, is_asked=is_asked), spec) == expected
 
 
+def test_a_pipeline_has_one_for_each_stage_and_no_drafts_unless_told_to() -> None:
+    spec = replace(SPEC, max_num_launches=3, is_pipelined=True)
+    assert num_launches(options(method="auto"), spec) == 3
+    assert num_launches(options(method="auto", is_asked=False), spec) == 1
+    assert num_launches(options(method="ngram"), spec) == 1
+
+
 def test_an_engine_that_can_have_one_has_one_or_says_why_not() -> None:
     spec = replace(SPEC, max_num_launches=1)
     assert num_launches(options(), spec) == 1
