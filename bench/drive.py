@@ -19,7 +19,8 @@ from baton.supervisor import Cluster
 from bench.measure import Record, Slo, summarise
 from bench.plan import LoadOptions, Run, entries_of, load_of, runs_of
 from bench.report import Point
-from bench.workload import LoadRequest, TraceEntry
+from bench.workload import LoadRequest
+from engine.plan.trace import TraceEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.measure import Slo
 from bench.plan import Arrivals, ArrivalsError, LoadOptions
 from bench.report import Point, data_of, goodput_lines, points_table
-from bench.workload import TraceError
+from engine.plan.trace import TraceError
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, object]:

@@ -13,14 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from bench.workload import (
-    LoadRequest,
-    TraceEntry,
-    fitted,
-    read_trace,
-    requests_of,
-    synthetic_entries,
-)
+from bench.workload import LoadRequest, fitted, requests_of, synthetic_entries
+from engine.plan.trace import TraceEntry, read_trace
 
 
 class ArrivalsError(ValueError):

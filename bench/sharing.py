@@ -42,7 +42,7 @@ from bench.measure import Slo
 from bench.plan import ArrivalsError, LoadOptions
 from bench.report import Point
 from bench.suite.markdown import about, replaced, table
-from bench.workload import TraceError
+from engine.plan.trace import TraceError
 
 #: Maximum inter-token latency, relative to the split that shares nothing.
 MAX_ITL_RATIO = 1.2

@@ -40,7 +40,8 @@ from bench.measure import Distribution, Record, Slo, distribution, goodputs_of
 from bench.peers.models import NAMES, checkpoint
 from bench.plan import LoadOptions, burst, entries_of, runs_of
 from bench.suite.split_tables import split_table
-from bench.workload import LoadRequest, TraceEntry, TraceError, requests_of
+from bench.workload import LoadRequest, requests_of
+from engine.plan.trace import TraceEntry, TraceError
 
 TUNED = "colocated-tuned"
 

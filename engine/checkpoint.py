@@ -63,6 +63,20 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
     return found
 
 
+def local_folder(model: str) -> Path | None:
+    """Folder of a model that is on this machine, a Hub id or a folder; else None. Downloads
+    nothing."""
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+    except (OSError, HFValidationError):
+        return None
+
+
 def check_checkpoint(model: str, revision: str | None = None, model_impl: str = "auto") -> Path:
     """Folder of a checkpoint, after a check that its files exist in readable formats. Reads no
     weights. model_impl: see choose_implementation.

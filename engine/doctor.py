@@ -94,23 +94,13 @@ def check_device(device: str) -> Finding:
 def check_model(model: str, dtype: str, block_size: int) -> list[Finding]:
     """Check config, weights, tokenizer and memory of the model, as far as its files are local.
     Downloads nothing."""
-    folder = _folder_of(model)
+    from engine.checkpoint import local_folder
+
+    folder = local_folder(model)
     if folder is None:
         fix = "it is fetched at the first start; mind the spelling, the network and HF_TOKEN"
         return [warning("model", f"{model} is not on this machine", fix)]
     return [*_check_weights(folder, dtype, block_size), _check_tokenizer(folder)]
-
-
-def _folder_of(model: str) -> Path | None:
-    if Path(model).expanduser().is_dir():
-        return Path(model).expanduser()
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
-    except (OSError, HFValidationError):
-        return None
 
 
 def _check_weights(folder: Path, dtype: str, block_size: int) -> Iterator[Finding]:

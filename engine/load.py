@@ -112,7 +112,7 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
     source = source.for_length(max_len)
     if cache.block_size < 1:
         raise ConfigError.of("block_size", cache.block_size, "must be at least 1")
-    _check_kv_dtype(kv_dtype, cache.block_size * source.head_dim, device)
+    check_kv_dtype(kv_dtype, cache.block_size * source.head_dim, device)
     source.check_ranks(degrees, device)
     config.device.nodes.check(degrees)
     plan = EnginePlan(
@@ -370,7 +370,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _check_kv_dtype(name: str, head_elements: int, device: torch.device) -> None:
+def check_kv_dtype(name: str, head_elements: int, device: torch.device) -> None:
     """Raise ConfigError unless the device supports KV of this dtype. head_elements: elements of one
     head in a block."""
     if name not in {*DTYPES, *SCALED_DTYPES}:

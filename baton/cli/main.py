@@ -41,6 +41,11 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "doctor",
             "Check Python, torch, ports, shared memory, clock and a model's files.",
         ),
+        "plan": (
+            "plan",
+            "plan_command",
+            "Plan memory, degrees, times and tiers of a model on devices.",
+        ),
         "distill": (
             "distill",
             "distill_command",

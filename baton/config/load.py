@@ -59,8 +59,9 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 def flag_of(name: str) -> str:
-    """Command-line spelling of the option `name`; the model is the one positional argument."""
-    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+    """Command-line spelling of the option `name`; the model is the one positional argument, and a
+    switch `is_x` is spelled --x."""
+    return "MODEL" if name == "model" else "--" + name.removeprefix("is_").replace("_", "-")
 
 
 def is_switch(field: FieldInfo) -> bool:

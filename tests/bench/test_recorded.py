@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.workload import TraceEntry, TraceError, fitted, read_trace
+from bench.workload import fitted
+from engine.plan.trace import TraceEntry, TraceError, read_trace
 
 ENTRIES = st.builds(
     TraceEntry,

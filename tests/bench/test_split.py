@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bench.measure import Record, Slo
 from bench.split import Steady, mixed_load, summarise_mixed
-from bench.workload import TraceEntry
+from engine.plan.trace import TraceEntry
 
 ENTRIES = st.lists(
     st.builds(TraceEntry, st.just(0.0), st.integers(1, 60), st.integers(1, 9)),

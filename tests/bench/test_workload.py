@@ -7,7 +7,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.workload import TraceEntry, prompt_of, requests_of, synthetic_entries
+from bench.workload import prompt_of, requests_of, synthetic_entries
+from engine.plan.trace import TraceEntry
 
 VOCAB = 50_000
 NAMES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -1,0 +1,167 @@
+"""Data sheets of devices.
+
+Rates are peaks per second, dense (without sparsity). Links are one direction of one device:
+`link_bytes_per_s` between devices of one host, `host_bytes_per_s` to the host's memory. Sources are
+NVIDIA's data sheets; memory is what nvidia-smi reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from baton.errors import ConfigError
+
+_GB, _TB, _TERA, _MIB = 1e9, 1e12, 1e12, 1 << 20
+#: Seconds of one small exchange between GPUs: NCCL's latency within a host, rounded. Assumed.
+_NCCL_LATENCY_S = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device.
+
+    kind: "cuda" or "cpu". flops_per_s: by type of the products' inputs. link_latency_s: of one
+    exchange. adds_up: whether reading and computing take their sum; else the longer of both, as
+    where loads run ahead of products. source: of the figures.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    read_bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+    link_bytes_per_s: float
+    host_bytes_per_s: float
+    link_latency_s: float
+    source: str
+    adds_up: bool = False
+
+    def peak(self, dtype: str) -> float:
+        """Operations per second with inputs of this type, or of the 16-bit one that it is widened
+        to."""
+        return self.flops_per_s.get(dtype) or self.flops_per_s["bfloat16"]
+
+    @property
+    def has_float8(self) -> bool:
+        return "fp8" in self.flops_per_s
+
+
+def _gpu(
+    name: str,
+    *,
+    mib: int,
+    read: float,
+    flops: float,
+    float32: float,
+    float8: float | None,
+    link: float,
+    host: float,
+    source: str,
+) -> Device:
+    peaks = {"bfloat16": flops, "float16": flops, "float32": float32}
+    if float8 is not None:
+        peaks["fp8"] = float8
+    return Device(
+        name,
+        "cuda",
+        mib * _MIB,
+        read,
+        MappingProxyType({dtype: peak * _TERA for dtype, peak in peaks.items()}),
+        link * _GB,
+        host * _GB,
+        _NCCL_LATENCY_S,
+        source,
+    )
+
+
+_GPUS = (
+    _gpu(
+        "b200",
+        mib=183_359,
+        read=8.0 * _TB,
+        flops=2250,
+        float32=75,
+        float8=4500,
+        link=900,
+        host=64,
+        source="NVIDIA DGX B200 data sheet, an eighth of it; NVLink 5, PCIe 5 x16",
+    ),
+    _gpu(
+        "h200",
+        mib=143_771,
+        read=4.8 * _TB,
+        flops=989,
+        float32=67,
+        float8=1979,
+        link=450,
+        host=64,
+        source="NVIDIA H200 data sheet, SXM; NVLink 4, PCIe 5 x16",
+    ),
+    _gpu(
+        "h100",
+        mib=81_559,
+        read=3.35 * _TB,
+        flops=989,
+        float32=67,
+        float8=1979,
+        link=450,
+        host=64,
+        source="NVIDIA H100 data sheet, SXM; NVLink 4, PCIe 5 x16",
+    ),
+    _gpu(
+        "a100",
+        mib=81_920,
+        read=2.039 * _TB,
+        flops=312,
+        float32=19.5,
+        float8=None,
+        link=300,
+        host=32,
+        source="NVIDIA A100 data sheet, SXM 80 GB; NVLink 3, PCIe 4 x16",
+    ),
+    _gpu(
+        "a100-40gb",
+        mib=40_960,
+        read=1.555 * _TB,
+        flops=312,
+        float32=19.5,
+        float8=None,
+        link=300,
+        host=32,
+        source="NVIDIA A100 data sheet, SXM 40 GB; NVLink 3, PCIe 4 x16",
+    ),
+    _gpu(
+        "l40s",
+        mib=46_068,
+        read=0.864 * _TB,
+        flops=362,
+        float32=91.6,
+        float8=733,
+        link=32,
+        host=32,
+        source="NVIDIA L40S data sheet; no NVLink, PCIe 4 x16",
+    ),
+    _gpu(
+        "l4",
+        mib=23_034,
+        read=0.3 * _TB,
+        flops=121,
+        float32=30.3,
+        float8=242,
+        link=32,
+        host=32,
+        source="NVIDIA L4 data sheet; no NVLink, PCIe 4 x16",
+    ),
+)
+DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _GPUS})
+#: The device that is measured, not looked up.
+THIS_CPU = "cpu"
+
+
+def find_device(name: str) -> Device:
+    """The device of this name. Raises ConfigError."""
+    if name not in DEVICES:
+        raise ConfigError.of("gpu", name, f"use one of {', '.join((*DEVICES, THIS_CPU))}")
+    return DEVICES[name]

@@ -1,0 +1,131 @@
+"""Reads what a plan needs from a model's config: no weights."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from baton.config.plan_options import PlanOptions
+from baton.errors import ConfigError, ModelError
+from baton.types import KvLayout
+from baton_kernels.linear import keeps_levels
+from baton_kernels.quantized_linear import can_group_float8
+from engine.checkpoint import local_folder
+from engine.choose_source import model_source
+from engine.cuda.graph_device import GraphDevice
+from engine.dtype import choose_dtype
+from engine.families.config import ModelConfig
+from engine.families.read import choose_implementation, read_config
+from engine.load import check_kv_dtype, kv_layout, max_window_slots
+from engine.model_source import EnginePlan, Graphs, ModelSource
+from engine.plan.model import ModelSizes, described_sizes, native_sizes, native_storage
+from engine.shard import check_size
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model on one kind of device.
+
+    check_tensor: see CheckTensor. activation_bytes: of a step of each rank. graph_bytes: of
+    recorded steps of each rank; None if not known here. keeps_windows_apart: see sequence_bytes.
+    """
+
+    sizes: ModelSizes
+    check_tensor: Callable[[int], None]
+    activation_bytes: int
+    graph_bytes: int | None
+    keeps_windows_apart: bool
+
+
+def read_model(options: PlanOptions, kind: str, *, has_float8: bool) -> PlannedModel:
+    """Read the config of options.model, a folder, a file or a Hub id on this machine. kind: of
+    device, "cuda" or "cpu"; has_float8: whether it multiplies float8. Raises ModelError,
+    ConfigError."""
+    path = Path(options.model).expanduser()
+    if path.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(path, Path(folder) / "config.json")
+            return _read(Path(folder), options, kind, has_float8=has_float8)
+    found = local_folder(options.model)
+    if found is None:
+        raise ModelError(
+            f"{options.model}: neither a folder, a config.json nor a Hub id on this machine; give "
+            "one of these"
+        )
+    return _read(found, options, kind, has_float8=has_float8)
+
+
+def _read(folder: Path, options: PlanOptions, kind: str, *, has_float8: bool) -> PlannedModel:
+    source, device = model_source(folder, options.model_impl), torch.device(kind)
+    dtype = choose_dtype(options.dtype, source.dtype, device).name
+    kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    if kv_dtype == "fp8" and not (has_float8 or kind == "cpu"):
+        raise ConfigError.of("kv_cache_dtype", kv_dtype, "this GPU is too old for it; use int8")
+    check_kv_dtype(kv_dtype, options.block_size * source.head_dim, torch.device("cpu"))
+    layout = kv_layout(source, kv_dtype, options.block_size)
+    limits = options.max_num_seqs, options.max_num_batched_tokens
+    if choose_implementation(folder, options.model_impl).name == "baton":
+        config = read_config(folder)
+        sizes = _native(config, source, dtype, layout, device, has_float8=has_float8)
+        check_tensor: Callable[[int], None] = lambda size: check_size(config, size)  # noqa: E731
+    else:
+        from engine.transformers.describe import describe
+
+        sizes = described_sizes(describe(folder), dtype, layout)
+        check_tensor = lambda size: source.check_ranks(size, torch.device("cpu"))  # noqa: E731
+    return PlannedModel(
+        sizes,
+        check_tensor,
+        source.activation_bytes(dtype, limits[1], limits[0], source.max_len),
+        _graph_bytes(source, dtype, layout, options) if kind == "cuda" else 0,
+        bool(max_window_slots(source, layout, device, *limits)),
+    )
+
+
+def _native(
+    config: ModelConfig,
+    source: ModelSource,
+    dtype: str,
+    layout: KvLayout,
+    device: torch.device,
+    *,
+    has_float8: bool,
+) -> ModelSizes:
+    stored = config.quantization
+    keeps = False
+    if stored is not None:
+        group = stored.group_size or config.hidden_size
+        if stored.kind == "float":
+            keeps = has_float8 and can_group_float8(config.hidden_size, group)
+        else:
+            keeps = keeps_levels(device, getattr(torch, dtype), stored.bits, group)
+    storage = native_storage(dtype, stored, keeps_levels=keeps, has_float8=has_float8)
+    return native_sizes(config, storage, layout, source.max_len, source.longest_len)
+
+
+def _graph_bytes(
+    source: ModelSource, dtype: str, layout: KvLayout, options: PlanOptions
+) -> int | None:
+    """Bytes of recorded decode steps; None without Triton, whose tiles they depend on."""
+    if find_spec("triton") is None:
+        return None
+    plan = EnginePlan(
+        device=torch.device("cuda"),
+        dtype=dtype,
+        layout=layout,
+        num_blocks=0,
+        max_len=source.max_len,
+        num_ranks=1,
+        max_seqs=options.max_num_seqs,
+    )
+    return source.graph_bytes(plan, Graphs(_no_device, options.max_num_seqs))
+
+
+def _no_device(device: torch.device) -> GraphDevice:
+    raise ConfigError.of("gpu", device, "a plan records no steps")

@@ -1,0 +1,136 @@
+"""Whole plans of config files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config.load import build_options
+from baton.config.plan_options import PlanOptions
+from baton.errors import ConfigError, ModelError
+from engine.plan.degrees import Degrees
+from engine.plan.devices import DEVICES, find_device
+from engine.plan.goodput import Split
+from engine.plan.plan import Plan, Planner
+from engine.plan.report import as_json, print_plan
+from engine.plan.source import read_model
+from tests.support.planned import CONFIGS, LLAMA_8B
+
+pytestmark = pytest.mark.slow
+
+Planning = Callable[..., Plan]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Planning:
+    """The plan of a config with options of `baton plan`."""
+
+    def run(raw: Mapping[str, Any], **options: object) -> Plan:
+        path = tmp_path / "some.json"
+        path.write_text(json.dumps(raw))
+        given = build_options(PlanOptions, {"model": str(path), **options})
+        device = find_device(given.gpu)
+        model = read_model(given, "cuda", has_float8=device.has_float8)
+        return Planner(given, model, device).plan()
+
+    return run
+
+
+@pytest.mark.parametrize("gpu", sorted(DEVICES))
+def test_no_shape_takes_more_than_the_device_has(plan: Planning, gpu: str) -> None:
+    found = plan(LLAMA_8B, gpu=gpu, gpus=4)
+    assert found.shapes
+    for shape in found.shapes:
+        assert found.num_devices == shape.num_workers * shape.degrees.num_devices
+        for stage in shape.stages:
+            used = stage.weight_bytes + stage.reserved.total + stage.kv_bytes
+            assert used == found.available_bytes <= found.device.memory_bytes
+            assert stage.kv_bytes > 0
+        users = list(shape.users.values())
+        assert users == sorted(users, reverse=True)
+
+
+def test_more_devices_never_hold_fewer_users(plan: Planning) -> None:
+    found = plan(LLAMA_8B, gpus=4)
+    users = {shape.degrees: shape.users["4K"] for shape in found.shapes}
+    assert users[Degrees(1)] < users[Degrees(2)] < users[Degrees(4)]
+    assert users[Degrees(1)] < users[Degrees(1, 2)] < users[Degrees(1, 4)]
+
+
+def test_experts_are_shared_both_ways(plan: Planning) -> None:
+    found = plan(CONFIGS["qwen3_moe"], gpus=2)
+    assert Degrees(2, 1, 2) in [shape.degrees for shape in found.shapes]
+
+
+def test_a_model_that_is_too_large_says_how_many_devices_hold_it(plan: Planning) -> None:
+    large = {**LLAMA_8B, "num_hidden_layers": 120, "hidden_size": 8192}
+    with pytest.raises(ConfigError) as caught:
+        plan(large, gpu="l40s")
+    number = int(caught.value.message.partition("use at least ")[2].split()[0])
+    assert caught.value.metadata["option"] == "gpus"
+    assert plan(large, gpu="l40s", gpus=number).shapes
+    with pytest.raises(ConfigError, match=f"use at least {number} "):
+        plan(large, gpu="l40s", gpus=number - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 3, "tensor_parallel_size": 3}, "num_heads=32 is no multiple of it"),
+        ({"gpus": 64, "pipeline_parallel_size": 64}, "pipeline_parallel_size=64: .* 32 layers"),
+        ({"gpus": 6, "tensor_parallel_size": 4}, "gpus=6: a worker takes 4 devices"),
+        ({"gpu": "h900"}, "gpu=h900: use one of b200"),
+        ({"trace": "/none.csv"}, "trace=/none.csv: give a readable trace"),
+        ({"gpu": "a100", "kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8: .* use int8"),
+    ],
+)
+def test_bad_values_are_named_with_their_fix(
+    plan: Planning, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(LLAMA_8B, **options)
+
+
+def test_a_model_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    given = build_options(PlanOptions, {"model": str(tmp_path / "none" / "config.json")})
+    with pytest.raises(ModelError, match=r"neither a folder, a config\.json nor a Hub id"):
+        read_model(given, "cuda", has_float8=True)
+
+
+def test_the_split_follows_a_trace(plan: Planning, tmp_path: Path) -> None:
+    splits = []
+    for num_input, num_output in ((8000, 10), (200, 800)):
+        path = tmp_path / f"{num_input}.jsonl"
+        entry = {"input_length": num_input, "output_length": num_output}
+        lines = [json.dumps({**entry, "timestamp": 500 * number}) for number in range(200)]
+        path.write_text("\n".join(lines))
+        splits.append(plan(LLAMA_8B, gpus=8, trace=path).split)
+    prompts, answers = splits
+    assert isinstance(prompts, Split)
+    assert isinstance(answers, Split)
+    assert prompts.prefill.num_workers * prompts.prefill.degrees.num_devices > 4
+    assert answers.decode.num_workers * answers.decode.degrees.num_devices > 4
+
+
+def test_one_plan_in_three_forms(
+    plan: Planning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    from engine.plan.picture import draw
+
+    found = plan(CONFIGS["deepseek_v3"], gpus=4)
+    print_plan(found)
+    text = capsys.readouterr().out
+    assert "latent" in text
+    assert "Best split" in text
+    document = json.loads(json.dumps(as_json(found)))
+    assert document["shapes"][0]["degrees"] == {"tensor": 1, "pipeline": 1, "expert": 1}
+    assert document["device"]["flops_per_s"]["fp8"] == 1979e12
+    draw(found, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match=r"picture=.*give a path that can be written"):
+        draw(found, tmp_path / "none" / "plan.png")

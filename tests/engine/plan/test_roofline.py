@@ -1,0 +1,91 @@
+"""Times by the roofline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.plan.degrees import Degrees, layer_exchange
+from engine.plan.roofline import Forward, num_pairs, prompt_s, stage_costs, step_s
+from tests.support.planned import CONFIGS, LLAMA_8B, NAMES, device_of, sizes_of
+
+ALONE = Degrees()
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.none() | st.integers(1, 50))
+def test_pairs_are_counted(num_cached: int, num_new: int, window: int | None) -> None:
+    seen = range(num_cached + 1, num_cached + num_new + 1)
+    assert num_pairs(num_cached, num_new, window) == sum(min(n, window or n) for n in seen)
+
+
+@pytest.mark.parametrize(("batch", "expected_ms"), [(1, 3.52), (64, 5.49), (256, 11.5)])
+def test_steps_of_llama_8b_on_a_measured_h200(batch: int, expected_ms: float) -> None:
+    """The floors that were computed by hand for its rates, at 1,024 tokens each."""
+    found = step_s(sizes_of(LLAMA_8B), ALONE, device_of(), batch, 1024)
+    assert found * 1e3 == pytest.approx(expected_ms, rel=0.01)
+
+
+def test_a_prompt_of_llama_8b_on_a_measured_h200() -> None:
+    found = prompt_s(sizes_of(LLAMA_8B), ALONE, device_of(), 8192, 2048)
+    assert found * 1e3 == pytest.approx(167, rel=0.01)
+
+
+@given(NAMES, st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 3000))
+def test_more_work_never_takes_less(name: str, tensor: int, pipeline: int, context: int) -> None:
+    sizes, degrees, device = sizes_of(CONFIGS[name]), Degrees(tensor, pipeline), device_of()
+    batches = [step_s(sizes, degrees, device, batch, context) for batch in (1, 2, 8, 64)]
+    contexts = [step_s(sizes, degrees, device, 8, context + more) for more in (0, 1, 500)]
+    prompts = [prompt_s(sizes, degrees, device, context + more, 512) for more in (0, 1, 500)]
+    for times in (batches, contexts, prompts):
+        assert all(later >= earlier for earlier, later in pairwise(times))
+
+
+@given(NAMES, st.integers(1, 64), st.integers(0, 3000))
+def test_a_forward_takes_as_long_as_its_bytes_and_its_products(
+    name: str, num_new: int, num_cached: int
+) -> None:
+    sizes, forward = sizes_of(CONFIGS[name]), Forward(2, num_new, num_cached)
+    device = device_of()
+    (cost,) = stage_costs(sizes, ALONE, device, forward)
+    alone, added = (
+        cost.seconds(each, "bfloat16", "bfloat16")
+        for each in (device, replace(device, adds_up=True))
+    )
+    read_s, compute_s = cost.read_bytes / 4.3e12, (cost.flops + cost.quantized_flops) / 790e12
+    assert alone == pytest.approx(max(read_s, compute_s))
+    assert added == pytest.approx(read_s + compute_s)
+    assert cost.exchange_s == 0
+
+
+@given(NAMES, st.integers(1, 64), st.integers(1, 3000))
+def test_ranks_and_stages_share_the_work(name: str, batch: int, context: int) -> None:
+    sizes, forward = sizes_of(CONFIGS[name]), Forward(batch, 1, context)
+    device = device_of()
+    (whole,) = stage_costs(sizes, ALONE, device, forward)
+    for degrees in (Degrees(2), Degrees(4), Degrees(1, 2), Degrees(2, 3)):
+        costs = stage_costs(sizes, degrees, device, forward)
+        assert degrees.tensor * sum(c.flops for c in costs) == pytest.approx(whole.flops)
+        assert degrees.tensor * sum(c.read_bytes for c in costs) >= whole.read_bytes * (1 - 1e-9)
+        assert all(cost.exchange_s > 0 for cost in costs[:-1])
+
+
+def test_stages_shorten_long_prompts_and_not_steps() -> None:
+    sizes, device = sizes_of(LLAMA_8B), device_of()
+    alone, staged = (prompt_s(sizes, d, device, 1 << 15, 2048) for d in (ALONE, Degrees(1, 4)))
+    assert alone / 4 < staged < alone / 3
+    steps = [step_s(sizes, d, device, 1, 1024) for d in (ALONE, Degrees(1, 4), Degrees(4))]
+    assert steps[1] > steps[0] > steps[2]
+
+
+def test_all_reduces_move_the_hidden_state() -> None:
+    sizes, device = sizes_of(LLAMA_8B), device_of()
+    exchange = layer_exchange(sizes, Degrees(4), device, has_experts=False)
+    assert (exchange.num, exchange.bytes_per_token) == (2, 2 * 2 * 3 / 4 * 4096 * 2)
+    on_cpu = layer_exchange(sizes, Degrees(4), replace(device, kind="cpu"), has_experts=False)
+    assert on_cpu.num == 4
+    assert on_cpu.bytes_per_token == 3 / 4 * (4096 + 2 * 4096 + 14_336) * 2
+    assert layer_exchange(sizes, ALONE, device, has_experts=False).seconds(64, device) == 0
