@@ -1,5 +1,5 @@
 """A contender that computes in this process: `python -m bench.peers.contender NAME MODEL DTYPE
-THREADS`."""
+THREADS [RANKS]`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bench.peers.ours import BatonContender
 from bench.peers.task import Contender, serve
 
 
-def make(name: str, model: str, dtype: str) -> Contender:
-    """One of those that share this environment. Raises ValueError."""
+def make(name: str, model: str, dtype: str, num_ranks: int = 1) -> Contender:
+    """One of those that share this environment. num_ranks: of baton. Raises ValueError."""
     if name == "baton":
-        return BatonContender(model, dtype)
+        return BatonContender(model, dtype, num_ranks)
     from bench.peers.transformers_peers import ContinuousBatchingContender, GenerateContender
 
     if name == "transformers":
@@ -26,9 +26,9 @@ def make(name: str, model: str, dtype: str) -> Contender:
 
 def main() -> None:
     """Serve tasks until stdin ends."""
-    name, model, dtype, num_threads = sys.argv[1:]
+    name, model, dtype, num_threads, *num_ranks = sys.argv[1:]
     torch.set_num_threads(int(num_threads))
-    serve(make(name, model, dtype))
+    serve(make(name, model, dtype, *map(int, num_ranks)))
 
 
 if __name__ == "__main__":

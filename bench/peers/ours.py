@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from baton.types import Sampling
 from bench.peers.task import Answer, Task, prompts_of
-from engine.config import CacheConfig, EngineConfig, ModelChoice
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelChoice
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.load import load_engine
 from engine.torch.engine import TorchEngine
@@ -17,11 +17,13 @@ _BLOCK_TOKENS = 16
 
 
 class BatonContender:
-    """dtype: of weights and KV; auto takes the checkpoint's."""
+    """dtype: of weights and KV; auto takes the checkpoint's. num_ranks: that share torch's threads;
+    with several, tasks must not grow, for their engine cannot be made anew."""
 
-    def __init__(self, model: str, dtype: str = "auto") -> None:
+    def __init__(self, model: str, dtype: str = "auto", num_ranks: int = 1) -> None:
         self._model = model
         self._dtype = dtype
+        self._num_ranks = num_ranks
         self._engine: TorchEngine | None = None
 
     def _fitting(self, num_blocks: int) -> TorchEngine:
@@ -30,6 +32,7 @@ class BatonContender:
                 EngineConfig(
                     ModelChoice(self._model, dtype=self._dtype),
                     CacheConfig(num_blocks=num_blocks, block_size=_BLOCK_TOKENS),
+                    device=DeviceConfig(num_ranks=self._num_ranks),
                 ),
                 progress=lambda _: None,
             )

@@ -16,6 +16,8 @@ from baton.errors import ConfigError
 _GB, _TB, _TERA, _MIB = 1e9, 1e12, 1e12, 1 << 20
 #: Seconds of one small exchange between GPUs: NCCL's latency within a host, rounded. Assumed.
 _NCCL_LATENCY_S = 10e-6
+#: Rows of the largest batch that counts as a decode step's.
+FEW_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class Device:
 
     kind: "cuda" or "cpu". flops_per_s: by type of the products' inputs. link_latency_s: of one
     exchange. adds_up: whether reading and computing take their sum; else the longer of both, as
-    where loads run ahead of products. source: of the figures.
+    where loads run ahead of products. few_rows_share: of the peak, that products of at most
+    FEW_ROWS rows reach. source: of the figures.
     """
 
     name: str
@@ -37,11 +40,13 @@ class Device:
     link_latency_s: float
     source: str
     adds_up: bool = False
+    few_rows_share: float = 1.0
 
-    def peak(self, dtype: str) -> float:
-        """Operations per second with inputs of this type, or of the 16-bit one that it is widened
-        to."""
-        return self.flops_per_s.get(dtype) or self.flops_per_s["bfloat16"]
+    def peak(self, dtype: str, num_rows: int) -> float:
+        """Operations per second in products of num_rows rows of this type, or of the 16-bit one
+        that it is widened to."""
+        peak = self.flops_per_s.get(dtype) or self.flops_per_s["bfloat16"]
+        return peak * (self.few_rows_share if num_rows <= FEW_ROWS else 1.0)
 
     @property
     def has_float8(self) -> bool:

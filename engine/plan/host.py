@@ -4,67 +4,90 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
-from baton_kernels.linear import pack_linear
+from baton_kernels.linear import Linear, pack_linear
 from engine.host_memory import available_memory_bytes
 from engine.plan.devices import THIS_CPU, Device
 
 #: Bytes of weights that are read: more than caches hold, or the model's, if they are fewer.
-_MAX_BYTES = 256 << 20
+_MAX_BYTES = 128 << 20
 _COPY_BYTES = 64 << 20
-_NUM_IN, _NUM_OUT, _PROMPT_ROWS = 1024, 1024, 512
-_NUM_ROUNDS = 5
+_NUM_IN, _NUM_OUT = 1024, 1024
+_FEW_ROWS, _MANY_ROWS = 8, 256
+#: Of the layers, those that compute many rows: enough for some milliseconds.
+_NUM_COMPUTING = 8
 #: Of one exchange through shared memory (docs/adr/0009).
 _EXCHANGE_S = 38e-6
 
 
-def measure_cpu(weight_bytes: int, dtype: str, num_ranks: int) -> Device:
-    """The share of one of num_ranks ranks in this machine, with torch's number of threads.
+class CpuProbe:
+    """Linear layers of a model's size, to be timed with one row and with many.
 
-    weight_bytes: of the model. Reading: linear layers of so many bytes with one row each.
-    Computing: the same layers with 512 rows.
+    A layer takes bytes / read rate + rows * products / compute rate: one row and many give both
+    rates, a few the share of the second that small batches reach.
     """
-    of_type = getattr(torch, dtype)
-    one = torch.empty(_NUM_OUT, _NUM_IN, dtype=of_type).normal_()
-    num_layers = max(1, min(weight_bytes, _MAX_BYTES) // (one.numel() * one.element_size()))
-    layers = [pack_linear(one, None) for _ in range(num_layers)]
-    row = torch.empty(1, _NUM_IN, dtype=of_type).normal_()
-    rows = torch.empty(_PROMPT_ROWS, _NUM_IN, dtype=of_type).normal_()
 
-    def run(x: torch.Tensor, num: int) -> Callable[[], object]:
-        return lambda: [layer(x) for layer in layers[:num]]
+    def __init__(self, weight_bytes: int, dtype: str) -> None:
+        """weight_bytes: of the model, of this type."""
+        self._dtype = dtype
+        weight = torch.empty(_NUM_OUT, _NUM_IN, dtype=getattr(torch, dtype)).normal_()
+        self._layer_bytes = weight.numel() * weight.element_size()
+        num_layers = max(1, min(weight_bytes, _MAX_BYTES) // self._layer_bytes)
+        self._layers = [pack_linear(weight, None) for _ in range(num_layers)]
+        self._rows = torch.empty(_MANY_ROWS, _NUM_IN, dtype=weight.dtype).normal_()
+        self._copied, self._copy = torch.ones(2, _COPY_BYTES, dtype=torch.uint8)
 
-    num_bytes = num_layers * one.numel() * one.element_size()
-    num_computing = min(num_layers, 16)
-    flops = 2.0 * _PROMPT_ROWS * one.numel() * num_computing
-    source, target = torch.ones(2, _COPY_BYTES, dtype=torch.uint8)
-    read_s, compute_s, copy_s = _best_s(
-        run(row, num_layers), run(rows, num_computing), lambda: target.copy_(source)
-    )
-    return Device(
-        THIS_CPU,
-        "cpu",
-        available_memory_bytes() // num_ranks,
-        num_bytes / read_s / num_ranks,
-        MappingProxyType(dict.fromkeys((dtype, "bfloat16"), flops / compute_s / num_ranks)),
-        _COPY_BYTES / copy_s / num_ranks,
-        _COPY_BYTES / copy_s / num_ranks,
-        _EXCHANGE_S,
-        f"measured here on {len(os.sched_getaffinity(0))} cores with Baton's linear layers",
-        adds_up=True,
-    )
-
-
-def _best_s(*runs: Callable[[], object]) -> list[float]:
-    """The best of some rounds of each, by turns."""
-    best = [float("inf")] * len(runs)
-    for _ in range(_NUM_ROUNDS):
-        for index, run in enumerate(runs):
+    def measure(self, num_rounds: int = 5) -> Device:
+        """The whole machine, with torch's number of threads: the best of some rounds."""
+        one = few = many = copy = float("inf")
+        for _ in range(num_rounds):
+            one = min(one, self._layer_s(self._layers, 1))
+            few = min(few, self._layer_s(self._layers, _FEW_ROWS))
+            many = min(many, self._layer_s(self._layers[:_NUM_COMPUTING], _MANY_ROWS))
             started = time.perf_counter()
-            run()
-            best[index] = min(best[index], time.perf_counter() - started)
-    return best
+            self._copy.copy_(self._copied)
+            copy = min(copy, time.perf_counter() - started)
+        row_s = max(0.0, many - one) / (_MANY_ROWS - 1) or many / _MANY_ROWS
+        few_row_s = max(row_s, (few - one) / (_FEW_ROWS - 1))
+        # Where products take nearly all of the time, the difference says nothing of reading.
+        read_s = max(one - few_row_s, one / 4)
+        peak = 2.0 * _NUM_IN * _NUM_OUT / row_s
+        return Device(
+            THIS_CPU,
+            "cpu",
+            available_memory_bytes(),
+            self._layer_bytes / read_s,
+            MappingProxyType(dict.fromkeys((self._dtype, "bfloat16"), peak)),
+            _COPY_BYTES / copy,
+            _COPY_BYTES / copy,
+            _EXCHANGE_S,
+            f"measured here on {len(os.sched_getaffinity(0))} cores with Baton's linear layers",
+            adds_up=True,
+            few_rows_share=row_s / few_row_s,
+        )
+
+    def _layer_s(self, layers: Sequence[Linear], num_rows: int) -> float:
+        """Seconds of one of the layers, in the mean, with so many rows."""
+        rows = self._rows[:num_rows]
+        started = time.perf_counter()
+        for layer in layers:
+            layer(rows)
+        return (time.perf_counter() - started) / len(layers)
+
+
+def share_of(device: Device, num_ranks: int) -> Device:
+    """What one of num_ranks ranks has of this machine."""
+    return replace(
+        device,
+        memory_bytes=device.memory_bytes // num_ranks,
+        read_bytes_per_s=device.read_bytes_per_s / num_ranks,
+        flops_per_s=MappingProxyType(
+            {dtype: peak / num_ranks for dtype, peak in device.flops_per_s.items()}
+        ),
+        link_bytes_per_s=device.link_bytes_per_s / num_ranks,
+    )

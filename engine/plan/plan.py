@@ -285,9 +285,9 @@ def find_or_measure(options: PlanOptions, weight_bytes: int, dtype: str) -> Devi
     if options.gpu != THIS_CPU:
         return find_device(options.gpu)
     # Imports torch's kernels and takes a second.
-    from engine.plan.host import measure_cpu
+    from engine.plan.host import CpuProbe, share_of
 
-    return measure_cpu(weight_bytes, dtype, options.gpus)
+    return share_of(CpuProbe(weight_bytes, dtype).measure(), options.gpus)
 
 
 def _requests(options: PlanOptions) -> tuple[Request, ...]:

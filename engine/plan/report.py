@@ -46,7 +46,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
         f"{plan.max_len} tokens, on {plan.num_devices} x {device.name}: "
         f"{format_bytes(plan.available_bytes)} usable, "
         f"{number(device.read_bytes_per_s / 1e9)} GB/s, "
-        f"{number(device.peak(plan.dtype) / 1e12)} TFLOP/s, link "
+        f"{number(device.flops_per_s[plan.dtype] / 1e12)} TFLOP/s, link "
         f"{number(device.link_bytes_per_s / 1e9)} GB/s ({device.source})"
     )
     yield _table(

@@ -30,17 +30,18 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a rank in one forward."""
+    """Of a rank in one forward of num_rows tokens."""
 
+    num_rows: int
     read_bytes: float
     flops: float
     quantized_flops: float
     exchange_s: float
 
     def seconds(self, device: Device, dtype: str, product_dtype: str) -> float:
-        compute_s = self.flops / device.peak(dtype)
+        compute_s = self.flops / device.peak(dtype, self.num_rows)
         if self.quantized_flops:
-            compute_s += self.quantized_flops / device.peak(product_dtype)
+            compute_s += self.quantized_flops / device.peak(product_dtype, self.num_rows)
         read_s = self.read_bytes / device.read_bytes_per_s
         busy = read_s + compute_s if device.adds_up else max(read_s, compute_s)
         return busy + self.exchange_s
@@ -102,7 +103,7 @@ def _stage_cost(
         quantized += 2.0 * forward.num_seqs * model.head.quantized
     else:
         exchange_s += stage_exchange(model, degrees).seconds(tokens, device)
-    return Cost(read / size + kv, flops / size, quantized / size, exchange_s)
+    return Cost(tokens, read / size + kv, flops / size, quantized / size, exchange_s)
 
 
 def _chosen(model: ModelSizes, experts: Weights) -> Weights:
