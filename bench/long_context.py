@@ -30,11 +30,11 @@ from engine.families.config import ModelConfig
 from engine.families.read import parse_config
 from engine.kv.groups.window import windows_of
 from engine.memory_plan import format_bytes
-from engine.plan.degrees import Degrees
 from engine.plan.devices import DEVICES, THIS_CPU, Device, find_device
 from engine.plan.memory import Reserved, num_users, sequence_bytes, stage_memory
 from engine.plan.model import ModelSizes, Storage, native_sizes
 from engine.plan.roofline import prompt_s, step_s
+from engine.ranks.mesh import ONE_RANK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,6 @@ LENGTHS: Mapping[str, int] = MappingProxyType(
 SHOWN = ("4K", "50K", "1M")
 KV_TYPES = ("bfloat16", "fp8", "int8", "int4")
 _BLOCK_TOKENS, _CHUNK = 16, 8192
-_ALONE = Degrees()
 
 _SHAPE: Mapping[str, Any] = {
     "dtype": "bfloat16",
@@ -126,13 +125,13 @@ def _layout_of(config: ModelConfig, kv_type: str) -> KvLayout:
 def challenge(device: Device, layout: str, kv_type: str, length: int) -> Challenge:
     """The four challenges of one case."""
     model = sizes_of(LAYOUTS[layout], kv_type)
-    (kv_bytes,) = sequence_bytes(model, _ALONE, length, keeps_windows_apart=True)
-    stages = stage_memory(model, _ALONE, Reserved(0, 0, 0), device.memory_bytes)
+    (kv_bytes,) = sequence_bytes(model, ONE_RANK, length, keeps_windows_apart=True)
+    stages = stage_memory(model, ONE_RANK, Reserved(0, 0, 0), device.memory_bytes)
     return Challenge(
         *(device.name, layout, kv_type, length, kv_bytes),
-        prefill_s=prompt_s(model, _ALONE, device, length, _CHUNK),
-        users=num_users(model, _ALONE, stages, length, keeps_windows_apart=True),
-        step_ms=step_s(model, _ALONE, device, 1, length) * 1e3,
+        prefill_s=prompt_s(model, ONE_RANK, device, length, _CHUNK),
+        users=num_users(model, ONE_RANK, stages, length, keeps_windows_apart=True),
+        step_ms=step_s(model, ONE_RANK, device, 1, length) * 1e3,
         switch_s=2 * kv_bytes / device.host_bytes_per_s,
     )
 

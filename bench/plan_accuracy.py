@@ -27,12 +27,12 @@ from bench.peers.models import NAMES, checkpoint
 from bench.peers.processes import ask_all, command_of
 from bench.peers.task import Answer, Task
 from bench.suite.markdown import about, number, table
-from engine.plan.degrees import Degrees
 from engine.plan.devices import Device
 from engine.plan.host import CpuProbe, share_of
 from engine.plan.model import ModelSizes
 from engine.plan.roofline import prompt_s, step_s
 from engine.plan.source import read_model
+from engine.ranks.mesh import Degrees
 
 _TOKENS = 16
 #: The largest first: see BatonContender.
@@ -68,7 +68,7 @@ def best_of(devices: Sequence[Device]) -> Device:
     """One device with the best rates of several measurements."""
 
     def rate(name: str) -> float:
-        return max(getattr(device, name) for device in devices)
+        return max(float(getattr(device, name)) for device in devices)
 
     peaks = [device.flops_per_s for device in devices]
     return replace(

@@ -11,6 +11,7 @@ from bench.peers.task import Answer, Task, prompts_of
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelChoice
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.load import load_engine
+from engine.ranks.mesh import Degrees
 from engine.torch.engine import TorchEngine
 
 _BLOCK_TOKENS = 16
@@ -32,7 +33,7 @@ class BatonContender:
                 EngineConfig(
                     ModelChoice(self._model, dtype=self._dtype),
                     CacheConfig(num_blocks=num_blocks, block_size=_BLOCK_TOKENS),
-                    device=DeviceConfig(num_ranks=self._num_ranks),
+                    device=DeviceConfig(degrees=Degrees(self._num_ranks)),
                 ),
                 progress=lambda _: None,
             )

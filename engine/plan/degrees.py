@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 from baton.errors import ConfigError
 from baton.types import DTYPE_BYTES
 from engine.plan.devices import Device
 from engine.plan.model import ModelSizes
+from engine.ranks.mesh import Degrees
 
-#: Raises ConfigError for a tensor parallel degree that does not divide the model.
-CheckTensor = Callable[[int], None]
+#: Raises ConfigError for degrees that do not divide the model.
+Check = Callable[[Degrees], None]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Degrees:
-    """tensor: ranks that share each layer; pipeline: stages of consecutive layers; expert: ranks of
-    a stage that share the experts as whole ones; 1: each rank has rows of every expert."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        return self.tensor * self.pipeline
-
-    def __str__(self) -> str:
-        expert = f" EP{self.expert}" if self.expert > 1 else ""
-        return f"TP{self.tensor} PP{self.pipeline}{expert}"
+def name_of(degrees: Degrees) -> str:
+    """For people: "TP2 PP4", with EP2 where the two ranks of a stage have whole experts."""
+    experts = f" EP{degrees.tensor}" if degrees.whole_experts else ""
+    return f"TP{degrees.tensor} PP{degrees.pipeline}{experts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +37,18 @@ def candidates(num_devices: int) -> Iterator[Degrees]:
 
 
 def variants(
-    model: ModelSizes, degrees: Degrees, check_tensor: CheckTensor
+    model: ModelSizes, degrees: Degrees, check: Check
 ) -> tuple[list[Degrees], Refused | None]:
-    """The degrees as they are, and with experts shared as whole ones, as far as the model divides;
-    or why it does not."""
-    if degrees.pipeline > len(model.layers):
-        return [], Refused(degrees, f"the model has {len(model.layers)} layers")
+    """The degrees as they are, and with whole experts on each rank, as far as the model divides; or
+    why it does not."""
     try:
-        check_tensor(degrees.tensor)
+        check(degrees)
     except ConfigError as error:
-        return [], Refused(degrees, _reason(error))
+        return [], Refused(degrees, error.message.partition(": ")[2])
     found = [degrees]
     if degrees.tensor > 1 and model.num_experts and model.num_experts % degrees.tensor == 0:
-        found.append(Degrees(degrees.tensor, degrees.pipeline, degrees.tensor))
+        found.append(replace(degrees, whole_experts=True))
     return found, None
-
-
-def stage_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Layers of each stage; the first ones have one more where they do not divide."""
-    size, more = divmod(num_layers, num_stages)
-    starts = [stage * size + min(stage, more) for stage in range(num_stages + 1)]
-    return tuple(range(start, end) for start, end in pairwise(starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +81,18 @@ def layer_exchange(
         width = model.attention_width + 2 * model.hidden_size + model.inner_width
         return Exchange(4, others * width * size)
     reduced = 2 * others * model.hidden_size * size
-    if degrees.expert == 1 or not has_experts:
+    if not (degrees.whole_experts and has_experts):
         return Exchange(2, 2 * reduced)
     sent = 2 * others * model.num_chosen * model.hidden_size * size / degrees.tensor
     return Exchange(3, reduced + sent)
 
 
 def stage_exchange(model: ModelSizes, degrees: Degrees) -> Exchange:
-    """Hidden states from one stage to the next: each rank sends its part."""
+    """Hidden states from one stage to the next, between ranks with the same part of each layer."""
     if degrees.pipeline == 1:
         return Exchange()
-    return Exchange(1, model.hidden_size * DTYPE_BYTES[model.storage.dtype] / degrees.tensor)
+    return Exchange(1, model.hidden_size * DTYPE_BYTES[model.storage.dtype])
 
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _reason(error: ConfigError) -> str:
-    """The error's text after "tensor_parallel_size=N: "."""
-    return error.message.partition(": ")[2] or error.message

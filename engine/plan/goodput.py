@@ -14,7 +14,7 @@ from heapq import heapify, heapreplace
 from itertools import product
 from random import Random
 
-from engine.plan.degrees import Degrees
+from engine.ranks.mesh import Degrees
 
 #: Share of the requests that keep the SLOs.
 ATTAINMENT = 0.9
@@ -172,8 +172,8 @@ def _bounds(
         limit = decodes[decode].requests_per_s
         rate = len(services[prefill]) / sum(services[prefill])
         best: tuple[float, Tier, Tier] | None = None
-        for num_prefill in range(1, num_devices // prefill.num_devices + 1):
-            num_decode = (num_devices - num_prefill * prefill.num_devices) // decode.num_devices
+        for num_prefill in range(1, num_devices // prefill.num_ranks + 1):
+            num_decode = (num_devices - num_prefill * prefill.num_ranks) // decode.num_ranks
             bound = min(num_prefill * rate, num_decode * limit)
             if bound > (best[0] if best else 0.0):
                 tiers = (

@@ -9,8 +9,8 @@ from math import ceil
 from engine.kv.groups.group import LayerGroup
 from engine.kv.layout import groups_of
 from engine.kv.tensors.state_memory import STATES_PER_SLOT
-from engine.plan.degrees import Degrees, stage_layers
 from engine.plan.model import ModelSizes, Storage, Weights
+from engine.ranks.mesh import Degrees, stage_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,16 @@ def stage_memory(
 
 def stage_weight_bytes(model: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
     """Bytes of a rank's weights by stage, as engine.memory_plan.weight_bytes counts them: the first
-    stage has the embeddings, the last the output layer."""
+    stage has the embeddings and the output layer, too."""
     storage = model.storage
     stages = stage_layers(len(model.layers), degrees.pipeline)
     found = []
     for index, layers in enumerate(stages):
         shared = sum((model.layers[layer].total for layer in layers), Weights())
+        shared += Weights(model.norm)
         whole = Weights(model.embeddings) if index == 0 else Weights()
-        if index == len(stages) - 1:
-            shared = shared + model.head + Weights(model.norm)
+        if index == 0:
+            shared += model.head
         found.append(_rank_bytes(storage, whole, shared, degrees.tensor))
     return tuple(found)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.errors import ConfigError
+from engine.plan.degrees import name_of
 from engine.plan.plan import BATCHES, CONTEXTS, PROMPTS, Plan, Shape
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def draw(plan: Plan, path: Path) -> None:
     shapes = plan.shapes[:_MOST_SHAPES]
     _draw_memory(memory, plan, shapes)
     for index, shape in enumerate(shapes):
-        look = {"label": str(shape.degrees), "linestyle": _LINES[index % len(_LINES)]}
+        look = {"label": name_of(shape.degrees), "linestyle": _LINES[index % len(_LINES)]}
         contexts = {length: shape.users[name] for name, length in CONTEXTS.items()}
         _line(users, {length: n for length, n in contexts.items() if n}, look)
         _line(steps, {batch: ms for batch, ms in shape.steps_ms.items() if ms is not None}, look)
@@ -53,7 +54,7 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _draw_memory(axis: Axes, plan: Plan, shapes: Sequence[Shape]) -> None:
-    names = [str(shape.degrees) for shape in shapes]
+    names = [name_of(shape.degrees) for shape in shapes]
     ranks = [shape.tightest for shape in shapes]
     heights = (
         [rank.weight_bytes for rank in ranks],

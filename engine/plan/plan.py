@@ -11,10 +11,10 @@ from baton.errors import ConfigError
 from baton.kv_transports import planned_device_bytes
 from engine.memory_plan import format_bytes
 from engine.plan.degrees import (
-    Degrees,
     Refused,
     candidates,
     layer_exchange,
+    name_of,
     variants,
 )
 from engine.plan.devices import THIS_CPU, Device, find_device
@@ -33,6 +33,7 @@ from engine.plan.model import ModelSizes, parts_of
 from engine.plan.roofline import prompt_s, step_s
 from engine.plan.source import PlannedModel
 from engine.plan.trace import TraceError, read_trace
+from engine.ranks.mesh import Degrees
 
 CONTEXTS: Mapping[str, int] = {"4K": 4096, "50K": 50_000, "1M": 1 << 20}
 BATCHES = (1, 8, 64, 256)
@@ -119,7 +120,7 @@ class Planner:
         requests = _requests(options)
         fitting, too_large, refused = self._shapes(options.gpus)
         if not fitting:
-            raise self._too_large(too_large, refused)
+            raise self._too_large(too_large)
         shapes = tuple(map(self._shape, fitting))
         slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
         split = best_split([*map(self._worker, fitting)], requests, slo, options.gpus)
@@ -155,7 +156,7 @@ class Planner:
         for degrees in candidates(num_devices):
             if not self._is_asked(degrees):
                 continue
-            found, reason = variants(self.model.sizes, degrees, self.model.check_tensor)
+            found, reason = variants(self.model.sizes, degrees, self.model.check)
             for one in found:
                 (fitting if self._fits(one) else too_large).append(one)
             if reason:
@@ -183,11 +184,11 @@ class Planner:
             keeps_windows_apart=self.model.keeps_windows_apart,
         )
 
-    def _too_large(self, too_large: Sequence[Degrees], refused: Sequence[Refused]) -> ConfigError:
+    def _too_large(self, too_large: Sequence[Degrees]) -> ConfigError:
         """The error for a model that no shape holds, or whose degrees do not divide."""
         given, sizes = self.options.gpus, self.model.sizes
         if not too_large:
-            return self._indivisible(refused)
+            return self._indivisible()
         least = min(max(s.weight_bytes for s in self._memory(d)) for d in too_large)
         reserved = self._memory(too_large[0])[0].reserved.total
         text = (
@@ -196,21 +197,18 @@ class Planner:
         )
         for num_devices in range(given + 1, _MOST_DEVICES + 1):
             if found := self._shapes(num_devices)[0]:
-                fix = f"use at least {num_devices} ({found[0]})"
+                fix = f"use at least {num_devices} ({name_of(found[0])})"
                 return ConfigError.of("gpus", given, f"{text}; {fix}")
         return ConfigError.of("gpus", given, f"{text}; use a larger --gpu or smaller weights")
 
-    def _indivisible(self, refused: Sequence[Refused]) -> ConfigError:
-        options = self.options
-        tensor, pipeline = options.tensor_parallel_size, options.pipeline_parallel_size
-        if tensor is not None:
-            self.model.check_tensor(tensor)  # raises its own error for one that does not divide
-        if pipeline is not None and pipeline > len(self.model.sizes.layers):
-            return ConfigError.of("pipeline_parallel_size", pipeline, refused[0].reason)
-        asked = (tensor or 1) * (pipeline or 1)
-        return ConfigError.of(
-            "gpus", options.gpus, f"a worker takes {asked} devices; use a multiple of it"
+    def _indivisible(self) -> ConfigError:
+        """The error of the degrees asked for, or that they do not divide the devices."""
+        asked = Degrees(
+            self.options.tensor_parallel_size or 1, self.options.pipeline_parallel_size or 1
         )
+        self.model.check(asked)
+        fix = f"a worker takes {asked.num_ranks} devices; use a multiple of it"
+        return ConfigError.of("gpus", self.options.gpus, fix)
 
     def _step_s(self, degrees: Degrees, batch: int, context: int) -> float:
         return step_s(self.model.sizes, degrees, self.device, batch, context)
@@ -233,7 +231,7 @@ class Planner:
         users = self._users(degrees, context)
         return Shape(
             degrees,
-            self.options.gpus // degrees.num_devices,
+            self.options.gpus // degrees.num_ranks,
             self._memory(degrees),
             {name: self._users(degrees, length) for name, length in CONTEXTS.items()},
             {

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from engine.memory_plan import format_bytes
+from engine.plan.degrees import name_of
 from engine.plan.goodput import NoSplit
 from engine.plan.plan import Plan, Shape
 
@@ -106,7 +107,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
 
 def _lines(plan: Plan) -> Iterator[str]:
     if plan.too_large:
-        yield f"Too large: {', '.join(map(str, plan.too_large))}"
+        yield f"Too large: {', '.join(map(name_of, plan.too_large))}"
     for reason, degrees in _by_reason(plan).items():
         yield f"Does not divide: {', '.join(degrees)}: {reason}"
     slo = f"TTFT {plan.slo.ttft_ms:g} ms, time per token {plan.slo.tpot_ms:g} ms"
@@ -114,11 +115,14 @@ def _lines(plan: Plan) -> Iterator[str]:
     if isinstance(split, NoSplit):
         yield f"No split ({slo}): {split.reason}"
     else:
+        tiers = ", ".join(
+            f"{tier.num_workers} x {name_of(tier.degrees)} {name}"
+            for name, tier in (("prefill", split.prefill), ("decode", split.decode))
+        )
         yield (
-            f"Best split ({slo}): {split.prefill.num_workers} x {split.prefill.degrees} prefill, "
-            f"{split.decode.num_workers} x {split.decode.degrees} decode: "
-            f"{number(split.goodput)} requests/s; TTFT p90 {number(split.ttft_p90_ms)} ms, "
-            f"decode batch {split.batch}, step {number(split.step_ms)} ms"
+            f"Best split ({slo}): {tiers}: {number(split.goodput)} requests/s; "
+            f"TTFT p90 {number(split.ttft_p90_ms)} ms, decode batch {split.batch}, "
+            f"step {number(split.step_ms)} ms"
         )
     for note in plan.notes:
         yield f"Note: {note}"
@@ -127,7 +131,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 def _by_reason(plan: Plan) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for each in plan.refused:
-        found.setdefault(each.reason, []).append(str(each.degrees))
+        found.setdefault(each.reason, []).append(name_of(each.degrees))
     return found
 
 
@@ -135,7 +139,7 @@ def _memory_row(shape: Shape) -> tuple[str, ...]:
     rank = shape.tightest
     graphs = rank.reserved.graphs
     return (
-        str(shape.degrees),
+        name_of(shape.degrees),
         str(shape.num_workers),
         format_bytes(rank.weight_bytes),
         format_bytes(rank.reserved.activations),
@@ -148,13 +152,13 @@ def _memory_row(shape: Shape) -> tuple[str, ...]:
 
 def _time_row(shape: Shape) -> tuple[str, ...]:
     steps = ("no memory" if ms is None else number(ms) for ms in shape.steps_ms.values())
-    return (str(shape.degrees), *steps, *map(number, shape.prompts_ms.values()))
+    return (name_of(shape.degrees), *steps, *map(number, shape.prompts_ms.values()))
 
 
 def _exchange_row(shape: Shape) -> tuple[str, ...]:
     row = shape.exchange
     return (
-        str(shape.degrees),
+        name_of(shape.degrees),
         str(row.num_per_layer),
         number(row.bytes_per_token),
         number(row.step_us),

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.plan.degrees import Degrees, layer_exchange, stage_exchange, stage_layers
+from engine.plan.degrees import layer_exchange, stage_exchange
 from engine.plan.devices import Device
 from engine.plan.model import ModelSizes, Weights
+from engine.ranks.mesh import Degrees, stage_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,12 @@ def _stage_cost(
         exchange_s += ranks.seconds(tokens, device)
     flops = 2.0 * tokens * used.plain + pairs_flops
     quantized = 2.0 * tokens * used.quantized
-    if stage.stop == len(model.layers):
+    if stage.start == 0:
         read += storage.read_bytes(model.head)
         flops += 2.0 * forward.num_seqs * model.head.plain
         quantized += 2.0 * forward.num_seqs * model.head.quantized
-    else:
-        exchange_s += stage_exchange(model, degrees).seconds(tokens, device)
+    sent = forward.num_seqs if stage.stop == len(model.layers) else tokens
+    exchange_s += stage_exchange(model, degrees).seconds(sent, device)
     return Cost(tokens, read / size + kv, flops / size, quantized / size, exchange_s)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,20 +24,21 @@ from engine.families.config import ModelConfig
 from engine.families.read import choose_implementation, read_config
 from engine.load import check_kv_dtype, kv_layout, max_window_slots
 from engine.model_source import EnginePlan, Graphs, ModelSource
+from engine.plan.degrees import Check
 from engine.plan.model import ModelSizes, described_sizes, native_sizes, native_storage
-from engine.shard import check_size
+from engine.ranks.mesh import ONE_RANK
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
     """A model on one kind of device.
 
-    check_tensor: see CheckTensor. activation_bytes: of a step of each rank. graph_bytes: of
+    check: see engine.plan.degrees. activation_bytes: of a step of each rank. graph_bytes: of
     recorded steps of each rank; None if not known here. keeps_windows_apart: see sequence_bytes.
     """
 
     sizes: ModelSizes
-    check_tensor: Callable[[int], None]
+    check: Check
     activation_bytes: int
     graph_bytes: int | None
     keeps_windows_apart: bool
@@ -73,15 +74,14 @@ def _read(folder: Path, options: PlanOptions, kind: str, *, has_float8: bool) ->
     if choose_implementation(folder, options.model_impl).name == "baton":
         config = read_config(folder)
         sizes = _native(config, source, dtype, layout, device, has_float8=has_float8)
-        check_tensor: Callable[[int], None] = lambda size: check_size(config, size)  # noqa: E731
     else:
         from engine.transformers.describe import describe
 
         sizes = described_sizes(describe(folder), dtype, layout)
-        check_tensor = lambda size: source.check_ranks(size, torch.device("cpu"))  # noqa: E731
     return PlannedModel(
         sizes,
-        check_tensor,
+        # Whether GPUs run such ranks, too, is not asked.
+        partial(source.check_ranks, device=torch.device("cpu")),
         source.activation_bytes(dtype, limits[1], limits[0], source.max_len),
         _graph_bytes(source, dtype, layout, options) if kind == "cuda" else 0,
         bool(max_window_slots(source, layout, device, *limits)),
@@ -121,7 +121,7 @@ def _graph_bytes(
         layout=layout,
         num_blocks=0,
         max_len=source.max_len,
-        num_ranks=1,
+        degrees=ONE_RANK,
         max_seqs=options.max_num_seqs,
     )
     return source.graph_bytes(plan, Graphs(_no_device, options.max_num_seqs))

@@ -8,9 +8,9 @@ import pytest
 
 from bench.peers.task import Answer, Task
 from bench.plan_accuracy import BOUND, Row, accuracy_table, best_of, rows_of
-from engine.plan.degrees import Degrees
 from engine.plan.host import CpuProbe, share_of
 from engine.plan.roofline import prompt_s, step_s
+from engine.ranks.mesh import Degrees
 from tests.support.planned import LLAMA_8B, device_of, sizes_of
 
 

@@ -29,7 +29,7 @@ def test_this_machine_is_measured() -> None:
     found = json.loads(done.stdout)
     assert found["device"]["adds_up"]
     assert found["device"]["read_bytes_per_s"] > 0
-    assert {tuple(shape["degrees"].values()) for shape in found["shapes"]} >= {(2, 1, 1)}
+    assert [shape["degrees"]["tensor"] for shape in found["shapes"]] == [1, 1, 2]
 
 
 @pytest.mark.slow
@@ -38,7 +38,8 @@ def test_layers_with_a_state_by_transformers_code_are_planned(tmp_path: Path) ->
     done = plan(str(tmp_path), "--gpu=h100", "--gpus=2")
     assert done.returncode == 0, done.stderr
     assert "state" in done.stdout
-    assert "Does not divide: TP2 PP1: " in done.stdout
+    (line,) = (text for text in done.stdout.splitlines() if text.startswith("Does not divide"))
+    assert "TP2 PP1: JambaForCausalLM" in line
 
 
 @pytest.mark.slow

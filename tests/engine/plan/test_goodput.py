@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.plan.degrees import Degrees
 from engine.plan.goodput import (
     DecodeLimit,
     NoSplit,
@@ -19,6 +18,7 @@ from engine.plan.goodput import (
     drawn_requests,
     ttfts_s,
 )
+from engine.ranks.mesh import Degrees
 
 REQUESTS = drawn_requests(1000, 100)
 SLO = Slo(500.0, 20.0)
@@ -27,7 +27,7 @@ ONE = Degrees()
 
 def worker(degrees: Degrees = ONE, prompt_s: float = 0.1, users: int = 1000) -> Worker:
     """Prompts of 1,000 tokens take prompt_s over the devices; steps 10 ms and 0.1 ms a sequence."""
-    share = 1 / degrees.num_devices
+    share = 1 / degrees.num_ranks
     return Worker(
         degrees,
         lambda num_tokens: prompt_s * share * num_tokens / 1000,
@@ -73,7 +73,7 @@ def test_a_split_has_the_devices_and_keeps_both_slos(
     split = best_split(shapes, REQUESTS, Slo(500.0, tpot_ms), num_devices)
     assert isinstance(split, Split)
     tiers = split.prefill, split.decode
-    assert sum(t.num_workers * t.degrees.num_devices for t in tiers) <= num_devices
+    assert sum(t.num_workers * t.degrees.num_ranks for t in tiers) <= num_devices
     assert all(tier.num_workers >= 1 for tier in tiers)
     assert 0 < split.goodput <= min(tier.requests_per_s for tier in tiers)
     assert split.ttft_p90_ms <= 500.0

@@ -12,12 +12,12 @@ import pytest
 from baton.config.load import build_options
 from baton.config.plan_options import PlanOptions
 from baton.errors import ConfigError, ModelError
-from engine.plan.degrees import Degrees
 from engine.plan.devices import DEVICES, find_device
 from engine.plan.goodput import Split
 from engine.plan.plan import Plan, Planner
 from engine.plan.report import as_json, print_plan
 from engine.plan.source import read_model
+from engine.ranks.mesh import Degrees
 from tests.support.planned import CONFIGS, LLAMA_8B
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def test_no_shape_takes_more_than_the_device_has(plan: Planning, gpu: str) -> No
     found = plan(LLAMA_8B, gpu=gpu, gpus=4)
     assert found.shapes
     for shape in found.shapes:
-        assert found.num_devices == shape.num_workers * shape.degrees.num_devices
+        assert found.num_devices == shape.num_workers * shape.degrees.num_ranks
         for stage in shape.stages:
             used = stage.weight_bytes + stage.reserved.total + stage.kv_bytes
             assert used == found.available_bytes <= found.device.memory_bytes
@@ -63,7 +63,7 @@ def test_more_devices_never_hold_fewer_users(plan: Planning) -> None:
 
 def test_experts_are_shared_both_ways(plan: Planning) -> None:
     found = plan(CONFIGS["qwen3_moe"], gpus=2)
-    assert Degrees(2, 1, 2) in [shape.degrees for shape in found.shapes]
+    assert Degrees(2, whole_experts=True) in [shape.degrees for shape in found.shapes]
 
 
 def test_a_model_that_is_too_large_says_how_many_devices_hold_it(plan: Planning) -> None:
@@ -112,8 +112,8 @@ def test_the_split_follows_a_trace(plan: Planning, tmp_path: Path) -> None:
     prompts, answers = splits
     assert isinstance(prompts, Split)
     assert isinstance(answers, Split)
-    assert prompts.prefill.num_workers * prompts.prefill.degrees.num_devices > 4
-    assert answers.decode.num_workers * answers.decode.degrees.num_devices > 4
+    assert prompts.prefill.num_workers * prompts.prefill.degrees.num_ranks > 4
+    assert answers.decode.num_workers * answers.decode.degrees.num_ranks > 4
 
 
 def test_one_plan_in_three_forms(
@@ -128,7 +128,12 @@ def test_one_plan_in_three_forms(
     assert "latent" in text
     assert "Best split" in text
     document = json.loads(json.dumps(as_json(found)))
-    assert document["shapes"][0]["degrees"] == {"tensor": 1, "pipeline": 1, "expert": 1}
+    assert document["shapes"][0]["degrees"] == {
+        "tensor": 1,
+        "pipeline": 1,
+        "context": 1,
+        "whole_experts": False,
+    }
     assert document["device"]["flops_per_s"]["fp8"] == 1979e12
     draw(found, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
