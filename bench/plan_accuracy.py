@@ -2,10 +2,12 @@
 rank and by two.
 
     python -m bench.plan_accuracy [--model NAME ...] [--ranks N ...] [--rounds 3] [--threads N]
-        [--json FILE]
+        [--cpu-time] [--json FILE] [--write]
 
 The device is measured before each round of the same run (engine.plan.host). Both sides are the best
-of all rounds, which others on the machine disturb least. Models: see bench/peers/models.py.
+of all rounds, which others on the machine disturb least. Where they disturb too much, --cpu-time
+compares CPU time, of one rank with one thread. --write: renews the table of docs/planning.md.
+Models: see bench/peers/models.py.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +25,12 @@ import torch
 
 from baton.config.load import build_options
 from baton.config.plan_options import PlanOptions
-from bench.machine import document_of, now, publish
+from bench.machine import ROOT, document_of, now, publish
 from bench.peers.models import NAMES, checkpoint
+from bench.peers.ours import BatonContender
 from bench.peers.processes import ask_all, command_of
 from bench.peers.task import Answer, Task
-from bench.suite.markdown import about, number, table
+from bench.suite.markdown import about, number, replaced, table
 from engine.plan.devices import Device
 from engine.plan.host import CpuProbe, share_of
 from engine.plan.model import ModelSizes
@@ -42,6 +46,7 @@ _TASKS = {
     "125m": (Task(8, 128, _TOKENS), Task(1, 512, _TOKENS)),
 }
 _CHUNK = 8192
+PAGE = ROOT / "docs" / "planning.md"
 #: The deviation that a plan should keep.
 BOUND = 0.15
 
@@ -109,13 +114,37 @@ def rows_of(
                 )
 
 
-def measure(name: str, ranks: Sequence[int], num_rounds: int, num_threads: int) -> list[Row]:
-    """Run one model by each number of ranks, by turns."""
-    folder = checkpoint(name, "bfloat16")
+def sizes_of(folder: Path) -> tuple[ModelSizes, int]:
+    """Sizes of a checkpoint in the type that the CPU computes in, and bytes of its layers."""
     options = build_options(PlanOptions, {"model": str(folder), "gpu": "cpu"})
     sizes = read_model(options, "cpu", has_float8=False).sizes
+    return sizes, round(sum(sizes.storage.read_bytes(layer.total) for layer in sizes.layers))
+
+
+def measure_cpu_time(name: str, num_rounds: int) -> list[Row]:
+    """Run one model here, by one thread, in CPU time."""
+    folder = checkpoint(name, "bfloat16")
+    sizes, weight_bytes = sizes_of(folder)
+    dtype, clock = sizes.storage.dtype, time.process_time
+    torch.set_num_threads(1)
+    probe, engine = (
+        CpuProbe(weight_bytes, dtype, clock),
+        BatonContender(str(folder), dtype, clock=clock),
+    )
+    devices: list[Device] = []
+    answers: dict[Task, list[Answer]] = {task: [] for task in _TASKS[name]}
+    for task, found in answers.items():
+        engine.run(replace(task, num_tokens=2))
+        for _ in range(num_rounds):
+            devices.append(probe.measure())
+            found.append(engine.run(task))
+    return list(rows_of(name, sizes, best_of(devices), {1: answers}))
+
+
+def measure(name: str, ranks: Sequence[int], num_rounds: int, num_threads: int) -> list[Row]:
+    """Run one model by each number of ranks, by turns."""
+    sizes, weight_bytes = sizes_of(checkpoint(name, "bfloat16"))
     dtype = sizes.storage.dtype
-    weight_bytes = round(sum(sizes.storage.read_bytes(layer.total) for layer in sizes.layers))
     commands = {str(n): [*command_of("baton", name, dtype, num_threads), str(n)] for n in ranks}
     probe, devices = CpuProbe(weight_bytes, dtype), list[Device]()
     asked = ask_all(
@@ -154,17 +183,26 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     started = now()
     torch.set_num_threads(given.threads)
     rows = [
         row
         for model in given.model
-        for row in measure(model, given.ranks, given.rounds, given.threads)
+        for row in (
+            measure_cpu_time(model, given.rounds)
+            if given.cpu_time
+            else measure(model, given.ranks, given.rounds, given.threads)
+        )
     ]
     data = {"num_threads": given.threads, "rows": [dataclasses.asdict(row) for row in rows]}
-    publish(document_of("bench.plan_accuracy", started, data), given.json, accuracy_table)
+    document = document_of("bench.plan_accuracy", started, data)
+    publish(document, given.json, accuracy_table)
+    if given.write:
+        PAGE.write_text(replaced(PAGE.read_text(), "plan-accuracy", accuracy_table(document)))
 
 
 if __name__ == "__main__":

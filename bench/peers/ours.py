@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.types import Sampling
 from bench.peers.task import Answer, Task, prompts_of
@@ -19,12 +19,19 @@ _BLOCK_TOKENS = 16
 
 class BatonContender:
     """dtype: of weights and KV; auto takes the checkpoint's. num_ranks: that share torch's threads;
-    with several, tasks must not grow, for their engine cannot be made anew."""
+    with several, tasks must not grow, for their engine cannot be made anew. clock: in seconds."""
 
-    def __init__(self, model: str, dtype: str = "auto", num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        model: str,
+        dtype: str = "auto",
+        num_ranks: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._model = model
         self._dtype = dtype
         self._num_ranks = num_ranks
+        self._clock = clock
         self._engine: TorchEngine | None = None
 
     def _fitting(self, num_blocks: int) -> TorchEngine:
@@ -48,19 +55,19 @@ class BatonContender:
         )
         tables = [blocks[i :: task.batch] for i in range(task.batch)]
         sequences = prompts_of(task, engine.spec.vocab_size)
-        started = time.perf_counter()
+        started = self._clock()
         for sequence, table in zip(sequences, tables, strict=True):
             sequence.append(next_tokens(engine, [(sequence, 0, table)])[0])
-        prefill_s = time.perf_counter() - started
+        prefill_s = self._clock() - started
         times = []
         for _ in range(task.num_tokens - 1):
-            started = time.perf_counter()
+            started = self._clock()
             parts = [
                 (sequence, len(sequence) - 1, table)
                 for sequence, table in zip(sequences, tables, strict=True)
             ]
             chosen = next_tokens(engine, parts)
-            times.append(time.perf_counter() - started)
+            times.append(self._clock() - started)
             for sequence, token in zip(sequences, chosen, strict=True):
                 sequence.append(token)
         written = tuple(tuple(sequence[task.context :]) for sequence in sequences)

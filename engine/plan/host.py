@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -32,9 +32,11 @@ class CpuProbe:
     rates, a few the share of the second that small batches reach.
     """
 
-    def __init__(self, weight_bytes: int, dtype: str) -> None:
-        """weight_bytes: of the model, of this type."""
-        self._dtype = dtype
+    def __init__(
+        self, weight_bytes: int, dtype: str, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """weight_bytes: of the model, of this type. clock: in seconds."""
+        self._dtype, self._clock = dtype, clock
         weight = torch.empty(_NUM_OUT, _NUM_IN, dtype=getattr(torch, dtype)).normal_()
         self._layer_bytes = weight.numel() * weight.element_size()
         num_layers = max(1, min(weight_bytes, _MAX_BYTES) // self._layer_bytes)
@@ -49,9 +51,9 @@ class CpuProbe:
             one = min(one, self._layer_s(self._layers, 1))
             few = min(few, self._layer_s(self._layers, _FEW_ROWS))
             many = min(many, self._layer_s(self._layers[:_NUM_COMPUTING], _MANY_ROWS))
-            started = time.perf_counter()
+            started = self._clock()
             self._copy.copy_(self._copied)
-            copy = min(copy, time.perf_counter() - started)
+            copy = min(copy, self._clock() - started)
         row_s = max(0.0, many - one) / (_MANY_ROWS - 1) or many / _MANY_ROWS
         few_row_s = max(row_s, (few - one) / (_FEW_ROWS - 1))
         # Where products take nearly all of the time, the difference says nothing of reading.
@@ -74,10 +76,10 @@ class CpuProbe:
     def _layer_s(self, layers: Sequence[Linear], num_rows: int) -> float:
         """Seconds of one of the layers, in the mean, with so many rows."""
         rows = self._rows[:num_rows]
-        started = time.perf_counter()
+        started = self._clock()
         for layer in layers:
             layer(rows)
-        return (time.perf_counter() - started) / len(layers)
+        return (self._clock() - started) / len(layers)
 
 
 def share_of(device: Device, num_ranks: int) -> Device:
