@@ -91,7 +91,7 @@ def _stage_cost(
             pairs_flops += forward.num_seqs * pairs * layer.pair_flops
             seen = forward.num_cached + forward.num_new
             if layer.window is not None:
-                seen = min(seen, layer.window + forward.num_new)
+                seen = min(seen, layer.window - 1 + forward.num_new)
             kv += forward.num_seqs * seen * token_bytes
         experts = bool(layer.experts.total)
         ranks = layer_exchange(model, degrees, device, has_experts=experts)

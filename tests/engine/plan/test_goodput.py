@@ -103,3 +103,9 @@ def test_what_cannot_be_kept_is_said() -> None:
     assert "two devices" in texts[0]
     assert "the fastest step takes 10.1 ms" in texts[1]
     assert "slo_ttft_ms=50" in texts[2]
+
+
+def test_arrivals_that_are_stretched_wait_less() -> None:
+    requests = [Request(float(number), 1, 1) for number in range(10)]
+    assert ttfts_s(requests, [2.0] * 10, 1, 2.0) == [2.0] * 10
+    assert ttfts_s(requests, [2.0] * 10, 1, 1.0)[-1] == 2.0 + 9.0

@@ -90,3 +90,31 @@ def test_all_reduces_move_the_hidden_state() -> None:
     assert on_cpu.num == 4
     assert on_cpu.bytes_per_token == 3 / 4 * (4096 + 2 * 4096 + 14_336) * 2
     assert layer_exchange(sizes, ALONE, device, has_experts=False).seconds(64, device) == 0
+
+
+def read_bytes(name: str, degrees: Degrees, num_cached: int) -> float:
+    forward = Forward(1, 1, num_cached)
+    return stage_costs(sizes_of(CONFIGS[name]), degrees, device_of(), forward)[0].read_bytes
+
+
+def test_windowed_layers_read_their_window() -> None:
+    layout = sizes_of(CONFIGS["mistral"]).layout
+    window = 32
+    full = read_bytes("mistral", ALONE, window - 1)
+    assert full - read_bytes("mistral", ALONE, window - 2) == layout.token_bytes
+    assert read_bytes("mistral", ALONE, 10 * window) == full
+
+
+def test_ranks_read_their_kv_heads_and_whole_latent_rows() -> None:
+    for name, share in (("llama", 1 / 2), ("deepseek_v3", 1.0)):
+        more = read_bytes(name, Degrees(2), 1100) - read_bytes(name, Degrees(2), 100)
+        assert more == pytest.approx(1000 * share * sizes_of(CONFIGS[name]).layout.token_bytes)
+
+
+def test_a_token_is_computed_by_the_experts_that_it_chooses() -> None:
+    sizes = sizes_of(CONFIGS["qwen3_moe"])
+    (cost,) = stage_costs(sizes, ALONE, device_of(), Forward(1, 1, 0))
+    attention = sum(layer.attention.total + layer.other.total for layer in sizes.layers)
+    chosen = sum(layer.experts.total for layer in sizes.layers) * 2 // 8
+    pairs = sum(layer.pair_flops for layer in sizes.layers)
+    assert cost.flops == 2 * (attention + chosen + sizes.head.total) + pairs
