@@ -99,13 +99,16 @@ def files_digest(folder: Path) -> str:
 def refusal(hello: Hello, nodes: Nodes, degrees: Degrees, files: str) -> str:
     """Why node 0 does not take a rank; empty if it does. files: node 0's."""
     own = nodes.ranks_of(hello.node, degrees)
-    checks = (
-        (hello.num_nodes, nodes.size, "--nnodes"),
-        (hello.degrees, degrees, "the degrees of parallelism"),
-    )
-    for theirs, ours, what in checks:
+    other = hello.degrees
+    for option, theirs, ours in (
+        ("nnodes", hello.num_nodes, nodes.size),
+        ("tensor-parallel-size", other.tensor, degrees.tensor),
+        ("pipeline-parallel-size", other.pipeline, degrees.pipeline),
+        ("context-parallel-size", other.context, degrees.context),
+        ("enable-expert-parallel", other.whole_experts, degrees.whole_experts),
+    ):
         if theirs != ours:
-            return f"{hello.name} has {what} {theirs}, node 0 {ours}; give all nodes the same"
+            return f"{hello.name} has --{option} {theirs}, node 0 {ours}; give all nodes the same"
     if not 1 <= hello.node < nodes.size or hello.rank not in own:
         return f"{hello.name} has no rank {hello.rank}; --node-rank is 1 to {nodes.size - 1}"
     if hello.files != files:

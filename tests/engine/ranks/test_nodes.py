@@ -158,7 +158,7 @@ def meet(listening: Nodes, agent: NodeAgent) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"degrees": Degrees(2)}, "node 1 .* has the degrees of parallelism Degrees.tensor=2"),
+        ({"degrees": Degrees(2)}, "node 1 .* has --tensor-parallel-size 2, node 0 4"),
         ({"size": 4}, "node 1 .* has --nnodes 4, node 0 2; give all nodes the same"),
     ],
 )
