@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +158,23 @@ def test_a_backend_for_another_device_is_refused() -> None:
     told = "distributed_backend=nccl: on cpu use auto or shm or gloo"
     with pytest.raises(ConfigError, match=told):
         choose_backend("nccl", torch.device("cpu"))
+
+
+def test_nccl_is_another_process_group_behind_the_same_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With gloo in the place of NCCL's group, which needs GPUs."""
+    made: list[str] = []
+
+    def make(*given: Any) -> Any:
+        made.append("nccl")
+        return process_groups._gloo(*given)
+
+    monkeypatch.setitem(process_groups._MAKERS, "nccl", make)
+    whole = torch.arange(24.0).view(2, 12)
+    got = on_ranks("nccl", 3, lambda ranks: [ranks.gather(ranks.own(whole))])
+    assert all(torch.equal(each, whole) for (each,) in got)
+    assert made == ["nccl"] * 3
 
 
 def test_a_rank_that_finds_no_store_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
