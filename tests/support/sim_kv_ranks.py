@@ -12,7 +12,7 @@ from engine.kv.tensors.part import pool_part
 from engine.ranks.mesh import stage_layers
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Sender
+from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import OwnerRank, Reservation
 from kv_transfer.ticket_group import SenderGroup, TicketGroup
 from kv_transfer.ticket_table import TicketMint, TicketRules, TicketTable
@@ -40,11 +40,7 @@ class KvOfRanks:
     pool. tickets, sender: as one."""
 
     def __init__(self, worker: SimWorker, identity: WorkerIdentity) -> None:
-        layout, submit, num_ranks = (
-            worker.engine.spec.layout,
-            worker.submit,
-            worker.shape.num_kv_ranks,
-        )
+        layout, num_ranks = worker.engine.spec.layout, worker.shape.num_kv_ranks
         stages = stage_layers(layout.num_layers, num_ranks)
         parts = tuple(
             KvPart(layers.start, len(layers), 0, layout.num_kv_heads) for layers in stages
@@ -69,18 +65,19 @@ class KvOfRanks:
                 ranks=parts,
                 rank=rank,
             )
-            self._senders.append(
-                Sender(config, lambda done: self.sender.on_rank_done(done), is_inline=True)
-            )
+            self._senders.append(Sender(config, self._on_rank_done, is_inline=True))
             tables.append(LateTickets(table, self._unacknowledged) if rank else table)
         owners = [
             OwnerRank(part, (listener.endpoint,))
             for part, listener in zip(parts, self._listeners, strict=True)
         ]
         mint = TicketMint(identity, layout, (), rules, tuple(owners))
-        self.tickets = TicketGroup(mint, tables, submit)
-        self.sender = SenderGroup(self._senders, submit)
+        self.tickets = TicketGroup(mint, tables, worker.submit)
+        self.sender = SenderGroup(self._senders, worker.submit)
         self.sender.close = self.close_senders  # type: ignore[attr-defined]
+
+    def _on_rank_done(self, done: SendDone) -> None:
+        self.sender.on_rank_done(done)
 
     def acknowledge(self) -> None:
         """The acknowledgements of the other ranks arrive."""
