@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from baton.errors import BatonError
 from baton.types import KvSource, SequenceSpec, WorkerIdentity
@@ -36,6 +36,7 @@ from kv_transfer.ticket import TicketEvent
 from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
 from tests.support.grammar_walks import small_vocabulary
+from tests.support.sim_kv_ranks import KvOfRanks
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Destination, Open, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
@@ -65,6 +66,8 @@ class SimShape:
     max_num_launches: int = 2
     num_stages: int = 1
     """Pipeline stages; with more than one there are as many launches."""
+    num_kv_ranks: int = 1
+    """Ranks that send and receive the KV of some layers each."""
     swap_bytes: int = 0
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
     num_pool_blocks: int = 0
@@ -227,10 +230,19 @@ class SimWorker:
             (each for each in allocators if isinstance(each, EnoughSlots)), None
         )
         self.pool = _pool(self.shape, self.engine, allocators)
-        self.listener, self.tickets = _open_tickets(
-            self.hub, identity, self.engine, self.submit, self.clock, self.lease_s, self.seed
-        )
-        self.sender = _sender(self.hub, identity, self.engine, self.submit, self.clock)
+        self.listener: Any
+        self.tickets: Any
+        self.sender: Any
+        self.acknowledge: Callable[[], None] = lambda: None
+        if self.shape.num_kv_ranks > 1:
+            self.listener = ranks = KvOfRanks(self, identity)
+            self.tickets, self.sender = ranks.tickets, ranks.sender
+            self.acknowledge = ranks.acknowledge
+        else:
+            self.listener, self.tickets = _open_tickets(
+                self.hub, identity, self.engine, self.submit, self.clock, self.lease_s, self.seed
+            )
+            self.sender = _sender(self.hub, identity, self.engine, self.submit, self.clock)
         self.swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
         policy = self.policy()
         deps = CoreDeps(
@@ -268,7 +280,9 @@ class SimWorker:
 
     def step(self) -> StepResult[StreamEvent]:
         commands, self.inbox[:] = list(self.inbox), []
-        return self.core.step(commands)
+        result = self.core.step(commands)
+        self.acknowledge()
+        return result
 
     def open(
         self,
