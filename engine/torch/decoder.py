@@ -197,7 +197,7 @@ class Decoder:
         only sampled tokens continue. On return, all ranks have finished with the pool.
         """
         parameters, ranks = self._parameters, self._ranks
-        hidden = self._input(batch)
+        hidden = self.begin(batch)
         places = self._places(batch, pool, scales)
         last = len(parameters.layers) - 1 if self.stage.is_last else None
         for index, layer in enumerate(parameters.layers):
@@ -226,7 +226,7 @@ class Decoder:
         self._stages.receive(hidden)
         return normed(self._parameters.norm, hidden)
 
-    def _input(self, batch: PackedBatch) -> torch.Tensor:
+    def begin(self, batch: PackedBatch) -> torch.Tensor:
         """The input of this stage's first layer [tokens, hidden], which may be overwritten."""
         if self.stage.is_first:
             return self.embed(batch.token_ids)

@@ -78,7 +78,7 @@ class NativeDecoder(Decoder):
         if batch.adapters:
             return super().forward(batch, pool, layer_done, scales, watch)
         config, stage = self._config, self.stage
-        hidden = self._input(batch)
+        hidden = self.begin(batch)
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
         cos, sin = batch.rotations[0]
         # Native plans, because `can_run` holds.

@@ -4,6 +4,7 @@ with launches in flight, too."""
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,18 @@ from baton.errors import EngineFault
 from baton.types import Sample, Sampling, SequenceSpec
 from baton_kernels.cpu.library import library
 from engine.interface import Batch, Launched, LayersDone, SampleRow, SequenceSlice
+from engine.torch.decoder import Decoder, PackedBatch
 from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.engine.ranks.conftest import LoadRanks
-from tests.engine.ranks.test_ranks_same_as_one import PROMPTS, SAMPLED, batch_of, kv_of
+from tests.engine.ranks.test_ranks_same_as_one import (
+    PROMPTS,
+    SAMPLED,
+    batch_of,
+    kv_of,
+    packed_4,
+)
+from tests.support.quantized_models import compressed, make_quantized
 from tests.support.sim_client import Choice, SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 from tests.support.tiny_models import Family, make_tiny_model
@@ -157,6 +166,42 @@ def test_launches_in_flight_give_the_samples_of_each_alone(
     if library() is not None:
         assert together == [alone.forward(batch) for batch in batches]
     assert not losses
+
+
+def test_a_launch_returns_before_later_stages_have_computed_it(
+    tmp_path: Path, load_ranks: LoadRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, begin = threading.Event(), Decoder.begin
+
+    def wait(self: Decoder, batch: PackedBatch) -> torch.Tensor:
+        assert self.stage.is_first or go.wait(60)
+        return begin(self, batch)
+
+    monkeypatch.setattr(Decoder, "begin", wait)
+    engine = load(load_ranks, make_tiny_model(tmp_path, "llama"), 1, 2)
+    told: list[tuple[int, int]] = []
+    batch = batch_of(engine)
+    launched = engine.launch(batch, lambda *layers: told.append(layers))
+    num_layers = engine.spec.layout.num_layers
+    # The first stage's layers may leave; what they come to is not known.
+    assert sum(num for _, num in told) < num_layers
+    go.set()
+    assert launched.samples() == engine.forward(batch)
+    assert sum(num for _, num in told) == num_layers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stages_of_a_quantised_checkpoint(
+    dtype: str, tmp_path: Path, load_ranks: LoadRanks
+) -> None:
+    scheme = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+    stored = compressed("pack-quantized", symmetric=True, **scheme)
+    path, _ = make_quantized(tmp_path, packed_4, stored)
+    one, two = (load(load_ranks, path, 1, size, dtype=dtype) for size in (1, 2))
+    wanted, logits = (engine.logits(batch_of(engine)) for engine in (one, two))
+    assert one.spec.layout == two.spec.layout, "the digest is that of the whole checkpoint"
+    assert (logits - wanted).norm() / wanted.norm() < (1e-5 if dtype == "float32" else 0.02)
+    assert library() is None or torch.equal(logits, wanted)
 
 
 def test_a_request_at_fault_fails_alone_and_stages_go_on(
