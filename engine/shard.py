@@ -16,10 +16,12 @@ from engine.families.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of rank `rank` of `size`, counted from 0."""
+    """The part of rank `rank` of `size`, counted from 0. has_whole_experts: it is the whole of some
+    experts of a mixture, instead of a part of each (expert parallelism)."""
 
     rank: int
     size: int
+    has_whole_experts: bool = False
 
     def part(self, num: int) -> range:
         """This rank's part of `num` rows. Parts have equal lengths, except that the last ones may
@@ -36,6 +38,12 @@ class Shard:
         head = self.rank * num_kv_heads // self.size
         return range(head, head + 1)
 
+    def of_expert(self, expert: int, num_experts: int) -> Shard:
+        """The part of an expert that this rank holds."""
+        if not self.has_whole_experts:
+            return self
+        return WHOLE if expert in self.part(num_experts) else NOTHING
+
     def attention_config(self, config: ModelConfig) -> ModelConfig:
         """`config` with this rank's numbers of heads."""
         return replace(
@@ -47,6 +55,8 @@ class Shard:
 
 #: A model in one process.
 WHOLE = Shard(0, 1)
+#: No rows of anything.
+NOTHING = Shard(1, 1)
 
 
 #: Sizes that must be divisible by the number of ranks.

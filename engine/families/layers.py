@@ -320,9 +320,10 @@ class _Composing:
 
         def expert(index: int) -> Mlp[LinearSpec]:
             name, inner = f"{names.folder}.{index}", experts.intermediate_size
+            own = _Composing(config, self._shard.of_expert(index, num), self._index)
             if experts.is_stacked:
-                return self._stacked_mlp(name, inner)
-            return self._mlp(name, names.parts, inner)
+                return own._stacked_mlp(name, inner)
+            return own._mlp(name, names.parts, inner)
 
         router = Source(self._name(names.router), range(num), num)
         bias = VectorSpec(self._name(f"{names.router}.e_score_correction_bias"), num, is_wide=True)

@@ -3,6 +3,7 @@ rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -43,6 +44,11 @@ class Ranks(Protocol):
         get their own part back."""
         ...
 
+    def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
+        """part [num_rows[rank], columns] -> [sum(num_rows), columns / size]: this rank's columns of
+        the rows of all ranks, by rank (an all-to-all)."""
+        ...
+
 
 class Alone:
     """Ranks of a model with a single rank."""
@@ -59,4 +65,7 @@ class Alone:
         return part
 
     def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:  # noqa: ARG002
+        return part
+
+    def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
         return part

@@ -194,3 +194,11 @@ class ProcessGroupRanks:
         if not is_first:
             return part
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
+
+    def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
+        (rows, columns), size = part.shape, self.shard.size
+        sent = part.view(rows, size, columns // size).transpose(0, 1).flatten(0, 1)
+        received = part.new_empty(sum(num_rows), columns // size)
+        splits = list(num_rows), [rows] * size
+        self._group.alltoall_base(received, sent.contiguous(), *splits).wait()
+        return received

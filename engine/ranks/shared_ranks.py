@@ -126,6 +126,18 @@ class SharedRanks:
                 self._take(whole, first, columns)
         return whole
 
+    def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
+        own = self.shard.part(part.shape[1])
+        whole = part.new_empty(sum(num_rows), len(own))
+        for first in self._pieces(max(num_rows), part.shape[1], part.element_size()):
+            self._put(part, first)
+            self.meet()
+            for rank, rows in enumerate(torch.split(whole, list(num_rows))):
+                piece = rows[first]
+                staged = self._staged(rank, len(piece), part.shape[1], part.dtype)
+                piece.copy_(staged[:, own.start : own.stop])
+        return whole
+
     def _pieces(self, rows: int, columns: int, element_bytes: int) -> Sequence[slice]:
         """Ranges of rows that fit the staging area; at least one, so that ranks meet."""
         step = self._staging_bytes // (columns * element_bytes)

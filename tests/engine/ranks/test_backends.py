@@ -104,6 +104,23 @@ def test_only_the_first_gets_parts_that_need_not_come_out_even(
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=20)
+@given(counts=st.lists(st.integers(0, 30), min_size=2, max_size=4), columns=st.integers(1, 6))
+def test_each_gets_its_columns_of_the_rows_of_all(
+    name: str, counts: list[int], columns: int
+) -> None:
+    size = len(counts)
+    whole = torch.randn(sum(counts), size * columns)
+    parts = whole.split(counts)
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        return [ranks.exchange(parts[ranks.shard.rank], counts)]
+
+    got = torch.cat([result for (result,) in on_ranks(name, size, run)], dim=1)
+    assert torch.equal(got, whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_was_written_before_a_meeting_is_there_after_it(name: str) -> None:
     size, num_rounds = 3, 300 if name == "shm" else 30
     board = torch.zeros(size, dtype=torch.int64)
