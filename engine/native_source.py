@@ -19,10 +19,10 @@ from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import pool_sizes
 from engine.memory_plan import HeadMemory, activation_bytes, weight_bytes
 from engine.model_source import EnginePlan, Graphs, LoadedModel
-from engine.ranks.exchange import Ranks
+from engine.ranks.exchange import Groups
 from engine.ranks.followers import Followers, TensorPool
 from engine.ranks.mesh import Degrees, Stage
-from engine.ranks.parts import rank_parts
+from engine.ranks.parts import kv_holders, rank_parts
 from engine.ranks.start import check_ranks, start_followers
 from engine.torch.adapters import Adapter, load_adapter
 from engine.torch.device_tables import DeviceTables, table_width
@@ -111,6 +111,7 @@ class NativeModel:
         pools = pool_sizes(
             *(plan.layout, plan.num_blocks, plan.num_window_slots),
             rank_parts(plan.layout, plan.degrees),
+            kv_holders(plan.degrees),
         )
         followers = start_followers(
             plan.degrees,
@@ -135,11 +136,11 @@ class NativeModel:
                 Stage(0, plan.degrees.pipeline),
                 batch_invariant=plan.batch_invariant,
             )
-            ranks = followers.wait_ready(digest)
+            groups = followers.wait_ready(digest)
         except BaseException:
             followers.close()
             raise
-        return _LoadedNative(config, plan, parameters, digest, followers, ranks)
+        return _LoadedNative(config, plan, parameters, digest, followers, groups)
 
 
 class _LoadedNative:
@@ -152,16 +153,16 @@ class _LoadedNative:
         parameters: PackedParameters,
         digest: str,
         followers: Followers,
-        ranks: Ranks,
+        groups: Groups,
     ) -> None:
         self._config, self._plan, self._parameters = config, plan, parameters
-        self.digest, self.followers, self._ranks = digest, followers, ranks
+        self.digest, self.followers, self._groups = digest, followers, groups
         self._rope = make_rope(config, plan.max_len, plan.device)
         is_dynamic = self._rope.is_dynamic
         self.shared_prompt_limit = config.max_position_embeddings if is_dynamic else None
 
     def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
-        ranks = self._ranks
+        ranks = self._groups.tensor
         stages, attention = self.followers.stages, self._plan.attention
         layers = stages.stage.layers(self._config.num_layers)
         own = ranks.shard.attention_config(self._config).of_layers(layers)
@@ -169,7 +170,7 @@ class _LoadedNative:
         parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters, attention.plan)
         device = self._plan.device
         if graphs is None and device.type == "cpu":
-            return EagerSteps(parts, self.followers)
+            return EagerSteps(parts, self.followers, context=self._groups.context)
         width = table_width(self._plan.max_len, self._plan.layout.block_size)
         tables = DeviceTables(self._plan.max_seqs, width, device)
         eager = EagerSteps(parts, self.followers, tables)

@@ -63,20 +63,23 @@ NOTHING = Shard(1, 1)
 _SHARED = ("num_heads", "hidden_size", "intermediate_size")
 
 
-def check_size(config: ModelConfig, size: int) -> None:
-    """Raise ConfigError unless `size` ranks can share the model."""
-    if reason := _misfit(config, size):
-        fitting = [str(n) for n in range(1, config.num_heads + 1) if not _misfit(config, n)]
+def check_size(config: ModelConfig, size: int, *, has_whole_experts: bool = False) -> None:
+    """Raise ConfigError unless `size` ranks can share the layers. has_whole_experts: see Shard."""
+    if reason := _misfit(config, size, has_whole_experts):
+        sizes = range(1, config.num_heads + 1)
+        fitting = [str(n) for n in sizes if not _misfit(config, n, has_whole_experts)]
         raise ConfigError.of(
             "tensor_parallel_size", size, f"{reason}; this model takes {', '.join(fitting)}"
         )
 
 
-def _misfit(config: ModelConfig, size: int) -> str:
-    """Reason that `size` ranks cannot share the model; empty if they can."""
+def _misfit(config: ModelConfig, size: int, has_whole_experts: bool) -> str:
+    """Reason that `size` ranks cannot share the layers; empty if they can."""
     traits, experts = config.traits, config.traits.experts
     numbers = {name: getattr(config, name) for name in _SHARED}
-    if experts is not None:
+    if experts is not None and has_whole_experts:
+        numbers["num_experts"] = experts.num_experts
+    elif experts is not None:
         numbers["moe_intermediate_size"] = experts.intermediate_size
     for name, number in numbers.items():
         if number % size:

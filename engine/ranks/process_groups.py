@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from baton.errors import StartupError
-from engine.ranks.exchange import ExchangeFailed
+from engine.ranks.exchange import Alone, ExchangeFailed, Groups, Ranks
 from engine.ranks.mesh import Stage
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.stages import OneStage, Stages
@@ -60,10 +60,17 @@ class ProcessGroups:
         )
         return spec.with_store(spec.host, port)
 
-    def join(self, spec: RankSpec) -> ProcessGroupRanks:
-        members = spec.degrees.tensor_groups()[spec.rank // spec.degrees.tensor]
-        group = self.join_group(spec, "tensor", members)
-        return ProcessGroupRanks(group, spec.shard, spec.torch_device)
+    def join(self, spec: RankSpec) -> Groups:
+        def ranks(name: str, members: Sequence[int], shard: Shard) -> Ranks:
+            if len(members) == 1:
+                return Alone()
+            group = self.join_group(spec, name, members)
+            return ProcessGroupRanks(group, shard, spec.torch_device)
+
+        tensor, context = spec.degrees.groups_of(spec.rank)
+        return Groups(
+            ranks("tensor", tensor, spec.shard), ranks("context", context, spec.context_shard)
+        )
 
     def stages(self, spec: RankSpec) -> Stages:
         if spec.degrees.pipeline == 1:

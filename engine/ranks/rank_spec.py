@@ -58,7 +58,14 @@ class RankSpec:
     @property
     def shard(self) -> Shard:
         """The rank's part of each of its layers."""
-        return Shard(self.place.tensor_rank, self.degrees.tensor)
+        degrees = self.degrees
+        has_whole_experts = degrees.whole_experts and degrees.tensor > 1
+        return Shard(self.place.tensor_rank, degrees.tensor, has_whole_experts)
+
+    @property
+    def context_shard(self) -> Shard:
+        """The rank's number among the ranks of its context."""
+        return Shard(self.place.context_rank, self.degrees.context)
 
     @property
     def stage(self) -> Stage:
@@ -108,8 +115,10 @@ _LINES = TypeAdapter(RankSpec)
 
 
 def staging_bytes(config: ModelConfig, size: int, dtype: str) -> int:
-    """Bytes for a rank's part of the widest row that a group of `size` ranks exchanges, in whole
-    pages."""
-    widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    row_bytes = max(DTYPE_BYTES[dtype] * widest, 4 * config.vocab_size) // size + 4
+    """Bytes for a rank's part of the widest row that a tensor-parallel group of `size` ranks, or
+    those of a context, exchange, in whole pages."""
+    hidden_bytes = DTYPE_BYTES[dtype] * config.hidden_size
+    widest = max(config.intermediate_size, config.num_heads * config.head_dim)
+    part_bytes = max(DTYPE_BYTES[dtype] * widest, 4 * config.vocab_size) // size + 4
+    row_bytes = max(hidden_bytes, part_bytes)
     return max(_MIN_STAGING_BYTES, -(-row_bytes // 4096) * 4096)

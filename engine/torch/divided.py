@@ -11,7 +11,8 @@ from engine.ranks.exchange import Ranks
 from engine.ranks.token_shares import TokenShare, divide
 from engine.torch.step import WindowedStep
 
-#: Called with each layer's index once this process has written the KV of that layer.
+#: Called with each layer's index, in order, once the KV of that layer is in the pool, or its write
+#: is queued on the pool's stream.
 LayerDone = Callable[[int], None]
 #: Runs a batch on this rank; returns the states [rows, hidden] of its sample rows.
 Forward = Callable[[Batch, WindowedStep, LayerDone | None], torch.Tensor]
@@ -29,9 +30,12 @@ def forward_divided(
 
     context: ranks with the same weights and one KV pool; all call this with the same batch. Each
     writes the KV of its own tokens; they meet after every layer's, so that each attends to the keys
-    and values of all. A batch that `divide` leaves whole is run by this rank.
+    and values of all. A batch that `divide` leaves whole is run by the first rank; the others do
+    nothing, and have no states.
     """
     shares = divide(batch, context.shard.size)
+    if not shares and context.shard.rank > 0:
+        return torch.empty(0)
     if not shares:
         return forward(batch, windowed, layer_done)
     own = shares[context.shard.rank]

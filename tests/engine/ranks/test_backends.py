@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, StartupError
 from engine.ranks import process_groups
 from engine.ranks.backends import BACKENDS, choose_backend
-from engine.ranks.exchange import Ranks
+from engine.ranks.exchange import Groups, Ranks
 from engine.ranks.mesh import Degrees
 from engine.shard import Shard
 from tests.support.rank_specs import rank_spec
@@ -29,12 +29,12 @@ NAMES = ("shm", "gloo")
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 
 
-def joined(name: str, degrees: Degrees) -> list[Ranks]:
-    """All ranks of an engine, after they have met. name: of their backend."""
+def joined(name: str, degrees: Degrees) -> list[Groups]:
+    """The groups of each rank of an engine, after they have met. name: of their backend."""
     backend = BACKENDS[name]()
     spec = backend.open(rank_spec(degrees, name, staging_bytes=STAGING_BYTES))
 
-    def join(rank: int) -> Ranks:
+    def join(rank: int) -> Groups:
         return BACKENDS[name]().join(replace(spec, rank=rank))
 
     try:
@@ -50,7 +50,7 @@ def on_ranks(
 ) -> list[list[torch.Tensor]]:
     """What `run` returns on each of `size` ranks, which run at once."""
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(run, joined(name, Degrees(size))))
+        return list(threads.map(run, (groups.tensor for groups in joined(name, Degrees(size)))))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,14 +152,16 @@ def test_a_rank_owns_its_columns(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_exchange_nothing_with_each_other(name: str) -> None:
-    ranks = joined(name, Degrees(tensor=2, pipeline=3))
+    groups = joined(name, Degrees(tensor=2, context=2, pipeline=2))
 
-    def gather(rank: int) -> list[float]:
-        return ranks[rank].gather(torch.full((1, 1), float(rank))).tolist()  # type: ignore[no-any-return]
+    def gather(rank: int) -> list[list[float]]:
+        own = torch.full((1, 1), float(rank))
+        return [of_kind.gather(own).flatten().tolist() for of_kind in groups[rank]]
 
-    with ThreadPoolExecutor(6) as threads:
-        got = list(threads.map(gather, range(6)))
-    assert got == [[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]], [[4, 5]], [[4, 5]]]
+    with ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(gather, range(8)))
+    assert got[:4] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+    assert got[4:] == [[[4, 5], [4, 6]], [[4, 5], [5, 7]], [[6, 7], [4, 6]], [[6, 7], [5, 7]]]
 
 
 @pytest.mark.parametrize(

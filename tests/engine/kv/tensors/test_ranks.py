@@ -27,7 +27,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded(layout: KvLayout, degrees: Degrees) -> tuple[ShardedKvPool, PoolSize, torch.Tensor]:
-    (size,) = pool_sizes(layout, NUM_BLOCKS, 0, rank_parts(layout, degrees))
+    parts = rank_parts(layout, degrees)
+    (size,) = pool_sizes(layout, NUM_BLOCKS, 0, parts, tuple(range(len(parts))))
     memory = torch.zeros(sum(size.rank_bytes), dtype=torch.uint8)
     return ShardedKvPool(memory, size, layout), size, memory
 
