@@ -113,8 +113,10 @@ class EngineOptions(ModelOptions):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if self.engine == "oracle" and (size := getattr(self, name)) > 1:
+        for kind in ("tensor", "pipeline", "context"):
+            # Decode workers have no option for contexts.
+            size = getattr(self, name := f"{kind}_parallel_size", 1)
+            if self.engine == "oracle" and size > 1:
                 raise ValueError(
                     f"--{name.replace('_', '-')}={size}: --engine=oracle has no model to share; "
                     "leave one of them out"

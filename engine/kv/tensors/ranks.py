@@ -40,12 +40,10 @@ class PoolSize:
     @property
     def rank_bytes(self) -> list[int]:
         """Bytes of each rank's memory."""
-        bytes_of_part = [part.layout(self.layout).block_bytes for part in self.parts]
+        layouts = (part.layout(self.layout) for part in self.parts)
         return [
-            self.num_blocks * num_bytes * (holder == rank)
-            for rank, (num_bytes, holder) in enumerate(
-                zip(bytes_of_part, self.holders, strict=True)
-            )
+            self.num_blocks * layout.block_bytes if holder == rank else 0
+            for rank, (layout, holder) in enumerate(zip(layouts, self.holders, strict=True))
         ]
 
     def memory_of(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
