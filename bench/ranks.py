@@ -3,11 +3,11 @@
     python -m bench.ranks context [--tokens 4096] [--ranks 2] [--threads 2] [--rounds 3]
     python -m bench.ranks experts
 
-`context`: ranks that share a prompt's tokens, on a Llama of 125 million parameters. `experts`: ranks
-that share a mixture of many small experts, each with a part of every expert or with some as a whole.
-Contenders take turns, and the first one runs twice in each round: what its two times differ by is
-noise. Times are medians; ratios are medians over the rounds. The logits and the KV of all have to be
-equal, to the bit with native kernels.
+`context`: ranks that share a prompt's tokens, on a Llama of 125 million parameters. `experts`:
+ranks that share a mixture of many small experts, each with a part of every expert or with some as a
+whole. Contenders take turns, and the first one runs twice in each round: what its two times differ
+by is noise. Times are medians; ratios are medians over the rounds. Logits and KV of all have to be
+equal to the bit.
 """
 
 from __future__ import annotations
@@ -132,7 +132,6 @@ def small_experts(folder: Path) -> Path:
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=64,
         max_position_embeddings=8192,
         decoder_sparse_step=1,
         mlp_only_layers=[],
