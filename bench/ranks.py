@@ -3,11 +3,11 @@
     python -m bench.ranks context [--tokens 4096] [--ranks 2] [--threads 2] [--rounds 3]
     python -m bench.ranks experts
 
-`context`: ranks that share a prompt's tokens, on a Llama of 125 million parameters. `experts`:
-ranks that share a mixture of many small experts, each with a part of every expert or with some as a
-whole. Contenders take turns, and the first one runs twice in each round: what its two times differ
-by is noise. Times are medians; ratios are medians over the rounds. Logits and KV of all have to be
-equal to the bit.
+`context`: ranks that share a prompt's tokens, on a small Llama. `experts`: ranks that share a
+mixture of many small experts, each with a part of every expert or with some as a whole. Contenders
+take turns, and the first one runs twice in each round: what its two times differ by is noise. Times
+are medians; ratios are medians over the rounds. Logits and KV of all have to be equal to the bit.
+On a machine with other work, OMP_WAIT_POLICY=passive keeps threads from spinning while they wait.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from baton.types import Sampling
-from bench.peers.models import checkpoint
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelChoice, StepLimits
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.range import KvRange
@@ -33,9 +33,15 @@ from engine.ranks.mesh import ONE_RANK, Degrees
 from engine.torch.engine import TorchEngine
 
 BLOCK_SIZE = 16
-#: Sequences of a decode step.
-BATCHES = (1, 16)
+_MAX_SEQS = 16
 _VOCAB = 256
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": _VOCAB,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def contenders(
     model: Path, degrees: Mapping[str, Degrees], num_tokens: int, num_threads: int, dtype: str
 ) -> Iterator[list[Contender]]:
     """Engines of these degrees, one rank first."""
-    blocks = -(-num_tokens // BLOCK_SIZE) + max(BATCHES)
+    blocks = -(-num_tokens // BLOCK_SIZE) + _MAX_SEQS
     with ExitStack() as stack:
         made = []
         for name, own in {"one rank": ONE_RANK, **degrees}.items():
@@ -118,68 +124,75 @@ def compare(title: str, given: list[Contender], batch: Batch, rounds: int) -> No
         print(f"| {each.name} | {ms:.1f} | {ratio:.2f} |")
 
 
-def small_experts(folder: Path) -> Path:
+def _dense(folder: Path) -> Path:
+    """A random Llama: 6 layers of 512."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_hidden_layers=6, intermediate_size=1536, **_COMMON)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _mixture(folder: Path) -> Path:
     """A random mixture: 4 layers, 64 experts of 128, 8 of them chosen."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=_VOCAB,
-        hidden_size=512,
+        num_hidden_layers=4,
         intermediate_size=1024,
         moe_intermediate_size=128,
         num_experts=64,
         num_experts_per_tok=8,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
+        **_COMMON,
     )
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 
-def _context(given: argparse.Namespace, _folder: Path) -> tuple[Path, dict[str, Degrees]]:
-    name = f"{given.ranks} ranks by tokens"
-    return checkpoint(given.model, given.dtype), {name: Degrees(context=given.ranks)}
+@dataclass(frozen=True)
+class Kind:
+    """make: writes a checkpoint into a folder. degrees: contenders beside one rank, from the number
+    of ranks. batches: numbers of sequences of the decode steps that are measured."""
+
+    make: Callable[[Path], Path]
+    degrees: Callable[[int], dict[str, Degrees]]
+    batches: Sequence[int] = ()
 
 
-def _experts(given: argparse.Namespace, folder: Path) -> tuple[Path, dict[str, Degrees]]:
-    ranks = given.ranks
-    return small_experts(folder), {
-        f"{ranks} ranks, parts of experts": Degrees(ranks),
-        f"{ranks} ranks, whole experts": Degrees(ranks, whole_experts=True),
-    }
-
-
-_KINDS: Mapping[str, Callable[[argparse.Namespace, Path], tuple[Path, dict[str, Degrees]]]] = {
-    "context": _context,
-    "experts": _experts,
+KINDS: Mapping[str, Kind] = {
+    "context": Kind(_dense, lambda size: {f"{size} ranks by tokens": Degrees(context=size)}),
+    "experts": Kind(
+        _mixture,
+        lambda size: {
+            f"{size} ranks, parts of experts": Degrees(size),
+            f"{size} ranks, whole experts": Degrees(size, whole_experts=True),
+        },
+        (1, _MAX_SEQS),
+    ),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("kind", choices=_KINDS)
-    parser.add_argument("--model", default="125m", help="for `context`: see bench/peers/models.py")
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096], help="of the prompts")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    longest = max(given.tokens)
+    longest, kind = max(given.tokens), KINDS[given.kind]
     with tempfile.TemporaryDirectory() as folder:
-        model, degrees = _KINDS[given.kind](given, Path(folder))
+        model, degrees = kind.make(Path(folder)), kind.degrees(given.ranks)
         with contenders(model, degrees, longest, given.threads, given.dtype) as made:
             for num_tokens in sorted(given.tokens):
                 prompt = Batch((slice_of(0, num_tokens, 0),))
                 compare(f"A prompt of {num_tokens} tokens", made, prompt, given.rounds)
                 kv = [each.kv(num_tokens) for each in made]
                 assert kv.count(kv[0]) == len(kv), "KV differs"
-            for num_seqs in BATCHES:
+            for num_seqs in kind.batches:
                 title = f"A decode step of {num_seqs} sequences"
                 compare(title, made, decode_batch(num_seqs, longest), given.rounds)
     print("\nEqual logits and KV.")
