@@ -16,12 +16,12 @@ from engine.families.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of rank `rank` of `size`, counted from 0. has_whole_experts: it is the whole of some
-    experts of a mixture, instead of a part of each (expert parallelism)."""
+    """The part of rank `rank` of `size`, counted from 0. experts: with expert parallelism, the rank
+    that has each expert of a mixture as a whole, by layer; without, ranks have parts of each."""
 
     rank: int
     size: int
-    has_whole_experts: bool = False
+    experts: tuple[tuple[int, ...], ...] = ()
 
     def part(self, num: int) -> range:
         """This rank's part of `num` rows. Parts have equal lengths, except that the last ones may
@@ -38,11 +38,11 @@ class Shard:
         head = self.rank * num_kv_heads // self.size
         return range(head, head + 1)
 
-    def of_expert(self, expert: int, num_experts: int) -> Shard:
+    def of_expert(self, layer: int, expert: int) -> Shard:
         """The part of an expert that this rank holds."""
-        if not self.has_whole_experts:
+        if not self.experts:
             return self
-        return WHOLE if expert in self.part(num_experts) else NOTHING
+        return WHOLE if self.experts[layer][expert] == self.rank else NOTHING
 
     def attention_config(self, config: ModelConfig) -> ModelConfig:
         """`config` with this rank's numbers of heads."""
@@ -64,7 +64,8 @@ _SHARED = ("num_heads", "hidden_size", "intermediate_size")
 
 
 def check_size(config: ModelConfig, size: int, *, has_whole_experts: bool = False) -> None:
-    """Raise ConfigError unless `size` ranks can share the layers. has_whole_experts: see Shard."""
+    """Raise ConfigError unless `size` ranks can share the layers. has_whole_experts: ranks have
+    these instead of parts of each."""
     if reason := _misfit(config, size, has_whole_experts):
         sizes = range(1, config.num_heads + 1)
         fitting = [str(n) for n in sizes if not _misfit(config, n, has_whole_experts)]

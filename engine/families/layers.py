@@ -320,7 +320,7 @@ class _Composing:
 
         def expert(index: int) -> Mlp[LinearSpec]:
             name, inner = f"{names.folder}.{index}", experts.intermediate_size
-            own = _Composing(config, self._shard.of_expert(index, num), self._index)
+            own = _Composing(config, self._shard.of_expert(self._index, index), self._index)
             if experts.is_stacked:
                 return own._stacked_mlp(name, inner)
             return own._mlp(name, names.parts, inner)
@@ -350,6 +350,7 @@ class _Composing:
             self._mlp("mlp.shared_experts", MlpNames(), experts.shared_size)
             if experts.shared_size
             else None,
+            self._shard.experts[self._index] if self._shard.experts else (),
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from baton.errors import ConfigError
 from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import PoolSize
+from engine.ranks.expert_load import PerExpert
 from engine.ranks.followers import Followers, NoFollowers
 from engine.ranks.mesh import Degrees
 from engine.ranks.nodes import ONE_NODE, Nodes
@@ -57,13 +58,14 @@ def start_followers(
     pools: tuple[PoolSize, ...],
     max_model_len: int,
     max_num_rows: int,
+    experts: PerExpert = (),
     nodes: Nodes = ONE_NODE,
     kv_service: str = "",
 ) -> Followers:
     """Start the processes of all other ranks; they load in parallel, each with as many threads as
     this process.
 
-    backend: a name of BACKENDS. dtype: of the weights. max_num_rows, kv_service: see
+    backend: a name of BACKENDS. dtype: of the weights. max_num_rows, experts, kv_service: see
     RankSpec.
     """
     if degrees.num_ranks == 1:
@@ -81,5 +83,6 @@ def start_followers(
         staging_bytes=staging_bytes(config, degrees.tensor, dtype),
         max_num_rows=max_num_rows,
         kv_service=kv_service,
+        experts=experts,
     )
     return RankTeam(spec, nodes)

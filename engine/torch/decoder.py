@@ -162,7 +162,7 @@ class Decoder:
         self.dtype = parameters.embeddings.dtype
         """Dtype of weights and computation."""
         self._grouped = {
-            index: group_experts(layer.mlp, self._ranks.shard, parameters.embeddings.device)
+            index: group_experts(layer.mlp, self._ranks.shard.rank, parameters.embeddings.device)
             for index, layer in enumerate(parameters.layers)
             if isinstance(layer.mlp, Experts)
         }
@@ -176,6 +176,12 @@ class Decoder:
         scale = torch.tensor(config.traits.embedding_scale, dtype=self.dtype)
         # Rounded to the model's dtype, as in training.
         self._embedding_scale = scale.item()
+
+    def expert_loads(self) -> dict[int, list[int]]:
+        """Tokens of each expert so far, by layer of this stage; only of experts that ranks have as
+        a whole."""
+        placed = self._grouped.items()
+        return {i: g.loads.tolist() for i, g in placed if isinstance(g, PlacedExperts)}
 
     def forward(
         self,

@@ -11,7 +11,6 @@ from baton_kernels.experts import GroupedLinear, grouped_linear
 from baton_kernels.layer import Experts, Mlp
 from baton_kernels.linear import Linear
 from engine.ranks.exchange import Ranks
-from engine.shard import Shard
 
 #: Combines gate and up into one row.
 Gate = Callable[[torch.Tensor], torch.Tensor]
@@ -46,17 +45,20 @@ class PlacedExperts:
     and received as results, so that every sum is taken by one rank, in the order of one.
 
     owners [experts] int64: the rank of each; numbers [experts] int32: its number among its rank's.
+    loads [experts] int64: tokens of each so far.
     """
 
     own: GroupedExperts
     owners: torch.Tensor
     numbers: torch.Tensor
+    loads: torch.Tensor
 
     def parts(
         self, x: torch.Tensor, chosen: torch.Tensor, gate: Gate, ranks: Ranks
     ) -> torch.Tensor:
         """See GroupedExperts."""
         experts = chosen.flatten().long()
+        self.loads.add_(experts.bincount(minlength=len(self.loads)))
         owners = self.owners[experts]
         rows = (owners == ranks.shard.rank).nonzero().flatten()
         numbers = self.numbers[experts[rows]]
@@ -68,12 +70,16 @@ class PlacedExperts:
 
 
 def group_experts(
-    mlp: Experts[Linear, torch.Tensor], shard: Shard, device: torch.device
+    mlp: Experts[Linear, torch.Tensor], rank: int, device: torch.device
 ) -> GroupedExperts | PlacedExperts:
     """The experts of a layer on this rank. device: of the parameters."""
-    num = len(mlp.experts)
-    if not shard.has_whole_experts:
+    if not mlp.owners:
         return GroupedExperts.of(mlp.experts)
-    own, each = GroupedExperts.of([mlp.experts[i] for i in shard.part(num)]), num // shard.size
-    experts = torch.arange(num, device=device)
-    return PlacedExperts(own, experts // each, (experts % each).int())
+    own = [expert for expert, owner in zip(mlp.experts, mlp.owners, strict=True) if owner == rank]
+    numbers = [mlp.owners[:i].count(owner) for i, owner in enumerate(mlp.owners)]
+    return PlacedExperts(
+        GroupedExperts.of(own),
+        torch.tensor(mlp.owners, device=device),
+        torch.tensor(numbers, dtype=torch.int32, device=device),
+        torch.zeros(len(numbers), dtype=torch.int64, device=device),
+    )

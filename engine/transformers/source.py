@@ -190,6 +190,9 @@ class _LoadedTransformers:
         """See LoadedModel. All steps run eagerly."""
         return TransformersSteps(self._decoder, pool)
 
+    def close(self) -> None:
+        """See LoadedModel."""
+
 
 class TransformersSteps:
     """See StepRunner."""
