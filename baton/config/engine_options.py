@@ -122,6 +122,12 @@ class EngineOptions(ModelOptions):
                 f"--expert-load-file={self.expert_load_file}: experts are placed with "
                 "--enable-expert-parallel alone; give that, too, or leave it out"
             )
+        num_sharing = getattr(self, "context_parallel_size", 1)
+        if self.kv_per_rank and num_sharing > 1:
+            raise ValueError(
+                f"--kv-per-rank=True: {num_sharing} ranks of --context-parallel-size have one KV "
+                "memory, which rank 0 sends; leave one of them out"
+            )
         for kind in ("tensor", "pipeline", "context"):
             # Decode workers have no option for contexts.
             size = getattr(self, name := f"{kind}_parallel_size", 1)
