@@ -65,10 +65,11 @@ def pool_sizes(
     num_blocks: int,
     num_slots: int,
     parts: tuple[KvPart, ...],
-    holders: tuple[int, ...],
+    holders: tuple[int, ...] | None = None,
 ) -> tuple[PoolSize, ...]:
     """The pools: one, or two (blocks and slots, see GroupedKvPool). layout: of the whole model.
-    parts, holders: of the ranks, see PoolSize."""
+    parts, holders: of the ranks, see PoolSize; by default each holds its own."""
+    holders = tuple(range(len(parts))) if holders is None else holders
     if not num_slots:
         return (PoolSize(layout, num_blocks, parts, holders),)
     groups = groups_of(layout)

@@ -27,8 +27,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded(layout: KvLayout, degrees: Degrees) -> tuple[ShardedKvPool, PoolSize, torch.Tensor]:
-    parts = rank_parts(layout, degrees)
-    (size,) = pool_sizes(layout, NUM_BLOCKS, 0, parts, tuple(range(len(parts))))
+    (size,) = pool_sizes(layout, NUM_BLOCKS, 0, rank_parts(layout, degrees))
     memory = torch.zeros(sum(size.rank_bytes), dtype=torch.uint8)
     return ShardedKvPool(memory, size, layout), size, memory
 
