@@ -19,9 +19,10 @@ from engine.interface import Batch, EngineSpec
 from engine.ranks.followers import NoFollowers
 from engine.torch.decoder import Decoder, PackedBatch, Watch
 from engine.torch.device_tables import DeviceTables, table_width
+from engine.torch.divided import LayerDone
 from engine.torch.engine import TorchEngine
 from engine.torch.rope import make_rope
-from engine.torch.step_runner import EagerStep, EagerSteps, FirstStage, LayerDone, StepModel
+from engine.torch.step_runner import EagerStep, EagerSteps, FirstStage, StepModel
 
 #: A minimal Llama: host work per step depends on sequences and contexts only.
 _CONFIG: Mapping[str, object] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.checkpoint import HeadFiles
@@ -64,8 +65,8 @@ class StepLimits:
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
     """device: cpu, cuda or cuda:N. num_threads: total of all ranks; None: torch's default. backend:
-    of the ranks' exchange, see choose_backend. nodes: hosts of the ranks. kv_service: see
-    RankSpec."""
+    of the ranks' exchange, see choose_backend. nodes: hosts of the ranks. kv_service: see RankSpec.
+    expert_load_file: see engine.ranks.expert_load; None: experts alternate."""
 
     device: str = "cpu"
     num_threads: int | None = None
@@ -73,6 +74,7 @@ class DeviceConfig:
     backend: str = "auto"
     nodes: Nodes = ONE_NODE
     kv_service: str = ""
+    expert_load_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

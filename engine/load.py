@@ -65,7 +65,8 @@ def load_engine(
     steps = loaded.steps(pool, settled.graphs)
     limits = config.limits
     engine = TorchEngine(
-        spec, pool, steps, limits.layer_group_size, loaded.followers, waiting_for(device)
+        *(spec, pool, steps, limits.layer_group_size, loaded.followers, waiting_for(device)),
+        loaded.close,
     )
     if device.type == "cuda":
         warm_up(engine, limits.max_num_batched_tokens, limits.max_num_seqs, _report_warm_up)
@@ -125,6 +126,7 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
         backend=choose_backend(config.device.backend, device, config.device.nodes.size),
         nodes=config.device.nodes,
         kv_service=config.device.kv_service,
+        expert_load_file=config.device.expert_load_file,
         max_seqs=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,
         attention=_choose_attention(source, config, chosen.name, kv_dtype, device),

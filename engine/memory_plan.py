@@ -84,6 +84,8 @@ class MemoryPlan:
             if self.num_window_slots
             else ""
         )
+        num_sharing = self.degrees.context
+        sharing = f", shared by {num_sharing} ranks" if num_sharing > 1 else ""
         states = f"{format_bytes(self.state_bytes)}, of {self.max_num_seqs} sequences"
         graphs = (("CUDA graphs", f"about {format_bytes(self.graph_bytes)}"),)
         return (
@@ -98,7 +100,7 @@ class MemoryPlan:
                 "KV cache",
                 f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of "
                 f"{self.layout.block_size} tokens, {format_bytes(self.block_bytes)} each "
-                f"({self.layout.dtype}){slots}",
+                f"({self.layout.dtype}){slots}{sharing}",
             ),
             ("longest context", f"{self.longest_context} tokens"),
             (
@@ -237,7 +239,7 @@ def plan_blocks(
 
     layout: of the whole model. weights, activations, graphs, states, transfers: bytes of one rank.
     head: has KV for each block, within the same budget. Other byte counts are totals of all ranks,
-    which share them equally.
+    which share them equally; the ranks of a context have their KV blocks together.
 
     Raises ConfigError if not even one block fits, or the weights do not.
     """
@@ -270,10 +272,10 @@ def plan_blocks(
     if num_blocks is None:
         others = weights + activations + graphs + states + transfers + head.weight_bytes
         if kv_cache_memory_bytes is None:
-            budget = max(0, available_bytes - others)
+            budget = max(0, available_bytes - others) * degrees.context
             most = max_num_seqs * -(-max_model_len // block_size)
         else:
-            budget = kv_cache_memory_bytes // degrees.num_ranks
+            budget = kv_cache_memory_bytes * degrees.context // degrees.num_ranks
             most = budget // (full_bytes or whole_bytes)
         num_blocks = min(most, budget // whole_bytes)
         left = budget - max_window_slots * slot_bytes

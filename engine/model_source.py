@@ -37,8 +37,8 @@ class EnginePlan:
     dtype: of weights and computation; layout: of the whole model, without a fingerprint; max_len:
     in tokens; max_seqs, max_tokens: sequences and tokens of all steps in flight; num_window_slots:
     see MemoryPlan; adapters: by name; attention: the backend; batch_invariant: each row's result is
-    independent of the rest of the batch; degrees, backend, nodes,
-    kv_service: of the ranks, see DeviceConfig.
+    independent of the rest of the batch; degrees, backend, nodes, kv_service, expert_load_file: of
+    the ranks, see DeviceConfig.
     """
 
     device: torch.device
@@ -52,6 +52,7 @@ class EnginePlan:
     backend: str = "shm"
     nodes: Nodes = ONE_NODE
     kv_service: str = ""
+    expert_load_file: Path | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     attention: AttentionBackend = REFERENCE
     batch_invariant: bool = False
@@ -175,4 +176,8 @@ class LoadedModel(Protocol):
 
     def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
         """The step runner over `pool`."""
+        ...
+
+    def close(self) -> None:
+        """End the other ranks, and write EnginePlan.expert_load_file."""
         ...

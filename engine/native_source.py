@@ -19,12 +19,14 @@ from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import pool_sizes
 from engine.memory_plan import HeadMemory, activation_bytes, weight_bytes
 from engine.model_source import EnginePlan, Graphs, LoadedModel
-from engine.ranks.exchange import Ranks
+from engine.ranks.exchange import Groups
+from engine.ranks.expert_load import PerExpert, place_experts, read_loads, write_loads
 from engine.ranks.followers import Followers, TensorPool
 from engine.ranks.mesh import Degrees, Stage
-from engine.ranks.parts import rank_parts
+from engine.ranks.parts import kv_holders, rank_parts
 from engine.ranks.start import check_ranks, start_followers
 from engine.torch.adapters import Adapter, load_adapter
+from engine.torch.decoder import Decoder
 from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.draft_head import head_layout, read_head_config, stored_sizes
 from engine.torch.load import keeps_stored_levels, load_parameters
@@ -108,9 +110,12 @@ class NativeModel:
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
         config, device = self._config, plan.device
+        loads = read_loads(plan.expert_load_file, config)
+        has_whole_experts = plan.degrees.whole_experts and plan.degrees.tensor > 1
         pools = pool_sizes(
             *(plan.layout, plan.num_blocks, plan.num_window_slots),
             rank_parts(plan.layout, plan.degrees),
+            kv_holders(plan.degrees),
         )
         followers = start_followers(
             plan.degrees,
@@ -121,6 +126,7 @@ class NativeModel:
             pools,
             plan.max_len,
             plan.max_tokens + plan.max_seqs,
+            place_experts(loads, plan.degrees.tensor) if has_whole_experts else (),
             plan.nodes,
             kv_service=plan.kv_service,
         )
@@ -135,11 +141,11 @@ class NativeModel:
                 Stage(0, plan.degrees.pipeline),
                 batch_invariant=plan.batch_invariant,
             )
-            ranks = followers.wait_ready(digest)
+            groups = followers.wait_ready(digest)
         except BaseException:
             followers.close()
             raise
-        return _LoadedNative(config, plan, parameters, digest, followers, ranks)
+        return _LoadedNative(config, plan, parameters, digest, followers, groups, loads)
 
 
 class _LoadedNative:
@@ -152,24 +158,29 @@ class _LoadedNative:
         parameters: PackedParameters,
         digest: str,
         followers: Followers,
-        ranks: Ranks,
+        groups: Groups,
+        loads: PerExpert,
     ) -> None:
+        """loads: of experts, as read."""
         self._config, self._plan, self._parameters = config, plan, parameters
-        self.digest, self.followers, self._ranks = digest, followers, ranks
+        self.digest, self.followers, self._groups = digest, followers, groups
+        self._loads = loads
+        self._decoder: Decoder | None = None
         self._rope = make_rope(config, plan.max_len, plan.device)
         is_dynamic = self._rope.is_dynamic
         self.shared_prompt_limit = config.max_position_embeddings if is_dynamic else None
 
     def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
-        ranks = self._ranks
+        ranks = self._groups.tensor
         stages, attention = self.followers.stages, self._plan.attention
         layers = stages.stage.layers(self._config.num_layers)
         own = ranks.shard.attention_config(self._config).of_layers(layers)
         decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks, attention, stages)
+        self._decoder = decoder
         parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters, attention.plan)
         device = self._plan.device
         if graphs is None and device.type == "cpu":
-            return EagerSteps(parts, self.followers)
+            return EagerSteps(parts, self.followers, context=self._groups.context)
         width = table_width(self._plan.max_len, self._plan.layout.block_size)
         tables = DeviceTables(self._plan.max_seqs, width, device)
         eager = EagerSteps(parts, self.followers, tables)
@@ -177,6 +188,13 @@ class _LoadedNative:
             return eager
         plan = _plan_graphs(self._config, self._plan, graphs)
         return _capture(parts, tables, plan, graphs.make(device), eager)
+
+    def close(self) -> None:
+        """See LoadedModel."""
+        self.followers.close()
+        path = self._plan.expert_load_file
+        if path is not None and self._decoder is not None:
+            write_loads(path, self._loads, self._decoder.expert_loads())
 
 
 def _plan_graphs(config: ModelConfig, plan: EnginePlan, graphs: Graphs) -> GraphPlan:

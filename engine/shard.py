@@ -16,10 +16,12 @@ from engine.families.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of rank `rank` of `size`, counted from 0."""
+    """The part of rank `rank` of `size`, counted from 0. experts: with expert parallelism, the rank
+    that has each expert of a mixture as a whole, by layer; without, ranks have parts of each."""
 
     rank: int
     size: int
+    experts: tuple[tuple[int, ...], ...] = ()
 
     def part(self, num: int) -> range:
         """This rank's part of `num` rows. Parts have equal lengths, except that the last ones may
@@ -36,6 +38,12 @@ class Shard:
         head = self.rank * num_kv_heads // self.size
         return range(head, head + 1)
 
+    def of_expert(self, layer: int, expert: int) -> Shard:
+        """The part of an expert that this rank holds."""
+        if not self.experts:
+            return self
+        return WHOLE if self.experts[layer][expert] == self.rank else NOTHING
+
     def attention_config(self, config: ModelConfig) -> ModelConfig:
         """`config` with this rank's numbers of heads."""
         return replace(
@@ -47,26 +55,32 @@ class Shard:
 
 #: A model in one process.
 WHOLE = Shard(0, 1)
+#: No rows of anything.
+NOTHING = Shard(1, 1)
 
 
 #: Sizes that must be divisible by the number of ranks.
 _SHARED = ("num_heads", "hidden_size", "intermediate_size")
 
 
-def check_size(config: ModelConfig, size: int) -> None:
-    """Raise ConfigError unless `size` ranks can share the model."""
-    if reason := _misfit(config, size):
-        fitting = [str(n) for n in range(1, config.num_heads + 1) if not _misfit(config, n)]
+def check_size(config: ModelConfig, size: int, *, has_whole_experts: bool = False) -> None:
+    """Raise ConfigError unless `size` ranks can share the layers. has_whole_experts: ranks have
+    these instead of parts of each."""
+    if reason := _misfit(config, size, has_whole_experts):
+        sizes = range(1, config.num_heads + 1)
+        fitting = [str(n) for n in sizes if not _misfit(config, n, has_whole_experts)]
         raise ConfigError.of(
             "tensor_parallel_size", size, f"{reason}; this model takes {', '.join(fitting)}"
         )
 
 
-def _misfit(config: ModelConfig, size: int) -> str:
-    """Reason that `size` ranks cannot share the model; empty if they can."""
+def _misfit(config: ModelConfig, size: int, has_whole_experts: bool) -> str:
+    """Reason that `size` ranks cannot share the layers; empty if they can."""
     traits, experts = config.traits, config.traits.experts
     numbers = {name: getattr(config, name) for name in _SHARED}
-    if experts is not None:
+    if experts is not None and has_whole_experts:
+        numbers["num_experts"] = experts.num_experts
+    elif experts is not None:
         numbers["moe_intermediate_size"] = experts.intermediate_size
     for name, number in numbers.items():
         if number % size:

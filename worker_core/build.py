@@ -192,6 +192,7 @@ def _engine_config(options: EngineOptions, device: str, *, frees_windows: bool) 
             options.distributed_backend,
             nodes,
             KV_SERVICE if options.kv_per_rank or nodes.size > 1 else "",
+            options.expert_load_file,
         ),
         LoraConfig(options.adapter_paths, options.max_lora_rank),
     )

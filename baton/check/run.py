@@ -76,9 +76,9 @@ def _shape(
     num_workers: int,
 ) -> Shape:
     shared = "".join(
-        f", {name.removesuffix('_size').replace('_', ' ')} {size}"
+        f", {name.removesuffix('_size').replace('_', ' ')}" + ("" if size is True else f" {size}")
         for name, size in degrees.items()
-        if size > 1
+        if size is True or size > 1
     )
     return Shape(
         name=(

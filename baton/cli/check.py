@@ -46,6 +46,15 @@ def check(
     decode_pipeline_parallel_size: Annotated[
         int, typer.Option(min=1, help="Stages of the model in each decode worker.")
     ] = 1,
+    context_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Processes that share a prompt in each prefill worker.")
+    ] = 1,
+    enable_expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--enable-expert-parallel", help="Whole experts on the processes that share a model."
+        ),
+    ] = False,
     engine: Annotated[str, typer.Option(help="torch, or oracle to check without a model.")] = (
         "torch"
     ),
@@ -106,6 +115,8 @@ def check(
         "prefill_pipeline_parallel_size": prefill_pipeline_parallel_size,
         "decode_tensor_parallel_size": decode_tensor_parallel_size,
         "decode_pipeline_parallel_size": decode_pipeline_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "enable_expert_parallel": enable_expert_parallel,
     }
     coroutine = run_check(
         options,

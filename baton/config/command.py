@@ -41,7 +41,7 @@ ADVANCED = frozenset(
         *("prefill_block_size", "decode_block_size", "prefill_gpu_memory_utilization"),
         *("prefill_tensor_parallel_size", "decode_tensor_parallel_size"),
         *("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size"),
-        *("enable_expert_parallel", "distributed_backend", "kv_per_rank"),
+        *("enable_expert_parallel", "expert_load_file", "distributed_backend", "kv_per_rank"),
         *("speculative_tree", "enable_openengine", "allowed_origins"),
         *("ssl_server_name", "ssl_peer_names", "ssl_cert_reqs", "metrics_compat"),
         *("max_remembered_prefixes", "max_json_whitespace"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -65,6 +66,9 @@ class EngineOptions(ModelOptions):
     enable_expert_parallel: bool = False
     """Give each process of a tensor-parallel group whole experts instead of a part of every
     expert."""
+    expert_load_file: Path | None = None
+    """File of measured load, tokens per expert, by which --enable-expert-parallel places experts;
+    written anew when a worker ends, and read when one starts, if it is there."""
     distributed_backend: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     """How processes that share the model exchange results: shm through shared memory of one host,
     gloo over the network between CPUs, nccl between GPUs; auto takes the fastest that fits."""
@@ -113,8 +117,21 @@ class EngineOptions(ModelOptions):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if self.engine == "oracle" and (size := getattr(self, name)) > 1:
+        if self.expert_load_file is not None and not self.enable_expert_parallel:
+            raise ValueError(
+                f"--expert-load-file={self.expert_load_file}: experts are placed with "
+                "--enable-expert-parallel alone; give that, too, or leave it out"
+            )
+        num_sharing = getattr(self, "context_parallel_size", 1)
+        if self.kv_per_rank and num_sharing > 1:
+            raise ValueError(
+                f"--kv-per-rank=True: {num_sharing} ranks of --context-parallel-size have one KV "
+                "memory, which rank 0 sends; leave one of them out"
+            )
+        for kind in ("tensor", "pipeline", "context"):
+            # Decode workers have no option for contexts.
+            size = getattr(self, name := f"{kind}_parallel_size", 1)
+            if self.engine == "oracle" and size > 1:
                 raise ValueError(
                     f"--{name.replace('_', '-')}={size}: --engine=oracle has no model to share; "
                     "leave one of them out"

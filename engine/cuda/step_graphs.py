@@ -29,8 +29,9 @@ from engine.families.config import ModelConfig
 from engine.interface import Batch
 from engine.memory_plan import token_bytes
 from engine.torch.device_tables import DeviceTables
+from engine.torch.divided import LayerDone
 from engine.torch.step import take_drawn
-from engine.torch.step_runner import FirstStage, LayerDone, StepModel, StepOutput, StepRunner
+from engine.torch.step_runner import FirstStage, StepModel, StepOutput, StepRunner
 
 _log = logging.getLogger(__name__)
 

@@ -320,9 +320,10 @@ class _Composing:
 
         def expert(index: int) -> Mlp[LinearSpec]:
             name, inner = f"{names.folder}.{index}", experts.intermediate_size
+            own = _Composing(config, self._shard.of_expert(self._index, index), self._index)
             if experts.is_stacked:
-                return self._stacked_mlp(name, inner)
-            return self._mlp(name, names.parts, inner)
+                return own._stacked_mlp(name, inner)
+            return own._mlp(name, names.parts, inner)
 
         router = Source(self._name(names.router), range(num), num)
         bias = VectorSpec(self._name(f"{names.router}.e_score_correction_bias"), num, is_wide=True)
@@ -349,6 +350,7 @@ class _Composing:
             self._mlp("mlp.shared_experts", MlpNames(), experts.shared_size)
             if experts.shared_size
             else None,
+            self._shard.experts[self._index] if self._shard.experts else (),
         )
 
 

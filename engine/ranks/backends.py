@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from baton.errors import ConfigError
-from engine.ranks.exchange import Ranks
+from engine.ranks.exchange import Groups
 from engine.ranks.process_groups import ProcessGroups
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.shared_ranks import SharedMemory
@@ -26,9 +26,9 @@ class Backend(Protocol):
         that names it. Raises OSError."""
         ...
 
-    def join(self, spec: RankSpec) -> Ranks:
-        """On each rank, once all have loaded: the rank's tensor-parallel group. Waits until all its
-        ranks have joined. Raises StartupError."""
+    def join(self, spec: RankSpec) -> Groups:
+        """On each rank, once all have loaded: the rank's groups. Waits until all their ranks have
+        joined. Raises StartupError."""
         ...
 
     def stages(self, spec: RankSpec) -> Stages:

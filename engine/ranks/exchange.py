@@ -1,9 +1,9 @@
-"""The exchange of results between the ranks of a tensor-parallel group, and that of a single
-rank."""
+"""The exchange of results between the ranks of a group, and that of a single rank."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,8 +16,9 @@ class ExchangeFailed(Exception):
 
 
 class Ranks(Protocol):
-    """The ranks of one model, as seen by one of them. All ranks call the same methods in the same
-    order. Methods raise ExchangeFailed, or wait, if a rank is gone."""
+    """The ranks of one group, as seen by one of them. All ranks call the same methods in the same
+    order. Methods raise ExchangeFailed, or wait, if a rank is gone. shard: this rank's number, and
+    its part of what the group shares."""
 
     @property
     def shard(self) -> Shard: ...
@@ -43,6 +44,11 @@ class Ranks(Protocol):
         get their own part back."""
         ...
 
+    def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
+        """part [num_rows[rank], columns] -> [sum(num_rows), columns / size]: this rank's columns of
+        the rows of all ranks, by rank (an all-to-all)."""
+        ...
+
 
 class Alone:
     """Ranks of a model with a single rank."""
@@ -60,3 +66,18 @@ class Alone:
 
     def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:  # noqa: ARG002
         return part
+
+    def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
+        return part
+
+
+class Groups(NamedTuple):
+    """The groups that a rank belongs to. tensor: ranks that share each layer. context: ranks that
+    share a step's tokens and have one KV pool."""
+
+    tensor: Ranks
+    context: Ranks
+
+
+#: Of a rank that is the only one.
+ALONE = Groups(Alone(), Alone())

@@ -13,7 +13,7 @@ from engine.interface import Batch
 from engine.kv.interface import KvPool
 from engine.kv.kv_ranks import KvRanks
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
-from engine.ranks.exchange import Alone, Ranks
+from engine.ranks.exchange import ALONE, Groups
 from engine.ranks.stages import OneStage, Stages
 from engine.shard import WHOLE, Shard
 
@@ -43,9 +43,9 @@ class Followers(Protocol):
         """Rank 0's links to other stages, after wait_ready."""
         ...
 
-    def wait_ready(self, digest: str) -> Ranks:
-        """Wait until all ranks have loaded and joined: rank 0's tensor-parallel group. digest: of
-        the checkpoint as read by rank 0. Raises StartupError."""
+    def wait_ready(self, digest: str) -> Groups:
+        """Wait until all ranks have loaded and joined: rank 0's groups. digest: of the checkpoint
+        as read by rank 0. Raises StartupError."""
         ...
 
     def make_pool(
@@ -87,8 +87,8 @@ class NoFollowers:
     shard = WHOLE
     stages = OneStage()
 
-    def wait_ready(self, digest: str) -> Ranks:  # noqa: ARG002
-        return Alone()
+    def wait_ready(self, digest: str) -> Groups:  # noqa: ARG002
+        return ALONE
 
     def make_pool(
         self, layout: KvLayout, num_blocks: int, num_window_slots: int, device: torch.device

@@ -42,6 +42,12 @@ class Degrees:
         size = self.tensor
         return tuple(tuple(range(at, at + size)) for at in range(0, self.num_ranks, size))
 
+    def groups_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tensor-parallel group and the context group of a rank."""
+        (tensor,) = (group for group in self.tensor_groups() if rank in group)
+        (context,) = (group for group in self.context_groups() if rank in group)
+        return tensor, context
+
     def context_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that share a prompt's tokens, with the same part of each layer."""
         return tuple(

@@ -52,7 +52,14 @@ class Nodes:
         return range(node * length, (node + 1) * length)
 
     def check(self, degrees: Degrees) -> None:
-        """Raise ConfigError unless the nodes can share the ranks evenly."""
+        """Raise ConfigError unless the nodes can share the ranks evenly. The ranks of a context
+        have one memory for KV."""
+        if self.size > 1 and degrees.context > 1:
+            raise ConfigError.of(
+                "context_parallel_size",
+                degrees.context,
+                f"its ranks need one host, not nnodes={self.size}; leave one of them out",
+            )
         if degrees.num_ranks % self.size:
             fix = f"{degrees.num_ranks} ranks cannot be shared evenly; give a divisor of that"
             raise ConfigError.of("nnodes", self.size, fix)

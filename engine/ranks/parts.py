@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from baton.types import KvLayout
 from engine.kv.part import KvPart
 from engine.ranks.mesh import Degrees, stage_layers
@@ -17,3 +19,9 @@ def rank_parts(layout: KvLayout, degrees: Degrees) -> tuple[KvPart, ...]:
         heads = Shard(place.tensor_rank, degrees.tensor).kv_heads(layout.num_kv_heads)
         found.append(KvPart(layers.start, len(layers), heads.start, len(heads)))
     return tuple(found)
+
+
+def kv_holders(degrees: Degrees) -> tuple[int, ...]:
+    """By rank: the first rank of its context, in whose memory its KV is."""
+    places = map(degrees.place, range(degrees.num_ranks))
+    return tuple(degrees.rank_of(replace(place, context_rank=0)) for place in places)

@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from baton.errors import StartupError
-from engine.ranks.exchange import ExchangeFailed
+from engine.ranks.exchange import Alone, ExchangeFailed, Groups, Ranks
 from engine.ranks.mesh import Stage
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.stages import OneStage, Stages
@@ -60,10 +60,17 @@ class ProcessGroups:
         )
         return spec.with_store(spec.host, port)
 
-    def join(self, spec: RankSpec) -> ProcessGroupRanks:
-        members = spec.degrees.tensor_groups()[spec.rank // spec.degrees.tensor]
-        group = self.join_group(spec, "tensor", members)
-        return ProcessGroupRanks(group, spec.shard, spec.torch_device)
+    def join(self, spec: RankSpec) -> Groups:
+        def ranks(name: str, members: Sequence[int], shard: Shard) -> Ranks:
+            if len(members) == 1:
+                return Alone()
+            group = self.join_group(spec, name, members)
+            return ProcessGroupRanks(group, shard, spec.torch_device)
+
+        tensor, context = spec.degrees.groups_of(spec.rank)
+        return Groups(
+            ranks("tensor", tensor, spec.shard), ranks("context", context, spec.context_shard)
+        )
 
     def stages(self, spec: RankSpec) -> Stages:
         if spec.degrees.pipeline == 1:
@@ -194,3 +201,11 @@ class ProcessGroupRanks:
         if not is_first:
             return part
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
+
+    def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
+        (rows, columns), size = part.shape, self.shard.size
+        sent = part.view(rows, size, columns // size).transpose(0, 1).flatten(0, 1)
+        received = part.new_empty(sum(num_rows), columns // size)
+        splits = list(num_rows), [rows] * size
+        self._group.alltoall_base(received, sent.contiguous(), *splits).wait()
+        return received

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from baton.types import DTYPE_BYTES
 from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import PoolSize
+from engine.ranks.expert_load import PerExpert
 from engine.ranks.mesh import Degrees, Place, Stage
 from engine.shard import Shard
 
@@ -23,7 +24,7 @@ class RankSpec:
     backend: a name of BACKENDS. folder: of the checkpoint. config: parsed config.json, passed
     because parsing would import transformers. dtype: of weights. pools: see pool_sizes. device:
     where the rank computes. num_threads: of this rank. staging_bytes: see `staging_bytes`.
-    max_num_rows: states of all launches in flight.
+    max_num_rows: states of all launches in flight. experts: see Shard.
 
     kv_fd, meeting_fd: inherited segments, for pools (see kv_pool) and for SharedRanks; -1 without.
     host: this rank's address for exchanges over a network. store: host and port of the store of
@@ -44,6 +45,7 @@ class RankSpec:
     num_threads: int
     staging_bytes: int
     max_num_rows: int = 1
+    experts: PerExpert = ()
     device: str = "cpu"
     kv_fd: int = -1
     meeting_fd: int = -1
@@ -58,7 +60,12 @@ class RankSpec:
     @property
     def shard(self) -> Shard:
         """The rank's part of each of its layers."""
-        return Shard(self.place.tensor_rank, self.degrees.tensor)
+        return Shard(self.place.tensor_rank, self.degrees.tensor, self.experts)
+
+    @property
+    def context_shard(self) -> Shard:
+        """The rank's number among the ranks of its context."""
+        return Shard(self.place.context_rank, self.degrees.context)
 
     @property
     def stage(self) -> Stage:
@@ -108,8 +115,10 @@ _LINES = TypeAdapter(RankSpec)
 
 
 def staging_bytes(config: ModelConfig, size: int, dtype: str) -> int:
-    """Bytes for a rank's part of the widest row that a group of `size` ranks exchanges, in whole
-    pages."""
-    widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    row_bytes = max(DTYPE_BYTES[dtype] * widest, 4 * config.vocab_size) // size + 4
+    """Bytes for a rank's part of the widest row that a tensor-parallel group of `size` ranks, or
+    those of a context, exchange, in whole pages."""
+    hidden_bytes = DTYPE_BYTES[dtype] * config.hidden_size
+    widest = max(config.intermediate_size, config.num_heads * config.head_dim)
+    part_bytes = max(DTYPE_BYTES[dtype] * widest, 4 * config.vocab_size) // size + 4
+    row_bytes = max(hidden_bytes, part_bytes)
     return max(_MIN_STAGING_BYTES, -(-row_bytes // 4096) * 4096)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.ranks.exchange import Alone, Groups, Ranks
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import create_segment, map_segment
 from engine.ranks.semaphores import Semaphore, semaphores_bytes
@@ -32,22 +33,29 @@ def prepare(memory: torch.Tensor, size: int) -> None:
 
 
 class SharedMemory:
-    """See engine.ranks.backends.Backend. Tensor-parallel groups, and each rank's ring to the next
-    stage, lie side by side in one segment."""
+    """See engine.ranks.backends.Backend. Groups, and each rank's ring to the next stage, lie side
+    by side in one segment."""
 
     def open(self, spec: RankSpec) -> RankSpec:
         group_sizes, ring_sizes = _sizes(spec)
-        fd = create_segment("baton-ranks", sum(group_sizes) + sum(ring_sizes))
+        fd = create_segment("baton-ranks", sum(group_sizes.values()) + sum(ring_sizes))
         groups, rings = _split(fd, spec)
-        for memory in groups:
-            prepare(memory, spec.degrees.tensor)
+        for members, memory in groups.items():
+            prepare(memory, len(members))
         for memory in rings:
             prepare_ring(memory)
         return replace(spec, meeting_fd=fd)
 
-    def join(self, spec: RankSpec) -> SharedRanks:
-        groups, _ = _split(spec.meeting_fd, spec)
-        return SharedRanks(groups[spec.rank // spec.degrees.tensor], spec.shard, spec.staging_bytes)
+    def join(self, spec: RankSpec) -> Groups:
+        memories, _ = _split(spec.meeting_fd, spec)
+
+        def ranks(members: tuple[int, ...], shard: Shard) -> Ranks:
+            if len(members) == 1:
+                return Alone()
+            return SharedRanks(memories[members], shard, spec.staging_bytes)
+
+        tensor, context = spec.degrees.groups_of(spec.rank)
+        return Groups(ranks(tensor, spec.shard), ranks(context, spec.context_shard))
 
     def stages(self, spec: RankSpec) -> Stages:
         if spec.degrees.pipeline == 1:
@@ -59,20 +67,26 @@ class SharedMemory:
         return SharedStages(spec.stage, to_next, from_previous)
 
 
-def _sizes(spec: RankSpec) -> tuple[list[int], list[int]]:
-    """Bytes of each tensor-parallel group, and of each ring."""
+def _sizes(spec: RankSpec) -> tuple[dict[tuple[int, ...], int], list[int]]:
+    """Bytes of each group of several ranks, by these, and of each ring."""
     degrees = spec.degrees
-    group = segment_bytes(degrees.tensor, spec.staging_bytes)
+    groups = {
+        members: segment_bytes(len(members), spec.staging_bytes)
+        for members in (*degrees.tensor_groups(), *degrees.context_groups())
+        if len(members) > 1
+    }
     num_rings = degrees.num_ranks if degrees.pipeline > 1 else 0
     ring = ring_bytes(spec.max_num_rows, spec.state_bytes)
-    return [group] * (degrees.num_ranks // degrees.tensor), [ring] * num_rings
+    return groups, [ring] * num_rings
 
 
-def _split(fd: int, spec: RankSpec) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """The memory of each tensor-parallel group, and of each rank's ring to the next stage."""
+def _split(
+    fd: int, spec: RankSpec
+) -> tuple[dict[tuple[int, ...], torch.Tensor], Sequence[torch.Tensor]]:
+    """The memory of each group of several ranks, and of each rank's ring to the next stage."""
     groups, rings = _sizes(spec)
-    memories = map_segment(fd).split([*groups, *rings])  # type: ignore[no-untyped-call]
-    return memories[: len(groups)], memories[len(groups) :]
+    memories = torch.split(map_segment(fd), [*groups.values(), *rings])
+    return dict(zip(groups, memories, strict=False)), memories[len(groups) :]
 
 
 class SharedRanks:
@@ -124,6 +138,18 @@ class SharedRanks:
             self.meet()
             if is_first:
                 self._take(whole, first, columns)
+        return whole
+
+    def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
+        own = self.shard.part(part.shape[1])
+        whole = part.new_empty(sum(num_rows), len(own))
+        for first in self._pieces(max(num_rows), part.shape[1], part.element_size()):
+            self._put(part, first)
+            self.meet()
+            for rank, rows in enumerate(torch.split(whole, list(num_rows))):
+                piece = rows[first]
+                staged = self._staged(rank, len(piece), part.shape[1], part.dtype)
+                piece.copy_(staged[:, own.start : own.stop])
         return whole
 
     def _pieces(self, rows: int, columns: int, element_bytes: int) -> Sequence[slice]:

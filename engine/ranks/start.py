@@ -9,6 +9,7 @@ import torch
 from baton.errors import ConfigError
 from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import PoolSize
+from engine.ranks.expert_load import PerExpert
 from engine.ranks.followers import Followers, NoFollowers
 from engine.ranks.mesh import Degrees
 from engine.ranks.nodes import ONE_NODE, Nodes
@@ -16,12 +17,10 @@ from engine.ranks.rank_spec import RankSpec, staging_bytes
 from engine.ranks.team import RankTeam
 from engine.shard import check_size
 
-_NOT_YET = "is not implemented yet; leave it out"
-
 
 def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> None:
     """Raise ConfigError if ranks of these degrees cannot share the model on this kind of device."""
-    check_size(config, degrees.tensor)
+    check_size(config, degrees.tensor, has_whole_experts=degrees.whole_experts)
     if degrees.pipeline > config.num_layers:
         raise ConfigError.of(
             "pipeline_parallel_size",
@@ -29,10 +28,19 @@ def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> 
             f"the model has {config.num_layers} layers, and each stage needs one; use "
             f"1 to {config.num_layers}",
         )
-    if degrees.context > 1:
-        raise ConfigError.of("context_parallel_size", degrees.context, _NOT_YET)
-    if degrees.whole_experts:
-        raise ConfigError.of("enable_expert_parallel", True, _NOT_YET)
+    if degrees.context > 1 and degrees.pipeline > 1:
+        raise ConfigError.of(
+            "context_parallel_size",
+            degrees.context,
+            f"stages (pipeline_parallel_size={degrees.pipeline}) have no contexts yet; leave one "
+            "of them out",
+        )
+    if degrees.whole_experts and config.traits.experts is None:
+        raise ConfigError.of(
+            "enable_expert_parallel",
+            True,
+            f"a {config.family} model of this config has no experts; leave it out",
+        )
     if degrees.num_ranks > 1 and device.type != "cpu":
         raise ConfigError.of(
             "tensor_parallel_size",
@@ -50,13 +58,14 @@ def start_followers(
     pools: tuple[PoolSize, ...],
     max_model_len: int,
     max_num_rows: int,
+    experts: PerExpert = (),
     nodes: Nodes = ONE_NODE,
     kv_service: str = "",
 ) -> Followers:
     """Start the processes of all other ranks; they load in parallel, each with as many threads as
     this process.
 
-    backend: a name of BACKENDS. dtype: of the weights. max_num_rows, kv_service: see
+    backend: a name of BACKENDS. dtype: of the weights. max_num_rows, experts, kv_service: see
     RankSpec.
     """
     if degrees.num_ranks == 1:
@@ -74,5 +83,6 @@ def start_followers(
         staging_bytes=staging_bytes(config, degrees.tensor, dtype),
         max_num_rows=max_num_rows,
         kv_service=kv_service,
+        experts=experts,
     )
     return RankTeam(spec, nodes)

@@ -22,12 +22,12 @@ from baton.errors import ModelError, StartupError
 from baton.types import KvLayout
 from engine.interface import Batch
 from engine.kv.kv_ranks import KvRanks
-from engine.kv.tensors.paged import GroupedTensorPool
+from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool
 from engine.kv.tensors.ranks import ShardedKvPool, own_kv_pool, pool_memories
 from engine.kv.tensors.remote_parts import RemoteParts
 from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import StepEncoder, encode_collect, encode_copy, encode_logits
-from engine.ranks.exchange import ExchangeFailed, Ranks
+from engine.ranks.exchange import ExchangeFailed, Groups
 from engine.ranks.followers import TensorPool
 from engine.ranks.link import SILENCE_S, Link
 from engine.ranks.node_listener import NodeListener, RemoteRank
@@ -121,7 +121,7 @@ class RankTeam:
         self._on_loss = on_loss
         self._lost = threading.Event()
         self._steps = StepEncoder()
-        self._size = spec.degrees.num_ranks
+        degrees = spec.degrees
         self._is_on_one_node = nodes.size == 1
         self.shard = spec.shard
         self.stages: Stages = OneStage()
@@ -139,12 +139,14 @@ class RankTeam:
                 raise
         self._backend = BACKENDS[spec.backend]()
         self._spec = self._backend.open(spec)
-        specs = [replace(self._spec, rank=rank) for rank in range(1, self._size)]
+        specs = [replace(self._spec, rank=rank) for rank in range(1, degrees.num_ranks)]
         self._members = [
             start_remote(each, remote[each.rank]) if each.rank in remote else start(each)
             for each in specs
         ]
-        self._first_stage = self._members[: self._size // spec.degrees.pipeline - 1]
+        self._first_group = self._members[: degrees.tensor - 1]
+        """The other ranks of rank 0's tensor-parallel group, which have the states of all sample
+        rows."""
         self.links = [
             Link(
                 member.link,
@@ -169,7 +171,7 @@ class RankTeam:
             pool.memory_of(memory, 0).zero_()
         return replace(spec, kv_fd=kv_fd)
 
-    def wait_ready(self, digest: str) -> Ranks:
+    def wait_ready(self, digest: str) -> Groups:
         """See Followers. Called once."""
         for member in self._members:
             if _digest_of(member) != digest:
@@ -178,11 +180,11 @@ class RankTeam:
                     "or its node has another; give all the same files"
                 )
         self._is_ready = True
-        ranks = self._backend.join(self._spec)
+        groups = self._backend.join(self._spec)
         self.stages = self._backend.stages(self._spec)
         for fd in self._spec.fds:
             os.close(fd)
-        return ranks
+        return groups
 
     def make_pool(
         self,
@@ -190,15 +192,18 @@ class RankTeam:
         num_blocks: int,
         num_window_slots: int,
         device: torch.device,
-    ) -> ShardedKvPool | RemoteParts | GroupedTensorPool:
+    ) -> ShardedKvPool | TorchKvPool | RemoteParts | GroupedTensorPool:
         numbers, sizes = itertools.count(), self._spec.pools
 
-        def make(own: KvLayout, _: int) -> ShardedKvPool | RemoteParts:
+        def make(own: KvLayout, num_blocks: int) -> ShardedKvPool | TorchKvPool | RemoteParts:
             number = next(numbers)
-            if self._is_on_one_node:
-                return ShardedKvPool(self._memories[number], sizes[number], own)
-            part = sizes[number].own_pool(self._spec.rank, device)
-            return RemoteParts(own, part, partial(self._copy, number))
+            size = sizes[number]
+            if not self._is_on_one_node:
+                part = size.own_pool(self._spec.rank, device)
+                return RemoteParts(own, part, partial(self._copy, number))
+            if size.num_memories == 1:
+                return TorchKvPool(own, num_blocks, device, self._memories[number])
+            return ShardedKvPool(self._memories[number], size, own)
 
         if num_window_slots:
             return GroupedTensorPool(layout, num_blocks, num_window_slots, make)
@@ -224,12 +229,12 @@ class RankTeam:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        with self._together(encode_collect(), self._first_stage):
+        with self._together(encode_collect(), self._first_group):
             yield
 
     @contextmanager
     def logits(self, rows: Sequence[int]) -> Iterator[None]:
-        with self._together(encode_logits(rows), self._first_stage):
+        with self._together(encode_logits(rows), self._first_group):
             yield
 
     def _copy(self, pool: int, sources: Sequence[int], targets: Sequence[int]) -> None:

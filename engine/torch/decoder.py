@@ -29,6 +29,7 @@ from engine.families.config import ModelConfig
 from engine.ranks.exchange import Alone, Ranks
 from engine.ranks.stages import OneStage, Stages
 from engine.torch.adapters import Adapter, AdapterLayer, LowRank
+from engine.torch.grouped_experts import GroupedExperts, PlacedExperts, group_experts
 from engine.torch.packed import PackedLayer, PackedParameters
 from engine.torch.rope import Rotation
 
@@ -161,7 +162,7 @@ class Decoder:
         self.dtype = parameters.embeddings.dtype
         """Dtype of weights and computation."""
         self._grouped = {
-            index: _Grouped.of(layer.mlp)
+            index: group_experts(layer.mlp, self._ranks.shard.rank, parameters.embeddings.device)
             for index, layer in enumerate(parameters.layers)
             if isinstance(layer.mlp, Experts)
         }
@@ -175,6 +176,12 @@ class Decoder:
         scale = torch.tensor(config.traits.embedding_scale, dtype=self.dtype)
         # Rounded to the model's dtype, as in training.
         self._embedding_scale = scale.item()
+
+    def expert_loads(self) -> dict[int, list[int]]:
+        """Tokens of each expert so far, by layer of this stage; only of experts that ranks have as
+        a whole."""
+        placed = self._grouped.items()
+        return {i: g.loads.tolist() for i, g in placed if isinstance(g, PlacedExperts)}
 
     def forward(
         self,
@@ -323,7 +330,7 @@ class Decoder:
     def _experts(
         self,
         mlp: Experts[Linear, torch.Tensor],
-        grouped: _Grouped,
+        grouped: GroupedExperts | PlacedExperts,
         x: torch.Tensor,
         hidden: torch.Tensor,
         after: PackedNorm | None,
@@ -331,9 +338,7 @@ class Decoder:
         ranks = self._ranks
         seen = x.float() if mlp.routing.is_sigmoid else x
         chosen, weights = route(mlp.router(seen, None, torch.float32), mlp.bias, mlp.routing)
-        inner = grouped_linear(x, chosen, grouped.gate_up, mlp.routing.num_chosen)
-        inner = ranks.gather(GATES[mlp.experts[0].activation](inner))
-        parts = grouped_linear(inner, chosen, grouped.down, 1)
+        parts = grouped.parts(x, chosen, GATES[mlp.experts[0].activation], ranks)
         shared = None if mlp.shared is None else mlp.shared.down(self._gated(mlp.shared, x))
         if after is None:
             return ranks.gather(combine(parts, weights, shared, ranks.own(hidden)))
@@ -352,19 +357,6 @@ class Decoder:
         if after is None:
             return ranks.gather(_adapted(linear(x, ranks.own(hidden)), x, own))
         return hidden + normed(after, ranks.gather(_adapted(linear(x), x, own)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Grouped:
-    """The experts of a layer."""
-
-    gate_up: GroupedLinear
-    down: GroupedLinear
-
-    @classmethod
-    def of(cls, mlp: Experts[Linear, torch.Tensor]) -> _Grouped:
-        gate_ups = [expert.gate_up for expert in mlp.experts]
-        return cls(GroupedLinear(gate_ups), GroupedLinear([expert.down for expert in mlp.experts]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,12 +61,13 @@ class TorchEngine(Engine):
         layer_group_size: int,
         followers: Followers,
         wait_device: Callable[[], None],
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         """steps: read and write `kv`. layer_group_size: layers per call of `layers_done`.
-        followers: processes of the other ranks, closed with the engine. wait_device: waits for all
+        followers: processes of the other ranks, which `close` ends. wait_device: waits for all
         queued work; raises RuntimeError if the device is lost."""
         self._layer_group_size = layer_group_size
-        self._followers = followers
+        self._followers, self._close = followers, close
         self._spec = spec
         self._kv = kv
         self._steps = steps
@@ -112,7 +113,7 @@ class TorchEngine(Engine):
     def close(self) -> None:
         """End the other ranks' processes (they also end with this process). The engine cannot be
         used afterwards."""
-        self._followers.close()
+        self._close()
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
         """See Engine.launch. Waits for nothing on a GPU. Raises EngineFault, here or from the

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import socket
 from collections import deque
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from baton.types import KvLayout
+from engine.interface import Batch
 from engine.kv.interface import KvPool
 from engine.kv.tensors.paged import TorchKvPool
 from engine.kv.tensors.ranks import own_kv_pool, pool_memories
@@ -28,12 +28,13 @@ from engine.ranks.commands import (
     StepCommand,
     read_commands,
 )
-from engine.ranks.exchange import Ranks
+from engine.ranks.exchange import Groups
 from engine.ranks.link import Link
 from engine.ranks.parts import rank_parts
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
 from engine.ranks.stages import Stages
+from engine.torch.divided import LayerDone, forward_divided
 from engine.torch.load import load_parameters
 from engine.torch.native_decoder import make_decoder
 from engine.torch.rope import make_rope
@@ -85,11 +86,11 @@ class LoadedRank:
 class Rank:
     """A rank at work. Used by one thread."""
 
-    def __init__(self, model: LoadedRank, ranks: Ranks, stages: Stages) -> None:
-        self._model = model
+    def __init__(self, model: LoadedRank, groups: Groups, stages: Stages) -> None:
+        self._model, self._context = model, groups.context
         pool_dtype = model.pools[0].tensor.dtype
         self._decoder = make_decoder(
-            model.config, model.parameters, pool_dtype, ranks, stages=stages
+            model.config, model.parameters, pool_dtype, groups.tensor, stages=stages
         )
         self._stage = stages.stage
         self._states = torch.empty(0)
@@ -110,18 +111,24 @@ class Rank:
             case CopyCommand():
                 self._model.pools[command.pool].copy_blocks(command.sources, command.targets)
 
-    def _step(self, command: StepCommand, layer_done: Callable[[int], None] | None) -> torch.Tensor:
+    def _step(self, command: StepCommand, layer_done: LayerDone | None) -> torch.Tensor:
         model, decoder = self._model, self._decoder
         pool, *apart = model.pools
         windowed = NOT_APART
         if apart:
             windowed = WindowedStep(command.tables, apart[0].tensor, apart[0].scales)
-        packed = pack_batch(
-            command.batch, model.config, model.rope, pool.tensor, decoder.dtype, apart=windowed
-        )
-        if self._stage.size > 1 and self._stage.is_first:
-            self._in_flight.append(packed.num_rows)
-        return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
+
+        def forward(
+            batch: Batch, windowed: WindowedStep, layer_done: LayerDone | None
+        ) -> torch.Tensor:
+            packed = pack_batch(
+                batch, model.config, model.rope, pool.tensor, decoder.dtype, apart=windowed
+            )
+            if self._stage.size > 1 and self._stage.is_first:
+                self._in_flight.append(packed.num_rows)
+            return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
+
+        return forward_divided(self._context, command.batch, windowed, forward, layer_done)
 
 
 def _pools(spec: RankSpec) -> list[TorchKvPool]:

@@ -11,7 +11,7 @@ from baton.errors import UnsupportedModel
 from baton_kernels.cpu.memory import Allocate, Arena
 from baton_kernels.fixed_linear import FixedLinear
 from baton_kernels.layer import Layer, Norm
-from baton_kernels.linear import Linear, pack_float8, pack_linear, pack_quantized
+from baton_kernels.linear import Linear, PlainLinear, pack_float8, pack_linear, pack_quantized
 from engine.quantization.weight import Float8Weight, StoredWeight, stack
 from engine.torch.parameters import DenseLayer, Parameters, Vector
 from engine.torch.parameters import Linear as DenseLinear
@@ -108,6 +108,8 @@ class Packing:
         device, names = self._device, linear.spec.names
         bias = None if linear.bias is None else linear.bias.to(device)
         kept = [self._kept.pop(name) for name in names if name in self._kept]
+        if not linear.spec.num_out:
+            return PlainLinear(linear.weight, bias)
         if not kept:
             weight = linear.weight.to(device)
             if linear.spec.is_transposed:

@@ -3,7 +3,7 @@ later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,16 +13,19 @@ from baton_kernels.paged_attention import plan_attention
 from engine.families.config import ModelConfig
 from engine.interface import Batch
 from engine.kv.tensors.paged import GroupedTensorPool
+from engine.ranks.exchange import ALONE, Ranks
 from engine.ranks.followers import Followers, TensorPool
 from engine.torch.adapters import Adapter
 from engine.torch.decoder import Decoder, Watch
 from engine.torch.device_tables import DeviceTables
+from engine.torch.divided import LayerDone, forward_divided
 from engine.torch.rope import Rope
 from engine.torch.step import (
     NOT_APART,
     PlanAttention,
     WindowedStep,
     pack_batch,
+    sample_rows,
     take_drawn,
     window_tables,
 )
@@ -32,10 +35,6 @@ NO_STATES = (
     "a head needs the target's hidden states, which only one process on a CPU that runs Baton's "
     "own layers keeps; give ngram, or draft with a model"
 )
-
-#: Called with each layer's index, in order, once the KV of that layer is in the pool, or its write
-#: is queued on the pool's stream.
-LayerDone = Callable[[int], None]
 
 
 class StepOutput(Protocol):
@@ -119,10 +118,15 @@ class EagerSteps:
     """Runs any batch op by op, on all ranks."""
 
     def __init__(
-        self, model: StepModel, followers: Followers, tables: DeviceTables | None = None
+        self,
+        model: StepModel,
+        followers: Followers,
+        tables: DeviceTables | None = None,
+        context: Ranks = ALONE.context,
     ) -> None:
         """followers: processes of the other ranks. tables: block tables on the device; None on the
-        host."""
+        host. context: ranks that share a step's tokens."""
+        self._context = context
         self._model = model
         self._tables = tables
         self._followers = followers
@@ -148,7 +152,11 @@ class EagerSteps:
             states = torch.empty(0, config.hidden_size)
             return EagerStep(states, decoder, self._followers)
         apart = _windowed(batch, pool)
-        with self._followers.step(batch, apart.tables, syncs_layers=layer_done is not None):
+        watch = Watch(self._watched_layers) if self._watched_layers else None
+
+        def forward(
+            batch: Batch, windowed: WindowedStep, layer_done: LayerDone | None
+        ) -> torch.Tensor:
             packed = pack_batch(
                 batch,
                 config,
@@ -158,14 +166,16 @@ class EagerSteps:
                 model.adapters,
                 self._tables,
                 model.plan_attention,
-                apart,
+                windowed,
             )
             if drawn is not None:
                 take_drawn(packed.token_ids, batch, drawn)
-            watch = Watch(self._watched_layers) if self._watched_layers else None
-            states = decoder.forward(packed, pool.tensor, layer_done, pool.scales, watch)
+            return decoder.forward(packed, pool.tensor, layer_done, pool.scales, watch)
+
+        with self._followers.step(batch, apart.tables, syncs_layers=layer_done is not None):
+            states = forward_divided(self._context, batch, apart, forward, layer_done)
         if decoder.stage.size > 1:
-            return FirstStage(packed.num_rows, decoder, self._followers)
+            return FirstStage(len(sample_rows(batch)[0]), decoder, self._followers)
         if self._watched_layers is None:
             return EagerStep(states, decoder, self._followers)
         watched = states if watch is None else watch.take()

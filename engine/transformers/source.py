@@ -30,9 +30,10 @@ from engine.quantization.config import QuantizationConfig
 from engine.ranks.followers import Followers, NoFollowers, TensorPool
 from engine.ranks.mesh import Degrees
 from engine.torch.adapters import Adapter
+from engine.torch.divided import LayerDone
 from engine.torch.sequence_states import SequenceStates
 from engine.torch.step import fault, pack_tokens, take_drawn
-from engine.torch.step_runner import NO_STATES, LayerDone
+from engine.torch.step_runner import NO_STATES
 from engine.torch.weights import (
     ProgressHook,
     digest_checkpoint,
@@ -188,6 +189,9 @@ class _LoadedTransformers:
     def steps(self, pool: TensorPool, graphs: Graphs | None) -> TransformersSteps:  # noqa: ARG002
         """See LoadedModel. All steps run eagerly."""
         return TransformersSteps(self._decoder, pool)
+
+    def close(self) -> None:
+        """See LoadedModel."""
 
 
 class TransformersSteps:

@@ -157,13 +157,15 @@ class Routing:
 @dataclass(frozen=True, slots=True)
 class Experts(Generic[LinearT, VectorT]):
     """Mixture of experts: each token runs through the MLPs that the router chooses, and through the
-    shared one, if there is one. bias [experts] float32: see baton_kernels.experts."""
+    shared one, if there is one. bias [experts] float32: see baton_kernels.experts. owners: the
+    process that has each expert as a whole; empty if this one has all, or a part of each."""
 
     routing: Routing
     router: LinearT
     bias: VectorT | None
     experts: tuple[Mlp[LinearT], ...]
     shared: Mlp[LinearT] | None
+    owners: tuple[int, ...] = ()
 
     def map(
         self, linear: Callable[[LinearT], _L], vector: Callable[[VectorT], _V]
@@ -174,6 +176,7 @@ class Experts(Generic[LinearT, VectorT]):
             None if self.bias is None else vector(self.bias),
             tuple(expert.map(linear) for expert in self.experts),
             None if self.shared is None else self.shared.map(linear),
+            self.owners,
         )
 
 

@@ -100,6 +100,15 @@ async def test_stages_on_either_tier(model: Path) -> None:
     assert all(each.timing.transfer_bytes for each in done)
 
 
+async def test_a_prompt_is_computed_by_several_ranks(model: Path) -> None:
+    async with cluster_of(model, context_parallel_size=2) as (cluster, client):
+        assert len(child_pids(cluster.pid_of("prefill-0"))) == 1
+        assert not child_pids(cluster.pid_of("decode-0"))
+        done = await asyncio.gather(*(client.generate(p, greedy(10)) for p in PROMPTS))
+    assert [list(each.token_ids) for each in done] == greedy_outputs(model, PROMPTS, 10)
+    assert all(each.timing.transfer_bytes for each in done)
+
+
 @pytest.mark.long
 async def test_one_prefills_for_many_ranks_and_a_lost_rank_costs_no_token(model: Path) -> None:
     num_tokens = 160

@@ -100,6 +100,7 @@ def _draft_model(
             "pipeline_parallel_size": 1,
             "nnodes": 1,
             "enable_expert_parallel": False,
+            "expert_load_file": None,
             "num_threads": None,
         }
     )

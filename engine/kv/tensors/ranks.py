@@ -24,21 +24,31 @@ _CPU = torch.device("cpu")
 @dataclass(frozen=True, slots=True)
 class PoolSize:
     """A pool of all ranks. layout: of the whole pool; its fingerprint may be missing. parts: of the
-    layout, by rank; several ranks may have the same."""
+    layout, by rank; several ranks may have the same. holders: by rank, the rank whose memory has
+    its part: itself, or the first rank of its context."""
 
     layout: KvLayout
     num_blocks: int
     parts: tuple[KvPart, ...]
+    holders: tuple[int, ...]
+
+    @property
+    def num_memories(self) -> int:
+        """Ranks with memory of their own."""
+        return len(set(self.holders))
 
     @property
     def rank_bytes(self) -> list[int]:
-        """Bytes of each rank's part."""
+        """Bytes of each rank's memory."""
         layouts = (part.layout(self.layout) for part in self.parts)
-        return [self.num_blocks * layout.block_bytes for layout in layouts]
+        return [
+            self.num_blocks * layout.block_bytes if holder == rank else 0
+            for rank, (layout, holder) in enumerate(zip(layouts, self.holders, strict=True))
+        ]
 
     def memory_of(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's part of the pool's shared memory, uint8."""
-        return memory.split(self.rank_bytes)[rank]  # type: ignore[no-any-return, no-untyped-call]
+        return memory.split(self.rank_bytes)[self.holders[rank]]  # type: ignore[no-any-return, no-untyped-call]
 
     def own_pool(self, rank: int, device: torch.device) -> TorchKvPool:
         """A rank's pool in memory of its own."""
@@ -51,15 +61,20 @@ class PoolSize:
 
 
 def pool_sizes(
-    layout: KvLayout, num_blocks: int, num_slots: int, parts: tuple[KvPart, ...]
+    layout: KvLayout,
+    num_blocks: int,
+    num_slots: int,
+    parts: tuple[KvPart, ...],
+    holders: tuple[int, ...] | None = None,
 ) -> tuple[PoolSize, ...]:
     """The pools: one, or two (blocks and slots, see GroupedKvPool). layout: of the whole model.
-    parts: of the ranks."""
+    parts, holders: of the ranks, see PoolSize; by default each holds its own."""
+    holders = tuple(range(len(parts))) if holders is None else holders
     if not num_slots:
-        return (PoolSize(layout, num_blocks, parts),)
+        return (PoolSize(layout, num_blocks, parts, holders),)
     groups = groups_of(layout)
     return tuple(
-        PoolSize(groups.layout_of(group.number), count, _in_group(parts, group.layers))
+        PoolSize(groups.layout_of(group.number), count, _in_group(parts, group.layers), holders)
         for group, count in zip(groups.kept_and_apart, (num_blocks, num_slots), strict=True)
     )
 
@@ -111,9 +126,10 @@ class ShardedKvPool(HostOrdered, PackedPool):
         """memory: of all ranks' parts, uint8. layout: that of `size`, with its fingerprint."""
         super().__init__(layout, size.num_blocks)
         parts = size.parts
-        self._pools = [(part, size.pool_of(memory, rank)) for rank, part in enumerate(parts)]
+        held = {rank: size.pool_of(memory, rank) for rank in sorted(set(size.holders))}
+        self._pools = [(parts[rank], pool) for rank, pool in held.items()]
         self._first_pools = [
-            pool for rank, pool in enumerate(self._pools) if parts[rank] not in parts[:rank]
+            (parts[rank], pool) for rank, pool in held.items() if parts[rank] not in parts[:rank]
         ]
         #: Memory of rank 0's forward: see TorchKvPool.
         self.tensor, self.scales = self._pools[0][1].tensor, self._pools[0][1].scales

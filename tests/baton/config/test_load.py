@@ -65,6 +65,7 @@ REFUSED = [
     ({"device": "tpu"}, "--device=tpu", "cuda:N"),
     ({"engine": "steam"}, "--engine=steam", "'oracle'"),
     ({"engine": "oracle", "kv_cache_dtype": "int8"}, "--kv-cache-dtype=int8", "keeps hashes"),
+    ({"expert_load_file": "f"}, "--expert-load-file=f", "--enable-expert-parallel"),
     ({"port": "65536"}, "--port=65536", "at most 65535"),
     ({"port": "-1"}, "--port=-1", "at least 0"),
     ({"host": ""}, "--host=", "not empty"),
@@ -171,6 +172,12 @@ def test_options_without_meaning_are_refused() -> None:
         load_options(ServeOptions, flags | {"num_prefill_workers": 2})
     with pytest.raises(ConfigError, match="leave out --prefill-gpu-memory-utilization"):
         load_options(ServeOptions, flags | {"prefill_gpu_memory_utilization": 0.1})
+    with pytest.raises(ConfigError, match="leave out --context-parallel-size"):
+        load_options(ServeOptions, flags | {"context_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"--kv-per-rank=True: 2 ranks of --context-parallel"):
+        load_options(ServeOptions, {"model": "m", "kv_per_rank": True, "context_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"--context-parallel-size=2: --engine=oracle has no"):
+        load_options(ServeOptions, {"model": "m", "engine": "oracle", "context_parallel_size": 2})
 
 
 def test_the_prefill_tier_leaves_memory_to_the_decode_tier() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, StartupError
 from engine.ranks import process_groups
 from engine.ranks.backends import BACKENDS, choose_backend
-from engine.ranks.exchange import Ranks
+from engine.ranks.exchange import Groups, Ranks
 from engine.ranks.mesh import Degrees
 from engine.shard import Shard
 from tests.support.rank_specs import rank_spec
@@ -30,12 +30,12 @@ NAMES = ("shm", "gloo")
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 
 
-def joined(name: str, degrees: Degrees) -> list[Ranks]:
-    """All ranks of an engine, after they have met. name: of their backend."""
+def joined(name: str, degrees: Degrees) -> list[Groups]:
+    """The groups of each rank of an engine, after they have met. name: of their backend."""
     backend = BACKENDS[name]()
     spec = backend.open(rank_spec(degrees, name, staging_bytes=STAGING_BYTES))
 
-    def join(rank: int) -> Ranks:
+    def join(rank: int) -> Groups:
         return BACKENDS[name]().join(replace(spec, rank=rank))
 
     try:
@@ -51,7 +51,7 @@ def on_ranks(
 ) -> list[list[torch.Tensor]]:
     """What `run` returns on each of `size` ranks, which run at once."""
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(run, joined(name, Degrees(size))))
+        return list(threads.map(run, (groups.tensor for groups in joined(name, Degrees(size)))))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,6 +105,23 @@ def test_only_the_first_gets_parts_that_need_not_come_out_even(
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=20)
+@given(counts=st.lists(st.integers(0, 30), min_size=2, max_size=4), columns=st.integers(1, 6))
+def test_each_gets_its_columns_of_the_rows_of_all(
+    name: str, counts: list[int], columns: int
+) -> None:
+    size = len(counts)
+    whole = torch.randn(sum(counts), size * columns)
+    parts = whole.split(counts)
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        return [ranks.exchange(parts[ranks.shard.rank], counts)]
+
+    got = torch.cat([result for (result,) in on_ranks(name, size, run)], dim=1)
+    assert torch.equal(got, whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_was_written_before_a_meeting_is_there_after_it(name: str) -> None:
     size, num_rounds = 3, 300 if name == "shm" else 30
     board = torch.zeros(size, dtype=torch.int64)
@@ -136,14 +153,16 @@ def test_a_rank_owns_its_columns(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_exchange_nothing_with_each_other(name: str) -> None:
-    ranks = joined(name, Degrees(tensor=2, pipeline=3))
+    groups = joined(name, Degrees(tensor=2, context=2, pipeline=2))
 
-    def gather(rank: int) -> list[float]:
-        return ranks[rank].gather(torch.full((1, 1), float(rank))).tolist()  # type: ignore[no-any-return]
+    def gather(rank: int) -> list[list[float]]:
+        own = torch.full((1, 1), float(rank))
+        return [of_kind.gather(own).flatten().tolist() for of_kind in groups[rank]]
 
-    with ThreadPoolExecutor(6) as threads:
-        got = list(threads.map(gather, range(6)))
-    assert got == [[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]], [[4, 5]], [[4, 5]]]
+    with ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(gather, range(8)))
+    assert got[:4] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+    assert got[4:] == [[[4, 5], [4, 6]], [[4, 5], [5, 7]], [[6, 7], [4, 6]], [[6, 7], [5, 7]]]
 
 
 @pytest.mark.parametrize(

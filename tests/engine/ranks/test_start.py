@@ -16,8 +16,8 @@ from tests.support.rank_specs import BOX
     ("degrees", "device", "told"),
     [
         (Degrees(pipeline=99), "cpu", r"pipeline_parallel_size=99: the model has \d+ layers"),
-        (Degrees(context=2), "cpu", "context_parallel_size=2: is not implemented yet"),
-        (Degrees(whole_experts=True), "cpu", "enable_expert_parallel=True: is not"),
+        (Degrees(pipeline=2, context=3), "cpu", "context_parallel_size=3: stages .* leave one"),
+        (Degrees(2, whole_experts=True), "cpu", "enable_expert_parallel=True: .* has no experts"),
         (Degrees(3), "cpu", "tensor_parallel_size=3: num_heads=8 is no multiple"),
         (Degrees(2), "cuda", "tensor_parallel_size=2: ranks reach each other's KV in host memory"),
     ],

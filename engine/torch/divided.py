@@ -1,0 +1,65 @@
+"""Context parallelism: the forward of a step whose tokens are divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.interface import Batch
+from engine.ranks.exchange import Ranks
+from engine.ranks.token_shares import TokenShare, divide
+from engine.torch.step import WindowedStep
+
+#: Called with each layer's index, in order, once the KV of that layer is in the pool, or its write
+#: is queued on the pool's stream.
+LayerDone = Callable[[int], None]
+#: Runs a batch on this rank; returns the states [rows, hidden] of its sample rows.
+Forward = Callable[[Batch, WindowedStep, LayerDone | None], torch.Tensor]
+
+
+def forward_divided(
+    context: Ranks,
+    batch: Batch,
+    windowed: WindowedStep,
+    forward: Forward,
+    layer_done: LayerDone | None,
+) -> torch.Tensor:
+    """Run this rank's share of a batch; returns the states of all sample rows of the batch, in its
+    order.
+
+    context: ranks with the same weights and one KV pool; all call this with the same batch. Each
+    writes the KV of its own tokens; they meet after every layer's, so that each attends to the keys
+    and values of all. A batch that `divide` leaves whole is run by the first rank; the others do
+    nothing, and have no states.
+    """
+    shares = divide(batch, context.shard.size)
+    if not shares and context.shard.rank > 0:
+        return torch.empty(0)
+    if not shares:
+        return forward(batch, windowed, layer_done)
+    own = shares[context.shard.rank]
+
+    def written(layer: int) -> None:
+        context.meet()
+        if layer_done is not None:
+            layer_done(layer)
+
+    tables = [windowed.tables[index] for index in own.indices] if windowed.tables else ()
+    states = forward(own.batch, windowed._replace(tables=tables), written)
+    return _collect(context, states, shares)
+
+
+def _collect(context: Ranks, states: torch.Tensor, shares: tuple[TokenShare, ...]) -> torch.Tensor:
+    """Bring together the states of each rank's sample rows. A barrier."""
+    size, hidden = len(shares), states.shape[1]
+    longest = max(len(share.rows) for share in shares)
+    padded = torch.nn.functional.pad(states, (0, 0, 0, longest - len(states)))
+    # [rows, ranks * hidden] -> [rows * ranks, hidden].
+    gathered = context.gather(padded).view(longest * size, hidden)
+    at = {
+        row: place * size + rank
+        for rank, share in enumerate(shares)
+        for place, row in enumerate(share.rows)
+    }
+    return gathered[[at[row] for row in range(len(at))]]
