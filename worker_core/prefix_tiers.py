@@ -116,6 +116,7 @@ class PrefixTiers:
             if (segment.level, segment.start) not in ended:
                 level = self._stack.levels[segment.level]
                 level.switch_off(f"no answer within {now_s - each.begin_s:.1f} s")
+                self._num_saving = 0  # its saves may never end
                 return
 
     def _save(self) -> None:
@@ -157,7 +158,7 @@ class PrefixTiers:
     def on_report(self, report: TierReport) -> None:
         match report:
             case Saved(num_blocks):
-                self._num_saving -= num_blocks
+                self._num_saving = max(0, self._num_saving - num_blocks)
             case Measured(level, num_bytes, seconds):
                 self._costs.observe_read(level, num_bytes, seconds)
             case Fetched(fetch):
@@ -196,6 +197,7 @@ class PrefixTiers:
             if level is None:
                 break
             found.append(_Found(identity, key, level))
+        self._stack.touch([each.record_key for each in found])
         num_lacking = len(token_ids) // self._pool.block_size
         num_lacking -= sequence.lease.num_cached_tokens // self._pool.block_size
         for number, each_level in enumerate(self._stack.levels):

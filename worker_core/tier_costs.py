@@ -69,8 +69,8 @@ class TierCosts:
 
     def observe_use(self, level: int, num_blocks: int, seconds: float) -> None:
         """Record that a prompt waited so long for blocks of a tier."""
-        computing_s = self._costs.recompute_s(num_blocks * self._block_size) or 0.0
-        gain_s = computing_s - seconds
+        computing_s = self._costs.recompute_s(num_blocks * self._block_size) if num_blocks else 0.0
+        gain_s = (computing_s or 0.0) - seconds
         (self.saved_s if gain_s > 0 else self.lost_s)[level] += abs(gain_s)
 
     def _gain_s(self, level: int, num_blocks: int) -> float:

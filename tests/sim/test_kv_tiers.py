@@ -3,9 +3,10 @@ output."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.commands import Abort
-from baton.events import Failed, LocalPrefill, Tokens, is_last
+from baton.events import Failed, LocalPrefill, Offered, Tokens, is_last
 from baton.types import KvSource, Sampling, SequenceSpec
 from engine.interface import Engine
 from engine.kv.tiers.interface import Tier
 from engine.oracle import OracleLayers, oracle_tokens
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.kv_tiers import disk_tier, host_tier
+from tests.support.sim_system import History, System
 from tests.support.sim_tiers import SimDecode, SimShape
+from tests.support.virtual_loop import run_virtual
 from worker_core.commands import StreamCommand
 
 VOCAB, NUM_OUTPUT = 1000, 3
@@ -35,7 +38,7 @@ WINDOWS = SimShape(
     has_window_slots=True,
 )
 
-MakeTiers = Callable[[Engine], Sequence[Tier]]
+MakeTiers = Callable[[Engine], Sequence[Tier]] | None
 
 
 def prompt_of(number: int, num_tokens: int = 17) -> tuple[int, ...]:
@@ -139,7 +142,7 @@ def test_an_evicted_prefix_comes_back_from_the_host() -> None:
 
 
 def test_without_tiers_an_evicted_prefix_is_computed_again() -> None:
-    world = World(lambda _engine: ())
+    world = World(None)
     for number in range(6):
         world.ask(prompt_of(number))
     assert world.ask(prompt_of(0)) == 0
@@ -178,6 +181,147 @@ def test_a_restart_finds_what_is_on_the_disk(tmp_path: Path) -> None:
     world = World(make_tiers)
     assert world.worker.step().load.kv_tiers[0].num_bytes == on_disk
     assert [world.ask(prompt_of(number)) for number in range(8)] == [16] * 8
+
+
+def test_a_decode_worker_asks_for_less_of_a_prompt_whose_beginning_is_in_a_tier() -> None:
+    world = World(host_only)
+    for number in range(6):
+        world.ask(prompt_of(number))
+    spec = SequenceSpec("other", prompt_of(0), SAMPLING)
+    world.worker.open(0, 99, spec, KvSource.PREFILL)
+    events = []
+    while not events:
+        events = [found.event for found in world.worker.step().events]
+        world.run_jobs()
+    (offered,) = events
+    assert isinstance(offered, Offered)
+    assert offered.num_cached_tokens == 16
+
+
+def test_a_tier_that_does_not_answer_is_switched_off_and_the_prompt_computed() -> None:
+    world = World(host_only)
+    for number in range(6):
+        world.ask(prompt_of(number))
+    handle = world.open(prompt_of(0))
+    for _ in range(20):
+        world.step()
+    assert handle not in world.over
+    world.now_s += 200.0  # the test's prompts take a second a token: 2 s are not too late there
+    while handle not in world.over:
+        world.step()
+    (load,) = world.worker.step().load.kv_tiers
+    assert load.off_reason == "no answer within 200.0 s"
+    world.settle()
+    world.check()
+    assert world.cached[handle] == 0
+
+
+def test_long_sessions_that_return_beside_others_get_their_own_kv(tmp_path: Path) -> None:
+    """As LMCache#4385: sessions were paged to the disk while short requests ran, and answered with
+    others' facts when they returned. No record is evicted there."""
+    shape = replace(SMALL, num_blocks=24)
+    world = World(lambda engine: [host_tier(engine, 12), disk_tier(engine, tmp_path, 999)], shape)
+    rng = random.Random(4385)
+    sessions = [list(prompt_of(number, 21)) for number in range(5)]
+    for _ in range(3):
+        for session in sessions:
+            handles = [world.open(prompt_of(rng.randrange(50, 90), 5)) for _ in range(2)]
+            handle = world.open(tuple(session))
+            while not {handle, *handles} <= world.over:
+                world.step()
+                world.run_jobs()
+            session.extend((*world.said[handle], *([rng.randrange(VOCAB - 1)] * 3)))
+            world.settle()
+            world.check()
+    host, disk = world.worker.step().load.kv_tiers
+    assert disk.num_hits > 0
+    assert host.num_hits + disk.num_hits > 60
+
+
+def test_blocks_that_are_used_again_before_they_are_copied_are_not_kept() -> None:
+    """As vllm#45704 and vllm#29870: copies ran while the blocks already had others' KV."""
+    world = World(host_only)
+    for number in range(12):
+        handle = world.open(prompt_of(number))
+        while handle not in world.over:
+            world.step()
+    world.settle()
+    for number in range(12):
+        world.ask(prompt_of(number))
+
+
+@pytest.mark.parametrize("num_tokens", range(14, 19))
+def test_a_turn_whose_end_is_the_end_of_a_block_is_kept_without_its_last_token(
+    num_tokens: int,
+) -> None:
+    """As vllm#54193: the KV of the last token of an answer was never computed, and was kept."""
+    world = World(host_only)
+    turn = prompt_of(0, num_tokens)
+    world.ask(turn)
+    said = world.said[1]
+    for number in range(1, 6):
+        world.ask(prompt_of(number))
+    num_cached = world.ask((*turn, *said, 5, 6, 7))
+    assert num_cached == (num_tokens + NUM_OUTPUT - 1) // 4 * 4
+
+
+def test_wrong_records_in_host_memory_are_not_used() -> None:
+    """Each record is swapped with that of another prompt, under the same key."""
+    world = World(host_only)
+    for number in range(6):
+        world.ask(prompt_of(number))
+    (level,) = world.worker.tiers.levels if world.worker.tiers else ()
+    records = level.tier._records  # type: ignore[attr-defined]
+    values = list(records.values())
+    records.update(zip(list(records), values[4:] + values[:4], strict=True))
+    assert world.ask(prompt_of(0)) == 0
+    assert level.num_bad_records == 1
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(6)]
+)
+def test_streams_over_both_tiers_are_right_whatever_happens_to_workers_and_clients(
+    seed: int,
+) -> None:
+    async def main() -> None:
+        system = System(
+            seed,
+            num_prefill=2,
+            num_decode=2,
+            prefill_shape=SimShape(block_size=4, num_blocks=30, host_blocks=200),
+            decode_shape=SimShape(num_blocks=40, host_blocks=100),
+        )
+        rng = system.rng
+        specs, histories = [], []
+
+        async def client(number: int) -> None:
+            said = [number % 4] * 20
+            for turn in range(4):
+                spec = SequenceSpec(f"r{number}-{turn}", tuple(said), SAMPLING, arrival_ns=number)
+                history = History()
+                specs.append(spec)
+                histories.append(history)
+                await system.request(spec, history)
+                said += [*history.token_ids(), rng.randrange(VOCAB), number % 4]
+                await asyncio.sleep(rng.uniform(0, 0.5))
+
+        clients = [asyncio.create_task(client(number)) for number in range(16)]
+        await asyncio.sleep(rng.uniform(0.1, 1.0))
+        for cancelled in rng.sample(clients, 3):
+            cancelled.cancel()
+        if seed % 2:
+            await system.prefills[1].kill()
+            await system.decodes[1].kill()
+        await asyncio.gather(*clients, return_exceptions=True)
+        await system.close()
+        nodes = [node for node in (*system.prefills, *system.decodes) if not node.is_dead]
+        loads = [tier for node in nodes for tier in node.worker.step().load.kv_tiers]
+        assert sum(load.num_hits for load in loads) > 0
+        for spec, history in zip(specs, histories, strict=True):
+            history.check([oracle_tokens(spec.prompt_token_ids, SAMPLING, VOCAB)])
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("shape", [SMALL, WINDOWS], ids=["full", "windows"])

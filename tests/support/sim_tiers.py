@@ -38,7 +38,7 @@ from kv_transfer.ticket import TicketEvent
 from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
 from tests.support.grammar_walks import small_vocabulary
-from tests.support.kv_tiers import StepRunner, tier_stack
+from tests.support.kv_tiers import StepRunner, host_tier, tier_stack
 from tests.support.sim_kv_ranks import KvOfRanks
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Destination, Open, StreamEvent
@@ -73,6 +73,8 @@ class SimShape:
     """Ranks that send and receive the KV of some layers each."""
     swap_bytes: int = 0
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
+    host_blocks: int = 0
+    """Blocks of a tier in host memory, which always pays."""
     num_pool_blocks: int = 0
     """Blocks that sequences may have, if fewer than the engine's."""
     layers: OracleLayers = FULL_LAYERS
@@ -230,8 +232,8 @@ class SimWorker:
     beat: Callable[[int], None] = lambda _num_tokens: None
     inbox: list[Command] = field(default_factory=list)
     on_command: Callable[[], None] = lambda: None
-    make_tiers: Callable[[Engine], Sequence[Tier]] = lambda _engine: ()
-    """Tiers of KV, which always pay. Their jobs run when the test says."""
+    make_tiers: Callable[[Engine], Sequence[Tier]] | None = None
+    """Tiers of KV in place of the shape's. Their jobs run when the test says."""
 
     def __post_init__(self) -> None:
         identity = WorkerIdentity(self.name, self.boot)
@@ -257,7 +259,11 @@ class SimWorker:
             self.sender = _sender(self.hub, identity, self.engine, self.submit, self.clock)
         self.swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
         policy = self.policy()
-        tiers = self.make_tiers(self.engine)
+        tiers: Sequence[Tier] = ()
+        if self.make_tiers:
+            tiers = self.make_tiers(self.engine)
+        elif self.shape.host_blocks:
+            tiers = [host_tier(self.engine, self.shape.host_blocks)]
         self.tiers: TierStack | None = None
         self.runners: list[StepRunner] = []
         if tiers:

@@ -141,7 +141,7 @@ class DiskTier:
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         """Slot by key, least recently used first."""
         self._lock = threading.Lock()
-        """Of the dict: `has` moves entries from another thread."""
+        """Of the dict: `touch` moves entries from another thread."""
         self._last_serial = 0
         try:
             self._find_records(num_slots, head_bytes, key_of)
@@ -156,11 +156,12 @@ class DiskTier:
         return len(self._slots) * self._slot_bytes
 
     def has(self, key: bytes) -> bool:
+        return key in self._slots
+
+    def touch(self, key: bytes) -> None:
         with self._lock:
-            if key not in self._slots:
-                return False
-            self._slots.move_to_end(key)
-            return True
+            if key in self._slots:
+                self._slots.move_to_end(key)
 
     def put(self, key: bytes, record: Record) -> Sequence[Evicted]:
         evicted: list[Evicted] = []

@@ -25,15 +25,16 @@ class HostTier:
         self._max_num_bytes = max_num_bytes
         self._records: OrderedDict[bytes, Record] = OrderedDict()
         self._lock = threading.Lock()
-        """Of the dict: `has` moves entries from another thread."""
+        """Of the dict: `touch` moves entries from another thread."""
         self.num_bytes = 0
 
     def has(self, key: bytes) -> bool:
+        return key in self._records
+
+    def touch(self, key: bytes) -> None:
         with self._lock:
-            if key not in self._records:
-                return False
-            self._records.move_to_end(key)
-            return True
+            if key in self._records:
+                self._records.move_to_end(key)
 
     def put(self, key: bytes, record: Record) -> Sequence[Evicted]:
         evicted = []

@@ -25,7 +25,7 @@ class Evicted:
 
 class Tier(Protocol):
     """Records by key. `put`, `get` and `remove` are called by one thread, the tier's own, and may
-    wait for a device; `has` and the properties by any thread, at once.
+    wait for a device; the other methods by any thread, and return at once.
 
     All errors of a device are raised as TierFailed.
     """
@@ -46,7 +46,11 @@ class Tier(Protocol):
         ...
 
     def has(self, key: bytes) -> bool:
-        """Whether the tier is known to have this record; marks it as recently used."""
+        """Whether the tier is known to have this record."""
+        ...
+
+    def touch(self, key: bytes) -> None:
+        """Mark a record, if it is there, as used: it is given up after those used before."""
         ...
 
     def put(self, key: bytes, record: Record) -> Sequence[Evicted]:

@@ -51,6 +51,9 @@ class RedisTier:
     def has(self, key: bytes) -> bool:
         return key in self._known
 
+    def touch(self, key: bytes) -> None:
+        """The server knows what is used."""
+
     def put(self, key: bytes, record: Record) -> Sequence[Evicted]:
         try:
             self._client.set(self._prefix + key, bytes(record), ex=_EXPIRY_S)

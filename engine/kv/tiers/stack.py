@@ -31,6 +31,8 @@ _log = logging.getLogger("baton.kv.tiers")
 _BATCH = 16
 #: Bytes that may wait to be written to one tier; what comes beyond is not kept.
 _MAX_PENDING_BYTES = 256 << 20
+#: Wrong records after which a tier is not trusted any more.
+_MAX_BAD_RECORDS = 64
 #: Blocks of the two measurements at the start.
 _MEASURED_BLOCKS = (1, 8)
 
@@ -71,6 +73,7 @@ class Level:
         """Set by the engine loop, from what was measured."""
         self.off_reason = ""
         self.num_evictions = 0
+        self.num_bad_records = 0
         self.num_pending_bytes = 0
         self._lock = threading.Lock()
 
@@ -136,10 +139,20 @@ class TierStack:
         return None
 
     def is_saved(self, block: PrefixBlock) -> bool:
-        """Whether the tier that blocks are saved to has this one. True if there is none."""
-        level = self._top
-        key = record_key(block.identity, is_whole=block.is_whole)
-        return level is None or self.levels[level].tier.has(key)
+        """Whether the tier that blocks are saved to has this one, which is marked as used. True if
+        there is no such tier."""
+        if self._top is None:
+            return True
+        tier, key = self.levels[self._top].tier, record_key(block.identity, is_whole=block.is_whole)
+        tier.touch(key)
+        return tier.has(key)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark the records of a prefix as used, in order of its blocks: the last ones are given up
+        first, because they are of no use without those before."""
+        for key in reversed(keys):
+            for level in self.levels:
+                level.tier.touch(key)
 
     def save(
         self, blocks: Sequence[PrefixBlock], is_current: Callable[[PrefixBlock], bool]
@@ -256,12 +269,12 @@ class TierStack:
         """Read and write these blocks of a fetch, up to the first that is not there; yields the
         bytes of each."""
         wanted = [fetch.blocks[place] for place in places]
-        tier = self.levels[wanted[0].level].tier
-        records = tier.get([block.record_key for block in wanted])
+        level = self.levels[wanted[0].level]
+        records = level.tier.get([block.record_key for block in wanted])
         for place, block, record in zip(places, wanted, records, strict=True):
             payload = None
             if record is not None:
-                payload = self._opened(tier, record, block.record_key, block.identity)
+                payload = self._opened(level, record, block.record_key, block.identity)
             if record is None or payload is None:
                 fetch.stop_at(place)
                 return
@@ -275,15 +288,18 @@ class TierStack:
         self._kv.synchronize()
 
     def _opened(
-        self, tier: Tier, record: Record, key: bytes, identity: BlockIdentity
+        self, level: Level, record: Record, key: bytes, identity: BlockIdentity
     ) -> memoryview | None:
         """The payload of a record; None, and the record removed, if it is not what was kept under
-        its key. Raises TierFailed."""
+        its key. Raises TierFailed, also after many such records."""
         try:
             return self._format.open(record, identity, needs_whole=bool(key[-1]))
         except BadRecord as error:
-            _log.warning("a record of KV tier %s is not used: %s", tier.name, error)
-            tier.remove(key)
+            level.num_bad_records += 1
+            if level.num_bad_records >= _MAX_BAD_RECORDS:
+                raise TierFailed(f"{level.num_bad_records} records were wrong: {error}") from error
+            _log.warning("a record of KV tier %s is not used: %s", level.tier.name, error)
+            level.tier.remove(key)
             return None
 
     def _probe(self, number: int) -> None:
@@ -307,10 +323,11 @@ class TierStack:
         for key in keys:
             tier.put(key, record)
         begin_s = self._clock()
-        for found in tier.get(keys):
-            if found is None or not self._format.is_blank(found):
-                raise TierFailed("it does not return what was written to it")
+        # A small tier has given up the first of them.
+        found = [each for each in tier.get(keys) if each is not None]
+        if not found or not all(map(self._format.is_blank, found)):
+            raise TierFailed("it does not return what was written to it")
         seconds = self._clock() - begin_s
         for key in keys:
             tier.remove(key)
-        return Measured(number, num_blocks * len(record), seconds)
+        return Measured(number, len(found) * len(record), seconds)
