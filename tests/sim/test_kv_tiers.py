@@ -25,13 +25,14 @@ from tests.support.sim_system import History, System
 from tests.support.sim_tiers import SimDecode, SimShape
 from tests.support.virtual_loop import run_virtual
 from worker_core.commands import StreamCommand
+from worker_core.sequence import Stage
 
 VOCAB, NUM_OUTPUT = 1000, 3
 SAMPLING = Sampling(max_tokens=NUM_OUTPUT)
 #: Of 12 blocks of 4 tokens: two prompts of 16 at a time.
 SMALL = SimShape(num_blocks=12, max_num_seqs=4, max_num_launches=1)
 WINDOWS = SimShape(
-    num_blocks=16,
+    num_blocks=18,
     max_num_seqs=2,
     max_num_batched_tokens=8,
     layers=OracleLayers(6),
@@ -211,6 +212,59 @@ def test_a_tier_that_does_not_answer_is_switched_off_and_the_prompt_computed() -
         world.step()
     (load,) = world.worker.step().load.kv_tiers
     assert load.off_reason == "no answer within 200.0 s"
+    world.settle()
+    world.check()
+    assert world.cached[handle] == 0
+
+
+def test_blocks_of_an_aborted_fetch_are_anothers_at_once() -> None:
+    """The tier's thread is late: it comes to the fetch when its blocks have others' KV."""
+    world = World(host_only)
+    for number in range(6):
+        world.ask(prompt_of(number))
+    aborted = world.open(prompt_of(0))
+    world.step()
+    assert world.worker.core._state.groups[0, aborted].stage is Stage.FETCHING
+    world.abort(aborted)
+    # Prompts of which nothing is in a tier, and that need all blocks.
+    others = [world.open(prompt_of(number, 19)) for number in (20, 21)]
+    world.step()
+    assert world.worker.core._state.groups[0, others[0]].num_computed_tokens > 16
+    world.run_jobs()
+    world.settle()
+    world.check()
+    assert aborted not in world.cached
+    assert world.worker.pool.counts().leased == 0
+
+
+def window_world() -> World:
+    """Of windowed layers with fewer slots than a prompt has blocks: its first records have the KV
+    of the other layers alone."""
+    world = World(host_only, WINDOWS)
+    for number in range(4):
+        world.ask(prompt_of(number, 61))
+    return world
+
+
+def test_windowed_layers_resume_where_their_window_is_whole() -> None:
+    world = window_world()
+    (level,) = world.worker.tiers.levels if world.worker.tiers else ()
+    kinds = {key[-1] for key in level.tier._records}  # type: ignore[attr-defined]
+    assert kinds == {0, 1}
+    assert world.ask(prompt_of(0, 61)) == 60
+    # Of a short prefix, the records at the end lack the windowed layers.
+    assert world.ask(prompt_of(1, 10)) == 0
+
+
+@pytest.mark.parametrize("place", [0, 14])
+def test_windowed_layers_take_all_of_a_fetch_or_nothing(place: int) -> None:
+    world = window_world()
+    handle = world.open(prompt_of(0, 61))
+    world.step()
+    fetch = world.worker.core._state.groups[0, handle].fetch  # type: ignore[union-attr]
+    assert fetch is not None
+    (level,) = world.worker.tiers.levels if world.worker.tiers else ()
+    level.tier.remove(fetch.blocks[place].record_key)
     world.settle()
     world.check()
     assert world.cached[handle] == 0

@@ -143,9 +143,11 @@ class TierStack:
         there is no such tier."""
         if self._top is None:
             return True
-        tier, key = self.levels[self._top].tier, record_key(block.identity, is_whole=block.is_whole)
-        tier.touch(key)
-        return tier.has(key)
+        tier, kinds = self.levels[self._top].tier, {True, block.is_whole}
+        keys = [record_key(block.identity, is_whole=is_whole) for is_whole in kinds]
+        for key in keys:
+            tier.touch(key)
+        return any(map(tier.has, keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark the records of a prefix as used, in order of its blocks: the last ones are given up
