@@ -18,6 +18,7 @@ from engine.kv.tiers.record import RecordFormat
 from engine.kv.tiers.runner import ThreadRunner
 from engine.kv.tiers.stack import Level, TierReport, TierStack
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
+from worker_core.build import degrees_of
 
 #: Key of chain keys and seals in a shared store, unless workers have a secret.
 _NO_SECRET = bytes(32)
@@ -65,7 +66,7 @@ def _check(options: WorkerOptions, engine: Engine) -> None:
     name = next(name for name in names if getattr(options, name))
     groups = engine.spec.groups
     why = ""
-    if options.tensor_parallel_size > 1:
+    if degrees_of(options).num_ranks > 1:
         why = "workers of several ranks keep KV on their devices alone"
     elif not options.enable_prefix_caching:
         why = "without --enable-prefix-caching no prefix is reused"
