@@ -18,7 +18,7 @@ from engine.kv.tiers.record import RecordFormat
 from engine.kv.tiers.runner import ThreadRunner
 from engine.kv.tiers.stack import Level, TierReport, TierStack
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
-from worker_core.build import degrees_of
+from worker_core.nodes import degrees_of
 
 #: Key of chain keys and seals in a shared store, unless workers have a secret.
 _NO_SECRET = bytes(32)
