@@ -25,7 +25,7 @@ from functools import partial
 
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest
 from baton.events import Committed, Deferred, Failed, LocalPrefill, Offered
-from baton.types import KvSource, Rank, SequenceSpec, across_accounts
+from baton.types import KvSource, Rank, across_accounts
 from engine.grammar import Matchers
 from engine.interface import wants_prompt_logprobs
 from engine.kv.lease import BlockLease
@@ -226,7 +226,9 @@ class Admission:
         )
         state.put(sequence)
         begin, tiers = partial(self._begin, sequence, queued), self._tiers
-        if not (tiers and self._may_fetch(command.spec) and tiers.fetch(sequence, begin)):
+        # KV from a tier has no log probabilities of the prompt.
+        is_scored = wants_prompt_logprobs(command.spec)
+        if tiers is None or is_scored or not tiers.fetch(sequence, begin):
             begin()
         return None
 
@@ -243,11 +245,6 @@ class Admission:
             self._fetch_prefix(sequence, sequence.destination)
             layers = range(state.spec.layout.num_layers)
             self._handoffs.send_computed(sequence, range(num_cached), layers)
-
-    def _may_fetch(self, spec: SequenceSpec) -> bool:
-        """Whether KV of other sequences is of use: it has no log probabilities of the prompt."""
-        is_shared = self._state.spec.shares_prefixes(len(spec.prompt_token_ids))
-        return is_shared and not wants_prompt_logprobs(spec)
 
     def _lease(self, command: Open) -> BlockLease | Deferred:
         state, spec = self._state, command.spec

@@ -17,10 +17,11 @@ from baton.commands import Abort
 from baton.events import Failed, LocalPrefill, Offered, Tokens, is_last
 from baton.types import KvSource, Sampling, SequenceSpec
 from engine.interface import Engine
-from engine.kv.tiers.interface import Tier
+from engine.kv.tiers.host import HostTier
+from engine.kv.tiers.interface import Record, Tier
 from engine.oracle import OracleLayers, oracle_tokens
 from kv_transfer.transport.loopback import LoopbackHub
-from tests.support.kv_tiers import disk_tier, host_tier
+from tests.support.kv_tiers import disk_tier, host_tier, record_format
 from tests.support.sim_system import History, System
 from tests.support.sim_tiers import SimDecode, SimShape
 from tests.support.virtual_loop import run_virtual
@@ -215,6 +216,42 @@ def test_a_tier_that_does_not_answer_is_switched_off_and_the_prompt_computed() -
     world.settle()
     world.check()
     assert world.cached[handle] == 0
+
+
+class SlowHost(HostTier):
+    """Each read takes time. The test's prompts take a second a token to compute."""
+
+    pass_s: Callable[[float], None]
+    block_s = 20.0
+
+    def get(self, keys: Sequence[bytes]) -> Sequence[Record | None]:
+        self.pass_s(len(keys) * self.block_s)
+        return super().get(keys)
+
+
+def test_a_tier_slower_than_computing_is_not_used_until_it_is_faster() -> None:
+    now_s = [0.0]
+    size = record_format(SimDecode(LoopbackHub(), lambda: 0.0, SMALL).engine).max_bytes
+    tier = SlowHost(100 * size, size)
+    tier.pass_s = lambda seconds: now_s.__setitem__(0, now_s[0] + seconds)
+    world = World(lambda _engine: [tier])
+    world.worker.core._tiers._clock = lambda: now_s[0]  # type: ignore[union-attr]
+    world.worker.tiers._clock = lambda: now_s[0]  # type: ignore[union-attr]
+    for level in world.worker.core._tiers._costs.reads:  # type: ignore[union-attr]
+        for num_blocks in (1, 8):
+            level.observe(num_blocks * size, num_blocks * tier.block_s)
+    for number in (*range(6), *range(6)):
+        world.ask(prompt_of(number))
+    (load,) = world.worker.step().load.kv_tiers
+    assert (load.pays, load.num_bytes, load.num_hits, load.num_misses) == (False, 0, 0, 0)
+    tier.block_s = 0.1
+    for _ in range(200):
+        now_s[0] += 10.0
+        world.settle()
+    assert world.worker.step().load.kv_tiers[0].pays
+    for number in range(6):
+        world.ask(prompt_of(number))
+    assert [world.ask(prompt_of(number)) for number in range(6)] == [16] * 6
 
 
 def test_blocks_of_an_aborted_fetch_are_anothers_at_once() -> None:
