@@ -12,6 +12,7 @@ fetch   an admitted prompt waits (Stage.FETCHING) while a tier's thread writes t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import groupby
@@ -35,8 +36,9 @@ _SAVE_BLOCKS, _MAX_SAVING_BLOCKS = 16, 64
 #: Seconds after which a fetch is given up and its tier switched off, besides a multiple of the
 #: estimate.
 _MAX_FETCH_S, _MAX_FETCH_FACTOR = 2.0, 8.0
-#: Seconds between two measurements of tiers that are not used.
-_PROBE_S = 10.0
+#: Least seconds between two measurements of a tier that is not used, and as a multiple of the last
+#: one's own.
+_PROBE_S, _PROBE_PAUSE_FACTOR = 10.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class PrefixTiers:
         self._num_saving = 0
         self._hits = [0] * len(levels)
         self._misses = [0] * len(levels)
-        self._probed_s = clock()
+        self._probe_at_s = [clock() + _PROBE_S] * len(levels)
+        """Infinite while a measurement is under way."""
         pool.watch_cached()
         for each in stack.measured:
             self.on_report(each)
@@ -96,13 +99,11 @@ class PrefixTiers:
     def step(self) -> None:
         """Give up overdue fetches, judge tiers, save blocks."""
         now_s = self._clock()
-        is_probing = now_s - self._probed_s >= _PROBE_S
         for number, level in enumerate(self._stack.levels):
             level.pays = self._costs.pays(number)
-            if is_probing and not level.is_used:
+            if not level.is_used and now_s >= self._probe_at_s[number]:
+                self._probe_at_s[number] = math.inf
                 self._stack.probe(number)
-        if is_probing:
-            self._probed_s = now_s
         self._save()
         overdue = [each for each in self._fetching.values() if now_s > each.deadline_s]
         for each in overdue:
@@ -160,7 +161,10 @@ class PrefixTiers:
             case Saved(num_blocks):
                 self._num_saving = max(0, self._num_saving - num_blocks)
             case Measured(level, num_bytes, seconds):
-                self._costs.observe_read(level, num_bytes, seconds)
+                pause_s = max(_PROBE_S, _PROBE_PAUSE_FACTOR * seconds)
+                self._probe_at_s[level] = self._clock() + pause_s
+                if num_bytes:
+                    self._costs.observe_read(level, num_bytes, seconds)
             case Fetched(fetch):
                 each = self._fetching.get(fetch.key)
                 if each and each.fetch is fetch:

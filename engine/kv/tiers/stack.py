@@ -53,7 +53,8 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Report: reading num_bytes from a tier, outside any fetch, took so long."""
+    """Report: reading num_bytes from a tier, outside any fetch, took so long. num_bytes: 0 if it
+    failed."""
 
     level: int
     num_bytes: int
@@ -306,14 +307,13 @@ class TierStack:
 
     def _probe(self, number: int) -> None:
         level = self.levels[number]
-        if level.off_reason and not level.tier.is_shared:
-            return
-        try:
-            measured = self._measure(number, _MEASURED_BLOCKS[-1])
-        except TierFailed as error:
-            level.switch_off(str(error))
-            return
-        level.switch_on()
+        measured = Measured(number, 0, 0.0)
+        if level.tier.is_shared or not level.off_reason:
+            try:
+                measured = self._measure(number, _MEASURED_BLOCKS[-1])
+                level.switch_on()
+            except TierFailed as error:
+                level.switch_off(str(error))
         self._report(measured)
 
     def _measure(self, number: int, num_blocks: int) -> Measured:
