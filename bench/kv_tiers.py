@@ -5,15 +5,15 @@
 
 FILE is a trace with hash_ids, as `bench.load` reads it. The load are its conversations: requests
 that begin with the same block of a prefix, at least three each, in the order of the trace, one at a
-time. Three settings, each with a colocated worker without tiers and one with them, which take
-turns:
+time. Three settings, each with a colocated worker with tiers and two without them, which take turns
+with every request:
 
     short   the device has room for half of all prefixes
     ample   it has room for all of them: nothing to gain
     unique  half the room, and prompts that have nothing in common: nothing to gain either
 
-The first worker runs every load twice, against itself: the noise floor. Then a worker with a disk
-is stopped and started anew, to see what it keeps.
+The two without tiers against each other are the noise floor. Then a worker with a disk is stopped
+and started anew, to see what it keeps.
 
 Goals: short: hit rate at least 1.5 times, mean time to first token at most 0.7 times; else at least
 0.98 times as many requests a second; at least 0.9 of the bytes on the disk after a restart.
@@ -110,6 +110,21 @@ async def run(
     return records
 
 
+async def by_turns(
+    clients: Mapping[str, AsyncClient], entries: Sequence[TraceEntry], vocab_size: int, number: int
+) -> dict[str, list[Record]]:
+    """Send each request to one target after the other, another one first each time."""
+    records: dict[str, list[Record]] = {name: [] for name in clients}
+    names = list(clients)
+    requests = requests_of(entries, [0.0] * len(entries), vocab_size, seed=1)
+    for index, request in enumerate(requests):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            options = DriveOptions(cache_salt=str(number))
+            records[name] += await drive(clients[name], (request,), options)
+    return records
+
+
 def summary(setting: str, target: str, records: Sequence[Record]) -> Pass:
     """Raises RuntimeError if a request failed."""
     times = [record.ttft_ms for record in records if record.ttft_ms is not None]
@@ -139,23 +154,19 @@ async def measure(
     num_rounds: int,
 ) -> list[Pass]:
     """loads: by setting, requests and blocks of the device."""
-    passes = []
+    passes: list[Pass] = []
     for setting, (entries, num_blocks) in loads.items():
         clusters = {
             name: cluster_options(model, _options(own, num_blocks), compares=False)[COLOCATED]
-            for name, own in ((_WITHOUT, {}), (_WITH, tiers))
+            for name, own in ((_WITHOUT, {}), (_WITH, tiers), (_AGAIN, {}))
         }
         async with started(clusters) as clients:
             vocab_size = (await clients[_WITHOUT].model()).vocab_size
             for client in clients.values():
                 await run(client, entries[:5], vocab_size, "warm")
             for number in range(num_rounds):
-                turns = [_WITHOUT, _WITH, _AGAIN]
-                for name in turns if number % 2 == 0 else reversed(turns):
-                    client = clients[_WITH if name == _WITH else _WITHOUT]
-                    records = await run(client, entries, vocab_size, f"{name} {number}")
-                    passes.append(summary(setting, name, records))
-                    print(*asdict(passes[-1]).values(), flush=True)
+                found = await by_turns(clients, entries, vocab_size, number)
+                passes += [summary(setting, name, records) for name, records in found.items()]
     return passes
 
 
@@ -236,7 +247,7 @@ def main() -> None:
     num_blocks = num_prefix_blocks(entries)
     loads = {
         "short": (entries, num_blocks // 2),
-        "ample": (entries, (given.rounds * 2 + 1) * num_blocks),
+        "ample": (entries, (given.rounds + 1) * num_blocks),
         "unique": (unique(entries), num_blocks // 2),
     }
     tiers = dict(pair.split("=", 1) for pair in given.tier or _TIERS)
