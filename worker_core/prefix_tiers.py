@@ -116,7 +116,8 @@ class PrefixTiers:
         for segment in each.fetch.segments:
             if (segment.level, segment.start) not in ended:
                 level = self._stack.levels[segment.level]
-                level.switch_off(f"no answer within {now_s - each.begin_s:.1f} s")
+                why = f"no answer within {now_s - each.begin_s:.1f} s"
+                level.switch_off(why, may_return=True)
                 self._num_saving = 0  # its saves may never end
                 return
 

@@ -216,6 +216,12 @@ def test_a_tier_that_does_not_answer_is_switched_off_and_the_prompt_computed() -
     world.settle()
     world.check()
     assert world.cached[handle] == 0
+    # It answers again, and is measured.
+    for _ in range(2):
+        world.now_s += 20.0
+        world.settle()
+    assert not world.worker.step().load.kv_tiers[0].off_reason
+    assert world.ask(prompt_of(1)) == 16
 
 
 class SlowHost(HostTier):

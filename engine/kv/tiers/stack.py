@@ -5,8 +5,8 @@ found by one lookup.
         └──────save───────────────────────> store   written at once, for other workers
 
 Each tier has a thread of its own, which copies, checks and waits; the engine loop's thread only
-looks up, submits and gets reports. A tier that fails is switched off, for good unless it is shared;
-a tier that does not pay is left alone.
+looks up, submits and gets reports. A tier that fails is switched off, for good unless it is shared
+or was only late; a tier that does not pay is left alone.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Level:
         self.pays = False
         """Set by the engine loop, from what was measured."""
         self.off_reason = ""
+        self.may_return = False
+        """Whether a measurement that succeeds switches the tier on again."""
         self.num_evictions = 0
         self.num_bad_records = 0
         self.num_pending_bytes = 0
@@ -82,10 +84,11 @@ class Level:
     def is_used(self) -> bool:
         return self.pays and not self.off_reason
 
-    def switch_off(self, why: str) -> None:
-        """Log the reason once."""
+    def switch_off(self, why: str, *, may_return: bool = False) -> None:
+        """Log the reason once. A shared tier may return in any case."""
         with self._lock:
             is_new, self.off_reason = not self.off_reason, self.off_reason or why
+            self.may_return = may_return or self.tier.is_shared
         if is_new:
             _log.error("KV tier %s is switched off: %s", self.tier.name, why)
 
@@ -180,7 +183,7 @@ class TierStack:
             level.runner.submit(partial(self._fetch, fetch, segment, begin_s), is_urgent=True)
 
     def probe(self, number: int) -> None:
-        """Measure a tier again; a shared one that is switched off gets another chance."""
+        """Measure a tier again, and switch it on if it may return."""
         self.levels[number].runner.submit(partial(self._probe, number))
 
     def close(self) -> None:
@@ -308,7 +311,7 @@ class TierStack:
     def _probe(self, number: int) -> None:
         level = self.levels[number]
         measured = Measured(number, 0, 0.0)
-        if level.tier.is_shared or not level.off_reason:
+        if level.may_return or not level.off_reason:
             try:
                 measured = self._measure(number, _MEASURED_BLOCKS[-1])
                 level.switch_on()
