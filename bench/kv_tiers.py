@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from baton.client import AsyncClient
 from bench.drive import COLOCATED, DriveOptions, cluster_options, drive, started
@@ -49,13 +49,19 @@ _WITHOUT, _AGAIN, _WITH = "without", "without, again", "with"
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One way through a load. ttft_ms: mean. hit_rate: share of prompt tokens that were cached."""
+    """One way through a load. hit_rate: share of prompt tokens that were cached. ttfts_ms: of each
+    request, in the same order for all targets."""
 
     setting: str
     target: str
-    ttft_ms: float
     hit_rate: float
     requests_per_s: float
+    ttfts_ms: tuple[float, ...]
+
+    @property
+    def ttft_ms(self) -> float:
+        """Mean."""
+        return fmean(self.ttfts_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ def summary(setting: str, target: str, records: Sequence[Record]) -> Pass:
     num_cached = sum(record.num_cached_tokens for record in records)
     num_tokens = sum(record.num_prompt_tokens for record in records)
     seconds = sum(record.end_s - record.sent_s for record in records)
-    return Pass(setting, target, fmean(times), num_cached / num_tokens, len(records) / seconds)
+    return Pass(setting, target, num_cached / num_tokens, len(records) / seconds, tuple(times))
 
 
 def _options(settings: Mapping[str, object], num_blocks: int) -> dict[str, object]:
@@ -218,12 +224,31 @@ def rows(passes: Sequence[Pass]) -> Iterator[tuple[str, ...]]:
                 f"{mean(target, 'hit_rate'):.2f}",
                 f"{mean(target, 'ttft_ms'):.1f}",
                 *(f"{ratio:.2f}" if ratio < 100 else "" for ratio in ratios),
+                f"{_pairs(of[target], of[_WITHOUT]):.2f}",
             )
+
+
+def _pairs(passes: Sequence[Pass], others: Sequence[Pass]) -> float:
+    """Median over requests of the ratio of their times to the first token."""
+    return median(
+        ours / theirs
+        for one, other in zip(passes, others, strict=True)
+        for ours, theirs in zip(one.ttfts_ms, other.ttfts_ms, strict=True)
+    )
 
 
 def section(passes: Sequence[Pass], kept: Restart) -> str:
     """Markdown of the results."""
-    heads = "Setting", "Tiers", "Hit rate", "TTFT, ms", "Hit rate, x", "TTFT, x", "Requests/s, x"
+    heads = (
+        "Setting",
+        "Tiers",
+        "Hit rate",
+        "TTFT, ms",
+        "Hit rate, x",
+        "TTFT, x",
+        "Requests/s, x",
+        "TTFT, x, median",
+    )
     return (
         table(heads, list(rows(passes)))
         + f"\n\nA restart kept {kept.share:.2f} of the bytes on the disk, and "
