@@ -35,7 +35,8 @@ from bench.drive import COLOCATED, DriveOptions, cluster_options, drive, started
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.measure import Record
 from bench.suite.markdown import about, replaced, table
-from bench.workload import TraceEntry, fitted, read_trace, requests_of
+from bench.workload import fitted, requests_of
+from engine.plan.trace import TraceEntry, read_trace
 
 #: Least requests of a conversation.
 _MIN_TURNS = 3

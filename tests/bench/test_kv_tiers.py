@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.kv_tiers import Pass, Restart, conversations, num_prefix_blocks, section, unique
-from bench.workload import TraceEntry, prompt_of
+from bench.workload import prompt_of
+from engine.plan.trace import TraceEntry
 
 
 def entry(at_s: float, *names: int) -> TraceEntry:
