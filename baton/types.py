@@ -379,6 +379,35 @@ class BlockCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class TierLoad:
+    """A tier of KV below a worker's device. Counts are since the start, in blocks."""
+
+    name: str
+    """host, disk or store."""
+    off_reason: str = ""
+    """Why the tier is switched off; empty if it is on."""
+    pays: bool = False
+    """Whether reading from it is faster, as measured, than computing the same tokens. If not, it is
+    neither read nor written."""
+    num_bytes: int = 0
+    """Bytes held now; 0 for a store that workers share."""
+    num_hits: int = 0
+    """Blocks that prompts lacked and the tier had."""
+    num_misses: int = 0
+    """Blocks that prompts lacked and the tier did not have."""
+    num_evictions: int = 0
+    saved_ms: float = 0.0
+    """Estimated time of computing the blocks that were read, less the time of reading them, where
+    that was a gain."""
+    lost_ms: float = 0.0
+    """The same where it was a loss."""
+
+    @property
+    def is_used(self) -> bool:
+        return self.pays and not self.off_reason
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """A worker's load at one moment, as its engine loop saw it."""
 
@@ -407,6 +436,8 @@ class WorkerLoad:
     prefill_tokens_per_s: int = 0
     """Prompt tokens that it would compute now, beside the sequences that decode there; 0 until it
     has measured."""
+    kv_tiers: tuple[TierLoad, ...] = ()
+    """Tiers of KV below the device, fastest first; none unless given by options."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from baton.types import (
     Sampling,
     SequenceSpec,
     Tier,
+    TierLoad,
     TokenLogprobs,
     WorkerIdentity,
     WorkerInfo,
@@ -47,6 +48,7 @@ from baton.types import (
 )
 from baton.v1 import (
     kv_pb2,
+    kv_tiers_pb2,
     numerics_pb2,
     sampling_pb2,
     sequence_pb2,
@@ -66,7 +68,8 @@ def _plain(kind: type[Any], *composed: str) -> tuple[str, ...]:
 _LAYOUT = _plain(KvLayout, "parts", "windowed_layers")
 _NUMERICS = _plain(NumericsClass)
 _INFO = _plain(WorkerInfo, "identity", "tier", "layout", "numerics", "adapters")
-_LOAD = _plain(WorkerLoad, "blocks", "window_slots", "is_draining", "role")
+_LOAD = _plain(WorkerLoad, "blocks", "window_slots", "is_draining", "role", "kv_tiers")
+_TIER_LOAD = _plain(TierLoad)
 _SAMPLING = _plain(Sampling, "logit_bias", "stop_token_ids", "bad_words", "beam")
 _SEQUENCE = _plain(SequenceSpec, "prompt_token_ids", "output_token_ids", "sampling", "num_choices")
 
@@ -153,6 +156,7 @@ def load_to_proto(
         num_cached_window_slots=load.window_slots.cached,
         num_leased_window_slots=load.window_slots.leased,
         role=worker_pb2.Tier.ValueType(load.role or 0),
+        kv_tiers=map(tier_load_to_proto, load.kv_tiers),
     )
 
 
@@ -169,7 +173,16 @@ def load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
         ),
         is_draining=message.state == worker_pb2.WORKER_STATE_DRAINING,
         role=Tier(message.role) if message.role else None,
+        kv_tiers=tuple(map(tier_load_from_proto, message.kv_tiers)),
     )
+
+
+def tier_load_to_proto(load: TierLoad) -> kv_tiers_pb2.KvTierLoad:
+    return kv_tiers_pb2.KvTierLoad(**_values(load, _TIER_LOAD))
+
+
+def tier_load_from_proto(message: kv_tiers_pb2.KvTierLoad) -> TierLoad:
+    return TierLoad(**_values(message, _TIER_LOAD))
 
 
 def sampling_to_proto(sampling: Sampling) -> sampling_pb2.TokenSampling:

@@ -145,7 +145,7 @@ class MethodRun:
             speculation = AlwaysDrafting(speculation._proposer, num_always, clock)
         self._core, _ = decode_core(
             engine,
-            build_pool(options, engine),
+            build_pool(options, engine, bytes(32)),
             CoreLimits(options.max_num_seqs, options.max_num_batched_tokens),
             self._commands,
             build_matchers(options, engine),

@@ -27,7 +27,7 @@ from baton.telemetry import no_telemetry
 from baton.telemetry.spans import trace_of
 from baton.types import Tier, WorkerInfo
 from baton.v1 import inference_pb2, sampling_pb2
-from baton.wire import numerics_to_proto
+from baton.wire import numerics_to_proto, tier_load_to_proto
 from gateway.chat.renderer import ChatRenderer, more_of
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.request import ValidatedRequest
@@ -370,6 +370,7 @@ def _status_of(worker: Worker) -> inference_pb2.WorkerStatus:
         numerics=numerics_to_proto(info.numerics) if info else None,
         num_leased_window_slots=load.window_slots.leased,
         num_window_slots=load.window_slots.total,
+        kv_tiers=map(tier_load_to_proto, load.kv_tiers),
     )
 
 

@@ -74,6 +74,10 @@ class KvSecret:
         """The 32-byte key of the digests of chunks and commits."""
         return self._digest(b"connection", hello, accept)
 
+    def tier_key(self) -> bytes:
+        """The 32-byte key of KV records that workers share in a store."""
+        return blake3(b"tiers", key=self._key).digest()
+
     def is_held_by(self, hello: kv_pb2.KvHello, accept: kv_pb2.KvAccept) -> bool:
         """Check the receiver's proof, in constant time."""
         return hmac.compare_digest(accept.proof, self.receiver_proof(hello, accept))

@@ -12,12 +12,16 @@ the KV of earlier turns, and fetching it may be faster than computing it.
         ──PrefixFetch──> the destination sends them by a handoff of its own
         TicketCommitted: the prompt continues after them
         TicketAborted:   they are computed here
+
+Before that, whatever the source, blocks that a tier of KV has are fetched into the lease; see
+worker_core/prefix_tiers.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest
 from baton.events import Committed, Deferred, Failed, LocalPrefill, Offered
@@ -31,6 +35,7 @@ from worker_core.commands import Destination, Open, SequenceKey
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
 from worker_core.policy import Policy
+from worker_core.prefix_tiers import PrefixTiers
 from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence
 from worker_core.sequence_rules import refusal
 from worker_core.state import CoreState, failed
@@ -71,8 +76,11 @@ class Admission:
         costs: Costs,
         matchers: Matchers,
         handoffs: Handoffs,
+        tiers: PrefixTiers | None = None,
     ) -> None:
+        """tiers: None if KV lies on the device alone."""
         self._state = state
+        self._tiers = tiers
         self._tickets = tickets
         self._limits = limits
         self._costs = costs
@@ -217,20 +225,26 @@ class Admission:
             matcher_future=self._matchers.submit(sampling) if sampling.grammar else None,
         )
         state.put(sequence)
-        num_cached = lease.num_cached_tokens
+        begin, tiers = partial(self._begin, sequence, queued), self._tiers
+        # KV from a tier has no log probabilities of the prompt.
+        is_scored = wants_prompt_logprobs(command.spec)
+        if tiers is None or is_scored or not tiers.fetch(sequence, begin):
+            begin()
+        return None
+
+    def _begin(self, sequence: WorkerSequence, queued: _Queued) -> None:
+        """Compute or await the tokens that are not cached."""
+        state, command, num_cached = self._state, queued.command, sequence.num_computed_tokens
         if not self._is_computed_here(command, num_cached):
             self._offer(sequence, command.source)
-            return None
+            return
         if command.source is not KvSource.HANDOFF:
-            sequence.prefill = LocalPrefillProgress(
-                queued.arrived_s, self._state.clock(), num_cached
-            )
+            sequence.prefill = LocalPrefillProgress(queued.arrived_s, state.clock(), num_cached)
         state.emit(sequence, LocalPrefill(num_cached))
         if sequence.destination:
             self._fetch_prefix(sequence, sequence.destination)
             layers = range(state.spec.layout.num_layers)
             self._handoffs.send_computed(sequence, range(num_cached), layers)
-        return None
 
     def _lease(self, command: Open) -> BlockLease | Deferred:
         state, spec = self._state, command.spec

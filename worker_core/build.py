@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -78,16 +77,16 @@ def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
     return HeadFiles(method, resolve_checkpoint(str(options.speculative_model)))
 
 
-def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
-    """The pool over an engine's blocks, with a secret of this boot. Prefix caching is off for
-    models that cannot continue from a prefix."""
+def build_pool(options: EngineOptions, engine: Engine, secret: bytes) -> BlockPool:
+    """The pool over an engine's blocks. secret: 32 random bytes. Prefix caching is off for models
+    that cannot continue from a prefix."""
     groups = engine.kv.groups
     if groups.cannot_rewind and options.enable_prefix_caching:
         _log.info("prefix caching is off: %s has %s", options.model_name, groups.cannot_rewind)
     return BlockPool(
         engine.spec.num_blocks,
         groups,
-        secret=secrets.token_bytes(32),
+        secret=secret,
         allocators=groups.allocators(engine.kv.slot_tables),
         enable_prefix_caching=options.enable_prefix_caching and not groups.cannot_rewind,
     )

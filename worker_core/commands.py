@@ -10,6 +10,7 @@ from baton.events import SequenceEvent
 from baton.types import KvSource, SequenceSpec
 from engine.interface import DeviceLost
 from engine.kv.ledger import ListBlocks
+from engine.kv.tiers.stack import TierReport
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted, TicketOffered
 from worker_core.policy import Policy
@@ -96,6 +97,7 @@ Command = (
     | ListBlocks
     | KnownSequences
     | DeviceLost
+    | TierReport
 )
 
 

@@ -9,6 +9,7 @@ sender or launch in flight can access it any more.
     admission.py   which sequences are admitted, and the source of their KV
     scheduler.py   which sequences run, and which are preempted
     handoff.py     KV transfers to other workers
+    prefix_tiers.py  prefixes that move to tiers of KV and back
     preemption.py  swaps to host memory, or release for another worker
     steps.py       from grants to samples, one step ahead
     drafting.py    drafts in a step's spare tokens
@@ -29,6 +30,7 @@ from engine.grammar import Matchers, with_grammar_ready
 from engine.interface import DeviceLost, Engine
 from engine.kv.ledger import ListBlocks, num_orphan_blocks
 from engine.kv.pool import BlockPool
+from engine.kv.tiers.stack import Fetched, Measured, Saved, TierStack
 from kv_transfer.sender import KvSender, SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted, TicketOffered
 from kv_transfer.ticket_group import Tickets
@@ -51,6 +53,7 @@ from worker_core.loop import StepResult
 from worker_core.output import OutputProcessor
 from worker_core.policy import Policy
 from worker_core.preemption import Preemption
+from worker_core.prefix_tiers import PrefixTiers
 from worker_core.scheduler import Budget, StepPlan, plan_step
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.speculation.interface import Speculation
@@ -66,7 +69,7 @@ class CoreDeps:
     seconds.
 
     costs: None to start without measurements. beat: called with a step's number of tokens, before
-    the step and at each group of layers within it.
+    the step and at each group of layers within it. tiers: of KV below the device, if any.
     """
 
     engine: Engine
@@ -79,6 +82,7 @@ class CoreDeps:
     beat: Callable[[int], None] = lambda _num_tokens: None
     speculation: Speculation | None = None
     costs: Costs | None = None
+    tiers: TierStack | None = None
 
 
 class WorkerCore:
@@ -110,6 +114,10 @@ class WorkerCore:
             # Drafting needs the last tokens, so no step is launched ahead.
             1 if deps.speculation else limits.max_num_launches,
         )
+        self._tiers: PrefixTiers | None = None
+        if deps.tiers:
+            groups = deps.engine.spec.groups
+            self._tiers = PrefixTiers(deps.tiers, deps.pool, groups, self._costs, deps.clock)
         self._admission = Admission(
             self._state,
             deps.tickets,
@@ -117,6 +125,7 @@ class WorkerCore:
             self._costs,
             deps.matchers,
             self._handoffs,
+            self._tiers,
         )
         self._preemption = Preemption(self._state, self._costs, self._handoffs)
         self._num_orphans = 0
@@ -126,6 +135,8 @@ class WorkerCore:
         self._handoffs.heartbeat()
         for command in commands:
             self._apply(command)
+        if self._tiers:
+            self._tiers.step()
         has_come = self._preemption.bring_back() | self._admission.admit_queued()
         has_run = self._run_ahead() or self._run_alone()
         return StepResult(
@@ -204,6 +215,9 @@ class WorkerCore:
                 reply(ledger_of(self._state))
             case KnownSequences():
                 self._end_orphans(command)
+            case Saved() | Fetched() | Measured():
+                if self._tiers:
+                    self._tiers.on_report(command)
             case DeviceLost():
                 # Detected by a transfer's thread; ends the worker like a failure in a step.
                 raise command
@@ -272,4 +286,5 @@ class WorkerCore:
             prefill_tokens_per_s=self._costs.prefill_tokens_per_s(
                 state.num_decoding, self._limits.max_num_batched_tokens
             ),
+            kv_tiers=self._tiers.loads() if self._tiers else (),
         )

@@ -129,8 +129,8 @@ class Costs:
         copy_s = self.copy.predict(num_bytes) * 2
         if not self.copy.num_observations:
             copy_s = num_bytes / _ASSUMED_COPY_BYTES_PER_S
-        recompute = self.handoff if self.handoff.num_observations else self._prefill
-        return not recompute.num_observations or copy_s < recompute.predict(num_tokens)
+        recompute_s = self.recompute_s(num_tokens)
+        return recompute_s is None or copy_s < recompute_s
 
     def is_fetch_cheaper(self, num_tokens: int) -> bool:
         """Whether fetching is estimated faster than computing `num_tokens` prompt tokens, or is due
@@ -143,6 +143,12 @@ class Costs:
         self._num_fetch_chances += 1
         is_try = self._num_fetch_chances % _TRY_EVERY == 0
         return is_try or fetch_s < self._prefill.predict(num_tokens)
+
+    def recompute_s(self, num_tokens: int) -> float | None:
+        """Estimated seconds of computing the KV of `num_tokens` tokens anew, in the prefill tier if
+        this worker uses it; None before the first measurement."""
+        recompute = self.handoff if self.handoff.num_observations else self._prefill
+        return recompute.predict(num_tokens) if recompute.num_observations else None
 
 
 def _per_s(num_tokens: int, seconds: float) -> int:

@@ -19,6 +19,7 @@ from engine.interface import (
     wants_prompt_logprobs,
 )
 from engine.kv.lease import BlockCopy, BlockLease
+from engine.kv.tiers.fetch import Fetch
 from engine.token_counts import TokenCounts
 from worker_core.commands import Destination, SequenceKey
 
@@ -32,7 +33,7 @@ class Stage(enum.Enum):
                           +---------------------------+  with a destination, at its first tokens
 
     AWAITING_KV: all its KV arrives by a ticket.
-    FETCHING: a prefix of it arrives from its destination.
+    FETCHING: a prefix of it arrives from its destination, or from a tier of KV.
     RUNNING: from the start for a prompt that is computed here.
     SWAPPED: holds no blocks.
     CLOSING: ended or cancelled, from any stage, while a ticket or a launch may still write its
@@ -133,6 +134,8 @@ class WorkerSequence:
     Handoff events use its handle, since other choices may have ended."""
     ticket_id: int | None = None
     offered_s: float = 0.0
+    fetch: Fetch | None = None
+    """Set while a tier of KV may write its blocks; cancelled before they are released."""
     matcher_future: MatcherFuture | None = None
     """None without a grammar."""
     matcher: Matcher | None = None

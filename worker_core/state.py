@@ -224,6 +224,9 @@ class CoreState:
             self.forget(group)
             self.swap.drop(group.key)
             return
+        if group.fetch:
+            group.fetch.cancel()
+            group.fetch = None
         if group.stage is not Stage.CLOSING:
             group.lease.index(group.token_ids, group.num_computed_tokens)
         if group.is_busy:

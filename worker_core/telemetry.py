@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
@@ -10,7 +11,7 @@ from baton import __version__
 from baton.config import WorkerOptions
 from baton.telemetry import Telemetry, TelemetrySettings, names, open_telemetry
 from baton.telemetry.metrics import observe_build, observe_numerics
-from baton.types import BlockCounts, WorkerLoad
+from baton.types import BlockCounts, TierLoad, WorkerLoad
 from engine.interface import EngineSpec
 from worker_core.loop import LoadBoard
 
@@ -90,7 +91,36 @@ def observe_worker(meter: Meter, board: LoadBoard) -> None:
         [slots],
         description="Slots for windowed layers' KV by state, where it lies apart.",
     )
+    _observe_tiers(meter, board)
     meter.create_observable_counter("baton.engine.steps", [steps], description="Engine steps.")
+
+
+#: Metrics of a tier of KV: name, whether it only grows, text, unit, and how to read it.
+_OF_TIERS: tuple[tuple[str, bool, str, str, Callable[[TierLoad], float]], ...] = (
+    ("on", False, "1 if the tier is used: it works, and reading it pays.", "", lambda t: t.is_used),
+    ("bytes", False, "Bytes held.", "By", lambda t: t.num_bytes),
+    ("hits", True, "Blocks that prompts lacked and the tier had.", "", lambda t: t.num_hits),
+    ("misses", True, "Blocks that prompts lacked, as did the tier.", "", lambda t: t.num_misses),
+    ("evictions", True, "Blocks given up for others.", "", lambda t: t.num_evictions),
+    ("saved", True, "Estimated time saved by reads.", "s", lambda t: t.saved_ms / 1e3),
+    ("lost", True, "Estimated time lost by reads.", "s", lambda t: t.lost_ms / 1e3),
+)
+
+
+def _observe_tiers(meter: Meter, board: LoadBoard) -> None:
+    """Have the tiers of KV observed, by name; nothing without any."""
+
+    def observed(
+        options: CallbackOptions,  # noqa: ARG001
+        read: Callable[[TierLoad], float],
+    ) -> Iterable[Observation]:
+        tiers = board.load.kv_tiers
+        return [Observation(float(read(tier)), {names.KV_TIER: tier.name}) for tier in tiers]
+
+    for name, grows, text, unit, read in _OF_TIERS:
+        create = meter.create_observable_counter if grows else meter.create_observable_gauge
+        callback = partial(observed, read=read)
+        create(f"baton.kv.tier.{name}", [callback], description=text, unit=unit)
 
 
 def _by_state(counts: BlockCounts) -> list[Observation]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from baton.telemetry import Telemetry
 from baton.types import NumericsRule, Tier, WorkerLoad
 from engine.grammar import Matchers
 from engine.interface import Engine, EngineSpec
+from engine.kv.tiers.stack import TierStack
 from kv_transfer.device_memory import warm_up_copies
 from kv_transfer.kv_secret import KvSecret
 from worker_core.admission import CoreLimits
@@ -35,6 +37,7 @@ from worker_core.server import WorkerServer, describe, new_identity
 from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace
 from worker_core.telemetry import open_worker_telemetry
+from worker_core.tier_build import build_tiers
 from worker_core.worker_service import WorkerServicer, services
 
 #: Objects that a step makes for each of its sequences and that live until it is over, or until the
@@ -139,7 +142,10 @@ class Worker:
             self._transports = channel.transports
             matchers = build_matchers(options, tier.engine)
             undo.callback(matchers.close)
-            core = self._make_core(channel, matchers)
+            tiers = build_tiers(options, tier.engine, self._submit)
+            if tiers:
+                undo.callback(tiers.close)
+            core = self._make_core(channel, matchers, tiers)
             self._loop: EngineLoop[Command, StreamEvent] = EngineLoop(
                 core, self._deliver, self._heartbeat, name="worker-engine"
             )
@@ -178,11 +184,14 @@ class Worker:
         if self._recorder:
             self._recorder.on_step(events)
 
-    def _make_core(self, channel: KvChannel, matchers: Matchers) -> WorkerCore:
+    def _make_core(
+        self, channel: KvChannel, matchers: Matchers, tiers: TierStack | None
+    ) -> WorkerCore:
         options, tier = self._options, self._tier
+        secret = tiers.secret if tiers else secrets.token_bytes(32)
         deps = CoreDeps(
             engine=tier.engine,
-            pool=build_pool(options, tier.engine),
+            pool=build_pool(options, tier.engine, secret),
             tickets=channel.tickets,
             sender=channel.sender,
             swap=SwapSpace(tier.engine.kv, tier.swap_bytes),
@@ -190,6 +199,7 @@ class Worker:
             clock=time.monotonic,
             beat=self._heartbeat.beat,
             speculation=tier.speculation,
+            tiers=tiers,
         )
         limits = CoreLimits(
             options.max_num_seqs, options.max_num_batched_tokens, tier.max_num_launches

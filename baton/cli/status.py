@@ -97,7 +97,7 @@ def _print_tables(models: tuple[Model, ...]) -> None:
         defaults = model.sampling_defaults.given
         if defaults:
             typer.echo(f"sampling defaults of the model: {describe_values(defaults)}")
-        for line in numerics_lines(model.workers):
+        for line in (*numerics_lines(model.workers), *tier_lines(model.workers)):
             typer.echo(line)
 
 
@@ -135,6 +135,21 @@ def numerics_lines(workers: Sequence[WorkerStatus]) -> Iterator[str]:
             f"{len(names_of)} numerics classes: tokens may differ between workers where two are "
             "nearly as likely; level the CPUs with BATON_CPU_LEVEL, or give --numerics=strict"
         )
+
+
+def tier_lines(workers: Sequence[WorkerStatus]) -> Iterator[str]:
+    """One line per tier of KV of each worker."""
+    for worker in workers:
+        for tier in worker.kv_tiers:
+            state = f"off: {tier.off_reason}" if tier.off_reason else ""
+            parts = (
+                state or ("on" if tier.pays else "not used: computing is faster"),
+                f"{tier.num_bytes / 2**20:.0f} MiB",
+                f"{tier.num_hits} blocks hit, {tier.num_misses} missed",
+                f"{tier.num_evictions} evicted",
+                f"{tier.saved_ms / 1e3:.1f} s saved, {tier.lost_ms / 1e3:.1f} s lost",
+            )
+            yield f"{worker.worker_id} {tier.name}: {'; '.join(parts)}"
 
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from baton.errors import (
 )
 from baton.rpc.tls import TlsFiles
 from baton.sampling_params import BeamSearch, SamplingOptions, SamplingParams, StructuredOutput
-from baton.types import FinishReason, NumericsClass, TokenLogprobs
+from baton.types import FinishReason, NumericsClass, TierLoad, TokenLogprobs
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -74,6 +74,7 @@ __all__ = [
     "SamplingOptions",
     "SamplingParams",
     "StructuredOutput",
+    "TierLoad",
     "TimeToFirstToken",
     "Timing",
     "TlsFiles",

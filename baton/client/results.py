@@ -9,7 +9,13 @@ from typing import Any, TypeVar
 
 from baton.errors import BatonError
 from baton.sampling_params import SamplingParams
-from baton.types import UNKNOWN_NUMERICS, FinishReason, NumericsClass, TokenLogprobs
+from baton.types import (
+    UNKNOWN_NUMERICS,
+    FinishReason,
+    NumericsClass,
+    TierLoad,
+    TokenLogprobs,
+)
 from baton.v1 import inference_pb2, sampling_pb2
 
 
@@ -159,6 +165,7 @@ class WorkerStatus:
     numerics: NumericsClass = UNKNOWN_NUMERICS
     num_leased_window_slots: int = 0
     num_window_slots: int = 0
+    kv_tiers: tuple[TierLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +183,7 @@ class Model:
     """Base model of a LoRA adapter; empty for a model itself."""
 
 
-_T = TypeVar("_T", Usage, TimeToFirstToken, Timing, WorkerStatus)
+_T = TypeVar("_T", Usage, TimeToFirstToken, Timing, WorkerStatus, TierLoad)
 
 
 def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
@@ -245,7 +252,8 @@ def _sampling_of(message: sampling_pb2.SamplingParams) -> SamplingParams:
 def _worker_status(message: inference_pb2.WorkerStatus) -> WorkerStatus:
     found = message.numerics
     numerics = NumericsClass(found.device, found.level, found.dtype, found.kernels)
-    return replace(_same_fields(WorkerStatus, message), numerics=numerics)
+    tiers = tuple(_same_fields(TierLoad, tier) for tier in message.kv_tiers)
+    return replace(_same_fields(WorkerStatus, message), numerics=numerics, kv_tiers=tiers)
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 ADVANCED = frozenset(
     {
         *("client_stall_timeout_s", "worker_stall_timeout_s", "ticket_lease_s", "ticket_offer_s"),
+        *("kv_disk_dir", "kv_disk_bytes", "kv_store_url"),
         *("kv_num_lanes", "kv_transfer_dtype", "advertise_host"),
         *("max_cudagraph_capture_size", "enforce_eager", "async_scheduling", "reuse_port"),
         *("oracle_step_ms", "oracle_token_us", "oracle_window", "oracle_has_states"),

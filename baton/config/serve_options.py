@@ -10,6 +10,7 @@ from baton.config.decode_options import DecodeTierOptions
 from baton.config.engine_options import EngineOptions
 from baton.config.fields import BlockSize, Count, Devices
 from baton.config.gateway_options import FrontDoorOptions
+from baton.config.kv_tier_options import KvTierOptions
 from baton.config.options import LivenessOptions, NumericsOptions
 from baton.config.worker_options import HandoffOptions, PeerOptions, PrefillTierOptions
 
@@ -18,6 +19,7 @@ class ServeOptions(
     EngineOptions,
     PrefillTierOptions,
     DecodeTierOptions,
+    KvTierOptions,
     HandoffOptions,
     FrontDoorOptions,
     LivenessOptions,

@@ -20,6 +20,7 @@ from baton.config.fields import (
     Seconds,
     Transport,
 )
+from baton.config.kv_tier_options import KvTierOptions
 from baton.config.options import (
     LivenessOptions,
     NumericsOptions,
@@ -114,6 +115,7 @@ class WorkerOptions(
     NodeOptions,
     EngineOptions,
     SchedulingOptions,
+    KvTierOptions,
     HandoffOptions,
     RegistryOptions,
     LivenessOptions,

@@ -218,6 +218,7 @@ def plan_workers(
             "port": 0,
             "gpu_memory_utilization": share,
             **({} if gpu is None else {"device": f"cuda:{gpu}"}),
+            **({"kv_disk_dir": str(Path(each.kv_disk_dir, name))} if each.kv_disk_dir else {}),
             **_metrics_port_of(options, name),
         }
         return _child(cls, each, programs.prefill if is_prefill else programs.decode, name, own)

@@ -3,6 +3,7 @@
 isort:skip_file
 The public service: text or tokens in, a stream of tokens and text out."""
 
+from baton.v1 import kv_tiers_pb2 as kv_tiers_pb2
 from baton.v1 import numerics_pb2 as numerics_pb2
 from baton.v1 import sampling_pb2 as sampling_pb2
 from collections import abc as abc
@@ -825,6 +826,7 @@ class WorkerStatus(message.Message):
     NUMERICS_FIELD_NUMBER: builtins.int
     NUM_LEASED_WINDOW_SLOTS_FIELD_NUMBER: builtins.int
     NUM_WINDOW_SLOTS_FIELD_NUMBER: builtins.int
+    KV_TIERS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Name of the worker; empty until it was first reached."""
     address: builtins.str
@@ -861,6 +863,10 @@ class WorkerStatus(message.Message):
     def numerics(self) -> numerics_pb2.NumericsClass:
         """How it rounds; as it was last reached."""
 
+    @builtins.property
+    def kv_tiers(self) -> containers.RepeatedCompositeFieldContainer[kv_tiers_pb2.KvTierLoad]:
+        """Tiers of KV below its device, fastest first; none unless it has them."""
+
     def __init__(
         self,
         *,
@@ -881,9 +887,10 @@ class WorkerStatus(message.Message):
         numerics: numerics_pb2.NumericsClass | None = ...,
         num_leased_window_slots: builtins.int = ...,
         num_window_slots: builtins.int = ...,
+        kv_tiers: abc.Iterable[kv_tiers_pb2.KvTierLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "block_size", b"block_size", "local_prefill_threshold", b"local_prefill_threshold", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_in_flight", b"num_in_flight", "num_leased_blocks", b"num_leased_blocks", "num_leased_window_slots", b"num_leased_window_slots", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_window_slots", b"num_window_slots", "numerics", b"numerics", "reason", b"reason", "state", b"state", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "block_size", b"block_size", "kv_tiers", b"kv_tiers", "local_prefill_threshold", b"local_prefill_threshold", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_in_flight", b"num_in_flight", "num_leased_blocks", b"num_leased_blocks", "num_leased_window_slots", b"num_leased_window_slots", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_window_slots", b"num_window_slots", "numerics", b"numerics", "reason", b"reason", "state", b"state", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

@@ -46,6 +46,9 @@ class Blocks:
         self.groups = groups
         self.free = deque(range(num_blocks))
         self.cached: OrderedDict[int, None] = OrderedDict()
+        self.unsaved: OrderedDict[int, None] | None = None
+        """Cached blocks not yet given to the tiers, in the order of `cached`; None without tiers.
+        """
         self.references = [0] * num_blocks
         self.gives_back = not groups.keeps_all_blocks
         """Whether sequences give back blocks that they no longer need; otherwise they give back
@@ -71,7 +74,8 @@ class Blocks:
         if self.free:
             block_id = self.free.popleft()
         else:
-            block_id, _ = self.cached.popitem(last=False)
+            block_id = next(iter(self.cached))
+            self._uncache(block_id)
             self.index.remove(block_id)
             for allocator in self.allocators:
                 allocator.on_evicted(block_id)
@@ -80,7 +84,7 @@ class Blocks:
 
     def hold(self, block_id: int) -> None:
         """Add a reference of one lease."""
-        self.cached.pop(block_id, None)
+        self._uncache(block_id)
         self.references[block_id] += 1
 
     def give_back(self, block_id: int) -> None:
@@ -92,14 +96,21 @@ class Blocks:
             allocator.on_freed(block_id)
         if block_id in self.index.by_block:
             self.cached[block_id] = None
+            if self.unsaved is not None:
+                self.unsaved[block_id] = None
         else:
             self.free.append(block_id)
 
     def on_unindexed(self, block_id: int) -> None:
         """Free a block that left the prefix index, if no lease holds it."""
         if not self.references[block_id]:
-            del self.cached[block_id]
+            self._uncache(block_id)
             self.free.append(block_id)
+
+    def _uncache(self, block_id: int) -> None:
+        self.cached.pop(block_id, None)
+        if self.unsaved:
+            self.unsaved.pop(block_id, None)
 
     def first_needed(self, num_full_blocks: int) -> int:
         """Index of the first block that a sequence of num_full_blocks full blocks still needs in

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.kv.block_table import BlockTable
 from engine.kv.blocks import Blocks
+from engine.kv.prefix_index import BlockIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class BlockLease:
         "_own_start",
         "num_cached_tokens",
         "slots",
+        "tenant",
         "whole_start",
     )
 
@@ -46,10 +48,12 @@ class BlockLease:
         whole_start: int,
         first_held: int,
         slots: tuple[set[int], ...],
+        tenant: bytes,
     ) -> None:
         """num_indexed: leading blocks in the prefix index. last_key: chain key of the last of them,
         or of the tenant; None disables indexing. first_held: index of the first block that the
-        lease holds. slots: by allocator, block table indices with slots."""
+        lease holds. slots: by allocator, block table indices with slots. tenant: prefix key of the
+        sequence."""
         self._blocks = blocks
         self._block_ids = BlockTable(block_ids, blocks.num_blocks)
         self.num_cached_tokens = num_indexed * blocks.size
@@ -58,6 +62,7 @@ class BlockLease:
         """First token from which all groups have KV; groups that keep fewer may lack it before."""
         self._first_held = first_held
         self.slots = slots
+        self.tenant = tenant
         self._last_key = last_key
         self._is_live = True
         # Tokens [own_start, own_end) lie in blocks that no other lease has. Most writes are within
@@ -146,7 +151,7 @@ class BlockLease:
         num_indexed = self.num_cached_tokens // blocks.size
         return BlockLease(
             *(blocks, block_ids, num_indexed, self._last_key, self.whole_start),
-            *(self._first_held, slots),
+            *(self._first_held, slots, self.tenant),
         )
 
     def reserve(self, first_token: int, end_token: int) -> bool:
@@ -234,14 +239,26 @@ class BlockLease:
             tokens = token_ids[place * size : (place + 1) * size]
             is_whole = place * size >= self.whole_start
             self.num_cached_tokens = (place + 1) * size
+            identity = index.link(self.tenant, self._last_key, tokens)
+            self._last_key = identity.key
             if self._blocks.gives_back and not is_whole:
-                self._last_key, _ = index.link(self._last_key, tokens)
                 continue
-            self._last_key, replaced = index.add(self._last_key, tokens, block_ids[place], is_whole)
+            replaced = index.add(identity, block_ids[place], is_whole)
             if replaced is not None:
                 self._blocks.on_unindexed(replaced)
         # Indexed blocks may be shared from now on.
         self._own_start = max(self._own_start, self.num_cached_tokens)
+
+    def unindexed(self, token_ids: Sequence[int]) -> Iterator[BlockIdentity]:
+        """Identities of the full blocks of `token_ids` after the indexed ones, in order; none if
+        nothing is indexed for this sequence."""
+        size, parent = self._blocks.size, self._last_key
+        if parent is None:
+            return
+        for end in range(self.num_cached_tokens + size, len(token_ids) + 1, size):
+            tokens = token_ids[end - size : end]
+            yield (identity := self._blocks.index.link(self.tenant, parent, tokens))
+            parent = identity.key
 
     def release(self) -> None:
         """Give the blocks back, last first, so that eviction takes a prefix from its end. Raises

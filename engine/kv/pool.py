@@ -20,7 +20,7 @@ must not be read or written through. Blocks that were given back stay cached.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from baton.types import BlockCounts
@@ -28,7 +28,7 @@ from engine.kv.blocks import Blocks
 from engine.kv.groups.group import GroupAllocator, raise_faults
 from engine.kv.layout import LayerGroups
 from engine.kv.lease import BlockLease
-from engine.kv.prefix_index import NO_PREFIX
+from engine.kv.prefix_index import NO_PREFIX, PrefixBlock
 
 
 class BlockPool:
@@ -140,7 +140,9 @@ class BlockPool:
         places = range(first_whole, num_shared)
         slots = tuple(allocator.begin(block_ids, places) for allocator in self._blocks.allocators)
         whole_start = first_whole * self.block_size
-        return BlockLease(blocks, block_ids, num_shared, found.last_key, whole_start, first, slots)
+        return BlockLease(
+            *(blocks, block_ids, num_shared, found.last_key, whole_start, first, slots, tenant)
+        )
 
     def num_exclusive_blocks(self, leases: Sequence[BlockLease]) -> int:
         """Blocks that become available if all of `leases` are released."""
@@ -158,6 +160,26 @@ class BlockPool:
         references = self._blocks.references
         num_kept = sum(references[block_id] == count for block_id, count in shared.items())
         return num_blocks - num_kept
+
+    # Blocks to save before they are evicted
+
+    def watch_cached(self) -> None:
+        """Record which cached blocks have not been returned by take_unsaved yet."""
+        self._blocks.unsaved = OrderedDict()
+
+    def take_unsaved(self, max_num_blocks: int) -> list[PrefixBlock]:
+        """The cached blocks that are evicted next, of those not returned before. A block that is
+        used again, and then cached, is returned again."""
+        unsaved, taken = self._blocks.unsaved, list[PrefixBlock]()
+        while unsaved and len(taken) < max_num_blocks:
+            block_id, _ = unsaved.popitem(last=False)
+            taken.append(self._blocks.index.by_block[block_id])
+        return taken
+
+    def is_indexed(self, block: PrefixBlock) -> bool:
+        """Whether the block has held this KV without interruption since `block` was returned. May
+        be called from another thread: a block leaves the index before it is written."""
+        return self._blocks.index.by_block.get(block.block_id) is block
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block is in exactly one state and reference counts match
@@ -177,6 +199,7 @@ class BlockPool:
                 "a block is lost": len(free | cached | leased) != self.num_blocks,
                 "a free block is indexed": not free.isdisjoint(indexed),
                 "a cached block is not indexed": not cached <= indexed,
+                "a block to save is not cached": not cached.issuperset(self._blocks.unsaved or ()),
             }
         )
         whole = {block.block_id for block in self._blocks.index.by_block.values() if block.is_whole}

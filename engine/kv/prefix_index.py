@@ -21,13 +21,21 @@ from blake3 import blake3
 from engine.kv.layout import LayerGroups
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixBlock:
-    """An indexed full block. is_whole: whether it has the KV of all groups."""
+class BlockIdentity(NamedTuple):
+    """Whose KV a full block has. key: chain key of its tokens and all before; parent: of those
+    before; tokens: native 32-bit words; tenant: prefix key of the owner."""
 
     key: bytes
     parent: bytes
     tokens: bytes
+    tenant: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixBlock:
+    """An indexed full block. is_whole: whether it has the KV of all groups."""
+
+    identity: BlockIdentity
     block_id: int
     is_whole: bool
 
@@ -64,14 +72,14 @@ class PrefixIndex:
         blocks: list[PrefixBlock | None] = []
         size = self._block_size
         for start in range(0, len(token_ids) - size + 1, size):
-            key, tokens = self.link(last_key, token_ids[start : start + size])
-            found = self._by_key.get(key)
-            if found and (found.tokens != tokens or found.parent != last_key):
+            wanted = self.link(tenant, last_key, token_ids[start : start + size])
+            found = self._by_key.get(wanted.key)
+            if found and found.identity != wanted:
                 found = None
             if found is None and self._groups.keeps_all_blocks:
                 break
             blocks.append(found)
-            last_key = key
+            last_key = wanted.key
         num_blocks, first_whole = len(blocks), 0
         if self._groups.has_partial:
             num_blocks, first_whole = self._usable(blocks)
@@ -79,7 +87,7 @@ class PrefixIndex:
         if last is None or num_blocks * size < min_num_tokens:
             return Prefix((), root)
         block_ids = [block.block_id if block else 0 for block in blocks[:num_blocks]]
-        return Prefix(block_ids, last.key, first_whole)
+        return Prefix(block_ids, last.identity.key, first_whole)
 
     def _usable(self, blocks: Sequence[PrefixBlock | None]) -> tuple[int, int]:
         """(number of blocks that a sequence can resume from, index of the first whole one)."""
@@ -92,21 +100,18 @@ class PrefixIndex:
                 num_usable, first_usable = index + 1, first_whole
         return num_usable, first_usable
 
-    def add(
-        self, parent: bytes, token_ids: Sequence[int], block_id: int, is_whole: bool = True
-    ) -> tuple[bytes, int | None]:
-        """Index a full block after the prefix with key `parent`, unless an equal block at least as
-        whole is indexed. Returns its key, and the block that it replaces, if any."""
-        key, tokens = self.link(parent, token_ids)
-        before = self._by_key.get(key)
+    def add(self, identity: BlockIdentity, block_id: int, is_whole: bool = True) -> int | None:
+        """Index a full block, unless an equal block at least as whole is indexed. Returns the block
+        that it replaces, if any."""
+        before = self._by_key.get(identity.key)
         if before and (before.is_whole or not is_whole):
-            return key, None
-        block = PrefixBlock(key, parent, tokens, block_id, is_whole)
-        self._by_key[key] = self.by_block[block_id] = block
+            return None
+        block = PrefixBlock(identity, block_id, is_whole)
+        self._by_key[identity.key] = self.by_block[block_id] = block
         if before is None:
-            return key, None
+            return None
         del self.by_block[before.block_id]
-        return key, before.block_id
+        return before.block_id
 
     def is_whole(self, block_id: int) -> bool:
         """Whether the block is indexed with the KV of all groups."""
@@ -118,15 +123,15 @@ class PrefixIndex:
         block = self.by_block.get(block_id)
         if block is not None:
             partial = replace(block, is_whole=False)
-            self._by_key[block.key] = self.by_block[block_id] = partial
+            self._by_key[block.identity.key] = self.by_block[block_id] = partial
 
     def remove(self, block_id: int) -> None:
         """Remove a block that is about to be overwritten."""
         block = self.by_block.pop(block_id)
-        del self._by_key[block.key]
+        del self._by_key[block.identity.key]
 
-    def link(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, bytes]:
-        """Key of the block with `token_ids` after the prefix with key `parent`, and the ids as
-        native 32-bit words, as hashed and compared."""
+    def link(self, tenant: bytes, parent: bytes, token_ids: Sequence[int]) -> BlockIdentity:
+        """Identity of the block with `token_ids` after the prefix with key `parent`."""
         tokens = array("I", token_ids).tobytes()
-        return blake3(parent + tokens, key=self._secret).digest(), tokens
+        key = blake3(parent + tokens, key=self._secret).digest()
+        return BlockIdentity(key, parent, tokens, tenant)

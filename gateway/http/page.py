@@ -109,6 +109,20 @@ class Page:
                     "num_blocks": worker.num_blocks,
                     "leased_window_slots": worker.num_leased_window_slots,
                     "num_window_slots": worker.num_window_slots,
+                    "kv_tiers": [
+                        {
+                            "name": tier.name,
+                            "off_reason": tier.off_reason,
+                            "pays": tier.pays,
+                            "num_bytes": tier.num_bytes,
+                            "num_hits": tier.num_hits,
+                            "num_misses": tier.num_misses,
+                            "num_evictions": tier.num_evictions,
+                            "saved_ms": tier.saved_ms,
+                            "lost_ms": tier.lost_ms,
+                        }
+                        for tier in worker.kv_tiers
+                    ],
                 }
                 for worker in workers.values()
             ],

@@ -28,6 +28,7 @@ from baton.types import (
     KvLayout,
     Sample,
     Tier,
+    TierLoad,
     TokenLogprobs,
     WorkerLoad,
 )
@@ -116,6 +117,20 @@ LOADS = st.builds(
     window_slots=COUNTS,
     is_draining=st.booleans(),
     role=st.none() | st.sampled_from([Tier.PREFILL, Tier.DECODE]),
+    kv_tiers=st.lists(
+        st.builds(
+            TierLoad,
+            name=st.sampled_from(["host", "disk", "store"]),
+            off_reason=st.text(),
+            pays=st.booleans(),
+            num_bytes=IDS,
+            num_hits=IDS,
+            num_misses=IDS,
+            num_evictions=IDS,
+            saved_ms=st.floats(0, 1e9),
+            lost_ms=st.floats(0, 1e9),
+        )
+    ).map(tuple),
 )
 
 

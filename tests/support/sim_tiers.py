@@ -22,6 +22,8 @@ from engine.kv.groups.state import StateSlots
 from engine.kv.groups.window import WindowSlots
 from engine.kv.layout import groups_of
 from engine.kv.pool import BlockPool
+from engine.kv.tiers.interface import Tier
+from engine.kv.tiers.stack import TierStack
 from engine.oracle import (
     FULL_LAYERS,
     OracleEngine,
@@ -36,6 +38,7 @@ from kv_transfer.ticket import TicketEvent
 from kv_transfer.ticket_table import TicketRules, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
 from tests.support.grammar_walks import small_vocabulary
+from tests.support.kv_tiers import StepRunner, host_tier, tier_stack
 from tests.support.sim_kv_ranks import KvOfRanks
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Destination, Open, StreamEvent
@@ -70,6 +73,8 @@ class SimShape:
     """Ranks that send and receive the KV of some layers each."""
     swap_bytes: int = 0
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
+    host_blocks: int = 0
+    """Blocks of a tier in host memory, which always pays."""
     num_pool_blocks: int = 0
     """Blocks that sequences may have, if fewer than the engine's."""
     layers: OracleLayers = FULL_LAYERS
@@ -203,6 +208,13 @@ class EagerFetches(Costs):
         return num_tokens >= self._min_tokens
 
 
+class DearPrompts(EagerFetches):
+    """Finds computing a token take a second: any tier pays."""
+
+    def recompute_s(self, num_tokens: int) -> float | None:
+        return float(num_tokens)
+
+
 @dataclass
 class SimWorker:
     """A worker: put commands into `inbox`, call step."""
@@ -220,6 +232,8 @@ class SimWorker:
     beat: Callable[[int], None] = lambda _num_tokens: None
     inbox: list[Command] = field(default_factory=list)
     on_command: Callable[[], None] = lambda: None
+    make_tiers: Callable[[Engine], Sequence[Tier]] | None = None
+    """Tiers of KV in place of the shape's. Their jobs run when the test says."""
 
     def __post_init__(self) -> None:
         identity = WorkerIdentity(self.name, self.boot)
@@ -245,6 +259,16 @@ class SimWorker:
             self.sender = _sender(self.hub, identity, self.engine, self.submit, self.clock)
         self.swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
         policy = self.policy()
+        tiers: Sequence[Tier] = ()
+        if self.make_tiers:
+            tiers = self.make_tiers(self.engine)
+        elif self.shape.host_blocks:
+            tiers = [host_tier(self.engine, self.shape.host_blocks)]
+        self.tiers: TierStack | None = None
+        self.runners: list[StepRunner] = []
+        if tiers:
+            self.tiers, self.runners = tier_stack(self.engine, tiers, self.submit, self.clock)
+        costs = DearPrompts if tiers else EagerFetches
         deps = CoreDeps(
             engine=self.engine,
             pool=self.pool,
@@ -252,10 +276,11 @@ class SimWorker:
             sender=self.core_sender(),
             swap=self.swap,
             matchers=sim_matchers(),
-            costs=EagerFetches(self.shape.min_fetched_tokens, policy.local_prefill),
+            costs=costs(self.shape.min_fetched_tokens, policy.local_prefill),
             clock=self.clock,
             beat=self.beat,
             speculation=self.speculation,
+            tiers=self.tiers,
         )
         limits = CoreLimits(
             self.shape.max_num_seqs,

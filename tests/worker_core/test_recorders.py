@@ -19,7 +19,7 @@ from baton.commands import Abort
 from baton.events import Offered, Prefilled, Tokens, is_last
 from baton.telemetry import Telemetry
 from baton.telemetry.metrics import SdkHistograms
-from baton.types import BlockCounts, KvSource, Sampling, SequenceSpec, WorkerLoad
+from baton.types import BlockCounts, KvSource, Sampling, SequenceSpec, TierLoad, WorkerLoad
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 from worker_core.commands import Command, StreamCommand, StreamEvent
@@ -53,10 +53,14 @@ class Exports:
 
     def by_state(self, name: str) -> dict[str, float]:
         """A gauge's values by the state that they are of."""
+        return self.by(name, "baton.state")
+
+    def by(self, name: str, attribute: str) -> dict[str, float]:
+        """A metric's values by an attribute."""
         data = self._metrics.get_metrics_data()
         assert data is not None
         return {
-            str(dict(point.attributes or {})["baton.state"]): point.value  # type: ignore[union-attr]
+            str(dict(point.attributes or {})[attribute]): point.value  # type: ignore[union-attr]
             for resource in data.resource_metrics
             for scope in resource.scope_metrics
             for metric in scope.metrics
@@ -239,6 +243,25 @@ def test_spans_and_counters_agree_with_what_happened(games: list[Tiers]) -> None
         "transfer",
         "commit",
         "decode",
+    }
+
+
+def test_tiers_of_kv_are_reported_by_name() -> None:
+    exports, board = Exports(), LoadBoard()
+    observe_worker(exports.decode.meter, board)
+    assert not exports.by("baton.kv.tier.hits", "baton.kv.tier")
+    host = TierLoad("host", pays=True, num_bytes=7, num_hits=5, saved_ms=1500.0)
+    disk = TierLoad("disk", off_reason="it is full", pays=True, num_hits=2)
+    board.publish(WorkerLoad(kv_tiers=(host, disk)))
+    found = {
+        name: exports.by(f"baton.kv.tier.{name}", "baton.kv.tier")
+        for name in ("on", "bytes", "hits", "saved")
+    }
+    assert found == {
+        "on": {"host": 1, "disk": 0},
+        "bytes": {"host": 7, "disk": 0},
+        "hits": {"host": 5, "disk": 2},
+        "saved": {"host": 1.5, "disk": 0},
     }
 
 

@@ -336,7 +336,14 @@ const memory = (worker) =>
   used(worker) +
   (worker.num_window_slots
     ? `, windows ${share(worker.leased_window_slots, worker.num_window_slots)}`
-    : "");
+    : "") +
+  worker.kv_tiers.map((tier) => `, ${tier.name} ${held(tier)}`).join("");
+// A tier of KV below the device: what it holds, and how often it had what prompts lacked.
+const held = (tier) =>
+  tier.off_reason || !tier.pays
+    ? "off"
+    : `${(tier.num_bytes / 2 ** 20).toFixed(0)} MiB` +
+      ` (${share(tier.num_hits, tier.num_hits + tier.num_misses)} hits)`;
 
 async function poll() {
   if (isPolling) return;

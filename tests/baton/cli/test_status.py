@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from baton.client import Model, NumericsClass, SamplingParams, WorkerStatus
+from baton.client import Model, NumericsClass, SamplingParams, TierLoad, WorkerStatus
 from baton.errors import NoWorkers
 
 if TYPE_CHECKING:
@@ -53,6 +53,20 @@ def test_a_worker_is_a_line_where_no_terminal_is(
     (line,) = (line for line in lines if "decode-0" in line)
     assert "127.0.0.1:5" in line
     assert told in line
+
+
+def test_tiers_of_kv_have_a_line_each(run: Run, client: FakeClient) -> None:
+    host = TierLoad("host", "", True, 3 << 20, 5, 2, 1, 1500.0, 100.0)
+    disk = TierLoad("disk", "a write failed: it is full")
+    store = TierLoad("store")
+    client.served = (model(replace(worker("decode"), kv_tiers=(host, disk, store))),)
+    text = run("status").stdout
+    assert (
+        "decode-0 host: on; 3 MiB; 5 blocks hit, 2 missed; 1 evicted; 1.5 s saved, 0.1 s lost"
+        in text
+    )
+    assert "decode-0 disk: off: a write failed: it is full; 0 MiB" in text
+    assert "decode-0 store: not used: computing is faster; 0 MiB" in text
 
 
 def test_a_table_of_workers(run: Run, client: FakeClient) -> None:

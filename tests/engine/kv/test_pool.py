@@ -3,6 +3,7 @@ were computed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.kv.groups.window import WindowSlots
 from engine.kv.layout import groups_of
 from engine.kv.lease import BlockLease, LeaseError
 from engine.kv.pool import BlockPool
+from engine.kv.prefix_index import BlockIdentity
 
 SECRET = bytes(range(32))
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
@@ -430,8 +432,11 @@ def test_of_those_that_share_a_block_with_nobody_else_the_last_to_write_keeps_it
 
 
 def test_a_forged_collision_of_keys_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def same_key(tenant: bytes, parent: bytes, ids: Sequence[int]) -> BlockIdentity:
+        return BlockIdentity(b"same", parent, bytes(ids), tenant)
+
     pool = make_pool()
-    monkeypatch.setattr(pool._blocks.index, "link", lambda _parent, ids: (b"same", bytes(ids)))
+    monkeypatch.setattr(pool._blocks.index, "link", same_key)
     with pool.lease(b"", [1, 2, 3, 4, 5], 5) or pytest.fail("no room") as lease:
         lease.index([1, 2, 3, 4, 5], 4)
     assert pool.num_cached_tokens(b"", [1, 2, 3, 4, 5]) == 4
@@ -441,8 +446,11 @@ def test_a_forged_collision_of_keys_is_a_miss(monkeypatch: pytest.MonkeyPatch) -
 def test_the_same_tokens_after_another_beginning_are_a_miss_whatever_their_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def key_of_tokens(tenant: bytes, parent: bytes, ids: Sequence[int]) -> BlockIdentity:
+        return BlockIdentity(bytes(ids), parent, bytes(ids), tenant)
+
     pool = make_pool()
-    monkeypatch.setattr(pool._blocks.index, "link", lambda _parent, ids: (bytes(ids), bytes(ids)))
+    monkeypatch.setattr(pool._blocks.index, "link", key_of_tokens)
     tokens = [1, 1, 1, 1, 2, 2, 2, 2, 3]
     with pool.lease(b"", tokens, 9) or pytest.fail("no room") as lease:
         lease.index(tokens, 8)

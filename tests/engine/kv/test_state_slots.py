@@ -101,7 +101,7 @@ def test_a_worker_that_shall_find_prefixes_says_that_it_does_not(
 ) -> None:
     engine = OracleEngine(OracleOptions(num_blocks=4, layers=OracleLayers(has_states=True)))
     with caplog.at_level("INFO"):
-        pool = build_pool(build_options(DecodeOptions, {"model": "m"}), engine)
+        pool = build_pool(build_options(DecodeOptions, {"model": "m"}), engine, bytes(32))
     assert "prefix caching is off: m has layers with a state" in caplog.text
     tokens = range(3 * pool.block_size)
     lease = pool.lease(b"", tokens, len(tokens))
