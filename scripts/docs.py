@@ -85,6 +85,9 @@ gRPC port.
 `model` may be left out where one model is served. A null field counts as absent; an unknown one is
 ignored and named in a `warning` header; one that would change the output and is not served
 (`suffix`, `functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is refused.
+`/v1/responses` takes the sampling fields of the others, too, and gives log probabilities by
+`include: ["message.output_text.logprobs"]` with `top_logprobs`; items of `reasoning` reach the
+chat template.
 
 `return_timing: true` adds `timing` to an answer, or to the last piece of a stream (of
 `/v1/responses`, too): milliseconds to the first token and their parts, the bytes handed over, and
@@ -161,10 +164,11 @@ connection is closed, or its answer has begun with 200 |
 
 Tool calls are parsed from the model's own format: `--tool-call-parser`, `auto` by the chat
 template. A grammar enforces `tool_choice: required` and a named function. Thoughts come as
-`reasoning_content`: `--reasoning-parser`. Formats: Hermes' and Qwen's, Llama's, Mistral's,
-DeepSeek's, Kimi's, GLM's, Qwen3-Coder's, and gpt-oss's (harmony, calls and thoughts in one). GLM
-and Qwen3-Coder write arguments without quotes, so a tool's JSON Schema gives their types: a
-parameter that may only be a string is streamed; any other comes when it is complete.
+`reasoning` and `reasoning_content`, the same text: `--reasoning-parser`; `usage` has the number of
+their tokens in `completion_tokens_details.reasoning_tokens`. Formats: Hermes' and Qwen's, Llama's,
+Mistral's, DeepSeek's, Kimi's, GLM's, Qwen3-Coder's, and gpt-oss's (harmony, calls and thoughts in
+one). GLM and Qwen3-Coder write arguments without quotes, so a tool's JSON Schema gives their types:
+a parameter that may only be a string is streamed; any other comes when it is complete.
 
 ## Anthropic's API
 

@@ -67,14 +67,42 @@ def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str,
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": schema},
+            "properties": {
+                "name": {"const": name},
+                "arguments": _moved(schema, f"#/items/anyOf/{index}/properties/arguments"),
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, schema in choice.schemas.items()
+        for index, (name, schema) in enumerate(choice.schemas.items())
     ]
     most = {} if is_parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
+#: Keywords of JSON Schema with values of the document, and with schemas by name.
+_OF_VALUES = frozenset({"const", "default", "enum", "example", "examples"})
+_BY_NAME = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema to put at `place` within another, a JSON pointer: references to its own parts, such
+    as `#/$defs/City`, point there."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value + "/").startswith("#/"):
+            moved[key] = place + value[1:]
+        elif key in _BY_NAME and isinstance(value, dict):
+            moved[key] = {name: _moved(each, place) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _OF_VALUES else _moved(value, place)
+    return moved
 
 
 def free_text_of(style: ChatStyle, choice: ChoiceOfTools) -> sampling_pb2.FreeText | None:

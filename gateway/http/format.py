@@ -137,11 +137,12 @@ class Format(Protocol):
     def field_names(self) -> FieldNames:
         """Maps fields of the requests to the client's names."""
 
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
-        """Called before the first piece. prompt_token_ids: of one of its prompts."""
+    def begin(self, prompt: int, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+        """Called for each prompt before its first piece. answer: the same for all."""
 
-    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
-        """Server-sent events of a piece; may be empty. usage: JSON members to insert, or empty."""
+    def event(self, prompt: int, chunk: Chunk, usage: str, earlier: str) -> str:
+        """Server-sent events of a piece; may be empty. usage: JSON members to insert, or empty;
+        earlier: the same for an event that precedes the piece's tokens."""
 
     def end(self, usage: Mapping[str, Any]) -> str:
         """The last events of a stream."""
@@ -193,6 +194,11 @@ def by_choice(chunks: Sequence[Chunk]) -> Mapping[int, list[Chunk]]:
     return dict(sorted(choices.items()))
 
 
+def _id_name(token_id: int) -> bytes:
+    """vLLM's name of a token by its id."""
+    return b"token_id:%d" % token_id
+
+
 class OpenAiFormat(ABC):
     """Common part of completions and chats."""
 
@@ -205,11 +211,18 @@ class OpenAiFormat(ABC):
     def __init__(self, body: GenerationBody, bytes_of: BytesOf) -> None:
         self._body = body
         self._bytes_of = bytes_of
+        self._name_of = _id_name if body.return_tokens_as_token_ids else bytes_of
+        """Names tokens in log probabilities."""
         self._answer: Answer | None = None
         self._head = ""
         """Beginning of each event, up to the choice's index."""
 
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:  # noqa: ARG002
+    def begin(
+        self,
+        prompt: int,  # noqa: ARG002
+        answer: Answer,
+        prompt_token_ids: Sequence[int],  # noqa: ARG002
+    ) -> None:
         self._answer = answer
         fields = json.dumps(answer.fields(self.chunk_kind))
         self._head = f'data: {fields[:-1]}, "choices":[{{"index":'

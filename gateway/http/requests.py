@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableSequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from pydantic import (
@@ -77,6 +78,8 @@ _STRUCTURE = "sampling.structured_output"
 #: vLLM's name of an engine option there.
 _WHOLE = "enable_in_reasoning"
 
+StructuredOutputs = Annotated[dict[str, Any] | None, WithJsonSchema(_STRUCTURED), Fills(_STRUCTURE)]
+
 #: Reports only the first wrong member, because a report costs 7 us and a kilobyte.
 TextList = Annotated[list[str] | None, FailFast()]
 TokenList = Annotated[list[_Token] | None, FailFast()]
@@ -124,7 +127,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     """End with a piece that has only the usage."""
     continuous_usage_stats: bool | None = None
-    """Report the usage so far with every piece."""
+    """Report the usage so far with every piece, too; goes with include_usage."""
     include_event_ids: bool | None = None
     """Give events an id; a stream resumes after the one in a `Last-Event-ID` header."""
 
@@ -144,8 +147,10 @@ class ChoiceSoFar(Body):
     """Whether a finish_reason was received."""
 
 
-#: Sampling options with a type of their own here; only completions have `echo`.
+#: Sampling options with a type of their own here; `echo` differs between completions and chats.
 _OWN = ("top_k", "seed", "max_tokens", "logprobs", "echo")
+#: Options of an answer in several choices, or with its prompt.
+_OF_SEVERAL = ("n", "best_of", "prompt_logprobs")
 
 #: All other scalar options: body fields with the same name, type and meaning.
 _SAME = {
@@ -156,36 +161,59 @@ _SAME = {
 
 
 def _with_sampling_options(cls: type[BodyT]) -> type[BodyT]:
-    """Subclass with a field for each of _SAME."""
-    added: dict[str, Any] = {name: (kind, None) for name, kind in _SAME.items()}
+    """Subclass with a field for each of _SAME but _OF_SEVERAL."""
+    added: dict[str, Any] = {
+        name: (kind, None) for name, kind in _SAME.items() if name not in _OF_SEVERAL
+    }
     return create_model(
         cls.__name__, __base__=cls, __module__=cls.__module__, __doc__=cls.__doc__, **added
     )
 
 
 @_with_sampling_options
-class GenerationBody(ModelBody):
-    """Fields common to completions and chats."""
+class SamplingBody(ModelBody):
+    """Fields common to completions, chats and responses."""
 
     stream: bool | None = None
     """Stream the output as server-sent events."""
-    stream_options: StreamOptions | None = None
-    """What a stream contains besides text."""
     top_k: Annotated[int | None, WithJsonSchema(TOP_K)] = None
     """Keep the k most probable tokens; 0 and -1 keep all."""
     seed: Annotated[int | None, WithJsonSchema(SEED)] = None
     """Same seed, same request, same tokens. Drawn by the server if not given."""
-    max_tokens: NumTokens = None
-    prompt_logprobs: int | None = None
     logit_bias: dict[str, Any] | None = None
     """Values added to logits, by token id."""
     stop: Annotated[Any, WithJsonSchema(_TEXT_OR_LIST)] = None
     stop_token_ids: TokenList = None
     bad_words: TextList = None
     return_token_ids: bool | None = None
-    """Return token ids with the text."""
+    """Return token ids with the text, and those of the prompt."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens `token_id:ID` in log probabilities."""
     return_timing: bool | None = None
     """Return `timing`: milliseconds by phase, and the workers."""
+    priority: Annotated[int | None, WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY))] = None
+    """Lower values are served first, among requests of the same API key, or of the same cache_salt
+    without keys; default: 0."""
+    cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
+    """Share prefixes in the KV cache only with requests of the same salt."""
+
+    refused: ClassVar[tuple[str, ...]] = (
+        "use_beam_search",
+        "allowed_token_ids",
+        "logits_processors",
+        "truncate_prompt_tokens",
+    )
+
+
+class GenerationBody(SamplingBody):
+    """Fields common to completions and chats."""
+
+    stream_options: StreamOptions | None = None
+    """What a stream contains besides text; goes with stream."""
+    max_tokens: NumTokens = None
+    n: int | None = None
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
     resume_from: Annotated[list[ChoiceSoFar] | None, FailFast()] = None
     """Output of an interrupted stream of the same request; this one continues after it. Needs
     seed."""
@@ -195,9 +223,7 @@ class GenerationBody(ModelBody):
         Fills(_STRUCTURE, when=lambda asked: asked.get("type") != "text"),
     ] = None
     """Form of the output: text, any JSON object, or JSON by a schema."""
-    structured_outputs: Annotated[
-        dict[str, Any] | None, WithJsonSchema(_STRUCTURED), Fills(_STRUCTURE)
-    ] = None
+    structured_outputs: StructuredOutputs = None
     """Exactly one of the guided fields, without their prefix. With enable_in_reasoning it applies
     to reasoning and tool calls, too, not only to the answer's text."""
     guided_json: Annotated[
@@ -214,18 +240,7 @@ class GenerationBody(ModelBody):
         str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["grammar"])), Fills(_STRUCTURE)
     ] = None
     """Grammar, in Lark's syntax, with a rule `start` that the output must follow."""
-    priority: Annotated[int | None, WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY))] = None
-    """Lower values are served first, among requests of the same API key, or of the same cache_salt
-    without keys; default: 0."""
-    cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
-    """Share prefixes in the KV cache only with requests of the same salt."""
 
-    refused: ClassVar[tuple[str, ...]] = (
-        "use_beam_search",
-        "allowed_token_ids",
-        "logits_processors",
-        "truncate_prompt_tokens",
-    )
     ignored: ClassVar[tuple[str, ...]] = (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("request_id", "spaces_between_special_tokens"),
@@ -241,7 +256,8 @@ class GenerationBody(ModelBody):
 
     @property
     def has_usage_everywhere(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 async def parsed(cls: type[BodyT], data: Received, max_model_len: int = 0) -> BodyT:
@@ -268,6 +284,15 @@ def json_text(field: str, value: Any, max_chars: int) -> str:
     if not 1 <= len(text) <= max_chars:
         raise invalid(field, f"more than {max_chars} characters as JSON; shorten it")
     return text
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is a whole JSON document."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_longer(value: Any, max_chars: int) -> bool:
@@ -312,16 +337,19 @@ def sampling_message(
     if body.is_streamed and body.prompt_logprobs is not None:
         fault = f"{shown_value(body.prompt_logprobs)}: not with stream; leave out one of them"
         violations.append(FieldViolation("prompt_logprobs", fault))
+    if body.stream_options is not None and not body.is_streamed:
+        fault = "goes with stream; set it to true, or leave it out"
+        violations.append(FieldViolation("stream_options", fault))
     violations += refusals(body)
     if violations:
         raise InvalidRequest.of(*violations)
     return params
 
 
-def refusals(body: Body) -> list[FieldViolation]:
-    """Violations for unsupported fields that are set."""
-    fault = "is not served here; leave it out"
-    return [FieldViolation(field, fault) for field in body.refused_fields]
+def refusals(body: Body, faults: Mapping[str, str] = MappingProxyType({})) -> list[FieldViolation]:
+    """Violations for unsupported fields that are set. faults: by field, instead of the usual."""
+    usual = "is not served here; leave it out"
+    return [FieldViolation(name, faults.get(name, usual)) for name in body.refused_fields]
 
 
 def generate_request(
