@@ -85,6 +85,9 @@ gRPC port.
 `model` may be left out where one model is served. A null field counts as absent; an unknown one is
 ignored and named in a `warning` header; one that would change the output and is not served
 (`suffix`, `functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is refused.
+`top_logprobs: -1`, `logprobs: -1` and `prompt_logprobs: -1` ask for the whole vocabulary, which
+`--max-logprobs` must allow. `thinking_token_budget` is kept by a grammar, so the mark at the end of
+thoughts must be one token of the model, and `ignore_eos` and `min_tokens` do not go with it.
 `/v1/responses` takes the sampling fields of the others, too, and gives log probabilities by
 `include: ["message.output_text.logprobs"]` with `top_logprobs`; items of `reasoning` reach the
 chat template.

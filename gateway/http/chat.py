@@ -35,10 +35,12 @@ from gateway.http.logprobs import BytesOf, Positions, chat_logprobs, prompt_logp
 from gateway.http.requests import (
     GenerationBody,
     NumTokens,
+    ThinkingBudget,
     generate_request,
     is_json,
     is_whole_structured,
     json_text,
+    put_budget,
     sampling_message,
     structure_field,
 )
@@ -77,6 +79,8 @@ class ChatBody(GenerationBody):
     """Continue the last message instead of answering it."""
     reasoning_effort: str | None = None
     """Variable of the chat template, if it has one of this name."""
+    thinking_token_budget: ThinkingBudget = None
+    """Maximum tokens of reasoning, which its end mark then ends; -1: any number."""
     include_reasoning: bool | None = None
     """false: leave reasoning out of the answer."""
     echo: bool | None = None
@@ -122,6 +126,9 @@ class ChatFormat(OpenAiFormat):
         self._id_key = b""
         """Key of the ids of tool calls, computed from the seed and the prompt on first use."""
         self._num_top = body.top_logprobs or 0
+        """Alternatives that the client wants; negative for all that come."""
+        if body.logprob_token_ids:
+            self._num_top = -1
         self._choice_of_tools = choice_of_tools(body.tools, body.tool_choice)
         self._style = style.for_choice(self._choice_of_tools)
         self._options = ChoiceOptions(
@@ -156,7 +163,8 @@ class ChatFormat(OpenAiFormat):
     def field_names(self) -> FieldNames:
         """Client field names for errors."""
         # A forced call is a structured output; report its faults under `tools`.
-        moved = {} if structure_field(self.body) else {"sampling.structured_output": "tools"}
+        made_of = "tools" if self._choice_of_tools.is_forced else "thinking_token_budget"
+        moved = {} if structure_field(self.body) else {"sampling.structured_output": made_of}
         return names_in(self.body, moved)
 
     def _request(self) -> inference_pb2.GenerateRequest:
@@ -182,6 +190,7 @@ class ChatFormat(OpenAiFormat):
             free_text = free_text_of(self._style, chosen)
             if free_text is not None:
                 sampling.structured_output.free_text.CopyFrom(free_text)
+        put_budget(body.thinking_token_budget, self._style, sampling)
         if (
             not chosen.is_forced
             and (self._has_calls or self._style.is_harmony)

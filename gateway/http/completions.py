@@ -22,7 +22,12 @@ from gateway.http.format import (
 )
 from gateway.http.json_body import MAX_PROMPTS
 from gateway.http.logprobs import BytesOf, completion_logprobs, prompt_logprobs
-from gateway.http.requests import GenerationBody, generate_request, put_token_ids, sampling_message
+from gateway.http.requests import (
+    GenerationBody,
+    generate_request,
+    put_token_ids,
+    sampling_message,
+)
 
 #: Default of OpenAI and vLLM.
 DEFAULT_MAX_TOKENS = 16
@@ -55,7 +60,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
     """false: tokenize a text prompt without adding special tokens."""
 
-    refused = (*GenerationBody.refused, "suffix")
+    refused = (*GenerationBody.refused, "suffix", "thinking_token_budget")
     id_fields = ("prompt",)
 
 
@@ -180,8 +185,8 @@ def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
         raise invalid("resume_from", fault)
     if body.echo:
         sampling.echo = True
-        if body.logprobs is not None and body.prompt_logprobs is None:
-            sampling.prompt_logprobs = body.logprobs
+        if sampling.HasField("logprobs") and body.prompt_logprobs is None:
+            sampling.prompt_logprobs = sampling.logprobs
     requests = []
     for field, value in prompts.items():
         request = generate_request(body, sampling)

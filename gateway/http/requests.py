@@ -22,8 +22,10 @@ from pydantic import (
 )
 
 from baton.errors import FieldViolation, InvalidRequest
-from baton.sampling_params import MAX_BIASES, SamplingParams
+from baton.sampling_params import ALL_LOGPROBS, MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
+from gateway.chat.reasoning import BEGIN, END
+from gateway.chat.style import ChatStyle
 from gateway.http.errors import Fills, filler_of, from_validation, invalid, shown_value
 from gateway.http.json_body import Received, read_fields, wrong_ids
 from gateway.intake.rules import MAX_STRUCTURED_CHARS, Violations
@@ -78,6 +80,9 @@ _STRUCTURE = "sampling.structured_output"
 #: vLLM's name of an engine option there.
 _WHOLE = "enable_in_reasoning"
 
+ThinkingBudget = Annotated[
+    int | None, WithJsonSchema(_integer(-1, 2**20)), Fills(f"{_STRUCTURE}.free_text.max_tokens")
+]
 StructuredOutputs = Annotated[dict[str, Any] | None, WithJsonSchema(_STRUCTURED), Fills(_STRUCTURE)]
 
 #: Reports only the first wrong member, because a report costs 7 us and a kilobyte.
@@ -148,9 +153,9 @@ class ChoiceSoFar(Body):
 
 
 #: Sampling options with a type of their own here; `echo` differs between completions and chats.
-_OWN = ("top_k", "seed", "max_tokens", "logprobs", "echo")
-#: Options of an answer in several choices, or with its prompt.
-_OF_SEVERAL = ("n", "best_of", "prompt_logprobs")
+_OWN = ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs", "echo")
+#: Options of an answer in several choices.
+_OF_SEVERAL = ("n", "best_of")
 
 #: All other scalar options: body fields with the same name, type and meaning.
 _SAME = {
@@ -185,6 +190,12 @@ class SamplingBody(ModelBody):
     stop: Annotated[Any, WithJsonSchema(_TEXT_OR_LIST)] = None
     stop_token_ids: TokenList = None
     bad_words: TextList = None
+    allowed_token_ids: TokenList = None
+    logprob_token_ids: TokenList = None
+    truncate_prompt_tokens: Annotated[
+        int | None, WithJsonSchema(_integer(-1, _MAX_UINT32)), Fills("prompt.keep_last")
+    ] = None
+    """Keep only the last so many tokens of a longer prompt; -1: as many as the model takes."""
     return_token_ids: bool | None = None
     """Return token ids with the text, and those of the prompt."""
     return_tokens_as_token_ids: bool | None = None
@@ -199,9 +210,7 @@ class SamplingBody(ModelBody):
 
     refused: ClassVar[tuple[str, ...]] = (
         "use_beam_search",
-        "allowed_token_ids",
         "logits_processors",
-        "truncate_prompt_tokens",
     )
 
 
@@ -317,7 +326,11 @@ def sampling_message(
     params = sampling_pb2.SamplingParams()
     given = body.model_fields_set
     values = [(field, getattr(body, field)) for field in _SAME if field in given]
-    values += [("logprobs", logprobs), ("max_tokens", max_tokens)]
+    values += [("max_tokens", max_tokens)]
+    values += [
+        (name, ALL_LOGPROBS if num == -1 else num)
+        for name, num in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs))
+    ]
     violations: list[FieldViolation] = []
     for field, value in values:
         if value is None:
@@ -334,6 +347,8 @@ def sampling_message(
     violations += _put_structure(body, params)
     params.stop_token_ids.extend(body.stop_token_ids or ())
     params.bad_words.extend(body.bad_words or ())
+    params.allowed_token_ids.extend(body.allowed_token_ids or ())
+    params.logprob_token_ids.extend(body.logprob_token_ids or ())
     if body.is_streamed and body.prompt_logprobs is not None:
         fault = f"{shown_value(body.prompt_logprobs)}: not with stream; leave out one of them"
         violations.append(FieldViolation("prompt_logprobs", fault))
@@ -344,6 +359,32 @@ def sampling_message(
     if violations:
         raise InvalidRequest.of(*violations)
     return params
+
+
+#: A grammar of any text, and any special tokens.
+_ANY_TEXT = "start: (/(?s:.+)/ | <[*]>)*"
+
+
+def put_budget(budget: int | None, style: ChatStyle, sampling: sampling_pb2.SamplingParams) -> None:
+    """Bound the tokens of thoughts: by the grammar of what follows them, or of any text. Raises
+    InvalidRequest."""
+    output = sampling.structured_output
+    if budget is None or budget == -1:
+        return
+    fault = ""
+    if not 0 <= budget <= _MAX_UINT32:
+        fault = "must be 0 or more, or -1 for any number"
+    elif not style.has_thoughts or style.is_harmony:
+        fault = "the model has no mark that could end its thoughts; leave it out"
+    elif sampling.HasField("structured_output") and not output.HasField("free_text"):
+        fault = "goes with a structure of the answer alone; leave out enable_in_reasoning"
+    elif not sampling.HasField("structured_output"):
+        output.grammar = _ANY_TEXT
+        output.free_text.begin, output.free_text.end = BEGIN, END
+        output.free_text.has_begun = style.begins_with_thoughts
+    if fault:
+        raise invalid("thinking_token_budget", f"{shown_value(budget)}: {fault}")
+    output.free_text.max_tokens = budget
 
 
 def refusals(body: Body, faults: Mapping[str, str] = MappingProxyType({})) -> list[FieldViolation]:
@@ -365,6 +406,12 @@ def generate_request(
     except ValueError:
         fault = f"{shown_value(body.priority)}: must be a number of 32 bits"
         raise invalid("priority", fault) from None
+    kept = body.truncate_prompt_tokens
+    if kept is not None:
+        if not -1 <= kept <= _MAX_UINT32:
+            fault = f"{shown_value(kept)}: must be 1 or more, or -1 for all that the model takes"
+            raise invalid("truncate_prompt_tokens", fault)
+        request.prompt.keep_last = _MAX_UINT32 if kept == -1 else kept
     for entry in body.resume_from or ():
         request.resume_from.add(**entry.model_dump(include=set(ChoiceSoFar.model_fields)))
     return request

@@ -18,6 +18,7 @@ from gateway.http.requests import (
     NumTokens,
     SamplingBody,
     StructuredOutputs,
+    ThinkingBudget,
     json_text,
     refusals,
 )
@@ -72,6 +73,8 @@ class ResponsesBody(SamplingBody):
     structured_outputs: StructuredOutputs = None
     """Form of the output, instead of text.format; with enable_in_reasoning, of reasoning and tool
     calls, too."""
+    thinking_token_budget: ThinkingBudget = None
+    """Maximum tokens of reasoning, which its end mark then ends; -1: any number."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template."""
     reasoning: dict[str, Any] | None = None
@@ -311,6 +314,7 @@ def _chat_fields(body: ResponsesBody, messages: list[Any]) -> Mapping[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": response_format(asked),
         "structured_outputs": body.structured_outputs,
+        "thinking_token_budget": body.thinking_token_budget,
         "chat_template_kwargs": body.chat_template_kwargs,
         "reasoning_effort": effort,
         "resume_from": body.resume_from,

@@ -160,7 +160,7 @@ class TranslatedChat(ABC):
         else:
             self._count(choice, *pieces[:-1])
             self._add(choice, "".join(piece.text for piece in pieces), pieces[-1])
-        return self.whole(usage)
+        return self.whole(self.usage(usage))
 
     @abstractmethod
     def whole(self, usage: Mapping[str, Any]) -> Any:

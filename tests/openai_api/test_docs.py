@@ -21,7 +21,7 @@ from tests.support.http_connection import Connection
 from tests.support.live_tiers import LiveSystem
 
 #: Why a value within its limits may be refused: the model leaves less, or fields go together.
-_LESS = "the model|workers run at once|goes with|more than|below n|with stream"
+_LESS = "the model|workers run at once|goes with|more than|below n|with stream|no mark|one token"
 
 DOCUMENT = openapi()
 SCHEMAS: dict[str, dict[str, Any]] = DOCUMENT["components"]["schemas"]
