@@ -337,7 +337,6 @@ class Serving:
             # The tokenizer may define an id that the model cannot produce.
             eos_token_ids=frozenset(t for t in files.eos_token_ids if t < vocab_size),
             has_chat_template=self._chat is not None,
-            has_tools="tools" in (files.chat_template or ""),
             aliases=self._options.aliases,
             adapters=_adapters_of(infos, {self._options.model_name, *self._options.aliases}),
             max_num_seqs=max((i.max_num_seqs for i in infos), default=MAX_CHOICES),

@@ -166,7 +166,9 @@ connection is closed, or its answer has begun with 200 |
 ## Tools and reasoning
 
 Tool calls are parsed from the model's own format: `--tool-call-parser`, `auto` by the chat
-template. A grammar enforces `tool_choice: required` and a named function. Thoughts come as
+template. A grammar enforces `tool_choice: required` and a named function. Where the chat template
+has no place for tools, the system message describes them, with Hermes' format of calls, and a
+`warning` header says so. Thoughts come as
 `reasoning` and `reasoning_content`, the same text: `--reasoning-parser`; `usage` has the number of
 their tokens in `completion_tokens_details.reasoning_tokens`. Formats: Hermes' and Qwen's, Llama's,
 Mistral's, DeepSeek's, Kimi's, GLM's, Qwen3-Coder's, and gpt-oss's (harmony, calls and thoughts in

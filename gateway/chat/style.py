@@ -9,6 +9,7 @@ from typing import Any
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.chat.harmony import ANSWERING, CHANNEL
 from gateway.chat.reasoning import BEGIN, END
+from gateway.chat.tool_message import has_place_for_tools
 from gateway.chat.tools import TOOL_FORMATS, ToolFormat, format_of_template
 
 
@@ -18,7 +19,8 @@ class ChatStyle:
 
     tool_format: None disables tool parsing. has_thoughts: whether the model may reason before it
     answers. begins_with_thoughts: whether it always does, without a begin mark. is_harmony: see
-    harmony.py. developer_role: the template's name of that role.
+    harmony.py. developer_role: the template's name of that role. has_place_for_tools: whether the
+    template describes tools; otherwise see tool_message.py.
     """
 
     tool_format: ToolFormat | None
@@ -26,6 +28,7 @@ class ChatStyle:
     begins_with_thoughts: bool
     is_harmony: bool
     developer_role: str
+    has_place_for_tools: bool = True
 
     def for_choice(self, choice: ChoiceOfTools) -> ChatStyle:
         """The style of one answer: a forced call is plain JSON, not harmony."""
@@ -46,6 +49,7 @@ def chat_style(template: str, tool_call_parser: str, reasoning_parser: str) -> C
         begins_with_thoughts=reasoning_parser == "deepseek_r1",
         is_harmony=is_harmony,
         developer_role="developer" if "developer" in template else "system",
+        has_place_for_tools=has_place_for_tools(template),
     )
 
 

@@ -93,6 +93,8 @@ class ChatBody(GenerationBody):
     ignored = (*GenerationBody.ignored, "modalities", "verbosity", "prediction")
 
 
+_TOLD_OTHERWISE = "tools: the chat template has no place for them; the system message has them"
+
 #: Members of a message, in OpenAI's order; vLLM's are behind them.
 _MESSAGE: Mapping[str, Any] = {
     "role": "assistant",
@@ -139,6 +141,8 @@ class ChatFormat(OpenAiFormat):
         )
         with in_words_of(self.field_names):
             self.requests = [self._request()]
+        if self._has_calls and not style.has_place_for_tools:
+            self.warning = _TOLD_OTHERWISE
         last = self.requests[0].prompt.chat.messages[-1]
         self._echo = last.content if body.echo and last.role == "assistant" else ""
         self._is_plain = not (

@@ -66,9 +66,7 @@ class Door:
         await let_others_run(num_bytes)
         if body.unknown_fields:
             names = [name[:_MAX_WARNED_CHARS] for name in body.unknown_fields[:_MAX_WARNED]]
-            shown = json.dumps(", ".join(names).replace('"', "").replace("\\", ""))
-            warning = f'299 baton {shown[:-1]}: ignored, not known here"'
-            response.headers.append(("warning", warning))
+            warn(f"{', '.join(names)}: ignored, not known here", response)
         return body
 
     def form(self, make: MakeFormat, body: ModelBody) -> tuple[Serving, Format]:
@@ -137,6 +135,10 @@ class Format(Protocol):
     def field_names(self) -> FieldNames:
         """Maps fields of the requests to the client's names."""
 
+    @property
+    def warning(self) -> str:
+        """What the client should know of its request; empty for nothing."""
+
     def begin(self, prompt: int, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
         """Called for each prompt before its first piece. answer: the same for all."""
 
@@ -149,6 +151,12 @@ class Format(Protocol):
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         """The whole answer. chunks: by prompt."""
+
+
+def warn(text: str, response: HttpResponse) -> None:
+    """Add a warning header."""
+    quoted_text = json.dumps(text.replace('"', "").replace("\\", ""))
+    response.headers.append(("warning", f"299 baton {quoted_text}"))
 
 
 MakeFormat = Callable[[Any, BytesOf, ChatStyle], Format]
@@ -204,6 +212,7 @@ class OpenAiFormat(ABC):
 
     dialect = OPENAI
     has_event_ids = True
+    warning = ""
     kind: str
     """OpenAI's `object` of an answer, and of a stream chunk."""
     chunk_kind: str

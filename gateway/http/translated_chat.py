@@ -112,6 +112,10 @@ class TranslatedChat(ABC):
         of_chat = self._chat.field_names
         return lambda field: self._name_of(of_chat(field))
 
+    @property
+    def warning(self) -> str:
+        return self._chat.warning
+
     def ids(self, prefix: str) -> Callable[[], str]:
         """Generator of ids for the output's parts; see ChatFormat.ids."""
         return self._chat.ids(0, prefix)

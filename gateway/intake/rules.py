@@ -50,7 +50,7 @@ class ModelFacts:
 
     max_kv_tokens: KV capacity of the largest decode worker, in tokens. max_num_seqs: largest batch
     of any decode worker, in sequences. max_token_chars: length of the tokenizer's longest token.
-    has_tools: whether the chat template describes tools. aliases: further names. adapters: LoRA
+    aliases: further names. adapters: LoRA
     adapters that all workers have. sampling_defaults: the model's own, by option. max_logprobs:
     maximum alternatives per position; -1 for the whole vocabulary.
     """
@@ -63,7 +63,6 @@ class ModelFacts:
     has_chat_template: bool
     max_num_seqs: int
     max_token_chars: int
-    has_tools: bool = False
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -463,10 +462,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-def tool_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:
+def tool_violations(chat: inference_pb2.ChatPrompt) -> Violations:
     """Violations of tools, their calls, and template variables."""
     if chat.tools:
-        yield from _tools_violations(chat, facts)
+        yield from _tools_violations(chat)
     num_calls = sum(len(message.tool_calls) for message in chat.messages)
     if num_calls > MAX_TOOL_CALLS:
         fault = f"{num_calls} calls of tools; give at most {MAX_TOOL_CALLS}"
@@ -489,12 +488,8 @@ def tool_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violat
         )
 
 
-def _tools_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:
+def _tools_violations(chat: inference_pb2.ChatPrompt) -> Violations:
     field, tools = f"{_CHAT}.tools", chat.tools
-    if not facts.has_tools:
-        yield FieldViolation(
-            field, "this model's chat template has no place for tools; leave them out"
-        )
     num_chars = sum(len(tool.description) + len(tool.parameters) for tool in tools)
     if len(tools) > MAX_TOOLS or num_chars > MAX_TOOLS_CHARS:
         yield FieldViolation(

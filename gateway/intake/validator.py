@@ -340,7 +340,7 @@ def _chat_violations(
         yield FieldViolation(
             f"prompt.chat.messages[{index}].role", '"": empty; say who speaks, e.g. "user"'
         )
-    yield from tool_violations(chat, facts)
+    yield from tool_violations(chat)
 
 
 def _resume_violations(
