@@ -42,6 +42,7 @@ from gateway.intake.validator import (
     check_detokenize,
     check_request,
     check_tokenize,
+    kept_tokens,
     num_kept,
     resolve,
     too_long,
@@ -222,7 +223,8 @@ class Serving:
         facts, params = self.facts, request.sampling
         keep_last = num_kept(request, facts)
         if keep_last is not None and request.prompt.WhichOneof("kind") == "token_ids":
-            del request.prompt.token_ids.ids[:-keep_last]
+            given_ids = request.prompt.token_ids.ids
+            given_ids[:] = given_ids[kept_tokens(request.prompt, keep_last)]
         read = await check_request(request, facts)
         started_s = self._clock()
         prompt_token_ids = read.prompt.token_ids
@@ -305,7 +307,7 @@ class Serving:
         most = facts.max_prompt_tokens if keep_last is None else MAX_CUT_TOKENS
         try:
             ids = await self.tokenizer.encode(text, add_special_tokens=is_bare, max_tokens=most)
-            return ids if keep_last is None else ids[-keep_last:]
+            return ids if keep_last is None else ids[kept_tokens(prompt, keep_last)]
         except TooManyTokens as error:
             raise too_long(error.num_tokens, facts) from None
 

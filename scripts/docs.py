@@ -5,6 +5,7 @@ scripts/site_hook.py; --check generates them, too, and drops them."""
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,12 @@ from baton.config.command import ADVANCED_PANEL
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.openai_api.cases import CASES  # noqa: E402, found by the line above
+from tests.http_clients.vllm_suite.reasons import Reason, reason_of  # noqa: E402, found above
+from tests.openai_api.cases import CASES  # noqa: E402
+
+OUTCOMES: Mapping[str, str] = json.loads(
+    (ROOT / "tests" / "http_clients" / "vllm_suite" / "outcomes.json").read_text()
+)
 
 PROTOS = ROOT / "protos"
 
@@ -197,6 +203,18 @@ perplexity. Coding agents send 15,000 tokens and more before the first question.
 Each line is a case of the unmodified `openai` package, run by its sync and its async client.
 """
 
+_VLLM_HEAD = """## vLLM's own tests
+
+Those of vLLM 0.33.0's tests of its HTTP API that start a server of a text model, unmodified,
+against Baton in two tiers with a scripted model (`tests/http_clients/setup.sh`, then
+`python -m tests.http_clients.vllm_suite.run`): {passed} of {all} pass. Of the others, *decision*:
+Baton does otherwise on purpose; *missing*: Baton has it not; *model*: the scripted model is not the
+one that the test was written for.
+
+| Tests that fail | | Why |
+|---|---|---|
+"""
+
 _METAVARS = {int: "INTEGER", float: "NUMBER"}
 _FieldType = FieldDescriptorProto.Type
 Path_ = tuple[int, ...]
@@ -296,6 +314,22 @@ def openai_page() -> Iterator[str]:
         yield f"### {section} ({len(names)})\n"
         yield from (f"- {name}" for name in names)
         yield ""
+    yield from _vllm_table()
+
+
+def _vllm_table() -> Iterator[str]:
+    """How vLLM's own tests fare, as the last whole run of them had it."""
+    outcomes = [value for value in OUTCOMES.values() if value != "skipped"]
+    head = _VLLM_HEAD.format(passed=outcomes.count("passed"), all=len(outcomes))
+    yield head.rstrip("\n")
+    failed = [test for test, outcome in OUTCOMES.items() if outcome == "failed"]
+    by_reason: dict[Reason | None, list[str]] = {}
+    for test in failed:
+        by_reason.setdefault(reason_of(test), []).append(test)
+    for reason, tests in by_reason.items():
+        names = dict.fromkeys(f"`{test.partition('::')[2].partition('[')[0]}`" for test in tests)
+        kind, why = (reason.kind, reason.why) if reason else ("", "not known")
+        yield f"| {', '.join(names)} ({len(tests)}) | {kind} | {_cell(why)} |"
 
 
 def protocol_page() -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, MutableSequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -28,7 +28,7 @@ from gateway.chat.reasoning import BEGIN, END
 from gateway.chat.style import ChatStyle
 from gateway.http.errors import Fills, filler_of, from_validation, invalid, shown_value
 from gateway.http.json_body import Received, read_fields, wrong_ids
-from gateway.intake.rules import MAX_STRUCTURED_CHARS, Violations
+from gateway.intake.rules import MAX_SHOWN, MAX_STRUCTURED_CHARS, Violations
 from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
 
 _MAX_UINT32 = 2**32 - 1
@@ -196,6 +196,8 @@ class SamplingBody(ModelBody):
         int | None, WithJsonSchema(_integer(-1, _MAX_UINT32)), Fills("prompt.keep_last")
     ] = None
     """Keep only the last so many tokens of a longer prompt; -1: as many as the model takes."""
+    truncation_side: Literal["left", "right"] | None = None
+    """right: keep the first ones instead."""
     return_token_ids: bool | None = None
     """Return token ids with the text, and those of the prompt."""
     return_tokens_as_token_ids: bool | None = None
@@ -412,6 +414,7 @@ def generate_request(
             fault = f"{shown_value(kept)}: must be 1 or more, or -1 for all that the model takes"
             raise invalid("truncate_prompt_tokens", fault)
         request.prompt.keep_last = _MAX_UINT32 if kept == -1 else kept
+        request.prompt.keeps_first = body.truncation_side == "right"
     for entry in body.resume_from or ():
         request.resume_from.add(**entry.model_dump(include=set(ChoiceSoFar.model_fields)))
     return request
@@ -453,10 +456,12 @@ def _put_bias(bias: Mapping[str, Any], params: sampling_pb2.SamplingParams) -> V
     if len(bias) > MAX_BIASES:
         yield FieldViolation("logit_bias", f"{len(bias)} entries: give at most {MAX_BIASES}")
         return
+    keys = [text for text in bias if not (text.isascii() and text.isdecimal() and len(text) < 10)]
+    if keys:
+        shown = ", ".join(map(shown_value, keys[:MAX_SHOWN]))
+        yield FieldViolation("logit_bias", f"{shown}: keys must be token ids")
+        return
     for text, value in bias.items():
-        if not (text.isascii() and text.isdecimal() and len(text) < 10):
-            yield FieldViolation("logit_bias", f"{shown_value(text)}: keys must be token ids")
-            return
         if type(value) not in (int, float) or not abs(value) < _MAX_UINT64:
             yield FieldViolation(f"logit_bias.{text}", f"{shown_value(value)}: must be a number")
             return

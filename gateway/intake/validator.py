@@ -78,6 +78,11 @@ def num_kept(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> int |
     return min(keep_last, room) if keep_last and room > 0 else None
 
 
+def kept_tokens(prompt: inference_pb2.Prompt, num: int) -> slice:
+    """Of the prompt's tokens, those that are kept. num: num_kept."""
+    return slice(num) if prompt.keeps_first else slice(-num, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Ids:
     """Generated identifiers of a request. traceparent, tracestate: of its span; may be empty.

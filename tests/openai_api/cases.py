@@ -545,6 +545,17 @@ def _(result: Any, world: World) -> None:
 
 @extra(
     "vLLM's fields",
+    "`truncation_side: right`: the first ones",
+    truncate_prompt_tokens=3,
+    truncation_side="right",
+)
+def _(result: Any, world: World) -> None:
+    kept = world.ids(PROMPT)[:3]
+    assert result.choices[0].text == world.text(world.tokens(kept))
+
+
+@extra(
+    "vLLM's fields",
     "`truncate_prompt_tokens: -1`: as many as the model takes",
     prompt=[5] * 5000,
     truncate_prompt_tokens=-1,
