@@ -167,8 +167,11 @@ class ChatFormat(OpenAiFormat):
     def field_names(self) -> FieldNames:
         """Client field names for errors."""
         # A forced call is a structured output; report its faults under `tools`.
-        made_of = "tools" if self._choice_of_tools.is_forced else "thinking_token_budget"
-        moved = {} if structure_field(self.body) else {"sampling.structured_output": made_of}
+        moved = {}
+        if not structure_field(self.body):
+            moved["sampling.structured_output"] = "tools"
+            if not self._choice_of_tools.is_forced:
+                moved["sampling.structured_output.grammar"] = "thinking_token_budget"
         return names_in(self.body, moved)
 
     def _request(self) -> inference_pb2.GenerateRequest:
