@@ -109,8 +109,10 @@ def _option(help: str, limits: Limits | None = None, **known: Any) -> Any:
     return field(default=None, metadata={"help": help, "limits": limits, **known})
 
 
-#: Choices of one request, and beams of one search.
+#: Choices of one request, beams of one search, and alternatives of one position unless a gateway
+#: has another --max-logprobs; ALL_LOGPROBS asks for the whole vocabulary.
 MAX_CHOICES, MAX_BEAM_WIDTH, MAX_LOGPROBS = 128, 64, 20
+ALL_LOGPROBS = 2**32 - 1
 #: Entries of logit_bias.
 MAX_BIASES = 1024
 LENGTH_PENALTY = Range(-10, 10)
@@ -264,6 +266,13 @@ class SamplingParams:
     structured_output: StructuredOutput | None = _option(  # noqa: RUF009
         "Form of the output, which ends when it is complete, or at max_tokens."
     )
+    allowed_token_ids: Sequence[int] | None = _option(
+        "Token that the output may consist of, end tokens among them.", TokenIds(1024)
+    )
+    logprob_token_ids: Sequence[int] | None = _option(
+        "Token reported at each position instead of the most probable ones; goes with logprobs.",
+        TokenIds(128),
+    )
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -303,6 +312,8 @@ class SamplingOptions(TypedDict, total=False):
     bad_words: Sequence[str] | None
     beam_search: BeamSearch | None
     structured_output: StructuredOutput | None
+    allowed_token_ids: Sequence[int] | None
+    logprob_token_ids: Sequence[int] | None
 
 
 #: All options, by name.

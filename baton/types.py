@@ -115,6 +115,10 @@ class Sampling:
     grammar: bytes = b""
     """What the output must look like, in the form that engine.grammar reads; empty for anything."""
     beam: BeamParams | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    """All that the output may consist of; empty for any."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Reported per position instead of the likeliest alternatives."""
 
     @property
     def is_greedy(self) -> bool:
@@ -145,12 +149,14 @@ class KvSource(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one position: of the chosen token, and of the best ones, best
-    first."""
+    """Natural-log probabilities at one position: of the chosen token, and of the best ones, or
+    those asked for, best first. rank: of a prompt's token, the number of tokens at least as
+    probable; 0 if not known."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class Sample(NamedTuple):

@@ -70,7 +70,8 @@ _NUMERICS = _plain(NumericsClass)
 _INFO = _plain(WorkerInfo, "identity", "tier", "layout", "numerics", "adapters")
 _LOAD = _plain(WorkerLoad, "blocks", "window_slots", "is_draining", "role", "kv_tiers")
 _TIER_LOAD = _plain(TierLoad)
-_SAMPLING = _plain(Sampling, "logit_bias", "stop_token_ids", "bad_words", "beam")
+_TOKEN_LISTS = ("allowed_token_ids", "logprob_token_ids")
+_SAMPLING = _plain(Sampling, "logit_bias", "stop_token_ids", "bad_words", "beam", *_TOKEN_LISTS)
 _SEQUENCE = _plain(SequenceSpec, "prompt_token_ids", "output_token_ids", "sampling", "num_choices")
 
 
@@ -187,7 +188,7 @@ def tier_load_from_proto(message: kv_tiers_pb2.KvTierLoad) -> TierLoad:
 
 def sampling_to_proto(sampling: Sampling) -> sampling_pb2.TokenSampling:
     message = sampling_pb2.TokenSampling(
-        **_values(sampling, _SAMPLING),
+        **_values(sampling, (*_SAMPLING, *_TOKEN_LISTS)),
         logit_bias=dict(sampling.logit_bias),
         stop_token_ids=sorted(sampling.stop_token_ids),
         bad_words=[sampling_pb2.TokenSequence(ids=word) for word in sampling.bad_words],
@@ -215,6 +216,8 @@ def sampling_from_proto(message: sampling_pb2.TokenSampling) -> Sampling:
         stop_token_ids=frozenset(message.stop_token_ids),
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
         beam=beam,
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        logprob_token_ids=tuple(message.logprob_token_ids),
     )
 
 
@@ -252,6 +255,7 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> sampling_pb2.PositionLogprobs:
             sampling_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
             for token_id, logprob in logprobs.top
         ],
+        rank=logprobs.rank,
     )
 
 
@@ -260,6 +264,7 @@ def logprobs_from_proto(message: sampling_pb2.PositionLogprobs) -> TokenLogprobs
         token_id=message.chosen.token_id,
         logprob=message.chosen.logprob,
         top=tuple((entry.token_id, entry.logprob) for entry in message.top),
+        rank=message.rank,
     )
 
 

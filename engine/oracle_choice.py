@@ -17,7 +17,7 @@ from baton.sampling_params import OPTIONS
 from baton.types import Sample, Sampling, TokenLogprobs
 from engine.interface import SampleRow
 from engine.sampling.beam_search import num_candidates
-from engine.sampling.restrictions import banned_tokens, forbidden_by
+from engine.sampling.restrictions import allowed_mask, banned_tokens, forbidden_by
 
 _MASK = (1 << 64) - 1
 #: Logits are in [0, _SPREAD).
@@ -42,10 +42,10 @@ def choose(digest: int, row: SampleRow, vocab_size: int) -> Sample:
     """The sample after a prefix with this digest. Raises EngineFault if no token is allowed."""
     sampling = row.sampling
     if row.scored_token_id is not None:
-        logprobs = _reported(
-            _logprobs(digest, vocab_size), row.scored_token_id, sampling.prompt_logprobs
-        )
-        return Sample(row.scored_token_id, logprobs)
+        values, scored = _logprobs(digest, vocab_size), row.scored_token_id
+        rank = int((values >= values[scored]).sum())
+        top = _best(values, sampling.prompt_logprobs)
+        return Sample(scored, TokenLogprobs(scored, float(values[scored]), top, rank))
     allowed = _allowed_ids(row, vocab_size)
     if allowed is not None and not len(allowed):
         raise EngineFault("no token is left to choose")
@@ -55,7 +55,12 @@ def choose(digest: int, row: SampleRow, vocab_size: int) -> Sample:
     token_id = state % vocab_size if allowed is None else int(allowed[state % len(allowed)])
     if sampling.logprobs < 0:
         return Sample(token_id)
-    return Sample(token_id, _reported(_logprobs(digest, vocab_size), token_id, sampling.logprobs))
+    values = _logprobs(digest, vocab_size)
+    if ids := sampling.logprob_token_ids:
+        top = tuple((ids[i], value) for i, value in _best(values[list(ids)], len(ids)))
+    else:
+        top = _best(values, sampling.logprobs)
+    return Sample(token_id, TokenLogprobs(token_id, float(values[token_id]), top))
 
 
 def _state(digest: int, row: SampleRow) -> int:
@@ -73,13 +78,13 @@ def _state(digest: int, row: SampleRow) -> int:
 
 def _allowed_ids(row: SampleRow, vocab_size: int) -> NDArray[np.intp] | None:
     """Allowed tokens, ascending; None for all."""
-    banned = banned_tokens(row)
-    if row.allowed is None and not banned:
+    banned, mask = banned_tokens(row), allowed_mask(row)
+    if mask is None and not banned:
         return None
     forbidden = (
         np.zeros(vocab_size, dtype=np.bool_)
-        if row.allowed is None
-        else forbidden_by([row.allowed], vocab_size)[0]
+        if mask is None
+        else forbidden_by([mask], vocab_size)[0]
     )
     forbidden[[token_id for token_id in banned if token_id < vocab_size]] = True
     return np.flatnonzero(~forbidden)
@@ -100,10 +105,6 @@ def _best(values: NDArray[np.float32], count: int) -> tuple[tuple[int, float], .
     """(token id, value) of the `count` largest, descending; ties by id."""
     order = np.argsort(-values, kind="stable")[:count]
     return tuple(zip(order.tolist(), values[order].tolist(), strict=True))
-
-
-def _reported(values: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
-    return TokenLogprobs(token_id, float(values[token_id]), _best(values, num_top))
 
 
 def _candidates(

@@ -94,7 +94,14 @@ class _Model:
     ) -> Serving:
         timeout_s = options.request_timeout_s
         return Serving(
-            ServingOptions(self.name, timeout_s, has_api_keys, self.aliases, self.defaults),
+            ServingOptions(
+                self.name,
+                timeout_s,
+                has_api_keys,
+                self.aliases,
+                self.defaults,
+                options.max_logprobs,
+            ),
             RequestDeps(
                 self.fleet,
                 self.dispatcher,

@@ -22,7 +22,7 @@ from baton.errors import (
 )
 from baton.rpc.api_key import shown_digest
 from baton.rpc.interceptor import given_request_id
-from baton.sampling_params import MAX_CHOICES
+from baton.sampling_params import MAX_CHOICES, MAX_LOGPROBS
 from baton.telemetry import no_telemetry
 from baton.telemetry.spans import trace_of
 from baton.types import Tier, WorkerInfo
@@ -35,12 +35,15 @@ from gateway.intake.rules import ModelFacts, given, shown
 from gateway.intake.token_bytes import ends_with
 from gateway.intake.tokenizer import Tokenizer, TooManyTokens
 from gateway.intake.validator import (
+    MAX_CUT_TOKENS,
     Ids,
     LongFields,
     Tokenized,
     check_detokenize,
     check_request,
     check_tokenize,
+    kept_tokens,
+    num_kept,
     resolve,
     too_long,
 )
@@ -71,6 +74,7 @@ class ServingOptions:
     has_api_keys: whether callers authenticate; then each key is an account, otherwise each
     cache_salt.
     sampling_defaults: the model's own, by option.
+    max_logprobs: see ModelFacts.
     """
 
     model_name: str
@@ -78,6 +82,7 @@ class ServingOptions:
     has_api_keys: bool = False
     aliases: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    max_logprobs: int = MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +221,15 @@ class Serving:
         record: RequestRecord,
     ) -> ValidatedRequest:
         facts, params = self.facts, request.sampling
+        keep_last = num_kept(request, facts)
+        if keep_last is not None and request.prompt.WhichOneof("kind") == "token_ids":
+            given_ids = request.prompt.token_ids.ids
+            given_ids[:] = given_ids[kept_tokens(request.prompt, keep_last)]
         read = await check_request(request, facts)
         started_s = self._clock()
         prompt_token_ids = read.prompt.token_ids
         if not prompt_token_ids:
-            prompt_token_ids = await self._tokenize(request.prompt, read, facts)
+            prompt_token_ids = await self._tokenize(request.prompt, read, facts, keep_last)
         await let_others_run(len(prompt_token_ids))
         words = params.bad_words
         bad_words = await self.tokenizer.encode_word_variants(words) if words else ()
@@ -270,14 +279,19 @@ class Serving:
         prompt_token_ids: tuple[int, ...],
     ) -> str:
         """The prompt's text: as given, or decoded from its tokens."""
-        if request.prompt.WhichOneof("kind") == "text":
+        if request.prompt.WhichOneof("kind") == "text" and not request.prompt.HasField("keep_last"):
             return read.text
         skips = given(request.sampling, "skip_special_tokens", True)
         return await self.tokenizer.decode_all(prompt_token_ids, skips)
 
     async def _tokenize(
-        self, prompt: inference_pb2.Prompt, read: LongFields, facts: ModelFacts
+        self,
+        prompt: inference_pb2.Prompt,
+        read: LongFields,
+        facts: ModelFacts,
+        keep_last: int | None = None,
     ) -> tuple[int, ...]:
+        """keep_last: see Prompt; None keeps all."""
         kind = prompt.WhichOneof("kind")
         match kind:
             case "text":
@@ -290,9 +304,10 @@ class Serving:
                 raise AssertionError(f"a prompt of {kind} was not refused")
         # A chat template has written the special tokens already.
         is_bare = kind == "text" and not prompt.omit_special_tokens
-        most = facts.max_prompt_tokens
+        most = facts.max_prompt_tokens if keep_last is None else MAX_CUT_TOKENS
         try:
-            return await self.tokenizer.encode(text, add_special_tokens=is_bare, max_tokens=most)
+            ids = await self.tokenizer.encode(text, add_special_tokens=is_bare, max_tokens=most)
+            return ids if keep_last is None else ids[kept_tokens(prompt, keep_last)]
         except TooManyTokens as error:
             raise too_long(error.num_tokens, facts) from None
 
@@ -324,12 +339,12 @@ class Serving:
             # The tokenizer may define an id that the model cannot produce.
             eos_token_ids=frozenset(t for t in files.eos_token_ids if t < vocab_size),
             has_chat_template=self._chat is not None,
-            has_tools="tools" in (files.chat_template or ""),
             aliases=self._options.aliases,
             adapters=_adapters_of(infos, {self._options.model_name, *self._options.aliases}),
             max_num_seqs=max((i.max_num_seqs for i in infos), default=MAX_CHOICES),
             max_token_chars=self.tokenizer.max_token_chars,
             sampling_defaults=self._options.sampling_defaults,
+            max_logprobs=self._options.max_logprobs,
         )
 
 

@@ -5,6 +5,7 @@ scripts/site_hook.py; --check generates them, too, and drops them."""
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,12 @@ from baton.config.command import ADVANCED_PANEL
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.openai_api.cases import CASES  # noqa: E402, found by the line above
+from tests.http_clients.vllm_suite.reasons import Reason, reason_of  # noqa: E402, found above
+from tests.openai_api.cases import CASES  # noqa: E402
+
+OUTCOMES: Mapping[str, str] = json.loads(
+    (ROOT / "tests" / "http_clients" / "vllm_suite" / "outcomes.json").read_text()
+)
 
 PROTOS = ROOT / "protos"
 
@@ -85,6 +91,12 @@ gRPC port.
 `model` may be left out where one model is served. A null field counts as absent; an unknown one is
 ignored and named in a `warning` header; one that would change the output and is not served
 (`suffix`, `functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is refused.
+`top_logprobs: -1`, `logprobs: -1` and `prompt_logprobs: -1` ask for the whole vocabulary, which
+`--max-logprobs` must allow. `thinking_token_budget` is kept by a grammar, so the mark at the end of
+thoughts must be one token of the model, and `ignore_eos` and `min_tokens` do not go with it.
+`/v1/responses` takes the sampling fields of the others, too, and gives log probabilities by
+`include: ["message.output_text.logprobs"]` with `top_logprobs`; items of `reasoning` reach the
+chat template.
 
 `return_timing: true` adds `timing` to an answer, or to the last piece of a stream (of
 `/v1/responses`, too): milliseconds to the first token and their parts, the bytes handed over, and
@@ -160,11 +172,14 @@ connection is closed, or its answer has begun with 200 |
 ## Tools and reasoning
 
 Tool calls are parsed from the model's own format: `--tool-call-parser`, `auto` by the chat
-template. A grammar enforces `tool_choice: required` and a named function. Thoughts come as
-`reasoning_content`: `--reasoning-parser`. Formats: Hermes' and Qwen's, Llama's, Mistral's,
-DeepSeek's, Kimi's, GLM's, Qwen3-Coder's, and gpt-oss's (harmony, calls and thoughts in one). GLM
-and Qwen3-Coder write arguments without quotes, so a tool's JSON Schema gives their types: a
-parameter that may only be a string is streamed; any other comes when it is complete.
+template. A grammar enforces `tool_choice: required` and a named function. Where the chat template
+has no place for tools, the system message describes them, with Hermes' format of calls, and a
+`warning` header says so. Thoughts come as
+`reasoning` and `reasoning_content`, the same text: `--reasoning-parser`; `usage` has the number of
+their tokens in `completion_tokens_details.reasoning_tokens`. Formats: Hermes' and Qwen's, Llama's,
+Mistral's, DeepSeek's, Kimi's, GLM's, Qwen3-Coder's, and gpt-oss's (harmony, calls and thoughts in
+one). GLM and Qwen3-Coder write arguments without quotes, so a tool's JSON Schema gives their types:
+a parameter that may only be a string is streamed; any other comes when it is complete.
 
 ## Anthropic's API
 
@@ -186,6 +201,18 @@ with `wire_api = "responses"`, opencode 1.18.33; and lm-eval 0.4.13's `local-com
 perplexity. Coding agents send 15,000 tokens and more before the first question.
 
 Each line is a case of the unmodified `openai` package, run by its sync and its async client.
+"""
+
+_VLLM_HEAD = """## vLLM's own tests
+
+Those of vLLM 0.33.0's tests of its HTTP API that start a server of a text model, unmodified,
+against Baton in two tiers with a scripted model (`tests/http_clients/setup.sh`, then
+`python -m tests.http_clients.vllm_suite.run`): {passed} of {all} pass. Of the others, *decision*:
+Baton does otherwise on purpose; *missing*: Baton has it not; *model*: the scripted model is not the
+one that the test was written for.
+
+| Tests that fail | | Why |
+|---|---|---|
 """
 
 _METAVARS = {int: "INTEGER", float: "NUMBER"}
@@ -287,6 +314,22 @@ def openai_page() -> Iterator[str]:
         yield f"### {section} ({len(names)})\n"
         yield from (f"- {name}" for name in names)
         yield ""
+    yield from _vllm_table()
+
+
+def _vllm_table() -> Iterator[str]:
+    """How vLLM's own tests fare, as the last whole run of them had it."""
+    outcomes = [value for value in OUTCOMES.values() if value != "skipped"]
+    head = _VLLM_HEAD.format(passed=outcomes.count("passed"), all=len(outcomes))
+    yield head.rstrip("\n")
+    failed = [test for test, outcome in OUTCOMES.items() if outcome == "failed"]
+    by_reason: dict[Reason | None, list[str]] = {}
+    for test in failed:
+        by_reason.setdefault(reason_of(test), []).append(test)
+    for reason, tests in by_reason.items():
+        names = dict.fromkeys(f"`{test.partition('::')[2].partition('[')[0]}`" for test in tests)
+        kind, why = (reason.kind, reason.why) if reason else ("", "not known")
+        yield f"| {', '.join(names)} ({len(tests)}) | {kind} | {_cell(why)} |"
 
 
 def protocol_page() -> Iterator[str]:

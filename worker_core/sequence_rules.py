@@ -78,6 +78,8 @@ def _sampling_faults(sampling: Sampling, vocab_size: int) -> Iterator[str]:
         "logit_bias": sampling.logit_bias,
         "stop_token_ids": sampling.stop_token_ids,
         "bad_words": [max(word, default=0) for word in sampling.bad_words],
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "logprob_token_ids": sampling.logprob_token_ids,
     }
     for name, token_ids in ids.items():
         if max(token_ids, default=0) >= vocab_size:

@@ -218,7 +218,7 @@ def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
 
 def _logprobs(message: sampling_pb2.PositionLogprobs) -> TokenLogprobs:
     top = tuple((entry.token_id, entry.logprob) for entry in message.top)
-    return TokenLogprobs(message.chosen.token_id, message.chosen.logprob, top)
+    return TokenLogprobs(message.chosen.token_id, message.chosen.logprob, top, message.rank)
 
 
 def tokenization_of(response: inference_pb2.TokenizeResponse) -> Tokenization:

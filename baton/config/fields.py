@@ -53,6 +53,7 @@ else:
 NonEmpty = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 JsonWhitespace = Annotated[int, Field(ge=0, le=MAX_WHITESPACE)]
+MaxLogprobs = Annotated[int, Field(ge=-1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 BlockSize = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, Field(gt=0)]

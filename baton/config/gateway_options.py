@@ -15,6 +15,7 @@ from baton.config.fields import (
     Count,
     FileDescriptor,
     JsonWhitespace,
+    MaxLogprobs,
     Names,
     NonEmpty,
     Port,
@@ -28,6 +29,7 @@ from baton.config.options import (
     ServiceOptions,
 )
 from baton.rpc.tls import TlsFiles
+from baton.sampling_params import MAX_LOGPROBS
 from baton.types import DEFAULT_MAX_PREFIXES, DEFAULT_MAX_WHITESPACE
 
 #: vLLM's default port.
@@ -61,6 +63,9 @@ class FrontDoorOptions(ServiceOptions, SeveralModelsOptions):
     """Deadline, in seconds, of requests without one."""
     client_stall_timeout_s: Seconds = 30.0
     """Seconds that a client may leave output unread before its request is cancelled."""
+    max_logprobs: MaxLogprobs = MAX_LOGPROBS
+    """Maximum log probabilities that a request may ask for per position; -1 for the whole
+    vocabulary."""
     max_json_whitespace: JsonWhitespace = DEFAULT_MAX_WHITESPACE
     """Maximum consecutive white-space characters in the output of a JSON request; 0 allows none."""
     ssl_cert_reqs: CertReqs | None = None

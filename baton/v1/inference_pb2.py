@@ -27,7 +27,7 @@ from baton.v1 import numerics_pb2 as baton_dot_v1_dot_numerics__pb2
 from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/kv_tiers.proto\x1a\x17\x62\x61ton/v1/numerics.proto\x1a\x17\x62\x61ton/v1/sampling.proto\"\x93\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\xcb\x01\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1d\n\x05tools\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Tool\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8c\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12\x1b\n\x13omit_special_tokens\x18\x04 \x01(\x08\x42\x06\n\x04kind\"\xc0\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12 \n\x06prompt\x18\x02 \x01(\x0b\x32\x10.baton.v1.Prompt\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12*\n\x0bresume_from\x18\x06 \x03(\x0b\x32\x15.baton.v1.ChoiceSoFar\"V\n\x0b\x43hoiceSoFar\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\tnum_chars\x18\x03 \x01(\r\x12\x11\n\thas_ended\x18\x04 \x01(\x08\"\xa8\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x13\n\x0btoken_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\'\n\nstop_cause\x18\x08 \x01(\x0b\x32\x13.baton.v1.StopCause\x12\x1e\n\x05usage\x18\t \x01(\x0b\x32\x0f.baton.v1.Usage\x12\'\n\x06timing\x18\n \x01(\x0b\x32\x17.baton.v1.RequestTiming\x12\x33\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x12\n\x05score\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\r \x03(\rB\x08\n\x06_score\"<\n\tStopCause\x12\x0e\n\x04stop\x18\x01 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x42\x06\n\x04kind\"\x9d\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x05 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x06 \x01(\r\"\xe7\x02\n\rRequestTiming\x12\x13\n\x0btokenize_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nreserve_ms\x18\x03 \x01(\x01\x12\x18\n\x10prefill_queue_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x1b\n\x13transfer_exposed_ms\x18\x06 \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x07 \x01(\x01\x12\x11\n\tdecode_ms\x18\x08 \x01(\x01\x12\x10\n\x08total_ms\x18\t \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\n \x01(\x04\x12\x16\n\x0eprefill_worker\x18\x0b \x01(\t\x12\x15\n\rdecode_worker\x18\x0c \x01(\t\x12\x13\n\x0bnum_resumes\x18\r \x01(\r\x12/\n\x0b\x66irst_token\x18\x0e \x01(\x0b\x32\x1a.baton.v1.TimeToFirstToken\"\x95\x01\n\x10TimeToFirstToken\x12\x13\n\x0btokenize_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nreserve_ms\x18\x03 \x01(\x01\x12\x12\n\nprefill_ms\x18\x04 \x01(\x01\x12\x1b\n\x13transfer_exposed_ms\x18\x05 \x01(\x01\x12\x15\n\rfirst_step_ms\x18\x06 \x01(\x01\"B\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12 \n\x06prompt\x18\x02 \x01(\x0b\x32\x10.baton.v1.Prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"2\n\x10GetModelResponse\x12\x1e\n\x05model\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Model\"\xc9\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x33\n\x11sampling_defaults\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x0e\n\x06parent\x18\x07 \x01(\t\"\xc6\x03\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x08 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\t \x01(\r\x12\x19\n\x11num_leased_blocks\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x12\n\nblock_size\x18\x0c \x01(\r\x12\x15\n\rnum_in_flight\x18\r \x01(\r\x12\x1f\n\x17local_prefill_threshold\x18\x0e \x01(\r\x12)\n\x08numerics\x18\x0f \x01(\x0b\x32\x17.baton.v1.NumericsClass\x12\x1f\n\x17num_leased_window_slots\x18\x10 \x01(\r\x12\x18\n\x10num_window_slots\x18\x11 \x01(\r\x12&\n\x08kv_tiers\x18\x12 \x03(\x0b\x32\x14.baton.v1.KvTierLoad2\xef\x02\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x1a.baton.v1.GetModelResponseB\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/kv_tiers.proto\x1a\x17\x62\x61ton/v1/numerics.proto\x1a\x17\x62\x61ton/v1/sampling.proto\"\x93\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\xcb\x01\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1d\n\x05tools\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Tool\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc7\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12\x1b\n\x13omit_special_tokens\x18\x04 \x01(\x08\x12\x16\n\tkeep_last\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bkeeps_first\x18\x06 \x01(\x08\x42\x06\n\x04kindB\x0c\n\n_keep_last\"\xc0\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12 \n\x06prompt\x18\x02 \x01(\x0b\x32\x10.baton.v1.Prompt\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12*\n\x0bresume_from\x18\x06 \x03(\x0b\x32\x15.baton.v1.ChoiceSoFar\"V\n\x0b\x43hoiceSoFar\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\tnum_chars\x18\x03 \x01(\r\x12\x11\n\thas_ended\x18\x04 \x01(\x08\"\xa8\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x13\n\x0btoken_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\'\n\nstop_cause\x18\x08 \x01(\x0b\x32\x13.baton.v1.StopCause\x12\x1e\n\x05usage\x18\t \x01(\x0b\x32\x0f.baton.v1.Usage\x12\'\n\x06timing\x18\n \x01(\x0b\x32\x17.baton.v1.RequestTiming\x12\x33\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x12\n\x05score\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\r \x03(\rB\x08\n\x06_score\"<\n\tStopCause\x12\x0e\n\x04stop\x18\x01 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x42\x06\n\x04kind\"\x9d\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x05 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x06 \x01(\r\"\xe7\x02\n\rRequestTiming\x12\x13\n\x0btokenize_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nreserve_ms\x18\x03 \x01(\x01\x12\x18\n\x10prefill_queue_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x1b\n\x13transfer_exposed_ms\x18\x06 \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x07 \x01(\x01\x12\x11\n\tdecode_ms\x18\x08 \x01(\x01\x12\x10\n\x08total_ms\x18\t \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\n \x01(\x04\x12\x16\n\x0eprefill_worker\x18\x0b \x01(\t\x12\x15\n\rdecode_worker\x18\x0c \x01(\t\x12\x13\n\x0bnum_resumes\x18\r \x01(\r\x12/\n\x0b\x66irst_token\x18\x0e \x01(\x0b\x32\x1a.baton.v1.TimeToFirstToken\"\x95\x01\n\x10TimeToFirstToken\x12\x13\n\x0btokenize_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nreserve_ms\x18\x03 \x01(\x01\x12\x12\n\nprefill_ms\x18\x04 \x01(\x01\x12\x1b\n\x13transfer_exposed_ms\x18\x05 \x01(\x01\x12\x15\n\rfirst_step_ms\x18\x06 \x01(\x01\"B\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12 \n\x06prompt\x18\x02 \x01(\x0b\x32\x10.baton.v1.Prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"2\n\x10GetModelResponse\x12\x1e\n\x05model\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Model\"\xc9\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x33\n\x11sampling_defaults\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x0e\n\x06parent\x18\x07 \x01(\t\"\xc6\x03\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x08 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\t \x01(\r\x12\x19\n\x11num_leased_blocks\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x12\n\nblock_size\x18\x0c \x01(\r\x12\x15\n\rnum_in_flight\x18\r \x01(\r\x12\x1f\n\x17local_prefill_threshold\x18\x0e \x01(\r\x12)\n\x08numerics\x18\x0f \x01(\x0b\x32\x17.baton.v1.NumericsClass\x12\x1f\n\x17num_leased_window_slots\x18\x10 \x01(\r\x12\x18\n\x10num_window_slots\x18\x11 \x01(\r\x12&\n\x08kv_tiers\x18\x12 \x03(\x0b\x32\x14.baton.v1.KvTierLoad2\xef\x02\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x1a.baton.v1.GetModelResponseB\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,41 +46,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=589
   _globals['_TOKENIDS']._serialized_end=612
   _globals['_PROMPT']._serialized_start=615
-  _globals['_PROMPT']._serialized_end=755
-  _globals['_GENERATEREQUEST']._serialized_start=758
-  _globals['_GENERATEREQUEST']._serialized_end=950
-  _globals['_CHOICESOFAR']._serialized_start=952
-  _globals['_CHOICESOFAR']._serialized_end=1038
-  _globals['_GENERATERESPONSE']._serialized_start=1041
-  _globals['_GENERATERESPONSE']._serialized_end=1465
-  _globals['_STOPCAUSE']._serialized_start=1467
-  _globals['_STOPCAUSE']._serialized_end=1527
-  _globals['_USAGE']._serialized_start=1530
-  _globals['_USAGE']._serialized_end=1687
-  _globals['_REQUESTTIMING']._serialized_start=1690
-  _globals['_REQUESTTIMING']._serialized_end=2049
-  _globals['_TIMETOFIRSTTOKEN']._serialized_start=2052
-  _globals['_TIMETOFIRSTTOKEN']._serialized_end=2201
-  _globals['_TOKENIZEREQUEST']._serialized_start=2203
-  _globals['_TOKENIZEREQUEST']._serialized_end=2269
-  _globals['_TOKENIZERESPONSE']._serialized_start=2271
-  _globals['_TOKENIZERESPONSE']._serialized_end=2331
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2333
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2415
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2417
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2451
-  _globals['_LISTMODELSREQUEST']._serialized_start=2453
-  _globals['_LISTMODELSREQUEST']._serialized_end=2472
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2474
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2527
-  _globals['_GETMODELREQUEST']._serialized_start=2529
-  _globals['_GETMODELREQUEST']._serialized_end=2561
-  _globals['_GETMODELRESPONSE']._serialized_start=2563
-  _globals['_GETMODELRESPONSE']._serialized_end=2613
-  _globals['_MODEL']._serialized_start=2616
-  _globals['_MODEL']._serialized_end=2817
-  _globals['_WORKERSTATUS']._serialized_start=2820
-  _globals['_WORKERSTATUS']._serialized_end=3274
-  _globals['_INFERENCESERVICE']._serialized_start=3277
-  _globals['_INFERENCESERVICE']._serialized_end=3644
+  _globals['_PROMPT']._serialized_end=814
+  _globals['_GENERATEREQUEST']._serialized_start=817
+  _globals['_GENERATEREQUEST']._serialized_end=1009
+  _globals['_CHOICESOFAR']._serialized_start=1011
+  _globals['_CHOICESOFAR']._serialized_end=1097
+  _globals['_GENERATERESPONSE']._serialized_start=1100
+  _globals['_GENERATERESPONSE']._serialized_end=1524
+  _globals['_STOPCAUSE']._serialized_start=1526
+  _globals['_STOPCAUSE']._serialized_end=1586
+  _globals['_USAGE']._serialized_start=1589
+  _globals['_USAGE']._serialized_end=1746
+  _globals['_REQUESTTIMING']._serialized_start=1749
+  _globals['_REQUESTTIMING']._serialized_end=2108
+  _globals['_TIMETOFIRSTTOKEN']._serialized_start=2111
+  _globals['_TIMETOFIRSTTOKEN']._serialized_end=2260
+  _globals['_TOKENIZEREQUEST']._serialized_start=2262
+  _globals['_TOKENIZEREQUEST']._serialized_end=2328
+  _globals['_TOKENIZERESPONSE']._serialized_start=2330
+  _globals['_TOKENIZERESPONSE']._serialized_end=2390
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2392
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2474
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2476
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2510
+  _globals['_LISTMODELSREQUEST']._serialized_start=2512
+  _globals['_LISTMODELSREQUEST']._serialized_end=2531
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2533
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2586
+  _globals['_GETMODELREQUEST']._serialized_start=2588
+  _globals['_GETMODELREQUEST']._serialized_end=2620
+  _globals['_GETMODELRESPONSE']._serialized_start=2622
+  _globals['_GETMODELRESPONSE']._serialized_end=2672
+  _globals['_MODEL']._serialized_start=2675
+  _globals['_MODEL']._serialized_end=2876
+  _globals['_WORKERSTATUS']._serialized_start=2879
+  _globals['_WORKERSTATUS']._serialized_end=3333
+  _globals['_INFERENCESERVICE']._serialized_start=3336
+  _globals['_INFERENCESERVICE']._serialized_end=3703
 # @@protoc_insertion_point(module_scope)

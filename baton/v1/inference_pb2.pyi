@@ -193,10 +193,16 @@ class Prompt(message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    KEEP_LAST_FIELD_NUMBER: builtins.int
+    KEEPS_FIRST_FIELD_NUMBER: builtins.int
     text: builtins.str
     """Plain text, tokenized as it is with the tokenizer's own special tokens."""
     omit_special_tokens: builtins.bool
     """Of text: the tokenizer's own special tokens, of which the text may have its own, are not put to it."""
+    keep_last: builtins.int
+    """Of a prompt of more tokens than this, only the last ones are read; at least 1. Unset: a prompt that is too long is refused."""
+    keeps_first: builtins.bool
+    """With keep_last: the first ones are read instead of the last."""
     @builtins.property
     def token_ids(self) -> TokenIds:
         """Token ids, used as they are."""
@@ -212,13 +218,20 @@ class Prompt(message.Message):
         token_ids: TokenIds | None = ...,
         chat: ChatPrompt | None = ...,
         omit_special_tokens: builtins.bool = ...,
+        keep_last: builtins.int | None = ...,
+        keeps_first: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_keep_last", b"_keep_last", "chat", b"chat", "keep_last", b"keep_last", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["chat", b"chat", "kind", b"kind", "omit_special_tokens", b"omit_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_keep_last", b"_keep_last", "chat", b"chat", "keep_last", b"keep_last", "keeps_first", b"keeps_first", "kind", b"kind", "omit_special_tokens", b"omit_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__keep_last: _TypeAlias = typing.Literal["keep_last"]  # noqa: Y015
+    _WhichOneofArgType__keep_last: _TypeAlias = typing.Literal["_keep_last", b"_keep_last"]  # noqa: Y015
     _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_last) -> _WhichOneofReturnType__keep_last | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 @typing.final

@@ -118,6 +118,8 @@ class SamplingParams(message.Message):
     BAD_WORDS_FIELD_NUMBER: builtins.int
     BEAM_SEARCH_FIELD_NUMBER: builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: builtins.int
     n: builtins.int
     """Number of independent choices, at most what a decode worker runs at once. Range 1..128; default 1."""
     temperature: builtins.float
@@ -143,7 +145,9 @@ class SamplingParams(message.Message):
     seed: builtins.int
     """Key of the random numbers. Same seed, same request, same tokens. Default: drawn by the gateway."""
     logprobs: builtins.int
-    """Number of most probable tokens reported per position, besides the chosen one's log probability. Range 0..20; unset: none reported."""
+    """Number of most probable tokens reported per position, besides the chosen one's log probability. Range 0..20, or what the gateway's
+    --max-logprobs says; 2^32 - 1 stands for the whole vocabulary. Unset: none reported.
+    """
     include_stop_str_in_output: builtins.bool
     """Whether the text keeps the stop string that ended it. Default false."""
     skip_special_tokens: builtins.bool
@@ -151,7 +155,9 @@ class SamplingParams(message.Message):
     best_of: builtins.int
     """Choices to produce, of which the n with the highest mean log probability are returned when all have ended. Range n..128; default n."""
     prompt_logprobs: builtins.int
-    """Number of most probable tokens reported per position of the prompt, besides the prompt's own. Range 0..20; unset: none reported."""
+    """Number of most probable tokens reported per position of the prompt, besides the prompt's own. Range as of logprobs, 0..20; unset: none
+    reported.
+    """
     echo: builtins.bool
     """Whether the text of each choice begins with the prompt's. Default false."""
     @builtins.property
@@ -180,6 +186,14 @@ class SamplingParams(message.Message):
     def structured_output(self) -> StructuredOutput:
         """What the output must look like."""
 
+    @builtins.property
+    def allowed_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Token ids that the output may consist of, end tokens among them; at most 1024. Empty: all."""
+
+    @builtins.property
+    def logprob_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Token ids reported at each position instead of the most probable ones; at most 128. Needs logprobs."""
+
     def __init__(
         self,
         *,
@@ -207,10 +221,12 @@ class SamplingParams(message.Message):
         bad_words: abc.Iterable[builtins.str] | None = ...,
         beam_search: BeamSearch | None = ...,
         structured_output: StructuredOutput | None = ...,
+        allowed_token_ids: abc.Iterable[builtins.int] | None = ...,
+        logprob_token_ids: abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_echo", b"_echo", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_structured_output", b"_structured_output", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_echo", b"_echo", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_structured_output", b"_structured_output", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_echo", b"_echo", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_structured_output", b"_structured_output", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beam_search: _TypeAlias = typing.Literal["beam_search"]  # noqa: Y015
     _WhichOneofArgType__beam_search: _TypeAlias = typing.Literal["_beam_search", b"_beam_search"]  # noqa: Y015
@@ -385,6 +401,7 @@ class FreeText(message.Message):
     HAS_BEGUN_FIELD_NUMBER: builtins.int
     MAY_BE_ALL_FIELD_NUMBER: builtins.int
     INSTEAD_FIELD_NUMBER: builtins.int
+    MAX_TOKENS_FIELD_NUMBER: builtins.int
     begin: builtins.str
     """The mark that it begins with, such as <think>. An output that does not begin with it is constrained from its beginning, unless the prompt ends with it."""
     end: builtins.str
@@ -393,6 +410,8 @@ class FreeText(message.Message):
     """Whether the output begins within it, whatever the prompt ends with."""
     may_be_all: builtins.bool
     """Whether it may go on until the output ends."""
+    max_tokens: builtins.int
+    """Most tokens before the mark that it ends with, which then comes at once; the mark must be one token. Range 0..1048576; unset: no bound."""
     @builtins.property
     def instead(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """Marks of what may stand instead of the constrained text; at most 130."""
@@ -405,12 +424,15 @@ class FreeText(message.Message):
         has_begun: builtins.bool = ...,
         may_be_all: builtins.bool = ...,
         instead: abc.Iterable[builtins.str] | None = ...,
+        max_tokens: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["begin", b"begin", "end", b"end", "has_begun", b"has_begun", "instead", b"instead", "may_be_all", b"may_be_all"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_tokens", b"_max_tokens", "begin", b"begin", "end", b"end", "has_begun", b"has_begun", "instead", b"instead", "max_tokens", b"max_tokens", "may_be_all", b"may_be_all"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
 
 @typing.final
 class StringList(message.Message):
@@ -477,6 +499,8 @@ class TokenSampling(message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
     BEAM_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """As in SamplingParams; 0 means greedy."""
     top_k: builtins.int
@@ -519,6 +543,14 @@ class TokenSampling(message.Message):
     def beam(self) -> BeamParams:
         """Set for a beam search. The sequence is then the root of its beams; outputs come when the search has ended."""
 
+    @builtins.property
+    def allowed_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """As in SamplingParams; every id is below the vocabulary's size."""
+
+    @builtins.property
+    def logprob_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """As in SamplingParams; every id is below the vocabulary's size."""
+
     def __init__(
         self,
         *,
@@ -539,10 +571,12 @@ class TokenSampling(message.Message):
         prompt_logprobs: builtins.int = ...,
         grammar: builtins.bytes = ...,
         beam: BeamParams | None = ...,
+        allowed_token_ids: abc.Iterable[builtins.int] | None = ...,
+        logprob_token_ids: abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["beam", b"beam"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["bad_words", b"bad_words", "beam", b"beam", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "beam", b"beam", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -658,6 +692,9 @@ class PositionLogprobs(message.Message):
 
     CHOSEN_FIELD_NUMBER: builtins.int
     TOP_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Of a position of the prompt: how many tokens are at least as probable as the chosen one, itself among them; 0 if not known."""
     @builtins.property
     def chosen(self) -> TokenLogprob:
         """The token that was chosen."""
@@ -671,9 +708,10 @@ class PositionLogprobs(message.Message):
         *,
         chosen: TokenLogprob | None = ...,
         top: abc.Iterable[TokenLogprob] | None = ...,
+        rank: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["chosen", b"chosen"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["chosen", b"chosen", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["chosen", b"chosen", "rank", b"rank", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

@@ -15,24 +15,32 @@ from engine.grammar.grammar import Grammar
 @dataclass(frozen=True, slots=True)
 class FreeText:
     """Free text delimited by a model's marker strings; see FreeText in sampling.proto. Empty
-    strings mean no marker."""
+    strings mean no marker. max_tokens: before the end marker; None for any number."""
 
     begin: str = ""
     end: str = ""
     has_begun: bool = False
     may_be_all: bool = False
     instead: tuple[str, ...] = ()
+    max_tokens: int | None = None
 
     def around(self, answer: Grammar, tokenizer: LLTokenizer) -> Grammar:
         """The grammar of a whole output, with `answer` for its constrained part. Valid for this
-        tokenizer only, because markers are token ids."""
+        tokenizer only, because markers are token ids. Raises ValueError if max_tokens is given and
+        the end marker is not one token."""
         then = ["@answer", *(f"{_mark(text, tokenizer)} rest" for text in self.instead)]
         rules = ["rest: (/(?s:.+)/ | <[*]>)*", f"then: {' | '.join(then)}"]
         starts = ["then"]
         if self.end:
             breaks = r"/\n{0,2}/"
             end = _ids(self.end, tokenizer)
-            if end is None:
+            if self.max_tokens is not None:
+                end = tokenizer.tokenize_str(self.end, parse_special=True)
+                if len(end) != 1:
+                    raise ValueError(f"{self.end!r} is not one token of this model: set no budget")
+                rules.append(f"free: {_all_but(end, self.max_tokens)}")
+                ended = f"free {_tokens(end)} {breaks} then"
+            elif end is None:
                 rules.append(f"free[suffix={json.dumps(self.end)}]: /(?s:.*)/")
                 ended = f"free {breaks} then"
             else:
@@ -63,10 +71,12 @@ def _mark(text: str, tokenizer: LLTokenizer) -> str:
     return json.dumps(text) if ids is None else _tokens(ids)
 
 
-def _all_but(end: Sequence[int]) -> str:
+def _all_but(end: Sequence[int], most: int | None = None) -> str:
     """Lark expression for tokens without the marker: its first token may occur only if its second
-    one does not follow."""
+    one does not follow. most: maximum tokens, for a marker of one."""
     first = end[0]
+    if most is not None:
+        return f"<[^{first}]>{{0,{most}}}" if most else '""'
     if len(end) == 1:
         return f"<[^{first}]>*"
     return f"<[^{first}]>* (<[{first}]> <[^{first},{end[1]}]> <[^{first}]>*)*"

@@ -8,7 +8,7 @@ not depend on other rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from baton.types import Sampling
 from baton_kernels.host_copy import to_device
 from baton_kernels.sampling import add_bias, forbid, penalize
 from engine.interface import SampleRow
-from engine.sampling.restrictions import banned_tokens, forbidden_by
+from engine.sampling.restrictions import allowed_mask, banned_tokens, forbidden_by
 from engine.token_counts import TokenCounts
 
 
@@ -27,6 +27,8 @@ def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:
     ids: Iterable[int] = (
         *sampling.logit_bias,
         *sampling.stop_token_ids,
+        *sampling.allowed_token_ids,
+        *sampling.logprob_token_ids,
         *(token for word in sampling.bad_words for token in word),
     )
     return any(not 0 <= token < vocab_size for token in ids)
@@ -38,6 +40,7 @@ def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     # Most steps have no edits: return early without a copy.
     if not any(
         row.allowed is not None
+        or row.sampling.allowed_token_ids
         or row.sampling.logit_bias
         or row.sampling.bad_words
         or row.num_output_tokens < row.sampling.min_tokens
@@ -54,8 +57,8 @@ def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     banned = [
         (i, token, float("-inf")) for i, row in enumerate(rows) for token in banned_tokens(row)
     ]
-    masked = [i for i, row in enumerate(rows) if row.allowed is not None]
-    if not (penalized or biased or banned or masked):
+    masks = {i: mask for i, row in enumerate(rows) if (mask := allowed_mask(row)) is not None}
+    if not (penalized or biased or banned or masks):
         return logits
     edited = logits.clone()
     if biased:
@@ -64,8 +67,8 @@ def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         penalize(edited, *_penalty_entries(rows, penalized, logits.device))
     if banned:
         _add(edited, banned)
-    if masked:
-        _forbid(edited, rows, masked)
+    if masks:
+        _forbid(edited, masks)
     return edited
 
 
@@ -107,14 +110,14 @@ def _penalty_entries(
     )
 
 
-def _forbid(logits: torch.Tensor, rows: Sequence[SampleRow], masked: Sequence[int]) -> None:
-    """Apply the rows' `allowed` masks in place."""
-    masks = [rows[i].allowed or b"" for i in masked]
-    on_device = to_device(torch.from_numpy(forbidden_by(masks, logits.shape[-1])), logits.device)
-    if len(masked) == len(rows):
+def _forbid(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:
+    """Apply masks of allowed tokens, by row, in place."""
+    forbidden = torch.from_numpy(forbidden_by([*masks.values()], logits.shape[-1]))
+    on_device = to_device(forbidden, logits.device)
+    if len(masks) == len(logits):
         forbid(logits, on_device)
         return
-    index = to_device(torch.tensor(masked), logits.device)
+    index = to_device(torch.tensor([*masks]), logits.device)
     part = logits[index]
     forbid(part, on_device)
     logits.index_copy_(0, index, part)

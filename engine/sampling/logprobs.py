@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeVar
 
 import torch
 
@@ -14,23 +16,27 @@ from baton_kernels.host_copy import HostCopy, to_device
 #: Maximum rows processed at once: bounds the memory for a long prompt's log probabilities.
 MAX_ROWS = 64
 
+WantedT = TypeVar("WantedT", int, "Wanted")
+
 
 @dataclass(frozen=True, slots=True)
 class ChosenLogprobs:
     """Log probabilities in transfer from the device: at `rows`, those of each row's token [rows],
-    and the likeliest ones."""
+    the likeliest ones, or those asked for, and the ranks of the tokens [rows], if wanted."""
 
     rows: tuple[int, ...]
     own: HostCopy
     top: TopTokens
+    ranks: HostCopy | None = None
 
     def reported(self, chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
         """Log probabilities by row. chosen: the tokens of all rows, including rows without log
         probabilities."""
         own = self.own.wait().tolist()
+        ranks = self.ranks.wait().tolist() if self.ranks else repeat(0, len(own))
         return {
-            row: TokenLogprobs(chosen[row], value, top)
-            for row, value, top in zip(self.rows, own, self.top.pairs(), strict=True)
+            row: TokenLogprobs(chosen[row], value, top, rank)
+            for row, value, top, rank in zip(self.rows, own, self.top.pairs(), ranks, strict=True)
         }
 
 
@@ -64,20 +70,29 @@ class TopTokens:
         return [tuple(zip(ids, values, strict=True)) for ids, values in found]
 
 
-def token_logprobs(
-    logits: torch.Tensor, chosen: torch.Tensor, num_top: Mapping[int, int]
-) -> list[ChosenLogprobs]:
-    """Natural-log probabilities at the rows in `num_top`: of chosen[row] and of the num_top[row]
-    likeliest tokens.
+#: Number of the likeliest tokens to report, or the tokens to report.
+Wanted = int | tuple[int, ...]
 
-    logits [rows, vocab] float32, chosen [rows] int64.
+
+def token_logprobs(
+    logits: torch.Tensor,
+    chosen: torch.Tensor,
+    wanted: Mapping[int, Wanted],
+    *,
+    has_ranks: bool = False,
+) -> list[ChosenLogprobs]:
+    """Natural-log probabilities at the rows in `wanted`: of chosen[row] and of other tokens.
+
+    logits [rows, vocab] float32, chosen [rows] int64. has_ranks: whether to report chosen's ranks.
     """
     found = []
-    for count, rows in _groups(num_top, logits.shape[-1]):
+    for others, rows in _groups(wanted):
         index = to_device(torch.tensor(rows), logits.device)
         values = logits[index].log_softmax(-1)
-        own = values.gather(1, chosen[index][:, None])[:, 0]
-        found.append(ChosenLogprobs(tuple(rows), HostCopy(own), _top(values, count)))
+        own = values.gather(1, chosen[index][:, None])
+        ranks = HostCopy((values >= own).sum(-1)) if has_ranks else None
+        top = _top(values, others) if isinstance(others, int) else _named(values, others)
+        found.append(ChosenLogprobs(tuple(rows), HostCopy(own[:, 0]), top, ranks))
     return found
 
 
@@ -90,7 +105,7 @@ def likeliest(
     logits, edited [rows, vocab] float32; edited is -inf where a token is forbidden.
     """
     found = []
-    for count, rows in _groups(num_candidates, logits.shape[-1]):
+    for count, rows in _groups(num_candidates):
         index = to_device(torch.tensor(rows), logits.device)
         values = logits[index].log_softmax(-1)
         values.masked_fill_(edited[index].isneginf(), float("-inf"))
@@ -98,17 +113,24 @@ def likeliest(
     return found
 
 
-def _groups(counts: Mapping[int, int], vocab_size: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield (count, rows) with at most MAX_ROWS rows. Grouped by count, because top-k may break
-    ties differently for different counts, and a row must not depend on others."""
-    by_count: dict[int, list[int]] = defaultdict(list)
-    for row, count in counts.items():
-        by_count[min(count, vocab_size)].append(row)
-    for count, rows in by_count.items():
+def _groups(wanted: Mapping[int, WantedT]) -> Iterator[tuple[WantedT, list[int]]]:
+    """Yield (what is wanted, rows) with at most MAX_ROWS rows. Grouped by count, because top-k may
+    break ties differently for different counts, and a row must not depend on others."""
+    by_wanted: dict[WantedT, list[int]] = defaultdict(list)
+    for row, each in wanted.items():
+        by_wanted[each].append(row)
+    for each, rows in by_wanted.items():
         for first in range(0, len(rows), MAX_ROWS):
-            yield count, rows[first : first + MAX_ROWS]
+            yield each, rows[first : first + MAX_ROWS]
 
 
 def _top(values: torch.Tensor, count: int) -> TopTokens:
-    best = values.topk(count)
+    best = values.topk(min(count, values.shape[-1]))
     return TopTokens(HostCopy(best.indices), HostCopy(best.values))
+
+
+def _named(values: torch.Tensor, token_ids: Sequence[int]) -> TopTokens:
+    """The values of these tokens, best first."""
+    columns = to_device(torch.tensor(token_ids), values.device)
+    best = values[:, columns].sort(dim=-1, descending=True, stable=True)
+    return TopTokens(HostCopy(columns[best.indices]), HostCopy(best.values))

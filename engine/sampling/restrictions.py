@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,15 +11,37 @@ from numpy.typing import NDArray
 from engine.interface import SampleRow
 
 
+def allowed_mask(row: SampleRow) -> bytes | None:
+    """row.allowed, without what is not in allowed_token_ids; None for all tokens."""
+    ids = row.sampling.allowed_token_ids
+    if not ids:
+        return row.allowed
+    mask = _mask_of(ids)
+    if row.allowed is None:
+        return mask
+    both = int.from_bytes(mask, "little") & int.from_bytes(row.allowed, "little")
+    return both.to_bytes(len(mask), "little")
+
+
+@lru_cache(maxsize=256)
+def _mask_of(token_ids: tuple[int, ...]) -> bytes:
+    """As SampleRow.allowed; cached because few samplings are in use at a time."""
+    bits = 0
+    for token_id in token_ids:
+        bits |= 1 << token_id
+    return bits.to_bytes(max(token_ids) // 8 + 1, "little")
+
+
 def banned_tokens(row: SampleRow) -> frozenset[int]:
     """Tokens that would complete a bad word, and stop tokens before min_tokens. Empty if they would
-    leave no allowed token: then `row.allowed` alone applies, as in transformers."""
+    leave no allowed token: then `allowed_mask` alone applies, as in transformers."""
     sampling = row.sampling
     is_short = row.num_output_tokens < sampling.min_tokens
     banned = sampling.stop_token_ids if is_short else frozenset[int]()
     if sampling.bad_words:
         banned = banned.union(_completing(sampling.bad_words, row.token_ids))
-    if row.allowed is None or not banned or _leaves_any(row.allowed, banned):
+    mask = allowed_mask(row) if banned else None
+    if mask is None or _leaves_any(mask, banned):
         return banned
     return frozenset()
 

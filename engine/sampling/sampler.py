@@ -91,7 +91,8 @@ def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
         scored = [0 if row.scored_token_id is None else row.scored_token_id for row in rows]
         chosen = to_device(torch.tensor(scored), logits.device)
         num_top = {i: row.sampling.prompt_logprobs for i, row in enumerate(rows)}
-        return _draws(logits, logits, chosen, token_logprobs(logits, chosen, num_top))
+        scores = token_logprobs(logits, chosen, num_top, has_ranks=True)
+        return _draws(logits, logits, chosen, scores)
     edited = edit(logits, rows)
     if all(row.sampling.is_greedy for row in rows):
         chosen, verdicts = checked_argmax(edited)
@@ -135,7 +136,7 @@ def _reported(
         i: num_candidates(r.sampling) for i, r in enumerate(rows) if r.sampling.beam is not None
     }
     wanted = {
-        i: r.sampling.logprobs
+        i: r.sampling.logprob_token_ids or r.sampling.logprobs
         for i, r in enumerate(rows)
         if r.sampling.logprobs >= 0 and i not in beams
     }

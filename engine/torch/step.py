@@ -84,7 +84,8 @@ def _faults(part: SequenceSlice, spec: EngineSpec, num_drawn: int) -> Iterator[s
     samplings = {id(row.sampling): row.sampling for row in part.rows}.values()
     if any(names_unknown_token(sampling, vocab_size) for sampling in samplings):
         yield (
-            f"logit_bias, stop_token_ids or bad_words name a token that is not in [0, {vocab_size})"
+            "logit_bias, bad_words or a list of token ids name a token that is not in "
+            f"[0, {vocab_size})"
         )
     for row in part.rows:
         if not 0 <= row.offset < len(part.token_ids):

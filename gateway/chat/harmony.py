@@ -28,8 +28,8 @@ THINKING = f"{CHANNEL}analysis{MESSAGE}"
 ANSWERING = f"{CHANNEL}final{MESSAGE}"
 
 _START = "<|start|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
-_END = re.compile("|".join(map(re.escape, _ENDS)))
+ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_END = re.compile("|".join(map(re.escape, ENDS)))
 #: Beginnings of a header, or of the rest of the prompt's last header.
 _HEADS = (CHANNEL, _START, " to=", "to=")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
@@ -102,7 +102,7 @@ class HarmonyParser:
 
     def _read_body(self, make: Callable[[str], Part]) -> Iterator[Part]:
         end = _END.search(self._held)
-        cut = end.start() if end else len(self._held) - num_held_back(self._held, _ENDS)
+        cut = end.start() if end else len(self._held) - num_held_back(self._held, ENDS)
         text, self._held = self._held[:cut], self._held[cut:]
         if text:
             yield self._emitted(make(text))

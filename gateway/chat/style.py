@@ -9,6 +9,7 @@ from typing import Any
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.chat.harmony import ANSWERING, CHANNEL
 from gateway.chat.reasoning import BEGIN, END
+from gateway.chat.tool_message import has_place_for_tools
 from gateway.chat.tools import TOOL_FORMATS, ToolFormat, format_of_template
 
 
@@ -18,7 +19,8 @@ class ChatStyle:
 
     tool_format: None disables tool parsing. has_thoughts: whether the model may reason before it
     answers. begins_with_thoughts: whether it always does, without a begin mark. is_harmony: see
-    harmony.py. developer_role: the template's name of that role.
+    harmony.py. developer_role: the template's name of that role. has_place_for_tools: whether the
+    template describes tools; otherwise see tool_message.py.
     """
 
     tool_format: ToolFormat | None
@@ -26,6 +28,7 @@ class ChatStyle:
     begins_with_thoughts: bool
     is_harmony: bool
     developer_role: str
+    has_place_for_tools: bool = True
 
     def for_choice(self, choice: ChoiceOfTools) -> ChatStyle:
         """The style of one answer: a forced call is plain JSON, not harmony."""
@@ -46,6 +49,7 @@ def chat_style(template: str, tool_call_parser: str, reasoning_parser: str) -> C
         begins_with_thoughts=reasoning_parser == "deepseek_r1",
         is_harmony=is_harmony,
         developer_role="developer" if "developer" in template else "system",
+        has_place_for_tools=has_place_for_tools(template),
     )
 
 
@@ -67,14 +71,42 @@ def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str,
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": schema},
+            "properties": {
+                "name": {"const": name},
+                "arguments": _moved(schema, f"#/items/anyOf/{index}/properties/arguments"),
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, schema in choice.schemas.items()
+        for index, (name, schema) in enumerate(choice.schemas.items())
     ]
     most = {} if is_parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
+#: Keywords of JSON Schema with values of the document, and with schemas by name.
+_OF_VALUES = frozenset({"const", "default", "enum", "example", "examples"})
+_BY_NAME = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema to put at `place` within another, a JSON pointer: references to its own parts, such
+    as `#/$defs/City`, point there."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value + "/").startswith("#/"):
+            moved[key] = place + value[1:]
+        elif key in _BY_NAME and isinstance(value, dict):
+            moved[key] = {name: _moved(each, place) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _OF_VALUES else _moved(value, place)
+    return moved
 
 
 def free_text_of(style: ChatStyle, choice: ChoiceOfTools) -> sampling_pb2.FreeText | None:

@@ -4,7 +4,8 @@ gateway.chat.template
 Start line: {"template": str, "special_tokens": {name: text}}. Question: {"messages": [{"role": str,
 "num_chars": int}], "text": str}, with the contents of all messages concatenated in `text`. Optional
 members: "fields", further fields of messages by index; "tools" and "kwargs", variables of the
-template; "add_generation_prompt", default true; "continues", true to end with the last message.
+template, or told in the system message if it has no place for them; "add_generation_prompt",
+default true; "continues", true to end with the last message.
 Answer: {"text": str} or {"error": str}. See gateway.intake.child_main.
 
 The rendering of transformers without that package: a sandboxed jinja environment and what the
@@ -26,6 +27,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from gateway.chat.tool_message import has_place_for_tools, with_tools
 from gateway.intake.child_main import Answer, limit_memory, serve
 
 #: Maximum address space of the process, in bytes.
@@ -137,7 +139,9 @@ def make_answer(start: Mapping[str, Any]) -> Answer:
 
     def answer(question: Mapping[str, Any]) -> Mapping[str, str]:
         try:
-            messages = _messages_of(question)
+            messages: list[Any] = _messages_of(question)
+            if question.get("tools") and not has_place_for_tools(start["template"]):
+                messages = with_tools(messages, question["tools"])
             is_continued = bool(question.get("continues"))
             variables = {
                 "tools": question.get("tools"),

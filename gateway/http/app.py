@@ -21,7 +21,16 @@ from gateway.chat.style import ChatStyle
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH, Docs
 from gateway.http.errors import HttpError, from_baton, http_error, in_words_of
-from gateway.http.format import OPENAI, Dialect, Door, MakeFormat, Route, name_answer, send_json
+from gateway.http.format import (
+    OPENAI,
+    Dialect,
+    Door,
+    MakeFormat,
+    Route,
+    name_answer,
+    send_json,
+    warn,
+)
 from gateway.http.generation import Generation
 from gateway.http.openapi import OPERATIONS
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
@@ -209,6 +218,8 @@ class HttpApp:
     ) -> None:
         body = await self._door.parsed(cls, request, response)
         serving, form = self._door.form(make, body)
+        if form.warning:
+            warn(form.warning, response)
         with in_words_of(form.field_names):
             await Generation(serving, form, request, response).run()
 

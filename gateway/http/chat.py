@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import secrets
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
-from itertools import count, groupby
+from itertools import count
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.chat.harmony import THINKING, HarmonyParser
+from gateway.chat.choice import ChatChoice, ChoiceOptions
+from gateway.chat.harmony import THINKING
 from gateway.chat.reasoning import BEGIN as THINK
-from gateway.chat.reasoning import ReasoningSplitter
 from gateway.chat.style import ChatStyle, free_text_of, schema_of_calls
-from gateway.chat.tools import REQUIRED_FORMAT, CallBegins, Content, Part, Thought, ToolParser
 from gateway.http.conversation import MESSAGES, TOOL_CHOICE, TOOLS, choice_of_tools, put_messages
 from gateway.http.errors import FieldNames, Fills, in_words_of, invalid, names_in, shown_value
 from gateway.http.format import (
@@ -31,13 +31,16 @@ from gateway.http.format import (
     quoted,
     stop_reason,
 )
-from gateway.http.logprobs import BytesOf, chat_logprobs, prompt_logprobs
+from gateway.http.logprobs import BytesOf, Positions, chat_logprobs, prompt_logprobs
 from gateway.http.requests import (
     GenerationBody,
     NumTokens,
+    ThinkingBudget,
     generate_request,
+    is_json,
     is_whole_structured,
     json_text,
+    put_budget,
     sampling_message,
     structure_field,
 )
@@ -76,14 +79,33 @@ class ChatBody(GenerationBody):
     """Continue the last message instead of answering it."""
     reasoning_effort: str | None = None
     """Variable of the chat template, if it has one of this name."""
+    thinking_token_budget: ThinkingBudget = None
+    """Maximum tokens of reasoning, which its end mark then ends; -1: any number."""
     include_reasoning: bool | None = None
     """false: leave reasoning out of the answer."""
+    echo: bool | None = None
+    """Begin the answer with the last message, if that is the assistant's."""
 
     refused = (
         *GenerationBody.refused,
         *("functions", "function_call", "audio", "chat_template", "documents"),
     )
     ignored = (*GenerationBody.ignored, "modalities", "verbosity", "prediction")
+
+
+_TOLD_OTHERWISE = "tools: the chat template has no place for them; the system message has them"
+
+#: Members of a message, in OpenAI's order; vLLM's are behind them.
+_MESSAGE: Mapping[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "refusal": None,
+    "annotations": None,
+    "audio": None,
+    "function_call": None,
+    "reasoning": None,
+    "reasoning_content": None,
+}
 
 
 class ChatFormat(OpenAiFormat):
@@ -105,13 +127,24 @@ class ChatFormat(OpenAiFormat):
         self._prompt_token_ids: Sequence[int] = ()
         self._id_key = b""
         """Key of the ids of tool calls, computed from the seed and the prompt on first use."""
-        self._is_reasoning = False
-        """Whether the prompt ends with the begin mark of reasoning."""
         self._num_top = body.top_logprobs or 0
+        """Alternatives that the client wants; negative for all that come."""
+        if body.logprob_token_ids:
+            self._num_top = -1
         self._choice_of_tools = choice_of_tools(body.tools, body.tool_choice)
         self._style = style.for_choice(self._choice_of_tools)
+        self._options = ChoiceOptions(
+            self._style,
+            self._choice_of_tools,
+            1 if body.parallel_tool_calls is False else None,
+            wants_thoughts=body.include_reasoning is not False,
+        )
         with in_words_of(self.field_names):
             self.requests = [self._request()]
+        if self._has_calls and not style.has_place_for_tools:
+            self.warning = _TOLD_OTHERWISE
+        last = self.requests[0].prompt.chat.messages[-1]
+        self._echo = last.content if body.echo and last.role == "assistant" else ""
         self._is_plain = not (
             body.logprobs or body.return_token_ids or self._has_calls or self._style.has_thoughts
         )
@@ -134,7 +167,11 @@ class ChatFormat(OpenAiFormat):
     def field_names(self) -> FieldNames:
         """Client field names for errors."""
         # A forced call is a structured output; report its faults under `tools`.
-        moved = {} if structure_field(self.body) else {"sampling.structured_output": "tools"}
+        moved = {}
+        if not structure_field(self.body):
+            moved["sampling.structured_output"] = "tools"
+            if not self._choice_of_tools.is_forced:
+                moved["sampling.structured_output.grammar"] = "thinking_token_budget"
         return names_in(self.body, moved)
 
     def _request(self) -> inference_pb2.GenerateRequest:
@@ -160,6 +197,7 @@ class ChatFormat(OpenAiFormat):
             free_text = free_text_of(self._style, chosen)
             if free_text is not None:
                 sampling.structured_output.free_text.CopyFrom(free_text)
+        put_budget(body.thinking_token_budget, self._style, sampling)
         if (
             not chosen.is_forced
             and (self._has_calls or self._style.is_harmony)
@@ -190,23 +228,24 @@ class ChatFormat(OpenAiFormat):
     def _has_calls(self) -> bool:
         return bool(self._choice_of_tools.tools)
 
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
-        super().begin(answer, prompt_token_ids)
+    def begin(self, prompt: int, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+        super().begin(prompt, answer, prompt_token_ids)
         self._prompt_token_ids = prompt_token_ids
         if self._style.has_thoughts:
             begin = THINKING if self._style.is_harmony else THINK
-            self._is_reasoning = ends_with(self._bytes_of, prompt_token_ids, begin)
+            is_reasoning = ends_with(self._bytes_of, prompt_token_ids, begin)
+            self._options = replace(self._options, is_reasoning=is_reasoning)
 
-    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002, there is one
+    def event(self, prompt: int, chunk: Chunk, usage: str, earlier: str) -> str:  # noqa: ARG002, there is one prompt
         index, role = chunk.choice, ""
-        choice = self._choices.get(index)
-        if choice is None:
-            choice = self._choices[index] = self.new_choice(index)
+        choice = self._choices.get(index) or self.new_choice(index)
         if index not in self._begun:
+            if self.body.return_token_ids and not self._begun:
+                earlier += f',"prompt_token_ids":{list(self._prompt_token_ids)}'
             self._begun.add(index)
             role = (
-                f'{self._head}{index},"delta":{{"role":"assistant","content":""}},'
-                f'"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'
+                f'{self._head}{index},"delta":{{"role":"assistant","content":{quoted(self._echo)}}},'
+                f'"logprobs":null,"finish_reason":null}}]{earlier}}}\n\n'
             )
         if self._is_plain and not chunk.finish_reason:
             return (
@@ -215,12 +254,13 @@ class ChatFormat(OpenAiFormat):
             )
         text = chunk.text
         if self._num_chars_to_replay:
-            earlier, text = self.split_replay(index, text)
-            choice.delta(earlier, is_last=False)
+            replayed, text = self.split_replay(index, text)
+            choice.delta(replayed, is_last=False)
+        choice.count(map(self._bytes_of, chunk.token_ids))
         delta = choice.delta(text, is_last=bool(chunk.finish_reason))
         entry: dict[str, Any] = {
             "delta": delta,
-            "logprobs": self._logprobs([chunk]),
+            "logprobs": self.logprobs(chunk.logprobs),
             "finish_reason": self._finish(choice, chunk),
             "stop_reason": stop_reason(chunk),
         }
@@ -229,6 +269,16 @@ class ChatFormat(OpenAiFormat):
         elif not delta and not chunk.finish_reason and not self.body.logprobs:
             return role
         return f"{role}{self._head}{index},{json.dumps(entry)[1:]}]{usage}}}\n\n"
+
+    def usage(self, usage: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The usage of the whole answer, with the tokens of its reasoning."""
+        if not self._style.has_thoughts:
+            return usage
+        num_tokens = sum(choice.num_reasoning_tokens for choice in self._choices.values())
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
+
+    def end(self, usage: Mapping[str, Any]) -> str:
+        return super().end(self.usage(usage))
 
     def split_replay(self, index: int, text: str) -> tuple[str, str]:
         """Split a choice's text into the part that an earlier stream sent and the new part."""
@@ -239,24 +289,13 @@ class ChatFormat(OpenAiFormat):
         return earlier, new
 
     def new_choice(self, index: int) -> ChatChoice:
-        """Parser state of a choice without text."""
-        chosen, new_id = self._choice_of_tools, self.ids(index, "call")
-        most = 1 if self.body.parallel_tool_calls is False else None
-        wants_thoughts = self.body.include_reasoning is not False
-        if self._style.is_harmony:
-            harmony = HarmonyParser(
-                new_id, has_calls=self._has_calls, is_thinking=self._is_reasoning
-            )
-            return ChatChoice(harmony, None, most, wants_thoughts)
-        form = REQUIRED_FORMAT if chosen.is_forced else self._style.tool_format
-        form = form if self._has_calls else None
-        tools = ToolParser(form, new_id, chosen.name, chosen.schemas)
-        thoughts = None
-        if self._style.has_thoughts:
-            thoughts = ReasoningSplitter(
-                is_reasoning=self._is_reasoning or self._style.begins_with_thoughts
-            )
-        return ChatChoice(tools, thoughts, most, wants_thoughts)
+        """Parser state of a choice, after the tokens of an earlier stream."""
+        choice = ChatChoice(self._options, self.ids(index, "call"))
+        for entry in self.body.resume_from or ():
+            if entry.choice == index:
+                choice.count(map(self._bytes_of, entry.token_ids))
+        self._choices[index] = choice
+        return choice
 
     def ids(self, index: int, prefix: str) -> Callable[[], str]:
         """Generator of ids for the parts of a choice. Deterministic for a given seed and prompt, so
@@ -284,113 +323,49 @@ class ChatFormat(OpenAiFormat):
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         choices = [self._choice(i, pieces) for i, pieces in by_choice(chunks[0]).items()]
-        document = {**self._fields(self.kind), "choices": choices, "usage": usage}
+        document = {**self._fields(self.kind), "choices": choices, "usage": self.usage(usage)}
+        document |= {"service_tier": None, "prompt_logprobs": None, "prompt_token_ids": None}
         if self.body.prompt_logprobs is not None:
             positions = [position for chunk in chunks[0] for position in chunk.prompt_logprobs]
             document["prompt_logprobs"] = prompt_logprobs(positions, self._bytes_of)
+        if self.body.return_token_ids:
+            document["prompt_token_ids"] = list(self._prompt_token_ids)
         return document
 
     def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         last = chunks[-1]
         choice = self.new_choice(index)
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        choice.count(map(self._bytes_of, token_ids))
         delta = choice.delta("".join(chunk.text for chunk in chunks), is_last=True)
-        content = delta.get("content", "")
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if "reasoning_content" in delta:
-            message["reasoning_content"] = delta["reasoning_content"]
-        if "tool_calls" in delta:
-            message["content"] = content or None
+        finish = self._finish(choice, last)
+        message: dict[str, Any] = {**_MESSAGE, **delta}
+        message["content"] = self._echo + delta.get("content", "")
+        calls = delta.get("tool_calls", ())
+        if finish == "length" and self._choice_of_tools.name is not None:
+            calls = [call for call in calls if is_json(call["function"]["arguments"])]
+        if calls:
+            message["content"] = message["content"] or None
             message["tool_calls"] = [
-                {key: call[key] for key in ("id", "type", "function")}
-                for call in delta["tool_calls"]
+                {key: call[key] for key in ("id", "type", "function")} for call in calls
             ]
-        document: dict[str, Any] = {
+        else:
+            message.pop("tool_calls", None)
+        positions = [position for chunk in chunks for position in chunk.logprobs]
+        return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(chunks),
-            "finish_reason": self._finish(choice, last),
+            "logprobs": self.logprobs(positions),
+            "finish_reason": finish,
             "stop_reason": stop_reason(last),
+            "token_ids": token_ids if self.body.return_token_ids else None,
         }
-        if self.body.return_token_ids:
-            document["token_ids"] = [t for chunk in chunks for t in chunk.token_ids]
-        return document
 
-    def _logprobs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
+    def logprobs(self, positions: Positions) -> dict[str, Any] | None:
+        """Log probabilities of some tokens, if the client wants them."""
         if not self.body.logprobs:
             return None
-        positions = [position for chunk in chunks for position in chunk.logprobs]
-        return chat_logprobs(positions, self._num_top, self._bytes_of)
-
-
-class ChatChoice:
-    """Parser state of one choice."""
-
-    def __init__(
-        self,
-        tools: ToolParser | HarmonyParser,
-        thoughts: ReasoningSplitter | None,
-        max_calls: int | None,
-        has_thoughts: bool,
-    ) -> None:
-        self.tools = tools
-        self._thoughts = thoughts
-        self._max_calls = max_calls
-        self._has_thoughts = has_thoughts
-
-    def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """The delta of the next text, in OpenAI's form; calls have an index."""
-        thought, parts = self._read(text, is_last=is_last)
-        delta: dict[str, Any] = {"reasoning_content": thought} if thought else {}
-        content = "".join(part.text for part in parts if isinstance(part, Content))
-        if content:
-            delta["content"] = content
-        calls = self._calls(parts)
-        if calls:
-            delta["tool_calls"] = calls
-        return delta
-
-    def deltas(self, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:
-        """As `delta`, split wherever content and calls alternate."""
-        thought, parts = self._read(text, is_last=is_last)
-        if thought:
-            yield {"reasoning_content": thought}
-        for is_content, run in groupby(parts, lambda part: isinstance(part, Content)):
-            if is_content:
-                yield {"content": "".join(part.text for part in run if isinstance(part, Content))}
-            elif calls := self._calls(list(run)):
-                yield {"tool_calls": calls}
-
-    def _read(self, text: str, *, is_last: bool) -> tuple[str, list[Part]]:
-        """The reasoning in the next text, if the client wants it, and the other parts."""
-        thought = ""
-        if self._thoughts is not None:
-            thought, text = self._thoughts.feed(text)
-            if is_last:
-                more_thought, more_text = self._thoughts.end()
-                thought, text = thought + more_thought, text + more_text
-        parts = self.tools.feed(text) if text else []
-        if is_last:
-            parts += self.tools.end()
-        thought += "".join(part.text for part in parts if isinstance(part, Thought))
-        parts = [part for part in parts if not isinstance(part, Thought)]
-        return thought if self._has_thoughts else "", parts
-
-    def _calls(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
-        calls: dict[int, dict[str, Any]] = {}
-        for part in parts:
-            if isinstance(part, Content | Thought):
-                continue
-            if self._max_calls is not None and part.index >= self._max_calls:
-                continue
-            call = calls.setdefault(
-                part.index, {"index": part.index, "function": {"arguments": ""}}
-            )
-            if isinstance(part, CallBegins):
-                call |= {"id": part.id, "type": "function"}
-                call["function"] = {"name": part.name, "arguments": ""}
-            else:
-                call["function"]["arguments"] += part.text
-        return list(calls.values())
+        return chat_logprobs(positions, self._num_top, self._name_of)
 
 
 ROUTE = Route(

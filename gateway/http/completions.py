@@ -10,10 +10,24 @@ from pydantic import WithJsonSchema
 
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.errors import FieldNames, Fills, in_words_of, invalid, names_in, shown_value
-from gateway.http.format import FINISHES, Chunk, OpenAiFormat, Route, by_choice, quoted, stop_reason
+from gateway.http.format import (
+    FINISHES,
+    Answer,
+    Chunk,
+    OpenAiFormat,
+    Route,
+    by_choice,
+    quoted,
+    stop_reason,
+)
 from gateway.http.json_body import MAX_PROMPTS
 from gateway.http.logprobs import BytesOf, completion_logprobs, prompt_logprobs
-from gateway.http.requests import GenerationBody, generate_request, put_token_ids, sampling_message
+from gateway.http.requests import (
+    GenerationBody,
+    generate_request,
+    put_token_ids,
+    sampling_message,
+)
 
 #: Default of OpenAI and vLLM.
 DEFAULT_MAX_TOKENS = 16
@@ -46,7 +60,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
     """false: tokenize a text prompt without adding special tokens."""
 
-    refused = (*GenerationBody.refused, "suffix")
+    refused = (*GenerationBody.refused, "suffix", "thinking_token_budget")
     id_fields = ("prompt",)
 
 
@@ -64,6 +78,10 @@ class CompletionFormat(OpenAiFormat):
         """Text offset by stream choice, in characters."""
         self._prompt_logprobs: dict[int, Sequence[sampling_pb2.PositionLogprobs]] = {}
         """By prompt; received with the prompt's first choice."""
+        self._prompt_token_ids: dict[int, list[int]] = {}
+        """By prompt, if the client wants them."""
+        self._begun = {entry.choice for entry in body.resume_from or ()}
+        """Choices of a stream that have sent a piece."""
         self._is_plain = body.logprobs is None and not body.return_token_ids
         """Whether stream pieces contain only text."""
         with in_words_of(self.field_names):
@@ -75,7 +93,12 @@ class CompletionFormat(OpenAiFormat):
         """Client field names for errors."""
         return names_in(self.body)
 
-    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
+    def begin(self, prompt: int, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+        super().begin(prompt, answer, prompt_token_ids)
+        if self.body.return_token_ids:
+            self._prompt_token_ids[prompt] = list(prompt_token_ids)
+
+    def event(self, prompt: int, chunk: Chunk, usage: str, earlier: str) -> str:  # noqa: ARG002
         index = prompt * self._num_choices + chunk.choice
         if self._is_plain and not chunk.finish_reason:
             return (
@@ -98,10 +121,13 @@ class CompletionFormat(OpenAiFormat):
             offset = self._offsets.get(index, 0)
             positions = self._positions(prompt, [chunk])
             more["logprobs"], self._offsets[index] = completion_logprobs(
-                positions, self._bytes_of, offset
+                positions, self._name_of, offset
             )
         if self.body.return_token_ids:
             more["token_ids"] = list(chunk.token_ids)
+            if index not in self._begun:
+                self._begun.add(index)
+                more["prompt_token_ids"] = self._prompt_token_ids.get(prompt)
         return more
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
@@ -110,7 +136,8 @@ class CompletionFormat(OpenAiFormat):
             for prompt, of_prompt in enumerate(chunks)
             for number, pieces in by_choice(of_prompt).items()
         ]
-        return {**self._fields(self.kind), "choices": choices, "usage": usage}
+        fields = self._fields(self.kind)
+        return {**fields, "choices": choices, "usage": usage, "service_tier": None}
 
     def _choice(self, prompt: int, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         last = chunks[-1]
@@ -120,10 +147,13 @@ class CompletionFormat(OpenAiFormat):
             "logprobs": None,
             "finish_reason": FINISHES[last.finish_reason],
             "stop_reason": stop_reason(last),
+            "token_ids": None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": self._prompt_token_ids.get(prompt),
         }
         positions = self._positions(prompt, chunks)
         if self.body.logprobs is not None:
-            choice["logprobs"], _ = completion_logprobs(positions, self._bytes_of, 0)
+            choice["logprobs"], _ = completion_logprobs(positions, self._name_of, 0)
         if self.body.prompt_logprobs is not None:
             of_prompt = self._prompt_logprobs.get(prompt, ())
             choice["prompt_logprobs"] = prompt_logprobs(of_prompt, self._bytes_of)
@@ -155,8 +185,8 @@ def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
         raise invalid("resume_from", fault)
     if body.echo:
         sampling.echo = True
-        if body.logprobs is not None and body.prompt_logprobs is None:
-            sampling.prompt_logprobs = body.logprobs
+        if sampling.HasField("logprobs") and body.prompt_logprobs is None:
+            sampling.prompt_logprobs = sampling.logprobs
     requests = []
     for field, value in prompts.items():
         request = generate_request(body, sampling)

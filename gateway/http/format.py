@@ -66,9 +66,7 @@ class Door:
         await let_others_run(num_bytes)
         if body.unknown_fields:
             names = [name[:_MAX_WARNED_CHARS] for name in body.unknown_fields[:_MAX_WARNED]]
-            shown = json.dumps(", ".join(names).replace('"', "").replace("\\", ""))
-            warning = f'299 baton {shown[:-1]}: ignored, not known here"'
-            response.headers.append(("warning", warning))
+            warn(f"{', '.join(names)}: ignored, not known here", response)
         return body
 
     def form(self, make: MakeFormat, body: ModelBody) -> tuple[Serving, Format]:
@@ -137,17 +135,28 @@ class Format(Protocol):
     def field_names(self) -> FieldNames:
         """Maps fields of the requests to the client's names."""
 
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
-        """Called before the first piece. prompt_token_ids: of one of its prompts."""
+    @property
+    def warning(self) -> str:
+        """What the client should know of its request; empty for nothing."""
 
-    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
-        """Server-sent events of a piece; may be empty. usage: JSON members to insert, or empty."""
+    def begin(self, prompt: int, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+        """Called for each prompt before its first piece. answer: the same for all."""
+
+    def event(self, prompt: int, chunk: Chunk, usage: str, earlier: str) -> str:
+        """Server-sent events of a piece; may be empty. usage: JSON members to insert, or empty;
+        earlier: the same for an event that precedes the piece's tokens."""
 
     def end(self, usage: Mapping[str, Any]) -> str:
         """The last events of a stream."""
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         """The whole answer. chunks: by prompt."""
+
+
+def warn(text: str, response: HttpResponse) -> None:
+    """Add a warning header."""
+    quoted_text = json.dumps(text.replace('"', "").replace("\\", ""))
+    response.headers.append(("warning", f"299 baton {quoted_text}"))
 
 
 MakeFormat = Callable[[Any, BytesOf, ChatStyle], Format]
@@ -193,11 +202,17 @@ def by_choice(chunks: Sequence[Chunk]) -> Mapping[int, list[Chunk]]:
     return dict(sorted(choices.items()))
 
 
+def _id_name(token_id: int) -> bytes:
+    """vLLM's name of a token by its id."""
+    return b"token_id:%d" % token_id
+
+
 class OpenAiFormat(ABC):
     """Common part of completions and chats."""
 
     dialect = OPENAI
     has_event_ids = True
+    warning = ""
     kind: str
     """OpenAI's `object` of an answer, and of a stream chunk."""
     chunk_kind: str
@@ -205,11 +220,18 @@ class OpenAiFormat(ABC):
     def __init__(self, body: GenerationBody, bytes_of: BytesOf) -> None:
         self._body = body
         self._bytes_of = bytes_of
+        self._name_of = _id_name if body.return_tokens_as_token_ids else bytes_of
+        """Names tokens in log probabilities."""
         self._answer: Answer | None = None
         self._head = ""
         """Beginning of each event, up to the choice's index."""
 
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:  # noqa: ARG002
+    def begin(
+        self,
+        prompt: int,  # noqa: ARG002
+        answer: Answer,
+        prompt_token_ids: Sequence[int],  # noqa: ARG002
+    ) -> None:
         self._answer = answer
         fields = json.dumps(answer.fields(self.chunk_kind))
         self._head = f'data: {fields[:-1]}, "choices":[{{"index":'

@@ -118,40 +118,42 @@ class Generation:
     async def _run_one(
         self, request: inference_pb2.GenerateRequest, index: int, write: Any
     ) -> None:
-        call = Call(self._metadata, functools.partial(write, index), on_admitted=self._begin)
+        write = functools.partial(write, index)
+        call = Call(self._metadata, write, on_admitted=functools.partial(self._begin, index))
         await self._serving.generate(request, call)
 
-    async def _begin(self, validated: ValidatedRequest) -> None:
+    async def _begin(self, index: int, validated: ValidatedRequest) -> None:
         self._usage.num_prompt_tokens += len(validated.spec.prompt_token_ids)
         for so_far in validated.resume_from.values():  # only one prompt can be resumed
             self._usage.add_earlier(0, len(so_far.token_ids))
-        if self._answer is not None:
-            return
-        request_id = validated.spec.request_id
+        self._answer = self._answer or self._new_answer(validated.spec.request_id)
+        self._form.begin(index, self._answer, validated.spec.prompt_token_ids)
+
+    def _new_answer(self, request_id: str) -> Answer:
         self._response.headers += [(name, request_id) for name in self._form.dialect.id_headers]
         if self._is_taken_up:  # keep the request id of the first part
             request_id = given_request_id(self._metadata) or request_id
-        self._answer = Answer(
+        return Answer(
             f"{self._form.id_prefix}-{request_id}",
             int(time.time()),
             self._form.body.model or self._serving.facts.name,
             self._serving.fingerprint,
         )
-        self._form.begin(self._answer, validated.spec.prompt_token_ids)
 
     def _keep(self, index: int, chunk: Chunk) -> None:
         self._usage.add(index, chunk)
         self._chunks[index].append(chunk)
 
     def _write_event(self, index: int, chunk: Chunk) -> Coroutine[Any, Any, object] | None:
+        usage_before = self._usage_so_far()
         self._usage.add(index, chunk)
         new: Chunk | None = chunk
         if self._event_ids is not None:
             choice = index * max(1, self._form.requests[0].sampling.n) + chunk.choice
             earlier, new = self._event_ids.split(choice, chunk)
             if earlier is not None:
-                self._form.event(index, earlier, "")  # restores the parser's state
-        text = self._event(index, new) if new is not None else ""
+                self._form.event(index, earlier, "", "")  # restores the parser's state
+        text = self._event(index, new, usage_before) if new is not None else ""
         if not text:
             return None
         if self._event_ids is not None:
@@ -161,13 +163,17 @@ class Generation:
             self._response.start(EVENTS)
         return self._response.write(text.encode())
 
-    def _event(self, index: int, chunk: Chunk) -> str:
-        usage = self._no_usage
-        if self._has_usage:
-            usage = f',"usage":{json.dumps(self._usage.fields())}'
+    def _event(self, index: int, chunk: Chunk, usage_before: str) -> str:
+        usage = self._usage_so_far()
         if self._has_timing and chunk.HasField("timing"):
             usage += f',"timing":{json.dumps(timing_of(chunk))}'
-        return self._form.event(index, chunk, usage)
+        return self._form.event(index, chunk, usage, usage_before)
+
+    def _usage_so_far(self) -> str:
+        """The usage member of a piece."""
+        if self._has_usage:
+            return f',"usage":{json.dumps(self._usage.fields())}'
+        return self._no_usage
 
 
 def _event_ids_of(form: Format, last: str) -> EventIds | None:

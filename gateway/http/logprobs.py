@@ -15,14 +15,19 @@ Positions = Sequence[sampling_pb2.PositionLogprobs]
 
 
 def chat_logprobs(positions: Positions, num_top: int, bytes_of: BytesOf) -> dict[str, Any]:
-    """Log probabilities in the form of chats. num_top: maximum alternatives."""
-    content = [
-        {
-            **_entry(position.chosen, bytes_of),
-            "top_logprobs": [_entry(entry, bytes_of) for entry in position.top[:num_top]],
-        }
-        for position in positions
-    ]
+    """Log probabilities in the form of chats. num_top: maximum alternatives; negative for all that
+    were reported, and the chosen one."""
+    content = []
+    for position in positions:
+        top = [*position.top[:num_top]] if num_top >= 0 else [*position.top]
+        if num_top < 0 and all(e.token_id != position.chosen.token_id for e in top):
+            top.append(position.chosen)
+        content.append(
+            {
+                **_entry(position.chosen, bytes_of),
+                "top_logprobs": [_entry(entry, bytes_of) for entry in top],
+            }
+        )
     return {"content": content, "refusal": None}
 
 
@@ -77,7 +82,8 @@ def prompt_logprobs(positions: Positions, bytes_of: BytesOf) -> list[dict[str, A
         for rank, entry in enumerate(position.top, start=1):
             entries[str(entry.token_id)] = _ranked(entry, rank, bytes_of)
         chosen = position.chosen
-        entries.setdefault(str(chosen.token_id), _ranked(chosen, None, bytes_of))
+        own = _ranked(chosen, position.rank or None, bytes_of)
+        entries.setdefault(str(chosen.token_id), own)
         ranked.append(entries)
     return ranked
 

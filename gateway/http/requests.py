@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableSequence
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -21,11 +22,13 @@ from pydantic import (
 )
 
 from baton.errors import FieldViolation, InvalidRequest
-from baton.sampling_params import MAX_BIASES, SamplingParams
+from baton.sampling_params import ALL_LOGPROBS, MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
+from gateway.chat.reasoning import BEGIN, END
+from gateway.chat.style import ChatStyle
 from gateway.http.errors import Fills, filler_of, from_validation, invalid, shown_value
 from gateway.http.json_body import Received, read_fields, wrong_ids
-from gateway.intake.rules import MAX_STRUCTURED_CHARS, Violations
+from gateway.intake.rules import MAX_SHOWN, MAX_STRUCTURED_CHARS, Violations
 from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
 
 _MAX_UINT32 = 2**32 - 1
@@ -77,6 +80,11 @@ _STRUCTURE = "sampling.structured_output"
 #: vLLM's name of an engine option there.
 _WHOLE = "enable_in_reasoning"
 
+ThinkingBudget = Annotated[
+    int | None, WithJsonSchema(_integer(-1, 2**20)), Fills(f"{_STRUCTURE}.free_text.max_tokens")
+]
+StructuredOutputs = Annotated[dict[str, Any] | None, WithJsonSchema(_STRUCTURED), Fills(_STRUCTURE)]
+
 #: Reports only the first wrong member, because a report costs 7 us and a kilobyte.
 TextList = Annotated[list[str] | None, FailFast()]
 TokenList = Annotated[list[_Token] | None, FailFast()]
@@ -124,7 +132,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     """End with a piece that has only the usage."""
     continuous_usage_stats: bool | None = None
-    """Report the usage so far with every piece."""
+    """Report the usage so far with every piece, too; goes with include_usage."""
     include_event_ids: bool | None = None
     """Give events an id; a stream resumes after the one in a `Last-Event-ID` header."""
 
@@ -144,8 +152,10 @@ class ChoiceSoFar(Body):
     """Whether a finish_reason was received."""
 
 
-#: Sampling options with a type of their own here; only completions have `echo`.
-_OWN = ("top_k", "seed", "max_tokens", "logprobs", "echo")
+#: Sampling options with a type of their own here; `echo` differs between completions and chats.
+_OWN = ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs", "echo")
+#: Options of an answer in several choices.
+_OF_SEVERAL = ("n", "best_of")
 
 #: All other scalar options: body fields with the same name, type and meaning.
 _SAME = {
@@ -156,36 +166,65 @@ _SAME = {
 
 
 def _with_sampling_options(cls: type[BodyT]) -> type[BodyT]:
-    """Subclass with a field for each of _SAME."""
-    added: dict[str, Any] = {name: (kind, None) for name, kind in _SAME.items()}
+    """Subclass with a field for each of _SAME but _OF_SEVERAL."""
+    added: dict[str, Any] = {
+        name: (kind, None) for name, kind in _SAME.items() if name not in _OF_SEVERAL
+    }
     return create_model(
         cls.__name__, __base__=cls, __module__=cls.__module__, __doc__=cls.__doc__, **added
     )
 
 
 @_with_sampling_options
-class GenerationBody(ModelBody):
-    """Fields common to completions and chats."""
+class SamplingBody(ModelBody):
+    """Fields common to completions, chats and responses."""
 
     stream: bool | None = None
     """Stream the output as server-sent events."""
-    stream_options: StreamOptions | None = None
-    """What a stream contains besides text."""
     top_k: Annotated[int | None, WithJsonSchema(TOP_K)] = None
     """Keep the k most probable tokens; 0 and -1 keep all."""
     seed: Annotated[int | None, WithJsonSchema(SEED)] = None
     """Same seed, same request, same tokens. Drawn by the server if not given."""
-    max_tokens: NumTokens = None
-    prompt_logprobs: int | None = None
     logit_bias: dict[str, Any] | None = None
     """Values added to logits, by token id."""
     stop: Annotated[Any, WithJsonSchema(_TEXT_OR_LIST)] = None
     stop_token_ids: TokenList = None
     bad_words: TextList = None
+    allowed_token_ids: TokenList = None
+    logprob_token_ids: TokenList = None
+    truncate_prompt_tokens: Annotated[
+        int | None, WithJsonSchema(_integer(-1, _MAX_UINT32)), Fills("prompt.keep_last")
+    ] = None
+    """Keep only the last so many tokens of a longer prompt; -1: as many as the model takes."""
+    truncation_side: Literal["left", "right"] | None = None
+    """right: keep the first ones instead."""
     return_token_ids: bool | None = None
-    """Return token ids with the text."""
+    """Return token ids with the text, and those of the prompt."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens `token_id:ID` in log probabilities."""
     return_timing: bool | None = None
     """Return `timing`: milliseconds by phase, and the workers."""
+    priority: Annotated[int | None, WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY))] = None
+    """Lower values are served first, among requests of the same API key, or of the same cache_salt
+    without keys; default: 0."""
+    cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
+    """Share prefixes in the KV cache only with requests of the same salt."""
+
+    refused: ClassVar[tuple[str, ...]] = (
+        "use_beam_search",
+        "logits_processors",
+    )
+
+
+class GenerationBody(SamplingBody):
+    """Fields common to completions and chats."""
+
+    stream_options: StreamOptions | None = None
+    """What a stream contains besides text; goes with stream."""
+    max_tokens: NumTokens = None
+    n: int | None = None
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
     resume_from: Annotated[list[ChoiceSoFar] | None, FailFast()] = None
     """Output of an interrupted stream of the same request; this one continues after it. Needs
     seed."""
@@ -195,9 +234,7 @@ class GenerationBody(ModelBody):
         Fills(_STRUCTURE, when=lambda asked: asked.get("type") != "text"),
     ] = None
     """Form of the output: text, any JSON object, or JSON by a schema."""
-    structured_outputs: Annotated[
-        dict[str, Any] | None, WithJsonSchema(_STRUCTURED), Fills(_STRUCTURE)
-    ] = None
+    structured_outputs: StructuredOutputs = None
     """Exactly one of the guided fields, without their prefix. With enable_in_reasoning it applies
     to reasoning and tool calls, too, not only to the answer's text."""
     guided_json: Annotated[
@@ -214,18 +251,7 @@ class GenerationBody(ModelBody):
         str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["grammar"])), Fills(_STRUCTURE)
     ] = None
     """Grammar, in Lark's syntax, with a rule `start` that the output must follow."""
-    priority: Annotated[int | None, WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY))] = None
-    """Lower values are served first, among requests of the same API key, or of the same cache_salt
-    without keys; default: 0."""
-    cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
-    """Share prefixes in the KV cache only with requests of the same salt."""
 
-    refused: ClassVar[tuple[str, ...]] = (
-        "use_beam_search",
-        "allowed_token_ids",
-        "logits_processors",
-        "truncate_prompt_tokens",
-    )
     ignored: ClassVar[tuple[str, ...]] = (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("request_id", "spaces_between_special_tokens"),
@@ -241,7 +267,8 @@ class GenerationBody(ModelBody):
 
     @property
     def has_usage_everywhere(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 async def parsed(cls: type[BodyT], data: Received, max_model_len: int = 0) -> BodyT:
@@ -270,6 +297,15 @@ def json_text(field: str, value: Any, max_chars: int) -> str:
     return text
 
 
+def is_json(text: str) -> bool:
+    """Whether a text is a whole JSON document."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _is_longer(value: Any, max_chars: int) -> bool:
     """Whether the value's JSON certainly exceeds `max_chars`; takes about that many steps."""
     num_chars, rest = 0, [value]
@@ -292,7 +328,11 @@ def sampling_message(
     params = sampling_pb2.SamplingParams()
     given = body.model_fields_set
     values = [(field, getattr(body, field)) for field in _SAME if field in given]
-    values += [("logprobs", logprobs), ("max_tokens", max_tokens)]
+    values += [("max_tokens", max_tokens)]
+    values += [
+        (name, ALL_LOGPROBS if num == -1 else num)
+        for name, num in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs))
+    ]
     violations: list[FieldViolation] = []
     for field, value in values:
         if value is None:
@@ -309,19 +349,50 @@ def sampling_message(
     violations += _put_structure(body, params)
     params.stop_token_ids.extend(body.stop_token_ids or ())
     params.bad_words.extend(body.bad_words or ())
+    params.allowed_token_ids.extend(body.allowed_token_ids or ())
+    params.logprob_token_ids.extend(body.logprob_token_ids or ())
     if body.is_streamed and body.prompt_logprobs is not None:
         fault = f"{shown_value(body.prompt_logprobs)}: not with stream; leave out one of them"
         violations.append(FieldViolation("prompt_logprobs", fault))
+    if body.stream_options is not None and not body.is_streamed:
+        fault = "goes with stream; set it to true, or leave it out"
+        violations.append(FieldViolation("stream_options", fault))
     violations += refusals(body)
     if violations:
         raise InvalidRequest.of(*violations)
     return params
 
 
-def refusals(body: Body) -> list[FieldViolation]:
-    """Violations for unsupported fields that are set."""
-    fault = "is not served here; leave it out"
-    return [FieldViolation(field, fault) for field in body.refused_fields]
+#: A grammar of any text, and any special tokens.
+_ANY_TEXT = "start: (/(?s:.+)/ | <[*]>)*"
+
+
+def put_budget(budget: int | None, style: ChatStyle, sampling: sampling_pb2.SamplingParams) -> None:
+    """Bound the tokens of thoughts: by the grammar of what follows them, or of any text. Raises
+    InvalidRequest."""
+    output = sampling.structured_output
+    if budget is None or budget == -1:
+        return
+    fault = ""
+    if not 0 <= budget <= _MAX_UINT32:
+        fault = "must be 0 or more, or -1 for any number"
+    elif not style.has_thoughts or style.is_harmony:
+        fault = "the model has no mark that could end its thoughts; leave it out"
+    elif sampling.HasField("structured_output") and not output.HasField("free_text"):
+        fault = "goes with a structure of the answer alone; leave out enable_in_reasoning"
+    elif not sampling.HasField("structured_output"):
+        output.grammar = _ANY_TEXT
+        output.free_text.begin, output.free_text.end = BEGIN, END
+        output.free_text.has_begun = style.begins_with_thoughts
+    if fault:
+        raise invalid("thinking_token_budget", f"{shown_value(budget)}: {fault}")
+    output.free_text.max_tokens = budget
+
+
+def refusals(body: Body, faults: Mapping[str, str] = MappingProxyType({})) -> list[FieldViolation]:
+    """Violations for unsupported fields that are set. faults: by field, instead of the usual."""
+    usual = "is not served here; leave it out"
+    return [FieldViolation(name, faults.get(name, usual)) for name in body.refused_fields]
 
 
 def generate_request(
@@ -337,6 +408,13 @@ def generate_request(
     except ValueError:
         fault = f"{shown_value(body.priority)}: must be a number of 32 bits"
         raise invalid("priority", fault) from None
+    kept = body.truncate_prompt_tokens
+    if kept is not None:
+        if not -1 <= kept <= _MAX_UINT32:
+            fault = f"{shown_value(kept)}: must be 1 or more, or -1 for all that the model takes"
+            raise invalid("truncate_prompt_tokens", fault)
+        request.prompt.keep_last = _MAX_UINT32 if kept == -1 else kept
+        request.prompt.keeps_first = body.truncation_side == "right"
     for entry in body.resume_from or ():
         request.resume_from.add(**entry.model_dump(include=set(ChoiceSoFar.model_fields)))
     return request
@@ -378,10 +456,12 @@ def _put_bias(bias: Mapping[str, Any], params: sampling_pb2.SamplingParams) -> V
     if len(bias) > MAX_BIASES:
         yield FieldViolation("logit_bias", f"{len(bias)} entries: give at most {MAX_BIASES}")
         return
+    keys = [text for text in bias if not (text.isascii() and text.isdecimal() and len(text) < 10)]
+    if keys:
+        shown = ", ".join(map(shown_value, keys[:MAX_SHOWN]))
+        yield FieldViolation("logit_bias", f"{shown}: keys must be token ids")
+        return
     for text, value in bias.items():
-        if not (text.isascii() and text.isdecimal() and len(text) < 10):
-            yield FieldViolation("logit_bias", f"{shown_value(text)}: keys must be token ids")
-            return
         if type(value) not in (int, float) or not abs(value) < _MAX_UINT64:
             yield FieldViolation(f"logit_bias.{text}", f"{shown_value(value)}: must be a number")
             return

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import FailFast, Field, WithJsonSchema
 
-from baton.errors import FieldViolation, InvalidRequest
+from baton.errors import InvalidRequest
 from gateway.chat.style import ChatStyle
 from gateway.http.conversation import MAX_ARGUMENTS_CHARS
 from gateway.http.errors import Fills, invalid, shown_value
 from gateway.http.format import FINISHES, OPENAI, Route, timing_of
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import SEED, ChoiceSoFar, ModelBody, NumTokens, json_text
+from gateway.http.requests import (
+    ChoiceSoFar,
+    NumTokens,
+    SamplingBody,
+    StructuredOutputs,
+    ThinkingBudget,
+    json_text,
+    refusals,
+)
 from gateway.http.translated_chat import (
     OF_FORMAT,
     OF_NAME,
@@ -32,18 +40,20 @@ class ResponseSoFar(ChoiceSoFar):
     """Event number in the last `baton.progress`; numbering continues after it."""
 
 
-class ResponsesBody(ModelBody):
+class ResponsesBody(SamplingBody):
     """Fields of a responses request."""
 
     input: Annotated[Any, WithJsonSchema({"type": ["string", "array"]}), Fills("messages")] = None
     """Text, or the items of a conversation. Required."""
     instructions: str | None = None
     """System message before the input."""
-    max_output_tokens: Annotated[NumTokens, Fills("max_completion_tokens")] = None
     temperature: float | None = None
     top_p: float | None = None
-    stream: bool | None = None
-    """Stream the output as OpenAI's events."""
+    max_output_tokens: Annotated[NumTokens, Fills("max_completion_tokens")] = None
+    include: list[str] | None = None
+    """message.output_text.logprobs: return the log probability of each token of the text."""
+    top_logprobs: int | None = None
+    """Alternatives per token."""
     tools: Annotated[
         list[Any] | None, *(Fills(f"tools[].{path}", "[].parameters") for path in OF_PARAMETERS)
     ] = None
@@ -53,10 +63,6 @@ class ResponsesBody(ModelBody):
     """Whether the model must call, and which function: none, auto, required, or a name."""
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
-    return_timing: bool | None = None
-    """Return `timing`: milliseconds by phase, and the workers."""
-    seed: Annotated[int | None, WithJsonSchema(SEED)] = None
-    """Same seed, same request, same tokens. Drawn by the server if not given."""
     return_token_ids: bool | None = None
     """Emit `baton.progress` after the events of each piece; it allows resuming the stream."""
     resume_from: Annotated[list[ResponseSoFar] | None, FailFast()] = None
@@ -64,15 +70,26 @@ class ResponsesBody(ModelBody):
     seed."""
     text: Annotated[dict[str, Any] | None, *OF_FORMAT] = None
     """format: JSON Schema of the output."""
+    structured_outputs: StructuredOutputs = None
+    """Form of the output, instead of text.format; with enable_in_reasoning, of reasoning and tool
+    calls, too."""
+    thinking_token_budget: ThinkingBudget = None
+    """Maximum tokens of reasoning, which its end mark then ends; -1: any number."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template."""
     reasoning: dict[str, Any] | None = None
     """effort: variable of the chat template."""
     metadata: Any = None
     """Returned with the answer."""
 
-    refused = ("previous_response_id", "conversation", "background", "prompt")
+    refused = (
+        *("previous_response_id", "conversation", "background", "prompt"),
+        *SamplingBody.refused,
+        *("n", "best_of", "prompt_logprobs"),
+    )
     ignored = (
-        *("store", "include", "truncation", "user", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "stream_options"),
+        *("store", "truncation", "user", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "stream_options", "request_id", "spaces_between_special_tokens"),
     )
 
     @property
@@ -82,6 +99,15 @@ class ResponsesBody(ModelBody):
         left_out = (f"tools[{index}]" for index, tool in tools if _is_left_out(tool))
         return (*super().unknown_fields, *left_out)
 
+
+#: Faults of refused fields other than the usual one.
+_REFUSALS: Mapping[str, str] = dict.fromkeys(
+    ("previous_response_id", "conversation", "background", "prompt"),
+    "is not served here: nothing is kept; send the whole conversation as input",
+)
+
+#: `include` of log probabilities.
+_LOGPROBS = "message.output_text.logprobs"
 
 #: Maximum items: messages, and per message its calls and their results.
 _MAX_ITEMS = 4 * MAX_MESSAGES
@@ -96,9 +122,8 @@ class ResponsesFormat(TranslatedChat):
     def __init__(self, body: ResponsesBody, bytes_of: BytesOf, style: ChatStyle) -> None:
         """Raises InvalidRequest with this API's field names."""
         self._asked = body
-        if body.refused_fields:
-            fault = "is not served here: nothing is kept; send the whole conversation as input"
-            raise InvalidRequest.of(*(FieldViolation(f, fault) for f in body.refused_fields))
+        if violations := refusals(body, _REFUSALS):
+            raise InvalidRequest.of(*violations)
         messages, paths = _conversation(body)
         super().__init__(body, _chat_fields(body, messages), paths, bytes_of, style)
         self._items = _Items(self.ids)
@@ -112,7 +137,7 @@ class ResponsesFormat(TranslatedChat):
             self._items.emit(kind, response=self._document("in_progress", None))
 
     def end(self, usage: Mapping[str, Any]) -> str:
-        document = self.whole(usage)
+        document = self.whole(self.usage(usage))
         if self.body.return_timing and self.last is not None:
             document["timing"] = timing_of(self.last)
         self._items.emit(f"response.{self._status}", response=document)
@@ -149,6 +174,7 @@ class ResponsesFormat(TranslatedChat):
             "tool_choice": asked.tool_choice or "auto",
             "tools": asked.tools or [],
             "top_p": asked.top_p,
+            "top_logprobs": asked.top_logprobs,
             "usage": usage and _usage(usage),
         }
 
@@ -165,6 +191,12 @@ class _Items(ChatOutput):
         self._open: dict[str, Any] | None = None
         self._text = ""
         """Text of the open item."""
+        self._logged: list[Mapping[str, Any]] = []
+        """Log probabilities of its text."""
+        self._unused: list[Mapping[str, Any]] = []
+        """Those of tokens without text yet."""
+        self._num_earlier = 0
+        """How many of them precede the last piece."""
         self._num_events = 0
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -176,13 +208,21 @@ class _Items(ChatOutput):
         if isinstance(so_far, ResponseSoFar):
             self._num_events = so_far.sequence_number + 1
 
+    def add_logprobs(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        self._num_earlier = len(self._unused)
+        self._unused += entries
+
     def add(self, delta: Mapping[str, Any]) -> None:
         """Add a chat delta."""
         if "reasoning_content" in delta:
+            del self._unused[: self._num_earlier]  # of the mark before it
             self._add_text("reasoning", "response.reasoning_text", delta["reasoning_content"])
         if "content" in delta:
-            self._add_text("message", "response.output_text", delta["content"])
+            new, self._unused = self._unused, []
+            self._add_text("message", "response.output_text", delta["content"], logprobs=new)
+            self._logged += new
         for call in delta.get("tool_calls", ()):
+            self._unused = []
             if "id" in call:
                 name = call["function"]["name"]
                 self._begin("function_call", "fc", call_id=call["id"], name=name, arguments="")
@@ -201,8 +241,9 @@ class _Items(ChatOutput):
                 self.emit("response.function_call_arguments.done", **self._where, arguments=text)
                 item["arguments"] = text
             case "message":
-                self.emit("response.output_text.done", **self._where, **_FIRST, text=text)
-                part = {"type": "output_text", "text": text, "annotations": []}
+                logged = {"logprobs": self._logged}
+                self.emit("response.output_text.done", **self._where, **_FIRST, text=text, **logged)
+                part = {"type": "output_text", "text": text, "annotations": [], **logged}
                 self.emit("response.content_part.done", **self._where, **_FIRST, part=part)
                 item["content"] = [part]
             case _:
@@ -213,19 +254,20 @@ class _Items(ChatOutput):
         self.items.append(item)
         self._open, self._text = None, ""
 
-    def _add_text(self, kind: str, event: str, text: str) -> None:
+    def _add_text(self, kind: str, event: str, text: str, **more: Any) -> None:
         if self._open is None or self._open["type"] != kind:
             if kind == "message":
                 self._begin(kind, "msg", role="assistant", content=[])
-                part = {"type": "output_text", "text": "", "annotations": []}
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 self.emit("response.content_part.added", **self._where, **_FIRST, part=part)
             else:
                 self._begin(kind, "rs", summary=[], content=[])
         self._text += text
-        self.emit(f"{event}.delta", **self._where, **_FIRST, delta=text)
+        self.emit(f"{event}.delta", **self._where, **_FIRST, delta=text, **more)
 
     def _begin(self, kind: str, prefix: str, **fields: Any) -> None:
         self.close()
+        self._logged = []
         self._open = {"type": kind, "id": self._new_id[prefix](), "status": "in_progress", **fields}
         index = len(self.items)
         self.emit("response.output_item.added", output_index=index, item=dict(self._open))
@@ -244,7 +286,7 @@ def _usage(usage: Mapping[str, Any]) -> Mapping[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": usage["total_tokens"],
     }
 
@@ -256,21 +298,25 @@ def _chat_fields(body: ResponsesBody, messages: list[Any]) -> Mapping[str, Any]:
         raise _wrong("text.format", asked, "must be an object")
     if not isinstance(effort, str | None):
         raise _wrong("reasoning.effort", effort, "must be text")
+    has_logprobs = _LOGPROBS in (body.include or ())
     return {
-        "model": body.model,
+        **{
+            name: getattr(body, name)
+            for name in SamplingBody.model_fields
+            if name in body.model_fields_set
+        },
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "stream": body.stream,
+        "logprobs": has_logprobs,
+        "top_logprobs": body.top_logprobs,
         "tools": body.tools and [_tool(each) for each in body.tools if not _is_left_out(each)],
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": response_format(asked),
+        "structured_outputs": body.structured_outputs,
+        "thinking_token_budget": body.thinking_token_budget,
+        "chat_template_kwargs": body.chat_template_kwargs,
         "reasoning_effort": effort,
-        "return_timing": body.return_timing,
-        "seed": body.seed,
-        "return_token_ids": body.return_token_ids,
         "resume_from": body.resume_from,
     }
 
@@ -296,12 +342,16 @@ def _conversation(body: ResponsesBody) -> tuple[list[Any], list[str]]:
 
 
 def _append(messages: list[Any], message: dict[str, Any]) -> bool:
-    """Append an item. Return whether it became a new message: calls are items here, and join the
-    preceding message."""
-    last = messages[-1] if messages else None
-    if "tool_calls" in message and last is not None and last.get("role") == "assistant":
-        last.setdefault("tool_calls", []).extend(message["tool_calls"])
-        return False
+    """Append an item. Return whether it became a new message: reasoning and calls are items here,
+    and join the message that follows or precedes them."""
+    last = messages[-1] if messages else {}
+    if last.get("role") == message["role"] == "assistant":
+        if "tool_calls" in message:
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
+            return False
+        if last.keys() == {"role", "reasoning_content"} and "content" in message:
+            last["content"] = message["content"]
+            return False
     messages.append(message)
     return True
 
@@ -317,12 +367,20 @@ def _message(index: int, item: Any) -> dict[str, Any] | None:
                 output = json_text(f"input[{index}].output", output, MAX_ARGUMENTS_CHARS)
             return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
         case {"type": "reasoning"}:
-            return None  # templates omit earlier reasoning
+            text = _reasoning_text(item)
+            return {"role": "assistant", "reasoning_content": text} if text else None
         case {"role": role} if item.get("type", "message") == "message":
             return {"role": role, "content": item.get("content")}
     kind = item.get("type") if isinstance(item, dict) else item
     fault = "must be a message, a function_call or a function_call_output"
     raise _wrong(f"input[{index}].type", kind, fault)
+
+
+def _reasoning_text(item: Mapping[str, Any]) -> str:
+    """The text of a reasoning item, or its summary."""
+    parts = item.get("content") or item.get("summary") or ()
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _wrong(field: str, value: Any, fault: str) -> InvalidRequest:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from baton.v1 import inference_pb2
+from gateway.chat.choice import ChatChoice
 from gateway.chat.style import ChatStyle
-from gateway.http.chat import ChatBody, ChatChoice, ChatFormat
+from gateway.http.chat import ChatBody, ChatFormat
 from gateway.http.errors import FieldNames, Fills, in_words_of, invalid, names_in
 from gateway.http.format import Answer, Chunk, Dialect, by_choice
 from gateway.http.logprobs import BytesOf
@@ -44,6 +46,9 @@ class ChatOutput(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the open part."""
+
+    def add_logprobs(self, entries: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027, not every API has them
+        """Add the log probabilities of the next text."""
 
     def resume(self, so_far: ChoiceSoFar) -> None:  # noqa: ARG002, not every API numbers its events
         """Discard the events so far, which an earlier stream sent."""
@@ -83,6 +88,7 @@ class TranslatedChat(ABC):
         with in_words_of(self._name_of):
             self._chat = ChatFormat(validated(ChatBody, fields), bytes_of, style)
             self._chat.replay()
+        self._bytes_of = bytes_of
         self.answer: Answer | None = None
         self._choice: ChatChoice | None = None
         for index, entry in enumerate(self.body.resume_from or ()):
@@ -106,6 +112,10 @@ class TranslatedChat(ABC):
         of_chat = self._chat.field_names
         return lambda field: self._name_of(of_chat(field))
 
+    @property
+    def warning(self) -> str:
+        return self._chat.warning
+
     def ids(self, prefix: str) -> Callable[[], str]:
         """Generator of ids for the output's parts; see ChatFormat.ids."""
         return self._chat.ids(0, prefix)
@@ -115,22 +125,26 @@ class TranslatedChat(ABC):
     def output(self) -> ChatOutput:
         """The output, from which events and the document are made."""
 
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+    def begin(self, prompt: int, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
         self.answer = answer
         self.num_prompt_tokens = len(prompt_token_ids)
-        self._chat.begin(answer, prompt_token_ids)
+        self._chat.begin(prompt, answer, prompt_token_ids)
+
+    def usage(self, usage: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See ChatFormat.usage."""
+        return self._chat.usage(usage)
 
     @abstractmethod
     def begin_stream(self) -> None:
         """Emit the first events of a stream."""
 
-    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002
-        earlier, text = self._chat.split_replay(0, chunk.text)
+    def event(self, prompt: int, chunk: Chunk, usage: str, earlier: str) -> str:  # noqa: ARG002
+        replayed, text = self._chat.split_replay(0, chunk.text)
         if self._choice is None:
             self._choice = self._chat.new_choice(0)
             self.begin_stream()
             for entry in self.body.resume_from or ():
-                self._add(self._choice, earlier)
+                self._add(self._choice, replayed)
                 self.output.resume(entry)
         self._add(self._choice, text, chunk)
         if self.body.return_token_ids and not chunk.finish_reason:
@@ -143,9 +157,14 @@ class TranslatedChat(ABC):
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         (pieces,) = by_choice(chunks[0]).values()
-        text = "".join(chunk.text for chunk in pieces)
-        self._add(self._chat.new_choice(0), text, pieces[-1])
-        return self.whole(usage)
+        choice = self._chat.new_choice(0)
+        if self.body.logprobs:  # of the part that a piece's text belongs to
+            for piece in pieces:
+                self._add(choice, piece.text, piece)
+        else:
+            self._count(choice, *pieces[:-1])
+            self._add(choice, "".join(piece.text for piece in pieces), pieces[-1])
+        return self.whole(self.usage(usage))
 
     @abstractmethod
     def whole(self, usage: Mapping[str, Any]) -> Any:
@@ -154,11 +173,21 @@ class TranslatedChat(ABC):
     def _add(self, choice: ChatChoice, text: str, chunk: Chunk | None = None) -> None:
         """Add text. chunk: None for text that an earlier stream sent."""
         is_last = chunk is not None and bool(chunk.finish_reason)
+        if chunk is not None:
+            self._count(choice, chunk)
         for delta in choice.deltas(text, is_last=is_last):
             self.output.add(delta)
         if is_last:
             self.last = chunk
             self.output.close()
+
+    def _count(self, choice: ChatChoice, *chunks: Chunk) -> None:
+        """Count the tokens of pieces, and add the log probabilities of their answer."""
+        for chunk in chunks:
+            of_answer = choice.count(map(self._bytes_of, chunk.token_ids))
+            found = self._chat.logprobs([*compress(chunk.logprobs, of_answer)])
+            if found is not None:
+                self.output.add_logprobs(found["content"])
 
 
 def response_format(asked: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -154,6 +154,7 @@ def _question(output: sampling_pb2.StructuredOutput) -> Mapping[str, Any]:
             "has_begun": free.has_begun,
             "may_be_all": free.may_be_all,
             "instead": list(free.instead),
+            "max_tokens": free.max_tokens if free.HasField("max_tokens") else None,
         }
     return {"field": field, "value": value, "free_text": free_text}
 

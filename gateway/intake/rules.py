@@ -18,9 +18,11 @@ from google.protobuf.message import Message
 
 from baton.errors import FieldViolation
 from baton.sampling_params import (
+    ALL_LOGPROBS,
     LENGTH_PENALTY,
     MAX_BEAM_WIDTH,
     MAX_CHOICES,
+    MAX_LOGPROBS,
     OPTIONS,
     Limits,
     Range,
@@ -37,6 +39,8 @@ MAX_SHOWN = 4
 _MAX_SHOWN_CHARS = 40
 
 Violations = Iterator[FieldViolation]
+#: Yields the violations of one option.
+Rule = Callable[[sampling_pb2.SamplingParams, "ModelFacts"], Violations]
 ValueT = TypeVar("ValueT")
 
 
@@ -46,8 +50,9 @@ class ModelFacts:
 
     max_kv_tokens: KV capacity of the largest decode worker, in tokens. max_num_seqs: largest batch
     of any decode worker, in sequences. max_token_chars: length of the tokenizer's longest token.
-    has_tools: whether the chat template describes tools. aliases: further names. adapters: LoRA
-    adapters that all workers have. sampling_defaults: the model's own, by option.
+    aliases: further names. adapters: LoRA
+    adapters that all workers have. sampling_defaults: the model's own, by option. max_logprobs:
+    maximum alternatives per position; -1 for the whole vocabulary.
     """
 
     name: str
@@ -58,10 +63,10 @@ class ModelFacts:
     has_chat_template: bool
     max_num_seqs: int
     max_token_chars: int
-    has_tools: bool = False
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    max_logprobs: int = MAX_LOGPROBS
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -151,10 +156,14 @@ MAX_STRUCTURED_CHARS = MappingProxyType(
 _CHOICE_TEXTS = Texts(1024, 1024, "texts")
 #: Maximum characters of a free-text mark.
 _MAX_MARK_CHARS = 1024
+_MAX_THINKING_TOKENS = 2**20
 _MARKS = Texts(130, _MAX_MARK_CHARS, "marks")
 
 #: Options that depend on the model or prompt, or that the tiers get in another form.
-_RESOLVED = frozenset({"logit_bias", "max_tokens", "stop_token_ids", "seed", "bad_words"})
+_RESOLVED = frozenset(
+    {"logit_bias", "max_tokens", "stop_token_ids", "seed", "bad_words", "logprobs"}
+    | {"prompt_logprobs", "allowed_token_ids", "logprob_token_ids"}
+)
 #: Options that the tiers get unchanged, with defaults where Sampling has none.
 _PLAIN = OPTIONS.keys() & Sampling.__dataclass_fields__.keys() - _RESOLVED
 _DEFAULTS: Mapping[str, Any] = {
@@ -184,10 +193,10 @@ def sampling_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) 
 
 
 def prompt_logprobs_violations(
-    params: sampling_pb2.SamplingParams, num_prompt_tokens: int
+    params: sampling_pb2.SamplingParams, num_prompt_tokens: int, facts: ModelFacts
 ) -> Violations:
     """Prompt log probabilities beyond what one message carries."""
-    count = num_prompt_tokens * (params.prompt_logprobs + 1)
+    count = num_prompt_tokens * (_num_logprobs(params, "prompt_logprobs", facts) + 1)
     if count > MAX_PROMPT_LOGPROBS:
         yield FieldViolation(
             f"{_PATH}.prompt_logprobs",
@@ -238,6 +247,10 @@ def sampling_of(
     ways = dict.fromkeys(ids for written in bad_words for ids in written)
     return Sampling(
         **chosen,
+        logprobs=_num_logprobs(params, "logprobs", facts),
+        prompt_logprobs=_num_logprobs(params, "prompt_logprobs", facts),
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        logprob_token_ids=tuple(dict.fromkeys(params.logprob_token_ids)),
         logit_bias=MappingProxyType(dict(params.logit_bias)),
         max_tokens=given(params, "max_tokens", unasked),
         stop_token_ids=_stop_token_ids(params, facts),
@@ -251,6 +264,12 @@ def sampling_of(
 def _stop_token_ids(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> frozenset[int]:
     eos = frozenset[int]() if params.ignore_eos else facts.eos_token_ids
     return eos.union(params.stop_token_ids)
+
+
+def _num_logprobs(params: sampling_pb2.SamplingParams, field: str, facts: ModelFacts) -> int:
+    """As Sampling has it: -1 for none, at most the vocabulary."""
+    num: int | None = given(params, field, None)
+    return -1 if num is None else min(num, facts.vocab_size)
 
 
 def _beam_params(params: sampling_pb2.SamplingParams) -> BeamParams:
@@ -276,6 +295,29 @@ def _best_of_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) 
         yield FieldViolation(
             f"{_PATH}.best_of", f"{params.best_of}: must be n, {n}, to {_most_at_once(most)}"
         )
+
+
+def _logprobs_violations(field: str) -> Rule:
+    """The rule of logprobs or prompt_logprobs."""
+
+    def rule(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
+        asked, most = getattr(params, field), facts.max_logprobs
+        if most == -1 or (asked == ALL_LOGPROBS and most >= facts.vocab_size):
+            return
+        if asked > most:
+            shown = "-1" if asked == ALL_LOGPROBS else str(asked)
+            fault = f"{shown}: must be 0 or more, and at most {most}; see --max-logprobs"
+            yield FieldViolation(f"{_PATH}.{field}", fault)
+
+    return rule
+
+
+def _logprob_ids_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
+    path, limits = f"{_PATH}.logprob_token_ids", OPTIONS["logprob_token_ids"].limits
+    if not params.HasField("logprobs"):
+        yield FieldViolation(path, f"{len(params.logprob_token_ids)} ids: goes with logprobs")
+    if limits is not None:
+        yield from limit_violations(path, params.logprob_token_ids, limits, facts.vocab_size)
 
 
 def _most_at_once(most: int) -> str:
@@ -374,6 +416,9 @@ def _free_text_violations(free: sampling_pb2.FreeText) -> Violations:
     elif not (free.begin or free.has_begun):
         yield FieldViolation(f"{field}.begin", "unset: give it, or has_begun, since end is given")
     yield from text_violations(f"{field}.instead", free.instead, _MARKS)
+    if free.max_tokens > _MAX_THINKING_TOKENS:
+        fault = f"{free.max_tokens}: give at most {_MAX_THINKING_TOKENS}"
+        yield FieldViolation(f"{field}.max_tokens", fault)
 
 
 def _choice_violations(texts: Sequence[str]) -> Violations:
@@ -389,16 +434,17 @@ def _choice_violations(texts: Sequence[str]) -> Violations:
 
 
 #: Rules by option, beyond the table's limits.
-_RULES: Mapping[str, Callable[[sampling_pb2.SamplingParams, ModelFacts], Violations]] = (
-    MappingProxyType(
-        {
-            "n": _n_violations,
-            "best_of": _best_of_violations,
-            "max_tokens": _length_violations,
-            "beam_search": _beam_violations,
-            "structured_output": _structured_violations,
-        }
-    )
+_RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "n": _n_violations,
+        "best_of": _best_of_violations,
+        "max_tokens": _length_violations,
+        "logprobs": _logprobs_violations("logprobs"),
+        "prompt_logprobs": _logprobs_violations("prompt_logprobs"),
+        "logprob_token_ids": _logprob_ids_violations,
+        "beam_search": _beam_violations,
+        "structured_output": _structured_violations,
+    }
 )
 
 
@@ -416,10 +462,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-def tool_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:
+def tool_violations(chat: inference_pb2.ChatPrompt) -> Violations:
     """Violations of tools, their calls, and template variables."""
     if chat.tools:
-        yield from _tools_violations(chat, facts)
+        yield from _tools_violations(chat)
     num_calls = sum(len(message.tool_calls) for message in chat.messages)
     if num_calls > MAX_TOOL_CALLS:
         fault = f"{num_calls} calls of tools; give at most {MAX_TOOL_CALLS}"
@@ -442,12 +488,8 @@ def tool_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violat
         )
 
 
-def _tools_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:
+def _tools_violations(chat: inference_pb2.ChatPrompt) -> Violations:
     field, tools = f"{_CHAT}.tools", chat.tools
-    if not facts.has_tools:
-        yield FieldViolation(
-            field, "this model's chat template has no place for tools; leave them out"
-        )
     num_chars = sum(len(tool.description) + len(tool.parameters) for tool in tools)
     if len(tools) > MAX_TOOLS or num_chars > MAX_TOOLS_CHARS:
         yield FieldViolation(

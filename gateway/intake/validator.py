@@ -66,6 +66,23 @@ MAX_ROLE_CHARS = 64
 MAX_OTHER_IDS = 2**18
 
 
+#: Maximum tokens of a text of which only the last ones are kept.
+MAX_CUT_TOKENS = 2**22
+
+
+def num_kept(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> int | None:
+    """Maximum tokens of the prompt, of which the last ones are kept: Prompt.keep_last, or less if
+    max_tokens leaves less room. None keeps all, or refuses them."""
+    keep_last, max_tokens = request.prompt.keep_last, request.sampling.max_tokens
+    room = min(facts.max_prompt_tokens, facts.max_model_len - max_tokens)
+    return min(keep_last, room) if keep_last and room > 0 else None
+
+
+def kept_tokens(prompt: inference_pb2.Prompt, num: int) -> slice:
+    """Of the prompt's tokens, those that are kept. num: num_kept."""
+    return slice(num) if prompt.keeps_first else slice(-num, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Ids:
     """Generated identifiers of a request. traceparent, tracestate: of its span; may be empty.
@@ -265,6 +282,8 @@ def _prompt_violations(
     prompt: inference_pb2.Prompt, facts: ModelFacts, read: LongFields
 ) -> Violations:
     """Violations of a prompt, except the tokens of a text. Overlong values are not examined."""
+    if prompt.HasField("keep_last") and not prompt.keep_last:
+        yield FieldViolation("prompt.keep_last", "0: must be at least 1, or unset")
     match prompt.WhichOneof("kind"):
         case "text":
             num_chars = len(read.text)
@@ -326,7 +345,7 @@ def _chat_violations(
         yield FieldViolation(
             f"prompt.chat.messages[{index}].role", '"": empty; say who speaks, e.g. "user"'
         )
-    yield from tool_violations(chat, facts)
+    yield from tool_violations(chat)
 
 
 def _resume_violations(
@@ -413,7 +432,7 @@ def _output_violations(
 ) -> Violations:
     """Options that do not fit with a prompt of valid length."""
     if params.HasField("prompt_logprobs"):
-        yield from prompt_logprobs_violations(params, num_prompt_tokens)
+        yield from prompt_logprobs_violations(params, num_prompt_tokens, facts)
     room = facts.max_model_len - num_prompt_tokens
     if params.HasField("max_tokens"):
         if params.max_tokens > room:

@@ -106,6 +106,8 @@ SAMPLINGS = st.builds(
     prompt_logprobs=st.integers(-1, 20),
     grammar=st.binary(max_size=9),
     beam=st.none() | BEAMS,
+    allowed_token_ids=st.lists(IDS, max_size=3).map(tuple),
+    logprob_token_ids=st.lists(IDS, max_size=3).map(tuple),
 )
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install what the tests of this folder run against Baton's HTTP, unmodified, in environments of their own beside this file:
-# load tools (.venv-load, about 2 GB with torch, which guidellm and vLLM import), frameworks (.venv-frameworks), and Open WebUI
-# (.venv-open-webui, 0.8 GB).
+# load tools (.venv-load, about 2 GB with torch, which guidellm and vLLM import), frameworks (.venv-frameworks), Open WebUI
+# (.venv-open-webui, 0.8 GB), and vLLM's tests of its HTTP API (.venv-vllm, .vllm), which vllm_suite/run.py runs.
 # Baton depends on none of it. Safe to run again. TORCH_INDEX_URL: as for scripts/venv.sh.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -27,6 +27,17 @@ if ! made load; then
     # From source for no device, and without what it needs to serve models: `vllm bench serve` is a client.
     VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 .venv-load/bin/pip install --quiet --no-deps --no-build-isolation --no-binary vllm $(grep ^vllm load.txt)
     cp load.txt .venv-load/installed.txt
+fi
+if ! made vllm; then
+    make vllm
+    .venv-vllm/bin/pip install --quiet --requirement vllm.txt
+    # Only its tests, and the chat templates that they name; tests/conftest.py and tests/utils.py need vLLM's engine.
+    rm -rf .vllm
+    mkdir .vllm
+    (cd .vllm && ../.venv-vllm/bin/unearth --no-binary --download . "vllm==0.33.0" >/dev/null)
+    tar -xzf .vllm/vllm-0.33.0.tar.gz -C .vllm --strip-components=1 --wildcards "*/tests/entrypoints" "*/tests/__init__.py" "*/examples/*.jinja"
+    rm .vllm/vllm-0.33.0.tar.gz
+    cp vllm.txt .venv-vllm/installed.txt
 fi
 if ! made frameworks; then
     make frameworks

@@ -462,13 +462,131 @@ def _(result: Any, world: World) -> None:
     assert len(given) == len(ids)
     assert given[0] is None
     for token_id, entries in zip(ids[1:], given[1:], strict=True):
-        assert str(token_id) in entries
+        assert entries[str(token_id)]["rank"] >= 1
         assert all(math.isfinite(entry["logprob"]) for entry in entries.values())
 
 
 @extra("vLLM's fields", "`return_token_ids`", return_token_ids=True)
 def _(result: Any, world: World) -> None:
-    assert result.choices[0].model_extra["token_ids"] == world.tokens(world.ids(PROMPT))
+    given = result.choices[0].model_extra
+    assert given["token_ids"] == world.tokens(world.ids(PROMPT))
+    assert given["prompt_token_ids"] == world.ids(PROMPT)
+
+
+@completion(
+    "vLLM's fields",
+    "`return_token_ids` of several prompts, streamed",
+    prompt=["one day", "two days"],
+    stream=True,
+    extra_body={"return_token_ids": True, "ignore_eos": True},
+)
+def _(chunks: Any, world: World) -> None:
+    for index, prompt in enumerate(["one day", "two days"]):
+        first, *rest = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert first.model_extra["prompt_token_ids"] == world.ids(prompt)
+        assert all("prompt_token_ids" not in each.model_extra for each in rest)
+
+
+@chat(
+    "vLLM's fields",
+    "`return_token_ids` of a streamed chat: the prompt's with the role",
+    stream=True,
+    extra_body={"return_token_ids": True, "ignore_eos": True},
+)
+def _(chunks: Any, world: World) -> None:
+    first, *rest = chunks
+    assert first.choices[0].delta.role == "assistant"
+    assert first.model_extra["prompt_token_ids"] == world.chat_ids(MESSAGES)
+    assert all("prompt_token_ids" not in chunk.model_extra for chunk in rest)
+
+
+@chat(
+    "vLLM's fields",
+    "what a chat has not is null",
+)
+def _(result: Any, world: World) -> None:
+    assert result.model_extra["prompt_token_ids"] is None
+    assert result.model_extra["prompt_logprobs"] is None
+    (choice,) = result.choices
+    assert choice.model_extra["token_ids"] is None
+    assert choice.message.model_extra["reasoning"] is None
+
+
+@extra(
+    "vLLM's fields", "`allowed_token_ids`", allowed_token_ids=[5, 300, 301], return_token_ids=True
+)
+def _(result: Any, world: World) -> None:
+    ids = result.choices[0].model_extra["token_ids"]
+    assert len(ids) == 8
+    assert set(ids) <= {5, 300, 301}
+
+
+@chat(
+    "vLLM's fields",
+    "`logprob_token_ids`: these, and the chosen one",
+    logprobs=True,
+    top_logprobs=1,
+    extra_body={"logprob_token_ids": [5, 300], "allowed_token_ids": [42]},
+)
+def _(result: Any, world: World) -> None:
+    for position in result.choices[0].logprobs.content:
+        assert position.bytes == list(b"K")
+        assert {bytes(each.bytes) for each in position.top_logprobs} == {
+            world.text([token]).encode() for token in (5, 300, 42)
+        }
+
+
+@extra("vLLM's fields", "`truncate_prompt_tokens`: the last ones", truncate_prompt_tokens=3)
+def _(result: Any, world: World) -> None:
+    kept = world.ids(PROMPT)[-3:]
+    assert result.usage.prompt_tokens == 3
+    assert result.choices[0].text == world.text(world.tokens(kept))
+
+
+@extra(
+    "vLLM's fields",
+    "`truncation_side: right`: the first ones",
+    truncate_prompt_tokens=3,
+    truncation_side="right",
+)
+def _(result: Any, world: World) -> None:
+    kept = world.ids(PROMPT)[:3]
+    assert result.choices[0].text == world.text(world.tokens(kept))
+
+
+@extra(
+    "vLLM's fields",
+    "`truncate_prompt_tokens: -1`: as many as the model takes",
+    prompt=[5] * 5000,
+    truncate_prompt_tokens=-1,
+)
+def _(result: Any, world: World) -> None:
+    assert result.usage.prompt_tokens == 4096 - 8
+    assert result.choices[0].text == world.text(world.tokens([5] * 4088))
+
+
+bad(
+    "`thinking_token_budget` where the end of thoughts is not one token",
+    "thinking_token_budget",
+    chat,
+    extra_body={"thinking_token_budget": 5},
+)
+bad(
+    "`logprob_token_ids` without `logprobs`",
+    "logprob_token_ids",
+    extra_body={"logprob_token_ids": [5]},
+)
+
+
+@completion(
+    "vLLM's fields",
+    "`return_tokens_as_token_ids`",
+    logprobs=1,
+    extra_body={"return_tokens_as_token_ids": True, "ignore_eos": True},
+)
+def _(result: Any, world: World) -> None:
+    ids = world.tokens(world.ids(PROMPT))
+    assert result.choices[0].logprobs.tokens == [f"token_id:{token_id}" for token_id in ids]
 
 
 @extra("vLLM's fields", "Baton's `return_timing`", return_timing=True)
@@ -526,8 +644,21 @@ def _(chunks: Any, world: World) -> None:
 def _(chunks: Any, world: World) -> None:
     counts = [c.usage.completion_tokens for c in chunks]
     assert counts == sorted(counts)
-    assert counts[-1] == 8
+    assert (counts[0], counts[-2:]) == (0, [8, 8]), "the role's; the last piece's, the usage alone"
     assert {c.usage.prompt_tokens for c in chunks} == {len(world.chat_ids(MESSAGES))}
+
+
+@completion(
+    "Streams",
+    "`continuous_usage_stats` without `include_usage`: no usage",
+    stream=True,
+    stream_options={"include_usage": False, "continuous_usage_stats": True},
+)
+def _(chunks: Any, world: World) -> None:
+    assert all(c.usage is None for c in chunks)
+
+
+bad("`stream_options` without `stream`", "stream_options", stream_options={"include_usage": True})
 
 
 # Structured output
@@ -870,6 +1001,59 @@ def _(result: Any, world: World) -> None:
     assert result.choices[0].message.content == world.reply(given)
 
 
+TRIP = {
+    "type": "function",
+    "function": {
+        "name": "book",
+        "parameters": {
+            "type": "object",
+            "$defs": {
+                "City": {"enum": ["Oslo", "Rome"]},
+                "Leg": {
+                    "type": "object",
+                    "properties": {"to": {"$ref": "#/$defs/City"}},
+                    "required": ["to"],
+                    "additionalProperties": False,
+                },
+            },
+            "properties": {"leg": {"$ref": "#/$defs/Leg"}},
+            "required": ["leg"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@tools(
+    "`tool_choice: required` of a tool with `$defs`",
+    tools=[TRIP],
+    tool_choice="required",
+    parallel_tool_calls=False,
+    max_tokens=800,
+)
+def _(result: Any, world: World) -> None:
+    choice = result.choices[0]
+    if choice.finish_reason == "tool_calls":
+        (call,) = choice.message.tool_calls
+        assert json.loads(call.function.arguments)["leg"]["to"] in ("Oslo", "Rome")
+
+
+def _cut_call(name: str, **kwargs: Any) -> None:
+    @tools(f"{name} cut off by `max_tokens`: no call", tools=[WEATHER], max_tokens=1, **kwargs)
+    def _(result: Any, world: World) -> None:
+        (choice,) = result.choices
+        assert choice.finish_reason == "length"
+        assert choice.message.tool_calls is None
+        assert not choice.message.content
+
+
+_cut_call("`tool_choice: required`", tool_choice="required")
+_cut_call(
+    "a named tool",
+    tool_choice={"type": "function", "function": {"name": "get_weather"}},
+)
+
+
 # Templates and thoughts
 
 
@@ -918,6 +1102,34 @@ def _(result: Any, world: World) -> None:
 def _(result: Any, world: World) -> None:
     message = result.choices[0].message
     assert (message.content, message.model_extra["reasoning_content"]) == ("yes", "hm, well")
+    assert message.model_extra["reasoning"] == "hm, well"
+    num_tokens = result.usage.completion_tokens_details.reasoning_tokens
+    assert 1 < num_tokens < result.usage.completion_tokens - 1
+
+
+@chat(
+    "Templates and thoughts",
+    "tokens of thoughts that the client leaves out are in the usage",
+    extra_body={"include_reasoning": False, **_writing("<think>hm, well</think>yes")},
+    max_tokens=40,
+    stream=True,
+    stream_options={"include_usage": True},
+)
+def _(chunks: Any, world: World) -> None:
+    assert said(chunks) == "yes"
+    details = chunks[-1].usage.completion_tokens_details
+    assert 1 < details.reasoning_tokens < chunks[-1].usage.completion_tokens - 1
+
+
+@chat(
+    "Templates and thoughts",
+    "`echo`: the assistant's last message first",
+    messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}],
+    extra_body={"continue_final_message": True, "echo": True, "ignore_eos": True},
+)
+def _(result: Any, world: World) -> None:
+    ids = world.ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nI am")
+    assert result.choices[0].message.content == "I am" + world.text(world.tokens(ids))
 
 
 @chat(
@@ -928,9 +1140,10 @@ def _(result: Any, world: World) -> None:
     stream=True,
 )
 def _(chunks: Any, world: World) -> None:
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    thought = "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas)
-    assert (said(chunks), thought) == ("yes", "hm, well")
+    deltas = [chunk.choices[0].delta.model_extra or {} for chunk in chunks]
+    for name in ("reasoning", "reasoning_content"):
+        thought = "".join(delta.get(name, "") for delta in deltas)
+        assert (said(chunks), thought) == ("yes", "hm, well")
 
 
 # Responses
@@ -1020,6 +1233,73 @@ def _(result: Any, world: World) -> None:
 )
 def _(result: Any, world: World) -> None:
     assert json.loads(result.output_text) in ("x", "y")
+
+
+@responses(
+    "`include` of log probabilities, with `top_logprobs`, streamed",
+    include=["message.output_text.logprobs"],
+    top_logprobs=2,
+    extra_body={"ignore_eos": True},
+    stream=True,
+)
+def _(events: Any, world: World) -> None:
+    ids = world.tokens(world.chat_ids(MESSAGES))
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    found = [entry for event in deltas for entry in event.logprobs]
+    assert [entry.token for entry in found] == [world.text([i]) for i in ids]
+    assert all(len(entry.top_logprobs) == 2 for entry in found)
+    (item,) = events[-1].response.output
+    assert [entry.token for entry in item.content[0].logprobs] == [e.token for e in found]
+
+
+@responses(
+    "log probabilities are of the text, not of thoughts",
+    include=["message.output_text.logprobs"],
+    extra_body=_writing("<think>hm, well</think>yes"),
+    max_output_tokens=40,
+)
+def _(result: Any, world: World) -> None:
+    thought, message = result.output
+    assert (thought.type, result.output_text) == ("reasoning", "yes")
+    logged = "".join(entry.token for entry in message.content[0].logprobs)
+    assert logged.replace("<|endoftext|>", "") == "yes", logged
+    num_tokens = result.usage.output_tokens_details.reasoning_tokens
+    assert 1 < num_tokens < 9, num_tokens
+
+
+@responses(
+    "vLLM's sampling fields, and `chat_template_kwargs`",
+    extra_body={
+        "stop": ["</think>"],
+        "include_stop_str_in_output": True,
+        "top_k": 1,
+        "min_p": 0.5,
+        "presence_penalty": 1,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"5": 1},
+        "chat_template_kwargs": {"enable_thinking": True},
+        **_writing("hm</think>yes"),
+    },
+    max_output_tokens=40,
+)
+def _(result: Any, world: World) -> None:
+    (thought,) = result.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "hm")
+
+
+@responses(
+    "items of reasoning reach the template",
+    input=[
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}], "summary": []},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "again"},
+    ],
+)
+def _(result: Any, world: World) -> None:
+    given = [("user", "hi"), ("assistant", "<think>hm</think>hello"), ("user", "again")]
+    messages = [{"role": role, "content": content} for role, content in given]
+    assert result.usage.input_tokens == len(world.chat_ids(messages))
 
 
 @case(

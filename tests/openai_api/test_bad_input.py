@@ -297,7 +297,6 @@ RICH: dict[str, dict[str, Any]] = {
         **GOOD[COMPLETIONS],
         "stop": ["a"],
         "logit_bias": {"5": 1},
-        "stream_options": {"include_usage": True},
         "structured_outputs": {"choice": ["a", "b"]},
         "prompt": [[5, 6], [7]],
     },

@@ -564,3 +564,33 @@ async def test_tls_is_that_of_grpc(tmp_path: Path) -> None:
         assert response.status == 200
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             await fetch(report.http_address, "/version")
+
+
+async def test_tools_of_a_template_without_a_place_for_them(tmp_path: Path) -> None:
+    """The model is told, a forced call is a grammar's, and a header says so."""
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    options = {"model": str(make_oracle_model(tmp_path, plain)), "served_model_name": "oracle"}
+    function = {"name": "f", "parameters": {"type": "object", "additionalProperties": False}}
+    asked = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "max_tokens": 200,
+        "temperature": 0,
+    }
+    async with live_system(worker_options=options, gateway_options=options) as system:
+        response, body = await fetch(system.http, "/v1/chat/completions", asked)
+        assert response.status == 200, body
+        assert "system message" in (response.getheader("warning") or "")
+        (choice,) = json.loads(body)["choices"]
+        if choice["finish_reason"] == "stop":
+            (call,) = choice["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {}
+        _, body = await fetch(system.http, "/tokenize", {**asked, "return_token_strs": True})
+        assert "You may call" in "".join(json.loads(body)["token_strs"])
+        response, _ = await fetch(
+            system.http,
+            "/v1/chat/completions",
+            {**asked, "tools": None, "tool_choice": None, "max_tokens": 1},
+        )
+        assert response.getheader("warning") is None

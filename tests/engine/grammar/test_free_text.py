@@ -3,6 +3,7 @@ is not."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,29 @@ def test_of_any_kind(vocabulary: GrammarVocabulary, answer: Grammar) -> None:
     assert taken(grammar, vocabulary, "42")
     assert taken(grammar, vocabulary, "<think>what?</think>42")
     assert not taken(grammar, vocabulary, "<think>what?</think>what?")
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+@pytest.mark.parametrize("folder", ["marks are tokens"], indirect=True)
+def test_a_budget_ends_the_thoughts(vocabulary: GrammarVocabulary, most: int) -> None:
+    """After so many tokens only the mark may come; fewer are as good."""
+    tokenizer = vocabulary.tokenizer
+    grammar = replace(free_text(QWEN), max_tokens=most).around(ANSWER, tokenizer)
+    matcher = Matcher(compile_grammar(grammar, vocabulary), vocabulary, (END_ID,))
+    (begin,), (end,) = (tokenizer.tokenize_str(mark, parse_special=True) for mark in MARKS[:2])
+    matcher.advance(begin)
+    for _ in range(most):
+        assert matcher.allows(end)
+        matcher.advance(300)
+    assert matcher.allowed() == vocabulary.to_bytes(1 << end)
+    assert taken(grammar, vocabulary, f"<think></think>{JSON}")
+    assert taken(grammar, vocabulary, JSON)
+
+
+@pytest.mark.parametrize("folder", ["marks are text"], indirect=True)
+def test_a_budget_needs_a_mark_of_one_token(vocabulary: GrammarVocabulary) -> None:
+    with pytest.raises(ValueError, match="is not one token"):
+        replace(free_text(QWEN), max_tokens=5).around(ANSWER, vocabulary.tokenizer)
 
 
 @pytest.mark.few_cases(1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from baton.types import Sampling
 from baton_kernels.sampling import keep_min_p, keep_top_k, keep_top_p
 from engine.interface import SampleRow
-from engine.sampling.sampler import BrokenRowsError, draw, draw_key
+from engine.sampling.sampler import BrokenRowsError, NothingAllowedError, draw, draw_key
 
 VOCAB = 11
 
@@ -236,6 +237,40 @@ def test_logprobs_are_the_models_before_any_edit() -> None:
     only = draw(logits, [row(Sampling(logprobs=0))]).samples()[0]
     assert only.logprobs is not None
     assert only.logprobs.top == ()
+    whole = draw(logits, [row(Sampling(logprobs=VOCAB))]).samples()[0]
+    assert whole.logprobs is not None
+    assert {token for token, _ in whole.logprobs.top} == set(range(VOCAB))
+
+
+def test_logprobs_of_tokens_that_are_asked_for() -> None:
+    logits = random_logits(3, seed=9)
+    asked = [Sampling(logprobs=2, logprob_token_ids=ids) for ids in ((5, 2, 7), (), (2,))]
+    found = draw(logits, [row(options) for options in asked]).samples()
+    wanted = logits.log_softmax(-1)
+    for index, (one, options) in enumerate(zip(found, asked, strict=True)):
+        assert one.logprobs is not None
+        ids = options.logprob_token_ids or tuple(wanted[index].topk(2).indices.tolist())
+        best = sorted(ids, key=lambda token, of=wanted[index]: -float(of[token]))
+        assert [token for token, _ in one.logprobs.top] == best
+        assert all(v == pytest.approx(float(wanted[index, t])) for t, v in one.logprobs.top)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
+    """With a grammar's mask, those that both allow; beside rows that allow all."""
+    logits = random_logits(3, seed=4)
+    few = Sampling(temperature=temperature, allowed_token_ids=(2, 9, 11))
+    mask = (1 << 9 | 1 << 10).to_bytes(2, "little")
+    for seed in range(20):
+        options = replace(few, seed=seed)
+        rows = [row(options), row(Sampling()), row(options)._replace(allowed=mask)]
+        first, free, both = draw(logits, rows).samples()
+        assert first.token_id in (2, 9, 11)
+        assert free.token_id == int(logits[1].argmax())
+        assert both.token_id == 9
+    neither = row(few)._replace(allowed=(1 << 3).to_bytes(1, "little"))
+    with pytest.raises(NothingAllowedError):
+        draw(logits[:1], [neither]).samples()
 
 
 @pytest.mark.parametrize(

@@ -64,4 +64,5 @@ def test_same_as_transformers(tiny_model: MakeModel, tiny_engine: MakeEngine, cu
         assert one.logprobs.logprob == pytest.approx(float(wanted[at, PROMPT[at + 1]]), abs=1e-4)
         best = wanted[at].topk(3).values.tolist()
         assert [value for _, value in one.logprobs.top] == pytest.approx(best, abs=1e-4)
+        assert one.logprobs.rank == int((wanted[at] >= wanted[at, PROMPT[at + 1]]).sum())
     assert drawn.token_id == int(wanted[-1].argmax())

@@ -71,6 +71,25 @@ def test_fields_reach_the_request() -> None:
     assert not sampling.HasField("top_p")
 
 
+def test_a_budget_of_thoughts_is_a_grammars() -> None:
+    asked = {"messages": [MESSAGE], "thinking_token_budget": 5}
+    style = chat_style("</think>", "auto", "auto")
+    form = ChatFormat(parsed(ChatBody, json.dumps(asked).encode()), bytes_of, style)
+    output = form.requests[0].sampling.structured_output
+    assert (output.WhichOneof("kind"), output.free_text.max_tokens) == ("grammar", 5)
+    asked |= {"response_format": {"type": "json_object"}}
+    form = ChatFormat(parsed(ChatBody, json.dumps(asked).encode()), bytes_of, style)
+    output = form.requests[0].sampling.structured_output
+    assert (output.json_object, output.free_text.max_tokens) == (True, 5)
+    assert refusal(chat, asked) == "thinking_token_budget", "no thoughts"
+    unbound = ChatFormat(
+        parsed(ChatBody, json.dumps({**asked, "thinking_token_budget": -1}).encode()),
+        bytes_of,
+        style,
+    )
+    assert not unbound.requests[0].sampling.structured_output.free_text.HasField("max_tokens")
+
+
 def test_what_came_of_an_earlier_stream() -> None:
     so_far = {"choice": 1, "token_ids": [5, 6], "num_chars": 3, "has_ended": True}
     asked = {"seed": 1, "n": 2, "resume_from": [so_far]}

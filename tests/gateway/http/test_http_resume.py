@@ -70,7 +70,7 @@ def form_of(kind: str, **fields: Any) -> Format:
     cls, make, body = BODIES[kind]
     data = json.dumps({**body, **OPTIONS, **fields}).encode()
     made: Format = make(parsed(cls, data), lambda token: chr(token).encode(), STYLE)
-    made.begin(ANSWER, [1, 2, 3])
+    made.begin(0, ANSWER, [1, 2, 3])
     return made
 
 
@@ -96,7 +96,7 @@ def events_of(
 ) -> Iterator[list[Any]]:
     """Those of each piece, and of the end."""
     for chunk in chunks:
-        yield documents(form.event(0, chunk, ""))
+        yield documents(form.event(0, chunk, "", ""))
     yield documents(form.end(USAGE))
 
 
@@ -147,7 +147,7 @@ def test_what_has_its_end_is_not_taken_up(kind: str) -> None:
 def test_other_seeds_and_prompts_give_other_names() -> None:
     def name(seed: int | None, prompt: list[int]) -> str:
         form = form_of("chat", seed=seed)
-        form.begin(ANSWER, prompt)
+        form.begin(0, ANSWER, prompt)
         (piece, _) = events_of(form, chunks_of(CALL, [len(CALL)]))
         (call,) = piece[-1]["choices"][0]["delta"]["tool_calls"]
         assert isinstance(call["id"], str)
