@@ -16,10 +16,11 @@ from contextlib import suppress
 HEARTBEAT_S = 0.5
 #: A peer that sends nothing for so long has frozen, or the network to it is down.
 SILENCE_S = 2.5
-#: As long for its first message: its process imports torch before.
-FIRST_MESSAGE_S = 120.0
+#: The same until its first message, because its process imports torch before; and until it has
+#: loaded the model, which holds the GIL for seconds on a busy machine.
+FIRST_MESSAGE_S, LOADING_SILENCE_S = 120.0, 30.0
 #: Kinds of messages: one byte. Services have those from FIRST_SERVICE_KIND on.
-HEARTBEAT = 0
+HEARTBEAT, LOADED = 0, 1
 FIRST_SERVICE_KIND = 16
 
 #: Kind, and length of the payload.
@@ -41,14 +42,16 @@ class Link:
         on_silent: Callable[[], None],
     ) -> None:
         """connection: owned from here on. on_closed: called in the link's thread when the peer has
-        closed its end, or died; on_silent: when it has sent nothing for SILENCE_S, or no first
-        message for FIRST_MESSAGE_S. Neither is called after `close`."""
+        closed its end, or died; on_silent: when it has sent nothing for SILENCE_S, or, before it
+        has announced that it has loaded, as long as stands there. Neither is called after
+        `close`."""
         self._connection = connection
         self._connection.settimeout(SILENCE_S)
         self._on_closed, self._on_silent = on_closed, on_silent
         self._sending = threading.Lock()
         self._is_closing = threading.Event()
-        self._handlers: dict[int, Handler] = {HEARTBEAT: lambda _: None}
+        self._max_silence_s = LOADING_SILENCE_S
+        self._handlers: dict[int, Handler] = {LOADED: self._on_loaded}
         self._thread = threading.Thread(target=self._run, name=f"link-{name}", daemon=True)
 
     def handle(self, kind: int, handler: Handler) -> None:
@@ -58,6 +61,14 @@ class Link:
     def start(self) -> None:
         """Begin to send heartbeats, and to read."""
         self._thread.start()
+
+    def announce_loaded(self) -> None:
+        """Tell the peer that this side is never silent again for as long as SILENCE_S. Raises
+        OSError as `send` does."""
+        self.send(LOADED)
+
+    def _on_loaded(self, _: bytes) -> None:
+        self._max_silence_s = SILENCE_S
 
     def send(self, kind: int, payload: bytes = b"") -> None:
         """Send a message. Raises OSError if the peer is gone, or reads nothing for SILENCE_S."""
@@ -102,9 +113,9 @@ class Link:
                 payload = self._read(length)
                 if payload is None:
                     return True
-                silent_at = time.monotonic() + SILENCE_S
                 if handler := self._handlers.get(kind):
                     handler(payload)
+                silent_at = time.monotonic() + self._max_silence_s
             elif time.monotonic() > silent_at:
                 return False
         return True

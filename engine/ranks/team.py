@@ -184,6 +184,9 @@ class RankTeam:
         self.stages = self._backend.stages(self._spec)
         for fd in self._spec.fds:
             os.close(fd)
+        for link in self.links:
+            with suppress(OSError):  # the rank is gone: its link reports it
+                link.announce_loaded()
         return groups
 
     def make_pool(
@@ -271,7 +274,7 @@ class RankTeam:
             self._lose(f"{member.name} {member.ending()}")
 
     def _on_silent(self, member: RankProcess) -> None:
-        self._lose(f"{member.name} has been silent for {SILENCE_S:g} s")
+        self._lose(f"{member.name} has been silent for too long")
 
     def _lose(self, reason: str) -> None:
         for member in self._members:

@@ -39,7 +39,7 @@ def _end() -> None:
 
 
 def _end_alone() -> None:
-    _log.critical("rank 0 has been silent for %g s: this rank ends", SILENCE_S)
+    _log.critical("rank 0 has been silent for too long: this rank ends")
     os._exit(1)
 
 

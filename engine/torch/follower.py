@@ -57,6 +57,7 @@ def follow(control: socket.socket, link: Link) -> None:
         control.sendall(json.dumps({"digest": model.digest}).encode() + b"\n")
         backend = BACKENDS[spec.backend]()
         rank = Rank(model, backend.join(spec), backend.stages(spec))
+        link.announce_loaded()
         for command in read_commands(stream):
             rank.follow(command)
 

@@ -54,12 +54,26 @@ def test_a_peer_that_closes_is_reported_to_the_other_alone(
     assert ends.empty()
 
 
-def test_silence_counts_from_the_first_message(ends: queue.SimpleQueue[str]) -> None:
+def test_silence_is_short_once_the_peer_has_loaded(ends: queue.SimpleQueue[str]) -> None:
     ours, theirs = socket.socketpair()
     link = link_over(ours, "a", ends)
     link.start()
+    theirs.sendall(bytes((module.HEARTBEAT, 0, 0, 0, 0)))
     with pytest.raises(queue.Empty):
         ends.get(timeout=0.5)
+    theirs.sendall(bytes((module.LOADED, 0, 0, 0, 0)))
+    assert ends.get() == "a silent"
+    link.close()
+    theirs.close()
+
+
+def test_a_peer_that_freezes_while_it_loads_is_silent_later(
+    ends: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOADING_SILENCE_S", 0.3)
+    ours, theirs = socket.socketpair()
+    link = link_over(ours, "a", ends)
+    link.start()
     theirs.sendall(bytes((module.HEARTBEAT, 0, 0, 0, 0)))
     assert ends.get() == "a silent"
     link.close()
