@@ -54,10 +54,11 @@ def follow(control: socket.socket, link: Link) -> None:
         model = LoadedRank(spec)
         if spec.kv_service:
             import_module(spec.kv_service).serve(link, model.kv_pool, spec.host)
+        # Before the groups are joined, so that rank 0 has the announcement when all have joined.
+        link.announce_loaded()
         control.sendall(json.dumps({"digest": model.digest}).encode() + b"\n")
         backend = BACKENDS[spec.backend]()
         rank = Rank(model, backend.join(spec), backend.stages(spec))
-        link.announce_loaded()
         for command in read_commands(stream):
             rank.follow(command)
 
