@@ -28,6 +28,12 @@ def check(
     model_impl: Annotated[
         str, typer.Option(help="Whose code runs the layers: auto, baton or transformers.")
     ] = "auto",
+    rope_scaling: Annotated[
+        str | None, typer.Option(help="Rotary scaling, as of baton serve.", metavar="JSON")
+    ] = None,
+    hf_overrides: Annotated[
+        str | None, typer.Option(help="Fields of config.json, as of baton serve.", metavar="JSON")
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Element type of weights; auto takes the checkpoint's.")
     ] = "float32",
@@ -97,6 +103,8 @@ def check(
 
     options = {"model": model, "dtype": dtype, "engine": engine, "log_level": "warning"}
     options |= {"kv_cache_dtype": kv_cache_dtype, "model_impl": model_impl}
+    changes = {"rope_scaling": rope_scaling, "hf_overrides": hf_overrides}
+    options |= {name: value for name, value in changes.items() if value is not None}
     transports = kv_transport or AUTOMATIC
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})
