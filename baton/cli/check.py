@@ -64,6 +64,16 @@ def check(
     engine: Annotated[str, typer.Option(help="torch, or oracle to check without a model.")] = (
         "torch"
     ),
+    long: Annotated[
+        bool,
+        typer.Option("--long", help="Prompts up to the model's length, instead of 600 tokens."),
+    ] = False,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Maximum tokens of a sequence; the model's if none.")
+    ] = None,
+    kv_cache_memory_bytes: Annotated[
+        str | None, typer.Option(help="KV memory of each worker, such as 2GiB.")
+    ] = None,
     faults: Annotated[
         bool,
         typer.Option(
@@ -101,9 +111,14 @@ def check(
     from baton.config import ServeOptions
     from baton.config.load import build_options
 
-    options = {"model": model, "dtype": dtype, "engine": engine, "log_level": "warning"}
-    options |= {"kv_cache_dtype": kv_cache_dtype, "model_impl": model_impl}
-    changes = {"rope_scaling": rope_scaling, "hf_overrides": hf_overrides}
+    options: dict[str, object] = {"model": model, "dtype": dtype, "engine": engine}
+    options |= {"kv_cache_dtype": kv_cache_dtype, "model_impl": model_impl, "log_level": "warning"}
+    changes = {
+        "rope_scaling": rope_scaling,
+        "hf_overrides": hf_overrides,
+        "max_model_len": max_model_len,
+        "kv_cache_memory_bytes": kv_cache_memory_bytes,
+    }
     options |= {name: value for name, value in changes.items() if value is not None}
     transports = kv_transport or AUTOMATIC
     for transport in transports:
@@ -132,6 +147,7 @@ def check(
         num_requests=num_requests,
         seed=seed,
         on_verdict=_report,
+        is_long=long,
     )
     is_equal = asyncio.run(coroutine)
     typer.echo("all equal" if is_equal else "NOT equal")
