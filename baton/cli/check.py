@@ -106,6 +106,8 @@ def check(
     of streams, some of them cancelled or disconnected, and that nothing is held at the end. Exit
     status 1 if not.
     """
+    if long and (faults or soak):
+        raise typer.BadParameter("--long: goes with neither --faults nor --soak; leave it out")
     from baton.check.run import check as run_check
     from baton.check.run import split_shapes
     from baton.config import ServeOptions
