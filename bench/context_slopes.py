@@ -12,6 +12,7 @@ real model, too, up to its length.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import math
 import time
@@ -21,14 +22,17 @@ from pathlib import Path
 from statistics import median
 
 from baton.types import KvSource, Sampling, SequenceSpec
+from baton.v1 import inference_pb2
 from baton.wire import sequence_from_proto, sequence_to_proto
 from bench.host_rig import decode_core, draw_spec, prefill_core
 from bench.machine import document_of, now, publish
-from bench.stub_engine import BLOCK_SIZE, StubEngine
+from bench.stub_engine import BLOCK_SIZE, VOCAB_SIZE, StubEngine
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelChoice
 from engine.interface import Engine
 from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
+from gateway.intake.rules import ModelFacts
+from gateway.intake.validator import check_request
 from gateway.routing.history import prefix_digests
 from worker_core.admission import CoreLimits
 from worker_core.commands import Open
@@ -38,7 +42,9 @@ from worker_core.speculation.ngram import NgramProposer
 LENGTHS = tuple(1 << power for power in range(10, 21, 2))
 
 #: Parts that read the whole prompt once.
-PER_PROMPT = frozenset({"open", "find a prefix", "route", "to the wire", "from the wire"})
+PER_PROMPT = frozenset(
+    {"open", "find a prefix", "check at the gateway", "route", "to the wire", "from the wire"}
+)
 
 _CHUNK = 512
 _NUM_SPARE_BLOCKS = 32
@@ -177,6 +183,12 @@ def request_parts(rig: Rig) -> Iterator[tuple[str, float]]:
     lease.release()
     find = typical(lambda: pool.num_cached_tokens(spec.prefix_key, spec.token_ids), 3)
     yield "find a prefix", find
+    request = inference_pb2.GenerateRequest()
+    request.prompt.token_ids.ids.extend(spec.prompt_token_ids)
+    most = 2 * spec.num_tokens
+    facts = ModelFacts("m", VOCAB_SIZE, most, most, frozenset(), False, 1, 1)
+    check = typical(lambda: asyncio.run(check_request(request, facts)), 3)
+    yield "check at the gateway", check
     yield "route", typical(lambda: prefix_digests(spec.token_ids, b"t" * 16, bytes(16)), 3)
     yield "to the wire", typical(lambda: sequence_to_proto(spec).SerializeToString(), 3)
     message = sequence_to_proto(spec)
