@@ -133,7 +133,7 @@ class StubDeviceEngine(TorchEngine):
         )
         cpu = torch.device("cpu")
         pool = _Pool(layout, num_blocks)
-        rope = make_rope(config, max_model_len, cpu)
+        rope = make_rope(config, cpu)
         decoder = cast(Decoder, _NoDecoder())
         plan_attention = partial(gpu_plan_attention, fill=lambda *_: None)
         model = StepModel(config, decoder, rope, pool, plan_attention=plan_attention)

@@ -64,7 +64,9 @@ class _StubLaunch:
 class StubEngine(Engine):
     """Every row gets the same token."""
 
-    def __init__(self, num_blocks: int, step_s: float = 0.0) -> None:
+    def __init__(
+        self, num_blocks: int, step_s: float = 0.0, max_model_len: int = MAX_MODEL_LEN
+    ) -> None:
         """step_s: seconds per step; CPU and GIL are free meanwhile, as with a device."""
         layout = KvLayout("host-bench", 1, 1, 8, "float32", BLOCK_SIZE)
         self._spec = EngineSpec(
@@ -72,7 +74,7 @@ class StubEngine(Engine):
             layout,
             num_blocks,
             VOCAB_SIZE,
-            MAX_MODEL_LEN,
+            max_model_len,
             max_num_launches=2,
             computes_aside=True,
         )

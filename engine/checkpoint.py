@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from baton.errors import MissingTensor, ModelError, UnsafeCheckpoint
+from engine.families.overrides import NO_OVERRIDES, ConfigOverrides
 from engine.families.read import choose_implementation, read_config
 
 #: Files to download from the hub: safetensors, and the configuration of model and tokenizer.
@@ -77,7 +78,12 @@ def local_folder(model: str) -> Path | None:
         return None
 
 
-def check_checkpoint(model: str, revision: str | None = None, model_impl: str = "auto") -> Path:
+def check_checkpoint(
+    model: str,
+    revision: str | None = None,
+    model_impl: str = "auto",
+    overrides: ConfigOverrides = NO_OVERRIDES,
+) -> Path:
     """Folder of a checkpoint, after a check that its files exist in readable formats. Reads no
     weights. model_impl: see choose_implementation.
 
@@ -86,8 +92,8 @@ def check_checkpoint(model: str, revision: str | None = None, model_impl: str = 
     folder = resolve_checkpoint(model, revision)
     if (folder / "config.json").is_file():
         find_shards(folder)
-    if choose_implementation(folder, model_impl).name == "baton":
-        read_config(folder)
+    if choose_implementation(folder, model_impl, overrides).name == "baton":
+        read_config(folder, overrides)
     return folder
 
 
@@ -146,10 +152,13 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--revision")
     parser.add_argument("--model-impl", default="auto")
+    parser.add_argument("--hf-overrides")
+    parser.add_argument("--rope-scaling")
     given = parser.parse_args()
     try:
         with naming_model(given.model):
-            check_checkpoint(given.model, given.revision, given.model_impl)
+            overrides = ConfigOverrides.parse(given.hf_overrides, given.rope_scaling)
+            check_checkpoint(given.model, given.revision, given.model_impl, overrides)
     except ModelError as error:
         sys.stdout.write(json.dumps({"message": error.message, "metadata": error.metadata}))
         return 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.checkpoint import HeadFiles
+from engine.families.overrides import NO_OVERRIDES, ConfigOverrides
 from engine.ranks.mesh import ONE_RANK, Degrees
 from engine.ranks.nodes import ONE_NODE, Nodes
 
@@ -22,7 +23,7 @@ class ModelChoice:
 
     model: folder or hub id. implementation: see choose_implementation. max_model_len: in tokens;
     None: the checkpoint's. attention_backend: see choose_attention; must be `auto` with several
-    ranks. batch_invariant: see EnginePlan.
+    ranks. batch_invariant: see EnginePlan. overrides: changes of config.json.
     """
 
     model: str
@@ -33,6 +34,7 @@ class ModelChoice:
     served_name: str | None = None
     attention_backend: str = "auto"
     batch_invariant: bool = False
+    overrides: ConfigOverrides = NO_OVERRIDES
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def _open_checkpoint(choice: ModelChoice) -> ModelSource:
     """Open a checkpoint. Raises ModelError, also for missing shards."""
     with naming_model(choice.model):
         folder = resolve_checkpoint(choice.model, choice.revision)
-        source = model_source(folder, choice.implementation)
+        source = model_source(folder, choice.implementation, choice.overrides)
         find_shards(folder)
     return source
 

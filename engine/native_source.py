@@ -166,9 +166,8 @@ class _LoadedNative:
         self.digest, self.followers, self._groups = digest, followers, groups
         self._loads = loads
         self._decoder: Decoder | None = None
-        self._rope = make_rope(config, plan.max_len, plan.device)
-        is_dynamic = self._rope.is_dynamic
-        self.shared_prompt_limit = config.max_position_embeddings if is_dynamic else None
+        self._rope = make_rope(config, plan.device)
+        self.shared_prompt_limit = self._rope.limit if self._rope.is_dynamic else None
 
     def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
         ranks = self._groups.tensor

@@ -87,6 +87,8 @@ class Admission:
         self._matchers = matchers
         self._handoffs = handoffs
         self._queued: dict[Hashable, _Queued] = {}
+        self._without_room: tuple[SequenceKey, tuple[int, ...], int] | None = None
+        """The queued prompt that found no blocks, with the pool's room and the growing places."""
         self._by_ticket: dict[int, WorkerSequence] = {}
         """Sequences in stage AWAITING_KV, or in CLOSING after it, by ticket."""
         self._fetching: dict[int, WorkerSequence] = {}
@@ -132,7 +134,13 @@ class Admission:
         Return whether any was admitted."""
         num_before = len(self._queued)
         for queued in sorted(self._queued.values(), key=_rank_of):
-            if self._no_room(queued.command) or self._admit(queued):
+            # A lookup of a long prompt takes longer than a step.
+            wanted = queued.key, self._state.pool.room, self._state.num_growing_places
+            if self._no_room(queued.command) or wanted == self._without_room:
+                break
+            if self._admit(queued):
+                # Finding no room gives back the blocks that were found.
+                self._without_room = queued.key, self._state.pool.room, wanted[2]
                 break
             del self._queued[queued.key]
         return len(self._queued) < num_before

@@ -27,6 +27,7 @@ from engine.config import (
     ModelChoice,
     StepLimits,
 )
+from engine.families.overrides import ConfigOverrides
 from engine.grammar import GrammarVocabulary, Matchers, load_vocabulary, synthetic_vocabulary
 from engine.interface import Engine
 from engine.kv.layout import groups_of
@@ -137,7 +138,9 @@ def _build_torch(
     frees_windows: bool,
 ) -> Engine:
     with naming_model(options.model):
-        check_checkpoint(options.model, options.revision, options.model_impl)
+        check_checkpoint(
+            options.model, options.revision, options.model_impl, _overrides_of(options)
+        )
     report_phase("importing torch")
     # Only a process that runs a model pays for importing torch: less while nothing looks for
     # garbage.
@@ -159,6 +162,10 @@ def _build_torch(
     return load_engine(replace(config, graphs=graphs, draft_head=draft_head))
 
 
+def _overrides_of(options: EngineOptions) -> ConfigOverrides:
+    return ConfigOverrides.parse(options.hf_overrides, options.rope_scaling)
+
+
 def _engine_config(options: EngineOptions, device: str, *, frees_windows: bool) -> EngineConfig:
     nodes = nodes_of(options)
     return EngineConfig(
@@ -171,6 +178,7 @@ def _engine_config(options: EngineOptions, device: str, *, frees_windows: bool) 
             served_name=options.served_model_name,
             attention_backend=options.attention_backend,
             batch_invariant=options.batch_invariant,
+            overrides=_overrides_of(options),
         ),
         CacheConfig(
             block_size=options.block_size,

@@ -302,12 +302,11 @@ class WorkerSequence:
             rows = scored_rows(self.spec, start, num_new) + rows
         if draft.token_ids:
             known += draft.token_ids
-            token_ids, num_known = [*self.token_ids, *draft.token_ids], len(self.token_ids)
             rows += tuple(
                 SampleRow(
                     offset=num_drafts,
                     sampling=self.spec.sampling,
-                    token_ids=TokenPrefix(token_ids, num_known + num_drafts),
+                    token_ids=self._with_drafts(draft.token_ids[:num_drafts]),
                     num_prompt_tokens=self.num_prompt_tokens,
                     choice=self.spec.choice,
                     allowed=mask,
@@ -327,12 +326,15 @@ class WorkerSequence:
         )
         return (part, *(self._branch_slice(branch) for branch in draft.branches))
 
+    def _with_drafts(self, drafts: Sequence[int]) -> DraftedTokens:
+        return DraftedTokens(self.token_ids, len(self.token_ids), drafts)
+
     def _branch_slice(self, branch: Branch) -> SequenceSlice:
         num_drafts = len(branch.token_ids)
         row = SampleRow(
             offset=num_drafts,
             sampling=self.spec.sampling,
-            token_ids=[*self.token_ids, *branch.token_ids],
+            token_ids=self._with_drafts(branch.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             choice=self.spec.choice,
             allowed=branch.mask,
@@ -351,14 +353,16 @@ class WorkerSequence:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenPrefix(Sequence[int]):
-    """View of the first `num_tokens` of `token_ids`, which must not change during its use."""
+class DraftedTokens(Sequence[int]):
+    """View of the first `num_known` of `known`, then of `drafts`: a copy in each step would cost
+    time by the length of the context. Known tokens may grow at their end meanwhile."""
 
-    token_ids: Sequence[int]
-    num_tokens: int
+    known: Sequence[int]
+    num_known: int
+    drafts: Sequence[int]
 
     def __len__(self) -> int:
-        return self.num_tokens
+        return self.num_known + len(self.drafts)
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -367,9 +371,15 @@ class TokenPrefix(Sequence[int]):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
 
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        places = range(self.num_tokens)[index]
+        places = range(len(self))[index]
         if isinstance(places, int):
-            return self.token_ids[places]
-        if places.step == 1:
-            return self.token_ids[places.start : places.stop]
-        return [self.token_ids[place] for place in places]
+            return self._at(places)
+        if places.step != 1:
+            return [self._at(place) for place in places]
+        known = self.known[places.start : min(places.stop, self.num_known)]
+        first, end = (max(0, place - self.num_known) for place in (places.start, places.stop))
+        return [*known, *self.drafts[first:end]]
+
+    def _at(self, place: int) -> int:
+        behind = place - self.num_known
+        return self.known[place] if behind < 0 else self.drafts[behind]

@@ -3,6 +3,7 @@ seed."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ class CheckRequest:
 
 #: Default maximum output tokens per choice.
 MAX_TOKENS = 48
+#: Maximum tokens of a prompt, unless long ones are asked for.
+MAX_PROMPT_TOKENS = 600
 
 
 def draw_requests(
@@ -27,13 +30,37 @@ def draw_requests(
     max_model_len: int,
     seed: int,
     max_tokens: int = MAX_TOKENS,
+    *,
+    is_long: bool = False,
 ) -> tuple[CheckRequest, ...]:
-    """Draw requests that fit a model, with at most `max_tokens` per choice. Deterministic."""
+    """Draw requests that fit a model, with at most `max_tokens` per choice. Deterministic. is_long:
+    see draw_long_requests."""
+    if is_long:
+        return draw_long_requests(num_requests, vocab_size, max_model_len, seed, max_tokens)
     rng = random.Random(seed)
-    longest = min(600, max_model_len // 2)
+    longest = min(MAX_PROMPT_TOKENS, max_model_len // 2)
     max_tokens = min(max_tokens, max_model_len - longest)
     prefixes = [_tokens(rng, rng.randint(1, longest // 2), vocab_size) for _ in range(4)]
     return tuple(_draw(rng, prefixes, longest, vocab_size, max_tokens) for _ in range(num_requests))
+
+
+def draw_long_requests(
+    num_requests: int, vocab_size: int, max_model_len: int, seed: int, max_tokens: int
+) -> tuple[CheckRequest, ...]:
+    """Draw requests with prompts up to the model's length: the first as long as fits, the others of
+    all magnitudes; every other one begins with an earlier prompt's beginning."""
+    rng = random.Random(seed)
+    max_tokens = min(max_tokens, max_model_len // 2)
+    longest, requests = max_model_len - max_tokens, list[CheckRequest]()
+    for index in range(num_requests):
+        length = longest if not index else round(math.exp(rng.uniform(0, math.log(longest))))
+        prefix = rng.choice(requests).prompt[: rng.randrange(length)] if index % 2 else ()
+        prompt = prefix + _tokens(rng, length - len(prefix), vocab_size)
+        num_new = rng.randint(1, max_tokens)
+        is_short = length <= MAX_PROMPT_TOKENS
+        draw = _params if is_short else rng.choice((_greedy, _sampled))
+        requests.append(CheckRequest(prompt, draw(rng, num_new)))
+    return tuple(requests)
 
 
 def _draw(

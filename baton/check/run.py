@@ -105,10 +105,11 @@ async def check(
     num_requests: int,
     seed: int,
     on_verdict: Callable[[Verdict], None],
+    is_long: bool = False,
 ) -> bool:
     """Return whether every shape's outputs equal the reference's. options: for all clusters; a
-    shape's own override them."""
-    requests, choices = await reference(options, num_requests, seed)
+    shape's own override them. is_long: prompts up to the model's length."""
+    requests, choices = await reference(options, num_requests, seed, is_long=is_long)
     expected = _flat(choices)
     is_equal = True
     for shape in shapes:
@@ -123,14 +124,20 @@ async def check(
 
 
 async def reference(
-    options: Mapping[str, object], num_requests: int, seed: int, max_tokens: int = MAX_TOKENS
+    options: Mapping[str, object],
+    num_requests: int,
+    seed: int,
+    max_tokens: int = MAX_TOKENS,
+    *,
+    is_long: bool = False,
 ) -> tuple[tuple[CheckRequest, ...], Choices]:
     """Draw requests of at most `max_tokens` per choice, and run them in one process, one at a
     time."""
     async with cluster_of(options, REFERENCE) as cluster, AsyncClient(cluster.address) as client:
         model = await client.model()
         requests = draw_requests(
-            num_requests, model.vocab_size, model.max_model_len, seed, max_tokens
+            *(num_requests, model.vocab_size, model.max_model_len, seed, max_tokens),
+            is_long=is_long,
         )
         choices, _ = await _run_all(client, requests, REFERENCE.concurrency)
     return requests, choices

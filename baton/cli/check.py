@@ -28,6 +28,12 @@ def check(
     model_impl: Annotated[
         str, typer.Option(help="Whose code runs the layers: auto, baton or transformers.")
     ] = "auto",
+    rope_scaling: Annotated[
+        str | None, typer.Option(help="Rotary scaling, as of baton serve.", metavar="JSON")
+    ] = None,
+    hf_overrides: Annotated[
+        str | None, typer.Option(help="Fields of config.json, as of baton serve.", metavar="JSON")
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Element type of weights; auto takes the checkpoint's.")
     ] = "float32",
@@ -58,6 +64,16 @@ def check(
     engine: Annotated[str, typer.Option(help="torch, or oracle to check without a model.")] = (
         "torch"
     ),
+    long: Annotated[
+        bool,
+        typer.Option("--long", help="Prompts up to the model's length, instead of 600 tokens."),
+    ] = False,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Maximum tokens of a sequence; the model's if none.")
+    ] = None,
+    kv_cache_memory_bytes: Annotated[
+        str | None, typer.Option(help="KV memory of each worker, such as 2GiB.")
+    ] = None,
     faults: Annotated[
         bool,
         typer.Option(
@@ -90,13 +106,22 @@ def check(
     of streams, some of them cancelled or disconnected, and that nothing is held at the end. Exit
     status 1 if not.
     """
+    if long and (faults or soak):
+        raise typer.BadParameter("--long: goes with neither --faults nor --soak; leave it out")
     from baton.check.run import check as run_check
     from baton.check.run import split_shapes
     from baton.config import ServeOptions
     from baton.config.load import build_options
 
-    options = {"model": model, "dtype": dtype, "engine": engine, "log_level": "warning"}
-    options |= {"kv_cache_dtype": kv_cache_dtype, "model_impl": model_impl}
+    options: dict[str, object] = {"model": model, "dtype": dtype, "engine": engine}
+    options |= {"kv_cache_dtype": kv_cache_dtype, "model_impl": model_impl, "log_level": "warning"}
+    changes = {
+        "rope_scaling": rope_scaling,
+        "hf_overrides": hf_overrides,
+        "max_model_len": max_model_len,
+        "kv_cache_memory_bytes": kv_cache_memory_bytes,
+    }
+    options |= {name: value for name, value in changes.items() if value is not None}
     transports = kv_transport or AUTOMATIC
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})
@@ -124,6 +149,7 @@ def check(
         num_requests=num_requests,
         seed=seed,
         on_verdict=_report,
+        is_long=long,
     )
     is_equal = asyncio.run(coroutine)
     typer.echo("all equal" if is_equal else "NOT equal")

@@ -35,6 +35,9 @@ def check_model(options: ServeOptions) -> None:
     command = [sys.executable, "-P", "-m", "engine.checkpoint", "--model-impl", options.model_impl]
     if options.revision is not None:
         command += ["--revision", options.revision]
+    for name in ("hf_overrides", "rope_scaling"):
+        if (value := getattr(options, name)) is not None:
+            command.append(f"--{name.replace('_', '-')}={value}")
     done = subprocess.run([*command, "--", options.model], check=False, stdout=subprocess.PIPE)
     if done.returncode:
         error = json.loads(done.stdout)

@@ -45,6 +45,7 @@ ADVANCED = frozenset(
         *("enable_expert_parallel", "expert_load_file", "distributed_backend", "kv_per_rank"),
         *("speculative_tree", "enable_openengine", "allowed_origins"),
         *("ssl_server_name", "ssl_peer_names", "ssl_cert_reqs", "metrics_compat"),
+        *("rope_scaling", "hf_overrides"),
         *("max_remembered_prefixes", "max_json_whitespace"),
     }
 )

@@ -14,6 +14,7 @@ from baton.config.fields import (
     Count,
     Device,
     Dtype,
+    JsonObject,
     KvDtype,
     LoraModules,
     ModelImpl,
@@ -77,6 +78,13 @@ class EngineOptions(ModelOptions):
     the first one for all of them through shared memory."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Maximum tokens of a sequence, prompt and output; the model's own limit if not given."""
+    rope_scaling: JsonObject | None = None
+    """Rotary scaling that replaces the one in config.json, to serve longer contexts: an object with
+    rope_type (linear, dynamic, yarn, dynamic_yarn, llama3 or longrope) and the parameters of that
+    type, as in '{"rope_type": "yarn", "factor": 4}'. All workers need the same."""
+    hf_overrides: JsonObject | None = None
+    """Fields that replace those in config.json, as in '{"max_position_embeddings": 65536}'. All
+    workers need the same."""
     block_size: BlockSize = 16
     """Tokens per KV block. The two tiers may differ."""
     kv_cache_memory_bytes: ByteSize | None = None
@@ -156,5 +164,11 @@ class EngineOptions(ModelOptions):
             raise ValueError(
                 f"--kv-cache-dtype={self.kv_cache_dtype}: the oracle engine keeps hashes, of one "
                 "type; leave it out, or give --engine torch"
+            )
+        if self.engine == "oracle" and (self.rope_scaling or self.hf_overrides):
+            option = "rope-scaling" if self.rope_scaling else "hf-overrides"
+            raise ValueError(
+                f"--{option}: the oracle engine has no config.json; leave it out, or give "
+                "--engine torch"
             )
         return self

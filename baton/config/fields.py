@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from decimal import Decimal
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -50,10 +52,24 @@ else:
     #: Type checkers accept only a literal spelled out.
     Transport = Literal[(AUTO, *(each.name for each in REMOTE))]
 
+
+def _json_object(value: object) -> object:
+    """JSON text of an object, which is given as text or, in a YAML file, as itself."""
+    with suppress(ValueError, RecursionError):
+        parsed = json.loads(value) if isinstance(value, str) else value
+        if isinstance(parsed, dict):
+            return json.dumps(parsed, separators=(",", ":"))
+    raise ValueError("give a JSON object, like '{\"name\": 1}'")
+
+
 NonEmpty = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 JsonWhitespace = Annotated[int, Field(ge=0, le=MAX_WHITESPACE)]
 MaxLogprobs = Annotated[int, Field(ge=-1)]
+#: JSON text of an object.
+JsonObject = Annotated[
+    str, BeforeValidator(_json_object), Field(json_schema_extra={"metavar": "JSON"})
+]
 Port = Annotated[int, Field(ge=0, le=65535)]
 BlockSize = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, Field(gt=0)]

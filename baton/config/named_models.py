@@ -21,6 +21,7 @@ _FORM = "NAME=MODEL, with options of its own as :OPTION=VALUE behind it"
 _OF_ONE = frozenset(
     {
         *("model", "revision", "served_model_name", "tokenizer", "lora_modules"),
+        *("rope_scaling", "hf_overrides"),
         *("more_models", "served_model_aliases"),
     }
 )
@@ -85,7 +86,8 @@ class SeveralModelsOptions(ModelOptions):
     """Further models, as additional MODEL arguments, each with workers of its own: a name for
     requests, and a directory or Hub id. Repeat the option or separate with commas. With several
     models, requests must name one. All options apply to all models, except those of MODEL itself:
-    --revision, --tokenizer, --lora-modules, --speculative-model and names. A model's own options
+    --revision, --tokenizer, --lora-modules, --rope-scaling, --hf-overrides, --speculative-model and
+    names. A model's own options
     follow it, as in chat=org/chat:revision=v2:tool_call_parser=mistral."""
     served_model_aliases: Names = ()
     """Further names of MODEL in requests, or ALIAS=NAME for one of --more-models; repeat the option

@@ -39,7 +39,11 @@ class ServeOptions(
             *("prefill_tensor_parallel_size", "decode_tensor_parallel_size"),
             *("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size"),
         }
-    ) - {"model", "served_model_name", "gpu_memory_utilization"}
+    ) - {
+        *("model", "served_model_name", "gpu_memory_utilization"),
+        # Their values have commas, which separate models.
+        *("rope_scaling", "hf_overrides"),
+    }
 
     num_prefill_workers: Count = 1
     """Number of prefill processes per model."""

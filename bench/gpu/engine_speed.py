@@ -71,7 +71,7 @@ class Model:
         for _, target in parameters.targets():
             target.tensor.normal_(std=std, generator=setting.generator())
         self.decoder = Decoder(config, pack_parameters(parameters))
-        self.rope: Rope = make_rope(config, config.derived_max_len, device)
+        self.rope: Rope = make_rope(config, device)
         dtype = str(setting.half).removeprefix("torch.")
         layout = KvLayout(
             "bench", config.num_layers, config.num_kv_heads, config.head_dim, dtype, BLOCK_SIZE
@@ -216,7 +216,7 @@ def check_engine(setting: Setting) -> Result:
         decoder = Decoder(config, pack_parameters(parameters))
         layout = KvLayout("check", 1, config.num_kv_heads, config.head_dim, "float32", BLOCK_SIZE)
         pool = TorchKvPool(layout, 8, device).tensor
-        rope = make_rope(config, 100, device)
+        rope = make_rope(config, device)
         for start, new in ((0, length - 1), (length - 1, 1)):
             slices = tuple(_check_slice(i, start, new) for i in range(2))
             packed = pack_batch(Batch(slices), config, rope, pool, pool.dtype)

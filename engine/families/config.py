@@ -187,7 +187,7 @@ class ModelConfig:
         longest = self.max_position_embeddings
         if self.rope.rope_type in ("linear", "dynamic"):
             return int(longest * self.rope.factor)
-        if self.rope.rope_type == "yarn":
+        if self.rope.rope_type in ("yarn", "dynamic_yarn"):
             original = dict(self.rope.parameters).get(ORIGINAL_LENGTH)
             return max(longest, int((original or longest) * self.rope.factor))
         if self.rope.rope_type == "longrope":

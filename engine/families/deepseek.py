@@ -70,4 +70,9 @@ def _score_scaling(settings: Settings) -> float:
     weight = dict(rope.parameters).get("mscale_all_dim") or 0
     if rope.rope_type == "default" or not weight or rope.factor <= 1:
         return 1.0
+    if rope.rope_type == "dynamic_yarn":
+        raise UnsupportedSetting(
+            "rope_type='dynamic_yarn' with mscale_all_dim: the scale of attention would depend on "
+            "the length, which is not known here; give yarn, or leave mscale_all_dim out"
+        )
     return (0.1 * float(weight) * math.log(rope.factor) + 1.0) ** 2

@@ -18,14 +18,23 @@ from engine.families.config import DTYPES, LatentConfig, ModelConfig, Traits
 from engine.families.experts import check_experts
 from engine.families.family import Family
 from engine.families.fields import Settings, read_fields
+from engine.families.overrides import NO_OVERRIDES, ROPE_FIELDS, ConfigOverrides
 from engine.families.registry import FAMILIES
 from engine.families.rope import check_num_factors, rotary_dim
 from engine.quantization.config import QuantizationConfig, parse_quantization
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, overrides: ConfigOverrides = NO_OVERRIDES) -> ModelConfig:
     """The config of the checkpoint in `folder`. Raises ModelError, UnsupportedModel."""
-    return parse_config(_read(folder))
+    return _overridden(read_raw(folder), overrides)
+
+
+def _overridden(raw: Mapping[str, Any], overrides: ConfigOverrides) -> ModelConfig:
+    """Raises UnsupportedModel."""
+    with overrides.named():
+        family = FAMILIES.get(str(raw.get("model_type")))
+        known = ROPE_FIELDS | family.fields.keys() if family else ROPE_FIELDS
+        return parse_config(overrides.applied(raw, known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,9 @@ class Implementation:
     refusal: str = ""
 
 
-def choose_implementation(folder: Path, asked: str) -> Implementation:
+def choose_implementation(
+    folder: Path, asked: str, overrides: ConfigOverrides = NO_OVERRIDES
+) -> Implementation:
     """Choose the code that runs the layers of the checkpoint in `folder`.
 
     asked: a name, or "auto", which prefers Baton's code where it supports family and settings.
@@ -46,12 +57,12 @@ def choose_implementation(folder: Path, asked: str) -> Implementation:
     """
     if asked == "baton":
         return Implementation(asked)
-    raw = _read(folder)
+    raw = read_raw(folder)
     kind = str(raw.get("model_type", ""))
     refusal = ""
     if asked == "auto" and kind in FAMILIES:
         try:
-            parse_config(raw)
+            _overridden(raw, overrides)
             return Implementation("baton")
         except UnsupportedSetting as error:
             refusal = error.message
@@ -73,10 +84,11 @@ def choose_implementation(folder: Path, asked: str) -> Implementation:
 def read_quantization(folder: Path) -> QuantizationConfig | None:
     """Quantisation of the checkpoint in `folder`, of any model. Raises ModelError,
     UnsupportedModel."""
-    return parse_quantization(_read(folder).get("quantization_config"))
+    return parse_quantization(read_raw(folder).get("quantization_config"))
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def read_raw(folder: Path) -> dict[str, Any]:
+    """config.json of the checkpoint in `folder`. Raises ModelError."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())

@@ -15,6 +15,7 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
+    "dynamic_yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
@@ -62,7 +63,7 @@ def make_rope_config(settings: Settings, parameters: dict[str, Any]) -> RopeConf
             )
     elif parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedSetting("partial_rotary_factor other than 1 is not known to Baton")
-    if rope_type in ("llama3", "yarn", "longrope"):
+    if rope_type in ("llama3", "yarn", "dynamic_yarn", "longrope"):
         parameters.setdefault(ORIGINAL_LENGTH, fields["max_position_embeddings"])
         of_model = fields.get(ORIGINAL_LENGTH) or raw.get(ORIGINAL_LENGTH)
         parameters[ORIGINAL_LENGTH] = of_model or parameters[ORIGINAL_LENGTH]
@@ -75,12 +76,20 @@ def make_rope_config(settings: Settings, parameters: dict[str, Any]) -> RopeConf
         is_ratio = rope_type == "yarn" and name == "factor" and parameters[name] is None
         if name in _FACTORS:
             _check_factors(name, parameters[name])
-        elif not is_ratio and type(parameters[name]) not in (int, float):
-            raise UnsupportedModel(f"{name}={parameters[name]!r} of rope: must be a number")
-    if rope_type == "yarn":
+        elif not is_ratio:
+            _check_number(name, parameters[name])
+    if rope_type in ("yarn", "dynamic_yarn"):
         _check_yarn(parameters)
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
     return RopeConfig(rope_type, float(parameters["rope_theta"]), tuple(sorted(plain.items())))
+
+
+def _check_number(name: str, value: object) -> None:
+    """Raise UnsupportedModel unless the value is a number, of a factor a positive one."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise UnsupportedModel(f"{name}={value!r} of rope: must be a number")
+    if name == "factor" and value <= 0:
+        raise UnsupportedModel(f"factor={value!r} of rope: must be positive")
 
 
 def _check_longrope(parameters: Mapping[str, Any]) -> None:

@@ -50,6 +50,8 @@ class Blocks:
         """Cached blocks not yet given to the tiers, in the order of `cached`; None without tiers.
         """
         self.references = [0] * num_blocks
+        self.num_gains = 0
+        """Events that may make room for a sequence: blocks given back, and blocks indexed."""
         self.gives_back = not groups.keeps_all_blocks
         """Whether sequences give back blocks that they no longer need; otherwise they give back
         slots, if any."""
@@ -92,6 +94,7 @@ class Blocks:
         self.references[block_id] -= 1
         if self.references[block_id]:
             return
+        self.num_gains += 1
         for allocator in self.allocators:
             allocator.on_freed(block_id)
         if block_id in self.index.by_block:

@@ -243,6 +243,7 @@ class BlockLease:
             self._last_key = identity.key
             if self._blocks.gives_back and not is_whole:
                 continue
+            self._blocks.num_gains += 1
             replaced = index.add(identity, block_ids[place], is_whole)
             if replaced is not None:
                 self._blocks.on_unindexed(replaced)

@@ -72,6 +72,12 @@ class BlockPool:
         return self._blocks.num_available
 
     @property
+    def room(self) -> tuple[int, ...]:
+        """A sequence that found no room finds none until this changes."""
+        blocks = self._blocks
+        return blocks.num_gains, *(each.num_available for each in blocks.allocators)
+
+    @property
     def num_copied_blocks(self) -> int:
         """Maximum blocks that a fork copies before its first write: the last one, and those that
         every step writes."""

@@ -77,7 +77,7 @@ class LoadedRank:
         )
         self.config = shard.attention_config(whole).of_layers(spec.stage.layers(whole.num_layers))
         self._spec = spec
-        self.rope = make_rope(whole, spec.max_model_len, spec.torch_device)
+        self.rope = make_rope(whole, spec.torch_device)
 
     def kv_pool(self, layout: KvLayout) -> KvPool:
         """The rank's part of the model's KV. layout: of the whole model."""

@@ -46,7 +46,7 @@ class HeadRunner:
     ) -> None:
         config = head_kv_config(head.head, max_model_len)
         self._config, self._head = config, head
-        self._rope = make_rope(config, max_model_len, device)
+        self._rope = make_rope(config, device)
         dtype = str(head.dtype).removeprefix("torch.")
         layout = head_layout(head.head, dtype, block_size)
         self._pool = TorchKvPool(layout, num_blocks, device).tensor

@@ -163,8 +163,8 @@ def pack_batch(
     tokens = pack_tokens(batch, pool)
     positions = tokens.positions
     lengths = to_device(_rope_lengths(batch), pool.device) if rope.is_dynamic else positions
-    end = max(s.start + len(s.token_ids) for s in batch.slices)
-    rotations = rope.tables(positions, lengths, end, dtype)
+    spans = [range(s.start, s.start + len(s.token_ids)) for s in batch.slices]
+    rotations = rope.tables(positions, lengths, spans, dtype)
     heads, scale = config.num_heads, config.traits.attention_scale
     placed = tables.placed([part.block_table for part in batch.slices]) if tables else None
     windowed, windows_pool, windows_slices = None, pool, tokens.slices

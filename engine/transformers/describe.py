@@ -17,14 +17,18 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from baton.errors import UnsupportedModel
 from engine.families.config import DTYPES
+from engine.families.overrides import NO_OVERRIDES, ROPE_FIELDS, ConfigOverrides
+from engine.families.read import read_raw
 from engine.transformers import own_attention
 from engine.transformers.attention import PlanKey, register, set_attention
 from engine.transformers.states import (
@@ -142,7 +146,9 @@ class _Watch:
         return query.new_empty(*query.shape[:1], query.shape[2], query.shape[1], value.shape[3])
 
 
-def read_transformers_config(folder: Path) -> PreTrainedConfig:
+def read_transformers_config(
+    folder: Path, overrides: ConfigOverrides = NO_OVERRIDES
+) -> PreTrainedConfig:
     """The checkpoint's config, as of an unquantised model. Runs no code of the checkpoint. Raises
     UnsupportedModel."""
     try:
@@ -155,11 +161,35 @@ def read_transformers_config(folder: Path) -> PreTrainedConfig:
             f"{folder}: transformers {transformers.__version__} has no such model ({reason}); code "
             "that a checkpoint brings along is never run"
         ) from error
+    if overrides:
+        with overrides.named():
+            config = _overridden(config, read_raw(folder), overrides)
     if hasattr(config, "quantization_config"):
         # transformers gets dequantised weights.
         del config.quantization_config
     _check_config(config)
     return config
+
+
+def _overridden(
+    config: PreTrainedConfig, raw: Mapping[str, Any], overrides: ConfigOverrides
+) -> PreTrainedConfig:
+    """The config as if config.json had the changed fields. Raises UnsupportedModel."""
+    known = ROPE_FIELDS | config.to_dict().keys()
+    try:
+        changed = type(config).from_dict(dict(overrides.applied(raw, known)))
+    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedModel(f"transformers refuses these fields ({reason})") from error
+    rope = getattr(changed, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        rope_type = parameters.get("rope_type") if isinstance(parameters, Mapping) else None
+        if rope_type not in (None, "default", *ROPE_INIT_FUNCTIONS):
+            raise UnsupportedModel(
+                f"rope_type={rope_type!r}: transformers, whose code runs this model, knows "
+                f"{', '.join(('default', *ROPE_INIT_FUNCTIONS))}"
+            )
+    return changed
 
 
 def _check_config(config: PreTrainedConfig) -> None:
@@ -193,10 +223,10 @@ def _refused(kind: str, has: str) -> UnsupportedModel:
     return UnsupportedModel(f"model_type={kind!r} has {has}; use another checkpoint")
 
 
-def describe(folder: Path) -> Description:
+def describe(folder: Path, overrides: ConfigOverrides = NO_OVERRIDES) -> Description:
     """Describe the checkpoint in `folder` from config.json alone. Raises UnsupportedModel with the
     unsupported feature."""
-    config = read_transformers_config(folder)
+    config = read_transformers_config(folder, overrides)
     return describe_config(config)
 
 

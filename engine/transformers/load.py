@@ -19,6 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from baton.errors import MissingTensor, ModelError, TensorMismatch, UnsupportedModel
 from baton_kernels.kv_write import first_rows, head_rows
 from baton_kernels.paged_attention import AttentionPlan, AttentionSlice, plan_attention
+from engine.families.overrides import NO_OVERRIDES, ConfigOverrides
 from engine.torch.decoder import PackedTokens
 from engine.torch.sequence_states import SequenceStates
 from engine.transformers import own_attention, states
@@ -53,11 +54,12 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     tensors: dict[str, torch.Tensor] | None = None,
+    overrides: ConfigOverrides = NO_OVERRIDES,
 ) -> TransformersDecoder:
     """Load the checkpoint's model on `device`. tensors: the checkpoint's, if transformers cannot
     read them from `folder`; emptied by this call. Raises ModelError, and UnsupportedModel if
     results with our attention differ from the model's own."""
-    config = read_transformers_config(folder)
+    config = read_transformers_config(folder, overrides)
     read: Any = AutoModelForCausalLM.from_pretrained
     source: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
     if tensors is not None:

@@ -21,6 +21,7 @@ from baton.errors import AdapterError, ConfigError, UnsupportedModel
 from baton.types import DTYPE_BYTES, KEY_VALUE
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 from engine.checkpoint import HeadFiles
+from engine.families.overrides import NO_OVERRIDES, ConfigOverrides
 from engine.families.read import read_quantization
 from engine.interface import Batch
 from engine.kv.tensors.stateful import ELEMENT_BYTES, StatefulKvPool
@@ -52,9 +53,10 @@ class TransformersModel:
 
     takes_grouped_kv = False
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, overrides: ConfigOverrides = NO_OVERRIDES) -> None:
         """Raises UnsupportedModel with the unsupported feature."""
-        found, self._quantization = describe(folder), read_quantization(folder)
+        self._overrides = overrides
+        found, self._quantization = describe(folder, overrides), read_quantization(folder)
         if self._quantization is not None and found.transposed:
             _check_transposed(found, self._quantization)
         self._folder, self._description = folder, found
@@ -153,7 +155,9 @@ class TransformersModel:
         else:
             with terminal_progress() as show:
                 tensors, digest = self._read(dtype, show)
-        decoder = load_model(self._folder, self._description, dtype, plan.device, tensors)
+        decoder = load_model(
+            self._folder, self._description, dtype, plan.device, tensors, self._overrides
+        )
         return _LoadedTransformers(digest, decoder)
 
     def _read(

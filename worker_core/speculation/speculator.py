@@ -89,6 +89,8 @@ def _draft_model(
     draft_options = options.model_copy(
         update={
             "model": options.speculative_model,
+            "rope_scaling": None,
+            "hf_overrides": None,
             "revision": None,
             "served_model_name": None,
             "lora_modules": (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.check.requests import draw_requests
+from baton.check.requests import MAX_PROMPT_TOKENS, MAX_TOKENS, draw_requests
 from baton.check.run import Shape, _compare, split_shapes
 
 OUTPUTS = st.lists(
@@ -52,6 +52,20 @@ def test_requests_are_the_same_for_a_seed_and_fit_the_model() -> None:
         assert all(0 <= token_id < 300 for token_id in request.prompt)
     kinds = {request.params.temperature == 0.0 for request in first}
     assert kinds == {True, False}
+
+
+def test_long_requests_reach_the_models_length_and_share_beginnings() -> None:
+    first = draw_requests(60, 300, 5000, seed=1, is_long=True)
+    assert first == draw_requests(60, 300, 5000, seed=1, is_long=True)
+    lengths = [len(request.prompt) for request in first]
+    assert lengths[0] == max(lengths) == 5000 - MAX_TOKENS
+    assert min(lengths) < 10
+    assert sorted(lengths)[50] > MAX_PROMPT_TOKENS
+    for request in first:
+        assert 1 <= len(request.prompt) + (request.params.max_tokens or 0) <= 5000
+    beginnings = [request.prompt[:4] for request in first if len(request.prompt) > 8]
+    assert len(set(beginnings)) < len(beginnings)
+    assert draw_requests(3, 300, 2, seed=1, is_long=True)[0].params.max_tokens == 1
 
 
 def test_shapes_cover_each_transport_and_unequal_blocks() -> None:

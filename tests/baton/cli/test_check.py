@@ -38,6 +38,7 @@ class FakeCheck:
         self.options: Mapping[str, object] = {}
         self.shapes: Sequence[Shape] = ()
         self.num_requests = 0
+        self.is_long = False
 
     async def __call__(
         self,
@@ -47,7 +48,9 @@ class FakeCheck:
         num_requests: int,
         seed: int,
         on_verdict: Callable[[Verdict], None],
+        is_long: bool,
     ) -> bool:
+        self.is_long = is_long
         self.options, self.shapes, self.num_requests = options, shapes, num_requests + seed
         for shape in shapes:
             on_verdict(verdict(shape, is_equal=self.is_equal))
@@ -67,6 +70,20 @@ def test_the_exit_status_says_whether_outputs_are_equal(
     assert all(("request 1, token 7" in line) is not is_equal for line in lines[:-1])
     assert (fake.options["model"], fake.num_requests) == ("m", 3)
     assert {shape.options["kv_transport"] for shape in fake.shapes} == {"shm", "tcp"}
+
+
+def test_long_prompts_and_bounds_are_passed_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCheck(is_equal=True)
+    monkeypatch.setattr(baton.check.run, "check", fake)
+    scaling = '{"rope_type":"linear","factor":2}'
+    flags = ("--long", "--max-model-len", "4096", "--kv-cache-memory-bytes", "1GiB")
+    assert run("check", "m", *flags, "--rope-scaling", scaling).exit_code == 0
+    assert fake.is_long
+    assert fake.options["rope_scaling"] == scaling
+    assert (fake.options["max_model_len"], fake.options["kv_cache_memory_bytes"]) == (4096, "1GiB")
+    assert run("check", "m").exit_code == 0
+    assert not fake.is_long
+    assert run("check", "m", "--long", "--faults").exit_code == 2
 
 
 def test_a_wrong_option_starts_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

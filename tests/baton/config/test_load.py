@@ -17,6 +17,7 @@ from baton.config import (
     ServeOptions,
     load_options,
 )
+from baton.config.command import to_arguments
 from baton.errors import ConfigError
 
 COMMANDS = (DecodeOptions, GatewayOptions, PrefillOptions, ServeOptions)
@@ -204,3 +205,18 @@ def test_names_fall_back_to_what_is_known() -> None:
     assert DecodeOptions(model="org/name", served_model_name="x").model_name == "x"
     assert DecodeOptions(model="m").worker_name.startswith("decode-")
     assert PrefillOptions(model="m", worker_id="p1").worker_name == "p1"
+
+
+def test_an_object_is_text_on_a_command_line_and_an_object_in_a_file(tmp_path: Path) -> None:
+    scaling = '{"rope_type": "yarn", "factor": 4}'
+    path = tmp_path / "options.yaml"
+    path.write_text("rope_scaling:\n  rope_type: yarn\n  factor: 4\n")
+    by_flag = load_options(DecodeOptions, {"model": "m", "rope_scaling": scaling})
+    by_file = load_options(DecodeOptions, {"model": "m"}, path)
+    assert by_flag.rope_scaling == by_file.rope_scaling
+    assert f"--rope-scaling={by_file.rope_scaling}" in to_arguments(by_file)
+    for wrong in ("[1]", "{", "3"):
+        with pytest.raises(ConfigError, match=r"--hf-overrides.*JSON object"):
+            load_options(DecodeOptions, {"model": "m", "hf_overrides": wrong})
+    with pytest.raises(ConfigError, match="--rope-scaling: the oracle engine"):
+        load_options(DecodeOptions, {"model": "m", "engine": "oracle", "rope_scaling": scaling})

@@ -63,14 +63,16 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = parse_config(raw(rope_parameters=ROPES[name]))
-    rope = make_rope(config, 160, torch.device("cpu"))
+    rope = make_rope(config, torch.device("cpu"))
     theirs = LlamaRotaryEmbedding(LlamaConfig(**raw(rope_parameters=dict(ROPES[name]))))
     assert rope.scaling == theirs.attention_scaling
     assert torch.equal(rope.inv_freq[0], theirs.inv_freq)
     for length in (100, 129, 150, 160):
         positions = torch.arange(length)[None]
         cos, sin = theirs(torch.zeros(1), positions)
-        (ours,) = rope.tables(positions[0], torch.full((length,), length), length, torch.float32)
+        (ours,) = rope.tables(
+            positions[0], torch.full((length,), length), [range(length)], torch.float32
+        )
         torch.testing.assert_close(ours[0], cos[0, :, :8], atol=1e-6, rtol=0)
         torch.testing.assert_close(ours[1], sin[0, :, :8], atol=1e-6, rtol=0)
 
@@ -82,7 +84,7 @@ def test_the_old_spelling_of_rope_settings_means_the_same(name: str) -> None:
     theta = old.pop("rope_theta")
     scaling = None if name == "default" else old
     configs = (raw(rope_theta=theta, rope_scaling=scaling), raw(rope_parameters=new))
-    ours, wanted = (make_rope(parse_config(c), 160, torch.device("cpu")) for c in configs)
+    ours, wanted = (make_rope(parse_config(c), torch.device("cpu")) for c in configs)
     assert torch.equal(ours.inv_freq, wanted.inv_freq)
     assert ours.scaling == wanted.scaling
 

@@ -114,7 +114,7 @@ def run(
     memory = torch.empty(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8)
     memory.random_(0, 0x38, generator=torch.Generator().manual_seed(2))
     kv = TorchKvPool(layout, NUM_BLOCKS, CPU, memory)
-    rope = make_rope(config, 200, CPU)
+    rope = make_rope(config, CPU)
     packed = pack_batch(batch, config, rope, kv.tensor, decoder.dtype)
     done: list[int] = []
     with torch.inference_mode():
@@ -141,7 +141,7 @@ def run_in_two_pools(
     memory.random_(0, 0x38, generator=torch.Generator().manual_seed(2))
     data = memory.numpy().data
     kv.unpack(range(NUM_BLOCKS), everything, data)
-    rope = make_rope(config, 200, CPU)
+    rope = make_rope(config, CPU)
     own = kv.in_slots
     apart = WindowedStep(window_tables(batch, kv), own.tensor, own.scales)
     packed = pack_batch(batch, config, rope, kv.tensor, decoder.dtype, apart=apart)
