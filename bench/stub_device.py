@@ -17,6 +17,7 @@ from engine.cuda.step_graphs import ReplayedSteps, plan_graphs
 from engine.families.read import parse_config
 from engine.interface import Batch, EngineSpec
 from engine.ranks.followers import NoFollowers
+from engine.ranks.mesh import ALL_LAYERS
 from engine.torch.decoder import Decoder, PackedBatch, Watch
 from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.divided import LayerDone
@@ -69,6 +70,7 @@ class _NoDecoder:
     """A decoder that computes nothing."""
 
     dtype = torch.bfloat16
+    stage = ALL_LAYERS
 
     def forward(
         self,
