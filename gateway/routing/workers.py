@@ -36,6 +36,9 @@ _log = logging.getLogger(__name__)
 #: Ticks per stall timeout.
 _NUM_TICKS = 6
 
+#: Lateness from which a tick counts as _LATE_TICK, as a fraction of its length.
+_LATE, _LATE_TICK = 0.5, 0.25
+
 #: Receive window of a worker's stream, in bytes: a few steps of many sequences. It is small so that
 #: a slow gateway leaves old steps at the worker, which merges them, instead of reading them one by
 #: one.
@@ -170,22 +173,28 @@ async def _get_info(stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker
 
 
 class _Silence:
-    """Time since the last report of one worker, in ticks of this process rather than seconds: a
-    gateway that was itself suspended must not blame the worker."""
+    """Time since the last report of one worker, in ticks of this process that were on time.
+
+    A gateway that was itself suspended, or that clients keep busy, reads reports late: a tick that
+    its event loop runs late says nothing about the worker, and counts as a quarter.
+    """
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._stall_timeout_s = stall_timeout_s
-        self._num_ticks = 0
+        self._num_ticks = 0.0
 
     def broken(self) -> None:
         """Reset after a report."""
-        self._num_ticks = 0
+        self._num_ticks = 0.0
 
     async def run(self) -> NoReturn:
         """Raise _Stalled after stall_timeout_s without a report, with a tolerance of one tick."""
+        tick_s, loop = self._stall_timeout_s / _NUM_TICKS, asyncio.get_running_loop()
         while self._num_ticks <= _NUM_TICKS:
-            await asyncio.sleep(self._stall_timeout_s / _NUM_TICKS)
-            self._num_ticks += 1
+            due_s = loop.time() + tick_s
+            await asyncio.sleep(tick_s)
+            late_s = loop.time() - due_s
+            self._num_ticks += 1.0 if late_s < _LATE * tick_s else _LATE_TICK
         raise _Stalled(f"it reported no load for {self._stall_timeout_s:g} s")
 
 
