@@ -203,8 +203,10 @@ async def send_elsewhere(door: str, address: str, asked: Long) -> tuple[str, flo
 
 
 @asynccontextmanager
-async def gateway_of_a_long_model(folder: Path, turns: Turns) -> AsyncIterator[Cluster]:
-    """folder: receives the model's files."""
+async def gateway_of_a_long_model(
+    folder: Path, turns: Turns, command: tuple[str, ...] = _GATEWAY
+) -> AsyncIterator[Cluster]:
+    """folder: receives the model's files. command: of the gateway."""
     shutil.copy(Path(BUNDLED_MODEL) / "tokenizer.json", folder)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": _MODEL_LEN}))
     options = ServeOptions.model_validate(
@@ -219,7 +221,7 @@ async def gateway_of_a_long_model(folder: Path, turns: Turns) -> AsyncIterator[C
             "log_level": "error",
         }
     )
-    programs = Programs(PROGRAMS.prefill, SOURCE, _GATEWAY)
+    programs = Programs(PROGRAMS.prefill, SOURCE, command)
     async with Cluster(options, programs=programs, on_line=turns.on_line) as cluster:
         yield cluster
 

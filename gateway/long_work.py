@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -20,6 +21,34 @@ async def let_others_run(size: int) -> None:
     """Pause after work on `size` bytes, characters or tokens. No-op below LONG_PIECE."""
     if size >= LONG_PIECE:
         await asyncio.sleep(_PAUSE_S)
+
+
+class Turns:
+    """Starts of requests, one per iteration of the event loop and in order of arrival, so that
+    running streams are served between them. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        """Return at once if nobody else had a turn in this iteration, else in a later one."""
+        loop = asyncio.get_running_loop()
+        if not self._is_taken:
+            self._is_taken = True
+            loop.call_soon(self._pass_on)
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _pass_on(self) -> None:
+        while self._waiting and self._waiting[0].done():  # cancelled
+            self._waiting.popleft()
+        self._is_taken = bool(self._waiting)
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+            asyncio.get_running_loop().call_soon(self._pass_on)
 
 
 class Pacer:

@@ -27,6 +27,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> None:
         """Stream by context.write, which applies backpressure from slow clients."""
+        await self._models.turns.take()
 
         async def on_admitted(admitted: ValidatedRequest) -> None:
             await send_headers(context, (REQUEST_ID_KEY, admitted.spec.request_id))

@@ -47,7 +47,7 @@ from gateway.intake.validator import (
     resolve,
     too_long,
 )
-from gateway.long_work import let_others_run
+from gateway.long_work import Turns, let_others_run
 from gateway.output.delivery import Write
 from gateway.request.driver import (
     OnAdmitted,
@@ -397,6 +397,8 @@ class Models:
 
     def __init__(self, servings: Sequence[Serving], recorder: GatewayRecorder) -> None:
         self._servings = tuple(servings)
+        self.turns = Turns()
+        """Of new requests of both doors."""
         self._recorder = recorder
         self._by_name = {name: serving for serving in servings for name in serving.facts.names}
         """By model name and alias. Adapters are absent, since workers report them."""

@@ -21,6 +21,7 @@ import httptools
 
 from gateway.http.errors import HttpError, http_error
 from gateway.http.json_body import Received
+from gateway.http.read_turns import ReadTurns
 
 Headers = Iterable[tuple[str, str]]
 
@@ -28,10 +29,6 @@ JSON = "application/json"
 
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-#: Bytes of a request to read before pausing for _PAUSE_S seconds. The event loop reads from a fast
-#: client up to 32 times in a row; the pause lets other tasks run.
-_READ_BYTES, _PAUSE_S = 2**20, 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +88,7 @@ class HttpServerState:
     handler: HttpHandler
     limits: HttpLimits
     connections: set[HttpConnection] = field(default_factory=set)
+    reads: ReadTurns = field(default_factory=ReadTurns)
     num_buffered_bytes: int = 0
     is_stopping: bool = False
     _date: str = ""
@@ -133,8 +131,6 @@ class HttpConnection(asyncio.Protocol):
         """The request being read, once its head is complete."""
         self._body = bytearray()
         """Grows as data arrives: joining 16 MB of pieces takes 15 ms."""
-        self._num_read_bytes = 0
-        """Bytes of the request read since the last pause."""
         self._is_reading = False
         """Whether a request has begun and not ended."""
         self._refusal: HttpError | None = None
@@ -157,6 +153,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         self._state.connections.discard(self)
+        self._state.reads.leave(self)
         self.lost.set_result(None)
         self._drop_body()
         self._whole.clear()
@@ -167,13 +164,16 @@ class HttpConnection(asyncio.Protocol):
             self.task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is _Phase.REFUSED or self._refusal is not None:
-            return
+        if self._phase is not _Phase.REFUSED and self._refusal is None:
+            self._parse(data)
+        if self._is_reading or self._refusal is not None:
+            self._state.reads.count(self, len(data))
+        else:
+            self._state.reads.leave(self)
+
+    def _parse(self, data: bytes) -> None:
         if self._request is None:
             self._num_head_bytes += len(data)
-        self._num_read_bytes += len(data)
-        if self._num_read_bytes >= _READ_BYTES:
-            self._pause_reading()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -204,15 +204,13 @@ class HttpConnection(asyncio.Protocol):
         ]
         head = f"{request.method} {self._url.decode('ascii')} HTTP/1.1\r\n{''.join(headers)}\r\n"
         self._parser = httptools.HttpRequestParser(self)
-        self.data_received(head.encode("latin-1") + rest)
+        self._parse(head.encode("latin-1") + rest)
 
-    def _pause_reading(self) -> None:
-        self._num_read_bytes = 0
-        if self._transport is not None:
+    def pause_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
-            self._loop.call_later(_PAUSE_S, self._resume_reading)
 
-    def _resume_reading(self) -> None:
+    def resume_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -232,7 +230,6 @@ class HttpConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._url, self._headers, self._request = b"", [], None
-        self._num_read_bytes = 0
         self._is_reading = True
 
     def on_url(self, url: bytes) -> None:

@@ -59,6 +59,7 @@ class Door:
 
     async def parsed(self, cls: type[BodyT], request: HttpRequest, response: HttpResponse) -> BodyT:
         """Parse the body, and list its unknown fields in a warning header."""
+        await self.models.turns.take()
         max_model_len = max(serving.facts.max_model_len for serving in self.models)
         num_bytes = len(request.body)
         body = await parsed(cls, request.body, max_model_len)

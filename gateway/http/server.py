@@ -6,7 +6,8 @@ import asyncio
 import functools
 import socket
 import ssl
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 from baton.errors import ConfigError
 from baton.rpc.bind import bind_fault
@@ -14,6 +15,13 @@ from baton.rpc.tls import TlsFiles, check_files, watched
 from gateway.http.connection import HttpConnection, HttpHandler, HttpLimits, HttpServerState
 
 _BACKLOG = 1024
+#: Kernel buffer of unsent output, as requested; Linux takes twice that. By default it grows to
+#: megabytes for a client that reads nothing, before output waits here and the stall is seen.
+_SEND_BUFFER_BYTES = 2**17
+#: Connections accepted per iteration of the event loop.
+_NUM_ACCEPTED = 8
+#: Pause after the process ran out of descriptors or memory, in seconds.
+_EXHAUSTED_S = 0.2
 _HANDSHAKE_TIMEOUT_S = 10.0
 #: Seconds for cancelled handlers to clean up, and then for clients to read buffered output.
 _CLEAN_UP_S = 5.0
@@ -23,10 +31,8 @@ class HttpServer:
     """A listening HTTP server, created by `start_http`. Belongs to one event loop; `stop` is
     idempotent."""
 
-    def __init__(
-        self, server: asyncio.Server, state: HttpServerState, host: str, port: int
-    ) -> None:
-        self._server = server
+    def __init__(self, acceptor: Acceptor, state: HttpServerState, host: str, port: int) -> None:
+        self._acceptor = acceptor
         self._state = state
         self.host = host
         self.port = port
@@ -41,7 +47,7 @@ class HttpServer:
         connections are closed on return."""
         state = self._state
         state.is_stopping = True
-        self._server.close()
+        self._acceptor.close()
         for connection in tuple(state.connections):
             connection.stop()
         if grace_s is not None:
@@ -60,6 +66,61 @@ class HttpServer:
 
     def _tasks(self) -> set[asyncio.Task[None]]:
         return {c.task for c in self._state.connections if c.task is not None}
+
+
+class Acceptor:
+    """Accepts a few connections per iteration of the event loop, which otherwise accepts all that
+    wait before it turns to running streams. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        make: Callable[[], asyncio.Protocol],
+        context: ssl.SSLContext | None,
+    ) -> None:
+        """sock: listening, non-blocking; owned from here on."""
+        self._sock = sock
+        self._make = make
+        self._tls = {} if context is None else _handshake(context)
+        self._loop = asyncio.get_running_loop()
+        self._openings: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._listen()
+
+    def close(self) -> None:
+        """Accept no more; drop connections within their TLS handshake. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+        for opening in self._openings:
+            opening.cancel()
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._sock, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_NUM_ACCEPTED):
+            try:
+                client, _address = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:  # out of descriptors or memory
+                self._loop.remove_reader(self._sock)
+                self._timer = self._loop.call_later(_EXHAUSTED_S, self._listen)
+                return
+            client.setblocking(False)
+            opening = self._loop.create_task(self._open(client))
+            self._openings.add(opening)
+            opening.add_done_callback(self._openings.discard)
+
+    async def _open(self, client: socket.socket) -> None:
+        try:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._loop.connect_accepted_socket(self._make, client, **self._tls)
+        except OSError:  # it left, or its handshake failed or took too long
+            client.close()
 
 
 async def start_http(
@@ -81,14 +142,9 @@ async def start_http(
             raise fault
     state = HttpServerState(handler, limits or HttpLimits())
     sock = _listening_socket(host, port, reuse_port)
-    server = await asyncio.get_running_loop().create_server(
-        functools.partial(HttpConnection, state),
-        sock=sock,
-        ssl=context,
-        backlog=_BACKLOG,
-        ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if context else None,
-    )
-    return HttpServer(server, state, host, sock.getsockname()[1])
+    sock.listen(_BACKLOG)
+    acceptor = Acceptor(sock, functools.partial(HttpConnection, state), context)
+    return HttpServer(acceptor, state, host, sock.getsockname()[1])
 
 
 def _listening_socket(host: str, port: int, reuse_port: bool) -> socket.socket:
@@ -99,6 +155,8 @@ def _listening_socket(host: str, port: int, reuse_port: bool) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
@@ -132,6 +190,10 @@ def _server_context(tls: TlsFiles, requires_client_cert: bool) -> ssl.SSLContext
 
     first.sni_callback = renew
     return first
+
+
+def _handshake(context: ssl.SSLContext) -> dict[str, Any]:
+    return {"ssl": context, "ssl_handshake_timeout": _HANDSHAKE_TIMEOUT_S}
 
 
 async def _ended(tasks: Collection[asyncio.Future[None]], timeout_s: float) -> None:

@@ -75,6 +75,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
     ) -> None:
         """Stream events by context.write, which applies backpressure. A failure before acceptance
         is the call's status; a later one is the stream's last event."""
+        await self._models.turns.take()
         metadata = list(context.invocation_metadata() or ())
         request_id = request.request_id or unique_request_id(metadata)
         if request_id in self._running:

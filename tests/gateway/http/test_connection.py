@@ -20,7 +20,7 @@ from gateway.http.connection import (
     HttpServerState,
 )
 from gateway.http.errors import HttpError, http_error
-from gateway.http.server import HttpServer
+from gateway.http.server import Acceptor, HttpServer
 from tests.support.virtual_loop import run_virtual
 
 LIMITS = HttpLimits(
@@ -492,7 +492,7 @@ def test_a_server_that_has_stopped_has_no_connections() -> None:
         stuck.connection = HttpConnection(world.state)
         stuck.connection.connection_made(stuck)
         listener = Listener()
-        server = HttpServer(cast(asyncio.Server, listener), world.state, "127.0.0.1", 1)
+        server = HttpServer(cast(Acceptor, listener), world.state, "127.0.0.1", 1)
         await server.stop()
         assert not world.state.connections
         assert not listener.is_open

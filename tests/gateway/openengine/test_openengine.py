@@ -29,6 +29,7 @@ from baton.errors import (
     Overloaded,
 )
 from baton.v1 import inference_pb2
+from gateway.long_work import Turns
 from gateway.openengine.output import EventStream
 from gateway.openengine.service import OpenEngineService
 from gateway.openengine.v1 import openengine_pb2 as ours
@@ -476,7 +477,7 @@ async def test_a_failure_is_the_calls_before_acceptance_and_an_event_after_it(
 ) -> None:
     for is_admitted in (False, True):
         models: Any = SimpleNamespace(
-            of=lambda _, given=is_admitted: _Failing(error, is_admitted=given)
+            turns=Turns(), of=lambda _, given=is_admitted: _Failing(error, is_admitted=given)
         )
         context: Any = _Context()
         call = OpenEngineService(models, "i").Generate(

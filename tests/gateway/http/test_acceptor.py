@@ -1,0 +1,59 @@
+"""Connections are accepted a few per iteration of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from gateway.http import server as http_server
+from gateway.http.server import Acceptor, start_http
+from tests.gateway.http.test_connection import Handler
+
+
+async def test_many_connections_are_accepted_over_several_iterations() -> None:
+    server = await start_http(Handler(), "127.0.0.1", 0)
+    connections = server._state.connections
+    with ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket()) for _ in range(40)]
+        for client in clients:  # the kernel completes these without the loop
+            client.connect(("127.0.0.1", server.port))
+        num_before = 0
+        while num_before < len(clients):
+            await asyncio.sleep(0)
+            assert len(connections) - num_before <= http_server._NUM_ACCEPTED
+            num_before = len(connections)
+    await server.stop()
+
+
+async def test_accepting_goes_on_after_descriptors_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_EXHAUSTED_S", 0.01)
+    failures = [OSError(errno.EMFILE, "too many open files")] * 3
+
+    class Scarce(socket.socket):
+        def accept(self) -> tuple[socket.socket, Any]:
+            if failures:
+                raise failures.pop()
+            return super().accept()
+
+    with Scarce() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        sock.setblocking(False)
+        made = asyncio.Event()
+
+        def make() -> asyncio.Protocol:
+            made.set()
+            return asyncio.Protocol()
+
+        acceptor = Acceptor(sock, make, None)
+        with socket.create_connection(sock.getsockname()):
+            async with asyncio.timeout(5):
+                await made.wait()
+        acceptor.close()
+        acceptor.close()
+    assert not failures
