@@ -34,7 +34,7 @@ from bench.long_texts import Silences, Turns, gateway_of_a_long_model
 from bench.machine import describe_machine
 
 #: Cores of the gateway and of an attacker elsewhere.
-_GATEWAY_CORE, _OTHER_CORE = 0, 1
+GATEWAY_CORE, OTHER_CORE = 0, 1
 _HEALTH_S, _ALONE_S = 0.02, 4.0
 _HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
@@ -164,7 +164,7 @@ async def measure(
     """Print a row per attack and core. turns: of the cluster's gateway."""
     streams, health = Streams(), Health()
     host, _, port = cluster.http_address.rpartition(":")
-    pin(cluster.pid_of("gateway"), _GATEWAY_CORE)
+    pin(cluster.pid_of("gateway"), GATEWAY_CORE)
     async with aio_channel(cluster.address) as channel, asyncio.TaskGroup() as group:
         jobs = [group.create_task(streams.listen(channel)) for _ in range(num_streams)]
         jobs.append(group.create_task(health.ask(host, int(port))))
@@ -183,11 +183,11 @@ async def measure(
         await asyncio.sleep(_ALONE_S)
         await row("none", "", _ALONE_S, "")
         for asked in attacks:
-            for core in (_OTHER_CORE, _GATEWAY_CORE):
+            for core in (OTHER_CORE, GATEWAY_CORE):
                 begin_s = time.perf_counter()
                 outcome = await attack_elsewhere(asked, cluster.http_address, core)
                 await asyncio.sleep(0.5)
-                where = "the same" if core == _GATEWAY_CORE else "another"
+                where = "the same" if core == GATEWAY_CORE else "another"
                 await row(str(asked), where, time.perf_counter() - begin_s, outcome)
         for job in jobs:
             job.cancel()
