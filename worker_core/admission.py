@@ -134,9 +134,11 @@ class Admission:
         Return whether any was admitted."""
         num_before = len(self._queued)
         for queued in sorted(self._queued.values(), key=_rank_of):
+            if self._no_room(queued.command):
+                break
             # A lookup of a long prompt takes longer than a step.
             wanted = queued.key, self._state.pool.room, self._state.num_growing_places
-            if self._no_room(queued.command) or wanted == self._without_room:
+            if wanted == self._without_room:
                 break
             if self._admit(queued):
                 # Finding no room gives back the blocks that were found.

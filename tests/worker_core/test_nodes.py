@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import DecodeOptions, Options, PrefillOptions
+from baton.config import DecodeOptions, PrefillOptions
 from baton.config.load import torchrun_options
 from baton.errors import ConfigError
 from engine.ranks.mesh import Degrees
@@ -44,14 +44,6 @@ def test_nodes_share_the_secret_of_workers(tmp_path: Path) -> None:
     assert len(with_secret.secret) == 32
     assert with_secret.secret.hex() not in repr(with_secret)
     assert nodes_of(DecodeOptions(model="m")) is ONE_NODE
-
-
-@pytest.mark.parametrize("options", [DecodeOptions(**NODES), PrefillOptions(**NODES)])
-def test_handoff_between_several_hosts_is_refused(options: Options) -> None:
-    with pytest.raises(
-        ConfigError, match=r"nnodes=2: .* cannot hand over KV yet; give --colocated"
-    ):
-        nodes_of(options)  # type: ignore[arg-type]
 
 
 def test_a_node_rank_beyond_the_nodes_is_refused() -> None:

@@ -130,6 +130,8 @@ def test_every_parameter_is_sent_and_has_its_option() -> None:
         "logit_bias": {3: 0.5},
         "stop": ["a"],
         "stop_token_ids": [4],
+        "allowed_token_ids": [4],
+        "logprob_token_ids": [4],
         "bad_words": ["a"],
         "beam_search": BeamSearch(2),
         "structured_output": StructuredOutput(json_object=True),
