@@ -43,7 +43,7 @@ PAGE, PICTURE = ROOT / "docs" / "long_context.md", ROOT / "docs" / "figures" / "
 LENGTHS: Mapping[str, int] = MappingProxyType(
     {"4K": 4096, "16K": 1 << 14, "50K": 50_000, "128K": 1 << 17, "512K": 1 << 19, "1M": 1 << 20}
 )
-#: Of the tables; the picture has all.
+#: Lengths of the tables; the picture has all.
 SHOWN = ("4K", "50K", "1M")
 KV_TYPES = ("bfloat16", "fp8", "int8", "int4")
 _BLOCK_TOKENS, _CHUNK = 16, 8192

@@ -398,7 +398,7 @@ class Models:
     def __init__(self, servings: Sequence[Serving], recorder: GatewayRecorder) -> None:
         self._servings = tuple(servings)
         self.turns = Turns()
-        """Of new requests of both doors."""
+        """Turns of new requests of both doors."""
         self._recorder = recorder
         self._by_name = {name: serving for serving in servings for name in serving.facts.names}
         """By model name and alias. Adapters are absent, since workers report them."""

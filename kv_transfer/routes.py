@@ -22,11 +22,10 @@ class Route:
 def routes_from(
     rank: int, sources: tuple[KvPart, ...], targets: tuple[KvPart, ...]
 ) -> tuple[Route, ...]:
-    """What the rank `rank` of the sender sends. Parts of one worker's ranks are equal or disjoint.
+    """Parts that `rank` of the sender sends. Parts of one worker's ranks are equal or disjoint.
 
-    Together the ranks send each receiving rank all of its part, once. Of ranks that hold the same
-    part, several of which may receive it, each sends to a share of the receiving ranks; the first
-    one to the first.
+    Together the ranks send each receiving rank all of its part, once. Ranks that hold the same
+    part divide the receiving ranks among them, the first to the first.
     """
     own = sources[rank]
     holders = [number for number, part in enumerate(sources) if part == own]

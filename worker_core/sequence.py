@@ -170,7 +170,7 @@ class WorkerSequence:
     is_scored: bool = field(init=False)
     """Whether log probabilities of the prompt are requested."""
     _counts: TokenCounts | None = field(init=False, default=None)
-    """Of token_ids as of the last slice; None without penalties."""
+    """Counts of token_ids as of the last slice; None without penalties."""
 
     def __post_init__(self) -> None:
         self.key = self.stream, self.handle

@@ -149,7 +149,7 @@ class DecodeLimit:
 
 
 def decode_limit(worker: Worker, requests: Sequence[Request], slo: Slo) -> DecodeLimit:
-    """The largest batch of sequences of mean length whose step keeps the SLO and whose KV fits."""
+    """The largest batch of sequences of mean length that keeps the SLO and fits the KV memory."""
     context = _mean_context(requests)
     most = worker.num_users(_mean(r.num_input + r.num_output for r in requests))
     batch = _largest(most, lambda n: worker.step_s(n, context) * 1e3 <= slo.tpot_ms)
@@ -165,7 +165,7 @@ def _bounds(
     decodes: Mapping[Degrees, DecodeLimit],
     num_devices: int,
 ) -> list[tuple[float, Tier, Tier]]:
-    """Of each pair of shapes the split with the highest bound: the rate of its slower tier without
+    """The split of each pair of shapes with the highest bound: the rate of its slower tier without
     queues."""
     found = []
     for prefill, decode in product(services, decodes):

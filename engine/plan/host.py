@@ -19,9 +19,9 @@ _MAX_BYTES = 128 << 20
 _COPY_BYTES = 64 << 20
 _NUM_IN, _NUM_OUT = 1024, 1024
 _FEW_ROWS, _MANY_ROWS = 8, 256
-#: Of the layers, those that compute many rows: enough for some milliseconds.
+#: Layers that compute many rows: enough for some milliseconds.
 _NUM_COMPUTING = 8
-#: Of one exchange through shared memory (docs/adr/0009).
+#: Seconds of one exchange through shared memory (docs/adr/0009).
 _EXCHANGE_S = 38e-6
 
 

@@ -112,7 +112,7 @@ def num_users(
     *,
     keeps_windows_apart: bool,
 ) -> int:
-    """Sequences of num_tokens tokens whose KV fits at once: floor(KV left / KV of one), in the
+    """Sequences of num_tokens tokens with KV that fits at once: floor(KV left / KV of one), in the
     tightest stage."""
     each = sequence_bytes(model, degrees, num_tokens, keeps_windows_apart=keeps_windows_apart)
     return min(max(0, s.kv_bytes) // max(1, one) for s, one in zip(stages, each, strict=True))

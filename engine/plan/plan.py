@@ -185,7 +185,7 @@ class Planner:
         )
 
     def _too_large(self, too_large: Sequence[Degrees]) -> ConfigError:
-        """The error for a model that no shape holds, or whose degrees do not divide."""
+        """The error for a model that no shape holds, or with degrees that do not divide."""
         given, sizes = self.options.gpus, self.model.sizes
         if not too_large:
             return self._indivisible()

@@ -31,7 +31,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a rank in one forward of num_rows tokens."""
+    """A rank's work in one forward of num_rows tokens."""
 
     num_rows: int
     read_bytes: float

@@ -112,7 +112,7 @@ def _native(
 def _graph_bytes(
     source: ModelSource, dtype: str, layout: KvLayout, options: PlanOptions
 ) -> int | None:
-    """Bytes of recorded decode steps; None without Triton, whose tiles they depend on."""
+    """Bytes of recorded decode steps; None without Triton, because they depend on its tiles."""
     if find_spec("triton") is None:
         return None
     plan = EnginePlan(

@@ -79,5 +79,5 @@ class Groups(NamedTuple):
     context: Ranks
 
 
-#: Of a rank that is the only one.
+#: Groups of a single rank.
 ALONE = Groups(Alone(), Alone())

@@ -121,7 +121,7 @@ class Link:
         return True
 
     def _read(self, num_bytes: int) -> bytes | None:
-        """So many bytes; None if the link ends before. Raises TimeoutError, OSError."""
+        """num_bytes bytes; None if the link ends before. Raises TimeoutError, OSError."""
         data = bytearray()
         while len(data) < num_bytes:
             more = self._connection.recv(num_bytes - len(data))

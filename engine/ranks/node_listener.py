@@ -103,8 +103,8 @@ class NodeListener:
         )
 
     def _take(self, connection: socket.socket, address: str) -> None:
-        """Greet a rank. What is no rank of Baton's is dropped. Raises StartupError for a rank that
-        is not fit, after it has been told."""
+        """Greet a rank; drop any other client. Raises StartupError for a rank that is not fit,
+        after it has been told."""
         connection.settimeout(GREETING_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = secrets.token_hex(16)

@@ -22,6 +22,6 @@ def rank_parts(layout: KvLayout, degrees: Degrees) -> tuple[KvPart, ...]:
 
 
 def kv_holders(degrees: Degrees) -> tuple[int, ...]:
-    """By rank: the first rank of its context, in whose memory its KV is."""
+    """By rank: the first rank of its context, which holds its KV."""
     places = map(degrees.place, range(degrees.num_ranks))
     return tuple(degrees.rank_of(replace(place, context_rank=0)) for place in places)

@@ -79,7 +79,7 @@ class RankSpec:
 
     @property
     def previous_rank(self) -> int:
-        """The rank whose states this rank receives."""
+        """The rank that sends its states to this one."""
         return self.pipeline[self.place.stage - 1]
 
     @property

@@ -37,7 +37,7 @@ class Stages(Protocol):
 
 
 class OneStage:
-    """Stages of an engine whose ranks have all layers: nothing is sent."""
+    """Stages of an engine with all layers on each rank: nothing is sent."""
 
     stage = ALL_LAYERS
 

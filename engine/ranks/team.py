@@ -93,7 +93,7 @@ def run_rank(
 
 
 def start_remote(spec: RankSpec, remote: RemoteRank) -> RankProcess:
-    """Start a rank, whose process waits on another node. Raises OSError."""
+    """Start a rank in a process that waits on another node. Raises OSError."""
     hello = remote.hello
     own = replace(spec, folder=hello.folder, host=hello.host)
     remote.control.sendall(own.to_line())

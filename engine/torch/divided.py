@@ -1,4 +1,4 @@
-"""Context parallelism: the forward of a step whose tokens are divided among ranks."""
+"""Context parallelism: the forward of a step with its tokens divided among ranks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Gate = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
-    """Experts whose outputs are divided among the ranks, or that are all here."""
+    """Experts with outputs divided among the ranks, or that are all here."""
 
     gate_up: GroupedLinear
     down: GroupedLinear

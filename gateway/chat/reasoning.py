@@ -78,8 +78,8 @@ class ReasoningCounter:
         """Reasoning tokens so far."""
 
     def feed(self, tokens: Iterable[bytes]) -> list[bool]:
-        """Which of the next tokens, given as bytes, are part of the answer. Of a mark that comes in
-        several calls, its first tokens may count as answer."""
+        """Which of the next tokens, given as bytes, are part of the answer. The first tokens of a
+        mark that comes in several calls may count as answer."""
         of_answer: list[bool] = []
         for token in tokens:
             num_before = self._num_before(token)

@@ -23,7 +23,7 @@ class Reader(Protocol):
 
 
 class ReadTurns:
-    """Connections whose request has begun and not ended, or is discarded after a refusal.
+    """Connections with a request that has begun and not ended, or is discarded after a refusal.
 
     Once a slice's bytes are read, all of them pause. They resume in turn, a few per slice, and
     each reads one piece while others wait. Clients that send nothing keep no others waiting.

@@ -79,7 +79,7 @@ def num_kept(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> int |
 
 
 def kept_tokens(prompt: inference_pb2.Prompt, num: int) -> slice:
-    """Of the prompt's tokens, those that are kept. num: num_kept."""
+    """The prompt's tokens that are kept. num: num_kept."""
     return slice(num) if prompt.keeps_first else slice(-num, None)
 
 

@@ -23,9 +23,9 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """A pool of all ranks. layout: of the whole pool; its fingerprint may be missing. parts: of the
-    layout, by rank; several ranks may have the same. holders: by rank, the rank whose memory has
-    its part: itself, or the first rank of its context."""
+    """A pool of all ranks. layout: of the whole pool; its fingerprint may be missing. parts: each
+    rank's part of the layout; several ranks may have the same. holders: by rank, the rank that has
+    its part in memory: itself, or the first rank of its context."""
 
     layout: KvLayout
     num_blocks: int

@@ -141,7 +141,7 @@ class DiskTier:
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         """Slot by key, least recently used first."""
         self._lock = threading.Lock()
-        """Of the dict: `touch` moves entries from another thread."""
+        """Guards the dict: `touch` moves entries from another thread."""
         self._last_serial = 0
         try:
             self._find_records(num_slots, head_bytes, key_of)
@@ -215,8 +215,8 @@ class DiskTier:
     def _find_records(
         self, num_slots: int, head_bytes: int, key_of: Callable[[bytes], bytes | None]
     ) -> None:
-        """Read the heads of all slots; cut off slots beyond num_slots. Of two records of one key,
-        the later write counts. Raises OSError."""
+        """Read the heads of all slots; cut off slots beyond num_slots. The later of two records of
+        one key counts. Raises OSError."""
         if self._file.num_bytes() > num_slots * self._slot_bytes:
             self._file.truncate(num_slots * self._slot_bytes)
         found: dict[bytes, tuple[int, int]] = {}

@@ -25,7 +25,7 @@ class HostTier:
         self._max_num_bytes = max_num_bytes
         self._records: OrderedDict[bytes, Record] = OrderedDict()
         self._lock = threading.Lock()
-        """Of the dict: `touch` moves entries from another thread."""
+        """Guards the dict: `touch` moves entries from another thread."""
         self.num_bytes = 0
 
     def has(self, key: bytes) -> bool:

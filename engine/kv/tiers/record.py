@@ -1,4 +1,4 @@
-"""A record: one full prefix block outside the device, with the proof of whose KV it is.
+"""A record: one full prefix block outside the device, with the proof of its owner.
 
     header    magic, version, context, key, parent key, tenant, counts, digest of the payload, seal
     token ids of the block, as 32-bit words

@@ -118,7 +118,7 @@ class TierStack:
         self.levels = tuple(levels)
         self.max_record_bytes = record_format.max_bytes
         self.secret = record_format.secret
-        """Of the pool's chain keys, which are those of the records."""
+        """Secret of the pool's chain keys, which are those of the records."""
         self._kv = kv
         self._format = record_format
         self._report = report
