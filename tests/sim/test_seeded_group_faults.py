@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 Mutate = Callable[[pytest.MonkeyPatch], None]
 AnyPool = GroupedKvPool[Any]
 
-SEEDS = range(12)
+SEEDS = range(24)
 
 
 def a_step_sees_a_window_that_is_a_block_short(patch: pytest.MonkeyPatch) -> None:

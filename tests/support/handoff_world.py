@@ -790,8 +790,11 @@ _OPAQUE = (
 )
 _IGNORED = frozenset(
     {
+        # A lookup that found no room is repeated, or not, with the same result.
+        ("Admission", "_without_room"),
+        ("Blocks", "num_gains"),
         ("Node", "ends"),
-        ("OracleEngine", "_end_s"),
+        ("OracleEngine", "_ends_s"),
         ("OracleEngine", "_weights"),
         ("Steps", "num_steps"),
         ("World", "fleet"),
