@@ -124,7 +124,7 @@ class HttpConnection(asyncio.Protocol):
         self._phase = _Phase.IDLE
         self._timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
-        """Bytes of the current request's head."""
+        """Bytes of the current request's head, or since its last byte of body, as of trailers."""
         self._url = b""
         self._headers: list[tuple[str, str]] = []
         self._request: HttpRequest | None = None
@@ -166,27 +166,27 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._phase is not _Phase.REFUSED and self._refusal is None:
             self._parse(data)
+            if self._refusal is not None:
+                self._drop_body()
+            if self.task is None:
+                self._next()
         if self._is_reading or self._refusal is not None:
             self._state.reads.count(self, len(data))
         else:
             self._state.reads.leave(self)
 
     def _parse(self, data: bytes) -> None:
-        if self._request is None:
-            self._num_head_bytes += len(data)
+        self._num_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._parse_again(data[upgrade.args[0] :])
+            if self._refusal is None:
+                self._parse_again(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             fault = f"this is not HTTP/1.1: {error}"
             self._refusal = self._refusal or http_error(HTTPStatus.BAD_REQUEST, fault)
-        if self._refusal is None and self._request is None and self._is_reading:
+        if self._refusal is None and self._is_reading:
             self._check_head(self._num_head_bytes)
-        if self._refusal is not None:
-            self._drop_body()
-        if self.task is None:
-            self._next()
 
     def _parse_again(self, rest: bytes) -> None:
         """Ignore the Upgrade header and reparse.
@@ -194,8 +194,6 @@ class HttpConnection(asyncio.Protocol):
         Java's client asks for HTTP/2 this way, and the parser then stops after the head. Only
         HTTP/1.1 is served.
         """
-        if not self._whole:
-            return
         request = self._whole.pop()
         headers = [
             f"{name}: {value}\r\n"
@@ -236,6 +234,8 @@ class HttpConnection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._request is not None:
+            return  # a trailer: it comes after all checks, so it must not count as a header
         key = name.decode("latin-1").lower()
         self._headers.append((key, value.decode("latin-1")))
         # The parser refuses some of these itself, as malformed.
@@ -274,6 +274,7 @@ class HttpConnection(asyncio.Protocol):
             self._write(_CONTINUE)
 
     def on_body(self, data: bytes) -> None:
+        self._num_head_bytes = 0
         if self._refusal is not None:
             return
         self._body += data
@@ -515,7 +516,10 @@ class HttpResponse:
 
 
 def _refusal_of_headers(request: HttpRequest) -> HttpError | None:
-    """See RFC 9112, 3.2 (Host) and RFC 9110, 10.1.1 (Expect)."""
+    """See RFC 9112, 3.2 (Host) and RFC 9110, 9.3.6 (CONNECT) and 10.1.1 (Expect)."""
+    if request.method == "CONNECT":  # the parser takes it for an upgrade
+        fault = "CONNECT: there are no tunnels here; send another method"
+        return http_error(HTTPStatus.NOT_IMPLEMENTED, fault)
     num_hosts = sum(name == "host" for name, _ in request.headers)
     if num_hosts > 1 or not (num_hosts or request.is_http_1_0):
         return http_error(HTTPStatus.BAD_REQUEST, f"{num_hosts} host headers; send one")

@@ -199,6 +199,31 @@ def test_a_refusal_follows_the_answers_to_complete_requests(num_whole: int, is_s
     run(test)
 
 
+UPGRADE = b"GET /up HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        (UPGRADE.replace(b"/up", b"/secret"), [401]),
+        (UPGRADE + b"no such thing\r\n\r\n", [200, 400]),
+        (b"CONNECT /a HTTP/1.1\r\nhost: x\r\n\r\n", [501]),
+        (UPGRADE * 40, [200] * (LIMITS.max_pipelined - 2) + [429]),
+    ],
+)
+def test_upgrades_are_refused_once_and_after_earlier_requests(
+    sent: bytes, statuses: list[int]
+) -> None:
+    async def test(world: World) -> None:
+        earlier = post("/a", b"a") + post("/b", b"b")
+        wire = await world.exchange(earlier + sent)
+        await asyncio.sleep(1)
+        assert wire.statuses == [200, 200, *statuses]
+        assert [path for _, path, _ in world.handler.seen[:2]] == ["/a", "/b"]
+
+    run(test)
+
+
 def test_of_too_many_requests_the_first_are_answered() -> None:
     async def test(world: World) -> None:
         wire = await world.exchange(post("/", b"a") * 20)
@@ -212,6 +237,26 @@ def test_old_clients_need_no_host() -> None:
     async def test(world: World) -> None:
         wire = await world.exchange(b"GET / HTTP/1.0\r\n\r\n")
         assert wire.statuses == [200]
+
+    run(test)
+
+
+#: A request up to its trailers.
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+
+
+def test_trailers_are_no_headers() -> None:
+    async def test(world: World) -> None:
+        heads: list[list[tuple[str, str]]] = []
+
+        async def handle(request: HttpRequest, response: HttpResponse) -> None:
+            heads.append(request.headers)
+            await response.send(200, "text/plain", bytes(request.body))
+
+        world.handler.handle = handle  # type: ignore[method-assign]
+        wire = await world.exchange(CHUNKED + b"x-request-id: 7\r\n\r\n" + post("/", b"y"))
+        assert wire.statuses == [200, 200]
+        assert not any(name == "x-request-id" for head in heads for name, _ in head)
 
     run(test)
 
@@ -232,6 +277,9 @@ def test_old_clients_need_no_host() -> None:
             413,
             "1000 bytes",
         ),
+        ((CHUNKED, *(b"t%d: v\r\n" % i for i in range(90))), 431, "500 bytes"),
+        ((CHUNKED, b"t: ", *(b"v" * 100 for _ in range(9))), 431, "500 bytes"),
+        ((CHUNKED[:-3], b"1;", *(b"v" * 100 for _ in range(9))), 431, "500 bytes"),
         ((b"no such thing\r\n\r\n",), 400, "HTTP/1.1"),
         ((b"GET / HTTP/1.1\r\nhost: x\r\na b: c\r\n\r\n",), 400, "HTTP/1.1"),
         ((b"\x16\x03\x01\x02\x00\x01",), 400, "HTTP/1.1"),
