@@ -367,7 +367,7 @@ def _message(index: int, item: Any) -> dict[str, Any] | None:
                 output = json_text(f"input[{index}].output", output, MAX_ARGUMENTS_CHARS)
             return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
         case {"type": "reasoning"}:
-            text = _reasoning_text(item)
+            text = _reasoning_text(index, item)
             return {"role": "assistant", "reasoning_content": text} if text else None
         case {"role": role} if item.get("type", "message") == "message":
             return {"role": role, "content": item.get("content")}
@@ -376,9 +376,12 @@ def _message(index: int, item: Any) -> dict[str, Any] | None:
     raise _wrong(f"input[{index}].type", kind, fault)
 
 
-def _reasoning_text(item: Mapping[str, Any]) -> str:
+def _reasoning_text(index: int, item: Mapping[str, Any]) -> str:
     """The text of a reasoning item, or its summary."""
-    parts = item.get("content") or item.get("summary") or ()
+    field = "content" if item.get("content") else "summary"
+    parts = item.get(field) or []
+    if not isinstance(parts, list):
+        raise _wrong(f"input[{index}].{field}", parts, "must be a list of parts with a text")
     texts = (part.get("text") for part in parts if isinstance(part, dict))
     return "\n".join(text for text in texts if isinstance(text, str))
 

@@ -14,6 +14,7 @@ from gateway.chat.style import chat_style
 from gateway.http.chat import ChatBody, ChatFormat
 from gateway.http.completions import CompletionBody, CompletionFormat
 from gateway.http.json_body import MAX_NODES
+from gateway.http.responses import ResponsesBody, ResponsesFormat
 from tests.support.http_bodies import parsed
 
 STYLE = chat_style("", "auto", "auto")
@@ -69,6 +70,18 @@ def test_fields_reach_the_request() -> None:
     assert (sampling.logprobs, sampling.prompt_logprobs, sampling.echo) == (4, 4, True)
     assert (request.priority, request.cache_salt) == (-7, "s")
     assert not sampling.HasField("top_p")
+
+
+@pytest.mark.parametrize("field", ["content", "summary"])
+@pytest.mark.parametrize("parts", [5, True, "text", {"text": "a"}])
+def test_parts_of_reasoning_are_a_list(field: str, parts: Any) -> None:
+    def response(items: list[Any]) -> ResponsesFormat:
+        body = parsed(ResponsesBody, json.dumps({"input": items}).encode())
+        return ResponsesFormat(body, bytes_of, STYLE)
+
+    user = {"role": "user", "content": "x"}
+    assert refusal(response, [user, {"type": "reasoning", field: parts}]) == f"input[1].{field}"
+    response([{"type": "reasoning", field: [5, {"text": "a"}]}, user])
 
 
 def test_a_budget_of_thoughts_is_a_grammars() -> None:
