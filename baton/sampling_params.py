@@ -267,10 +267,10 @@ class SamplingParams:
         "Form of the output, which ends when it is complete, or at max_tokens."
     )
     allowed_token_ids: Sequence[int] | None = _option(
-        "Token that the output may consist of, end tokens among them.", TokenIds(1024)
+        "Tokens that the output may consist of, end tokens among them.", TokenIds(1024)
     )
     logprob_token_ids: Sequence[int] | None = _option(
-        "Token reported at each position instead of the most probable ones; goes with logprobs.",
+        "Tokens reported at each position instead of the most probable ones; need logprobs.",
         TokenIds(128),
     )
 

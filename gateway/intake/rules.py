@@ -50,9 +50,9 @@ class ModelFacts:
 
     max_kv_tokens: KV capacity of the largest decode worker, in tokens. max_num_seqs: largest batch
     of any decode worker, in sequences. max_token_chars: length of the tokenizer's longest token.
-    aliases: further names. adapters: LoRA
-    adapters that all workers have. sampling_defaults: the model's own, by option. max_logprobs:
-    maximum alternatives per position; -1 for the whole vocabulary.
+    aliases: further names. adapters: LoRA adapters that all workers have. sampling_defaults: the
+    model's own, by option. max_logprobs: maximum alternatives per position; -1 for the whole
+    vocabulary.
     """
 
     name: str

@@ -30,6 +30,21 @@ async def test_many_connections_are_accepted_over_several_iterations() -> None:
     await server.stop()
 
 
+async def test_the_kernel_buffers_little_unread_output() -> None:
+    """Of each accepted connection; twice what was requested, as Linux has it."""
+    server = await start_http(Handler(), "127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", server.port)):
+        async with asyncio.timeout(5):
+            while not server._state.connections:
+                await asyncio.sleep(0.001)
+        (connection,) = server._state.connections
+        assert connection._transport is not None
+        accepted = connection._transport.get_extra_info("socket")
+        size = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert size == 2 * http_server._SEND_BUFFER_BYTES
+    await server.stop()
+
+
 async def test_accepting_goes_on_after_descriptors_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_EXHAUSTED_S", 0.01)
     failures = [OSError(errno.EMFILE, "too many open files")] * 3

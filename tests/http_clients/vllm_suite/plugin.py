@@ -58,7 +58,7 @@ class RemoteOpenAIServer:
     def _is_up(self) -> bool:
         try:
             return requests.get(self.url_for("health"), timeout=5).status_code == 200
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):
             return False
 
     def __enter__(self) -> RemoteOpenAIServer:
