@@ -39,6 +39,9 @@ MAX_FIELDS = 256
 
 MAX_PROMPTS = 128
 
+#: Field with which a prompt may be longer than the model takes.
+_TRUNCATION = "truncate_prompt_tokens"
+
 #: Minimum bytes of a list of numbers that is parsed separately, and bytes parsed at once.
 _LONG_LIST_BYTES = 4096
 _LIST_PIECE_BYTES = 2**18
@@ -76,9 +79,8 @@ async def read_fields(
         if len(places) == len(cut):
             break
         cut = {name: cut[name] for name, *_ in places}  # the others are not prompts
-    _check_lengths(
-        {field: _num_values(data, cut[name]) for name, field, *_ in places}, max_model_len
-    )
+    lengths = {field: _num_values(data, cut[name]) for name, field, *_ in places}
+    _check_lengths(lengths, max_model_len, are_cut=fields.get(_TRUNCATION) is not None)
     pacer = Pacer()
     for name, field, container, key in places:
         container[key] = await _token_ids(field, data, cut[name], pacer)
@@ -191,10 +193,10 @@ def _places(
                     yield each, f"{field}[{index}]", value, index
 
 
-def _check_lengths(lengths: Mapping[str, int], max_model_len: int) -> None:
-    """lengths: token ids by field."""
+def _check_lengths(lengths: Mapping[str, int], max_model_len: int, *, are_cut: bool) -> None:
+    """lengths: token ids by field. are_cut: whether some of a longer prompt are kept."""
     for field, length in lengths.items():
-        if length > max_model_len:
+        if length > max_model_len and not are_cut:
             raise invalid(field, f"{length} token ids: the model takes {max_model_len}; send fewer")
     if (total := sum(lengths.values())) > MAX_VALUES + max_model_len:
         raise _wrong(f"{total} token ids; send at most {MAX_VALUES + max_model_len} in all")

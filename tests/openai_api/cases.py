@@ -557,7 +557,7 @@ def _(result: Any, world: World) -> None:
 @extra(
     "vLLM's fields",
     "`truncate_prompt_tokens: -1`: as many as the model takes",
-    prompt=[5] * 5000,
+    prompt=[5] * 40_000,
     truncate_prompt_tokens=-1,
 )
 def _(result: Any, world: World) -> None:

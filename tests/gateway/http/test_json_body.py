@@ -154,6 +154,15 @@ def test_more_ids_than_any_model_takes_are_not_read(sizes: list[int]) -> None:
     assert refusal(many, 100_000) == ("body", f"450000 token ids; send at most {most} in all")
 
 
+def test_a_prompt_that_is_cut_may_be_longer_than_the_model_takes() -> None:
+    body = {"prompt": [1] * 50_000, "truncate_prompt_tokens": 5}
+    assert len(fields_of(json.dumps(body).encode(), 100)["prompt"].ids) == 50_000
+    longest = {**body, "prompt": [1] * (MAX_VALUES + 101)}
+    assert refusal(json.dumps(longest).encode(), 100)[0] == "body"
+    uncut = {**body, "truncate_prompt_tokens": None}
+    assert refusal(json.dumps(uncut).encode(), 100)[0] == "prompt"
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
