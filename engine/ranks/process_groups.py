@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -58,7 +60,7 @@ class ProcessGroups:
             timeout=_JOIN,
             master_listen_fd=listener.detach(),
         )
-        return spec.with_store(spec.host, port)
+        return replace(spec, store=(spec.host, port))
 
     def join(self, spec: RankSpec) -> Groups:
         def ranks(name: str, members: Sequence[int], shard: Shard) -> Ranks:
@@ -125,10 +127,12 @@ def _nccl(store: Store, rank: int, size: int, spec: RankSpec) -> ProcessGroup:
 _MAKERS = {"gloo": _gloo, "nccl": _nccl}
 
 
-def _finish(work: Work) -> None:
-    """Wait for an exchange, on a GPU by the device's stream alone. Raises ExchangeFailed."""
+@contextmanager
+def _exchange() -> Iterator[None]:
+    """Raise ExchangeFailed if the body's exchange fails: gloo notices a closed connection at the
+    start of an exchange, or while that is waited for. On a GPU the device's stream alone waits."""
     try:
-        work.wait()
+        yield
     except RuntimeError as error:  # torch raises no narrower type
         raise ExchangeFailed(f"an exchange between ranks failed: {error}") from error
 
@@ -147,14 +151,17 @@ class GroupStages:
     def send(self, states: torch.Tensor) -> None:
         if len(self._sent) == self.stage.size:
             # As many launches as stages are under way, so that this one is over.
-            _finish(self._sent.popleft()[0])
+            with _exchange():
+                self._sent.popleft()[0].wait()
         message = self._message(states)
         to = (self.stage.number + 1) % self.stage.size
-        self._sent.append((self._group.send([message], to, 0), message))
+        with _exchange():
+            self._sent.append((self._group.send([message], to, 0), message))
 
     def receive(self, states: torch.Tensor) -> None:
         by = (self.stage.number - 1) % self.stage.size
-        _finish(self._group.recv([self._message(states)], by, 0))
+        with _exchange():
+            self._group.recv([self._message(states)], by, 0).wait()
 
     def _message(self, states: torch.Tensor) -> torch.Tensor:
         """States without rows have to arrive, too."""
@@ -176,7 +183,8 @@ class ProcessGroupRanks:
 
     def meet(self) -> None:
         # Unlike ProcessGroup.barrier, ordered on the device's stream.
-        _finish(self._group.allreduce([self._token]))
+        with _exchange():
+            self._group.allreduce([self._token]).wait()
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         (rows, columns), size = part.shape, self.shard.size
@@ -184,7 +192,8 @@ class ProcessGroupRanks:
             self.meet()
             return part.new_empty(0, size * columns)
         stacked = part.new_empty(size * rows, columns)
-        _finish(self._group._allgather_base(stacked, part.contiguous()))
+        with _exchange():
+            self._group._allgather_base(stacked, part.contiguous()).wait()
         return stacked.view(size, rows, columns).transpose(0, 1).reshape(rows, size * columns)
 
     def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
@@ -197,7 +206,8 @@ class ProcessGroupRanks:
         padded[:, : part.shape[1]] = part
         is_first = self.shard.rank == 0
         parts = [torch.empty_like(padded) for _ in widths] if is_first else []
-        _finish(self._group.gather(parts, padded, 0))
+        with _exchange():
+            self._group.gather(parts, padded, 0).wait()
         if not is_first:
             return part
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
@@ -207,5 +217,6 @@ class ProcessGroupRanks:
         sent = part.view(rows, size, columns // size).transpose(0, 1).flatten(0, 1)
         received = part.new_empty(sum(num_rows), columns // size)
         splits = list(num_rows), [rows] * size
-        self._group.alltoall_base(received, sent.contiguous(), *splits).wait()
+        with _exchange():
+            self._group.alltoall_base(received, sent.contiguous(), *splits).wait()
         return received

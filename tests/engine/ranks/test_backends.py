@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, StartupError
 from engine.ranks import process_groups
 from engine.ranks.backends import BACKENDS, choose_backend
-from engine.ranks.exchange import Groups, Ranks
+from engine.ranks.exchange import ExchangeFailed, Groups, Ranks
 from engine.ranks.mesh import Degrees
 from engine.shard import Shard
 from tests.support.rank_specs import rank_spec
@@ -201,3 +201,21 @@ def test_a_rank_that_finds_no_store_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     spec = replace(rank_spec(Degrees(2), "gloo"), rank=1, store=("127.0.0.1", 9))
     with pytest.raises(StartupError, match=r"rank 1 of 2 found no .* \(0, 1\) by 127.0.0.1:9"):
         BACKENDS["gloo"]().join(spec)
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        lambda ranks, part: ranks.gather(part),
+        lambda ranks, part: ranks.gather_first(part, 8),
+        lambda ranks, part: ranks.exchange(part, [2, 2]),
+        lambda ranks, _: ranks.meet(),
+    ],
+)
+def test_an_exchange_over_gloo_with_a_rank_that_is_gone_fails_as_one(
+    exchange: Callable[[Ranks, torch.Tensor], Any],
+) -> None:
+    groups = joined("gloo", Degrees(2))
+    del groups[1]
+    with pytest.raises(ExchangeFailed):
+        exchange(groups[0].tensor, torch.ones(2, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import repeat
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.ranks.backends import BACKENDS
+from engine.ranks.exchange import ExchangeFailed
 from engine.ranks.mesh import Degrees
 from engine.ranks.stages import OneStage, Stages
 from tests.support.rank_specs import rank_spec
@@ -90,6 +92,16 @@ def test_a_stage_sends_all_launches_before_any_is_received(name: str) -> None:
         with ThreadPoolExecutor(1) as threads:
             threads.submit(second.receive, received).result(10)
         assert torch.equal(received, each)
+
+
+@pytest.mark.parametrize("call", ["send", "receive"])
+def test_a_stage_that_is_gone_fails_the_exchange_over_gloo(call: str) -> None:
+    links = joined("gloo", Degrees(pipeline=2))
+    del links[1]
+    message = torch.ones(2, rank_spec(Degrees(), "gloo").config.hidden_size)
+    # The first messages may be sent before the end is noticed.
+    with pytest.raises(ExchangeFailed):
+        list(map(getattr(links[0], call), repeat(message, 1000)))
 
 
 @pytest.mark.parametrize("name", NAMES)
