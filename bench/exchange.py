@@ -32,7 +32,7 @@ _MODEL = Path(__file__).parents[1] / "models" / "baton-py-6m"
 def _spec(backend: str) -> RankSpec:
     config = read_config(_MODEL)
     return RankSpec(
-        *(0, Degrees(2), backend, str(_MODEL), config, "float32", (), 256, 1, 1 << 20),
+        *(0, Degrees(2), backend, str(_MODEL), config, "float32", (), 1, 1 << 20),
         max_num_rows=1,
     )
 

@@ -124,7 +124,6 @@ class NativeModel:
             config,
             plan.dtype,
             pools,
-            plan.max_len,
             plan.max_tokens + plan.max_seqs,
             place_experts(loads, plan.degrees.tensor) if has_whole_experts else (),
             plan.nodes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from pydantic import TypeAdapter
@@ -41,7 +41,6 @@ class RankSpec:
     config: ModelConfig
     dtype: str
     pools: tuple[PoolSize, ...]
-    max_model_len: int
     num_threads: int
     staging_bytes: int
     max_num_rows: int = 1
@@ -99,9 +98,6 @@ class RankSpec:
     def fds(self) -> tuple[int, ...]:
         """Descriptors that the rank's process inherits."""
         return tuple(fd for fd in (self.kv_fd, self.meeting_fd) if fd >= 0)
-
-    def with_store(self, host: str, port: int) -> RankSpec:
-        return replace(self, store=(host, port))
 
     def to_line(self) -> bytes:
         return _LINES.dump_json(self) + b"\n"

@@ -19,7 +19,6 @@ def rank_spec(degrees: Degrees, backend: str, **more: Any) -> RankSpec:
         "config": read_config(BOX),
         "dtype": "float32",
         "pools": (),
-        "max_model_len": 256,
         "num_threads": 1,
         "staging_bytes": 1 << 20,
     }

@@ -129,7 +129,7 @@ def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None
     layout = KvLayout("", config.num_layers, config.num_kv_heads, config.head_dim, "float32", 8)
     room = staging_bytes(config, 2, "float32")
     pools = pool_sizes(layout, 4, 0, rank_parts(layout, Degrees(2)))
-    spec = RankSpec(0, Degrees(2), "shm", str(tmp_path), config, "float32", pools, 256, 1, room)
+    spec = RankSpec(0, Degrees(2), "shm", str(tmp_path), config, "float32", pools, 1, room)
     without_model, with_another = RankTeam(spec), RankTeam(replace(spec, folder=str(model)))
     with pytest.raises(StartupError, match=r"rank 1 of 2 \(pid \d+\) ended before it had loaded"):
         without_model.wait_ready("")
