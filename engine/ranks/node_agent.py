@@ -18,7 +18,7 @@ from baton import __version__
 from baton.errors import ConfigError, StartupError
 from engine.ranks.link import SILENCE_S
 from engine.ranks.mesh import Degrees
-from engine.ranks.nodes import GREETING_S, Hello, Nodes, files_digest, introduce
+from engine.ranks.nodes import GREETING_S, Channel, Hello, Nodes, files_digest, introduce
 from engine.ranks.team import run_rank
 
 #: Seconds between two attempts to reach node 0.
@@ -60,7 +60,7 @@ class NodeAgent:
         return ranks
 
     def _connect(
-        self, rank: int, channel: str, files: str, deadline: float, cancelled: threading.Event
+        self, rank: int, channel: Channel, files: str, deadline: float, cancelled: threading.Event
     ) -> socket.socket:
         host, port = self.nodes.address, self.nodes.port
         while True:
@@ -78,7 +78,7 @@ class NodeAgent:
                 return self._greet(connection, rank, channel, files)
 
     def _greet(
-        self, connection: socket.socket, rank: int, channel: str, files: str
+        self, connection: socket.socket, rank: int, channel: Channel, files: str
     ) -> socket.socket:
         """Introduce a rank by a new connection, which is returned. Raises StartupError."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

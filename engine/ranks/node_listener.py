@@ -8,12 +8,13 @@ import socket
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import get_args
 
 from baton import __version__
 from baton.errors import ConfigError, StartupError
 from engine.ranks.mesh import Degrees
 from engine.ranks.nodes import (
-    GREETING_S,
+    Channel,
     Hello,
     Nodes,
     proof,
@@ -45,7 +46,7 @@ class NodeListener:
     def __init__(self, nodes: Nodes, degrees: Degrees, files: str) -> None:
         """files: digest of node 0's checkpoint. Raises ConfigError if the port cannot be had."""
         self._nodes, self._degrees, self._files = nodes, degrees, files
-        self._found: dict[int, dict[str, tuple[Hello, socket.socket]]] = defaultdict(dict)
+        self._found: dict[int, dict[Channel, tuple[Hello, socket.socket]]] = defaultdict(dict)
         self._missing = set(range(degrees.num_ranks)) - set(nodes.ranks_of(0, degrees))
         try:
             self._listener = socket.create_server((nodes.address, nodes.port))
@@ -105,7 +106,6 @@ class NodeListener:
     def _take(self, connection: socket.socket, address: str) -> None:
         """Greet a rank; drop any other client. Raises StartupError for a rank that is not fit,
         after it has been told."""
-        connection.settimeout(GREETING_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = secrets.token_hex(16)
         try:
@@ -126,7 +126,7 @@ class NodeListener:
             raise StartupError(reason)
         connection.settimeout(None)
         self._found[hello.rank][hello.channel] = hello, connection
-        if len(self._found[hello.rank]) == len(("control", "link")):
+        if len(self._found[hello.rank]) == len(get_args(Channel)):
             self._missing.discard(hello.rank)
 
     def _refusal(self, hello: Hello) -> str:

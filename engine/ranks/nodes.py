@@ -17,20 +17,26 @@ import hashlib
 import hmac
 import json
 import socket
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pydantic import TypeAdapter
 
 from baton import __version__
 from baton.errors import ConfigError, StartupError
 from engine.checkpoint import find_shards
+from engine.families.read import read_raw
 from engine.ranks.mesh import Degrees
 
 #: Deadline of each message of a greeting.
 GREETING_S = 10.0
 #: Longest line of a greeting.
 _MAX_LINE = 1 << 16
+
+#: What a connection is for.
+Channel = Literal["control", "link"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +77,15 @@ ONE_NODE = Nodes()
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank's first message, sent by its node. channel: control or link. host: its address towards
-    node 0. folder: of its copy of the checkpoint; files: see files_digest."""
+    """A rank's first message, sent by its node. host: its address towards node 0. folder: of its copy
+    of the checkpoint; files: see files_digest."""
 
     nonce: str
     version: str
     num_nodes: int
     node: int
     rank: int
-    channel: str
+    channel: Channel
     degrees: Degrees
     host: str
     folder: str
@@ -97,6 +103,7 @@ _MESSAGES = TypeAdapter(dict[str, str])
 def files_digest(folder: Path) -> str:
     """Digest of a checkpoint's config.json, and of its shards' names and sizes: reads no weights.
     Raises ModelError."""
+    read_raw(folder)  # for its errors
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for path in find_shards(folder):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
@@ -132,15 +139,20 @@ def proof(secret: bytes, nonce: str, text: str) -> str:
 
 
 def send_line(connection: socket.socket, message: dict[str, str]) -> None:
-    """Send a message of a greeting. Raises OSError."""
+    """Send a message of a greeting. Raises OSError, also after GREETING_S."""
+    connection.settimeout(GREETING_S)
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def read_line(connection: socket.socket) -> dict[str, str]:
-    """Read a message of a greeting, and not a byte more. Raises OSError, and ValueError for
-    anything else than a message."""
-    line = bytearray()
+    """Read a message of a greeting, and not a byte more. Raises OSError, also after GREETING_S, and
+    ValueError for anything else than a message."""
+    line, deadline = bytearray(), time.monotonic() + GREETING_S
     while not line.endswith(b"\n"):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no whole message in time")
+        connection.settimeout(left_s)
         byte = connection.recv(1)
         if not byte or len(line) > _MAX_LINE:
             raise ValueError("no message of a node")

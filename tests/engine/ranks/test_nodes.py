@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import ConfigError, StartupError
+from baton.errors import ConfigError, ModelError, StartupError
 from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from engine.kv.range import KvRange
@@ -180,6 +180,11 @@ def test_a_node_with_another_checkpoint_is_refused(tmp_path: Path) -> None:
     assert ours.endswith("give all nodes the same files")
 
 
+def test_a_node_without_a_config_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config.json; give a folder"):
+        agent_of(two_nodes(), tmp_path).join(NOT_CANCELLED)
+
+
 def test_a_node_of_another_version_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "__version__", "0.0.1")
     given = replace(two_nodes(), timeout_s=1.0)
@@ -205,6 +210,30 @@ def test_strangers_and_a_missing_node_do_not_hang_node_0() -> None:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(StartupError, match="of 2 nodes, 0 are there, and 1 not"):
             listener.wait()
+
+
+def test_a_stranger_that_goes_on_sending_does_not_hang_node_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nodes, "GREETING_S", 0.3)
+    listener = NodeListener(replace(two_nodes(), timeout_s=0.5), DEGREES, "")
+
+    def send() -> bool:
+        """Send byte by byte; whether node 0 takes 200 of them."""
+        with socket.create_connection(listener.address) as stranger:
+            try:
+                for _ in range(200):
+                    stranger.sendall(b"x")
+                    NOT_CANCELLED.wait(0.05)
+            except OSError:
+                return False
+        return True
+
+    with ThreadPoolExecutor() as threads:
+        sending = threads.submit(send)
+        with pytest.raises(StartupError, match="of 2 nodes, 0 are there, and 1 not"):
+            listener.wait()
+        assert not sending.result()
 
 
 def test_a_node_that_finds_no_node_0_says_where_it_looked() -> None:
