@@ -3,6 +3,7 @@ the commands of steps."""
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import struct
@@ -10,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+
+_log = logging.getLogger(__name__)
 
 #: A peer sends a heartbeat at least this often. The peer's thread needs no more than the GIL: its
 #: main thread may wait in an exchange.
@@ -39,12 +42,12 @@ class Link:
         connection: socket.socket,
         name: str,
         on_closed: Callable[[], None],
-        on_silent: Callable[[], None],
+        on_silent: Callable[[float], None],
     ) -> None:
         """connection: owned from here on. on_closed: called in the link's thread when the peer has
-        closed its end, or died; on_silent: when it has sent nothing for SILENCE_S, or, before it
-        has announced that it has loaded, as long as stands there. Neither is called after
-        `close`."""
+        closed its end, or died, or a handler has failed. on_silent: called there, with the seconds,
+        when the peer has sent nothing for SILENCE_S or, before it has announced that it has loaded,
+        for as long as stands there. Neither is called after `close`."""
         self._connection = connection
         self._connection.settimeout(SILENCE_S)
         self._on_closed, self._on_silent = on_closed, on_silent
@@ -85,21 +88,29 @@ class Link:
         self._connection.close()
 
     def _run(self) -> None:
+        silent_s = 0.0
         try:
-            end = self._on_closed if self._serve() else self._on_silent
+            silent_s = self._serve()
         except TimeoutError:
-            end = self._on_silent
+            silent_s = SILENCE_S
         except OSError:
-            end = self._on_closed
-        if not self._is_closing.is_set():
-            end()
+            pass  # the peer has died
+        except Exception:  # noqa: BLE001, logged; a thread that just ended would leave both sides waiting
+            _log.exception("a message could not be handled")
+        if self._is_closing.is_set():
+            return
+        if silent_s:
+            self._on_silent(silent_s)
+        else:
+            self._on_closed()
 
-    def _serve(self) -> bool:
-        """Serve until the peer closes the link (True) or is silent (False). Raises OSError."""
+    def _serve(self) -> float:
+        """Serve until the peer closes the link (0.0) or is silent (for so many seconds). Raises
+        OSError, and any error of a handler."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
-        next_beat = time.monotonic()
-        silent_at = next_beat + FIRST_MESSAGE_S
+        next_beat = heard_at = time.monotonic()
+        max_silence_s = FIRST_MESSAGE_S
         while not self._is_closing.is_set():
             if time.monotonic() >= next_beat:
                 self.send(HEARTBEAT)
@@ -108,17 +119,17 @@ class Link:
             if poll.poll(max(0.0, next_beat - time.monotonic()) * 1e3):
                 header = self._read(_HEADER.size)
                 if header is None:
-                    return True
+                    return 0.0
                 kind, length = _HEADER.unpack(header)
                 payload = self._read(length)
                 if payload is None:
-                    return True
+                    return 0.0
                 if handler := self._handlers.get(kind):
                     handler(payload)
-                silent_at = time.monotonic() + self._max_silence_s
-            elif time.monotonic() > silent_at:
-                return False
-        return True
+                heard_at, max_silence_s = time.monotonic(), self._max_silence_s
+            elif time.monotonic() > heard_at + max_silence_s:
+                return max_silence_s
+        return 0.0
 
     def _read(self, num_bytes: int) -> bytes | None:
         """num_bytes bytes; None if the link ends before. Raises TimeoutError, OSError."""

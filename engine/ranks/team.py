@@ -273,8 +273,8 @@ class RankTeam:
         if self._is_ready:
             self._lose(f"{member.name} {member.ending()}")
 
-    def _on_silent(self, member: RankProcess) -> None:
-        self._lose(f"{member.name} has been silent for too long")
+    def _on_silent(self, member: RankProcess, silent_s: float) -> None:
+        self._lose(f"{member.name} has sent nothing for {silent_s:g} s (frozen, or out of reach)")
 
     def _lose(self, reason: str) -> None:
         for member in self._members:

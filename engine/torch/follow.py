@@ -38,8 +38,8 @@ def _end() -> None:
     os._exit(0)
 
 
-def _end_alone() -> None:
-    _log.critical("rank 0 has been silent for too long: this rank ends")
+def _end_alone(silent_s: float) -> None:
+    _log.critical("rank 0 has sent nothing for %g s: this rank ends", silent_s)
     os._exit(1)
 
 

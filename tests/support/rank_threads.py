@@ -19,7 +19,7 @@ def start_thread(spec: RankSpec) -> RankProcess:
     ours, theirs = socket.socketpair()
     our_link, its_link = socket.socketpair()
     closed = threading.Event()
-    link = Link(its_link, spec.name, on_closed=closed.set, on_silent=closed.set)
+    link = Link(its_link, spec.name, on_closed=closed.set, on_silent=lambda _: closed.set())
     kv_fd, meeting_fd = (fd if fd < 0 else os.dup(fd) for fd in (spec.kv_fd, spec.meeting_fd))
     own = replace(spec, kv_fd=kv_fd, meeting_fd=meeting_fd)
 

@@ -27,7 +27,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def link_over(connection: socket.socket, name: str, ends: queue.SimpleQueue[str]) -> Link:
     return Link(
-        connection, name, lambda: ends.put(f"{name} closed"), lambda: ends.put(f"{name} silent")
+        connection,
+        name,
+        lambda: ends.put(f"{name} closed"),
+        lambda seconds: ends.put(f"{name} silent for {seconds}"),
     )
 
 
@@ -62,7 +65,7 @@ def test_silence_is_short_once_the_peer_has_loaded(ends: queue.SimpleQueue[str])
     with pytest.raises(queue.Empty):
         ends.get(timeout=0.5)
     theirs.sendall(bytes((module.LOADED, 0, 0, 0, 0)))
-    assert ends.get() == "a silent"
+    assert ends.get() == "a silent for 0.2"
     link.close()
     theirs.close()
 
@@ -75,7 +78,7 @@ def test_a_peer_that_freezes_while_it_loads_is_silent_later(
     link = link_over(ours, "a", ends)
     link.start()
     theirs.sendall(bytes((module.HEARTBEAT, 0, 0, 0, 0)))
-    assert ends.get() == "a silent"
+    assert ends.get() == "a silent for 0.3"
     link.close()
     theirs.close()
 
@@ -87,7 +90,7 @@ def test_a_peer_that_never_begins_is_silent_later(
     ours, theirs = socket.socketpair()
     link = link_over(ours, "a", ends)
     link.start()
-    assert ends.get() == "a silent"
+    assert ends.get() == "a silent for 0.3"
     link.close()
     theirs.close()
 
@@ -97,9 +100,21 @@ def test_a_message_that_does_not_end_is_silence_too(ends: queue.SimpleQueue[str]
     link = link_over(ours, "a", ends)
     link.start()
     theirs.sendall(bytes((module.HEARTBEAT, 9, 0, 0, 0)))
-    assert ends.get() == "a silent"
+    assert ends.get() == "a silent for 0.2"
     link.close()
     theirs.close()
+
+
+def test_a_handler_that_fails_ends_the_link(
+    pair: tuple[Link, Link], ends: queue.SimpleQueue[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = pair
+    other.handle(FIRST_SERVICE_KIND, lambda payload: [][payload[0]])
+    one.start()
+    other.start()
+    one.send(FIRST_SERVICE_KIND, b"x")
+    assert ends.get() == "b closed"
+    assert "IndexError" in caplog.text
 
 
 def test_peers_that_beat_stay_together(

@@ -61,7 +61,7 @@ def follow_in_thread(control: socket.socket, link: socket.socket) -> None:
     closed = threading.Event()
 
     def run() -> None:
-        link_to_0 = Link(own_link, "rank 0", closed.set, closed.set)
+        link_to_0 = Link(own_link, "rank 0", closed.set, lambda _: closed.set())
         with own_control:
             follow(own_control, link_to_0)
         link_to_0.close()
