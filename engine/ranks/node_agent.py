@@ -16,10 +16,9 @@ from pathlib import Path
 
 from baton import __version__
 from baton.errors import ConfigError, StartupError
-from engine.ranks.link import SILENCE_S
 from engine.ranks.mesh import Degrees
 from engine.ranks.nodes import GREETING_S, Channel, Hello, Nodes, files_digest, introduce
-from engine.ranks.team import run_rank
+from engine.ranks.team import end, run_rank
 
 #: Seconds between two attempts to reach node 0.
 _RETRY_S = 0.5
@@ -115,11 +114,7 @@ def wait_for(ranks: Sequence[NodeRank]) -> str:
         each.link.close()
     found = next((each for each in ranks if each.process.poll() is not None), None)
     for each in ranks:
-        try:
-            each.process.wait(SILENCE_S)
-        except subprocess.TimeoutExpired:
-            each.process.kill()
-            each.process.wait()
+        end(each.process)
     if found is None or not found.process.returncode:
         return ""
     return f"rank {found.rank} ended with status {found.process.returncode}"

@@ -77,8 +77,8 @@ ONE_NODE = Nodes()
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank's first message, sent by its node. host: its address towards node 0. folder: of its copy
-    of the checkpoint; files: see files_digest."""
+    """A rank's first message, sent by its node. host: its address towards node 0. folder: of its
+    copy of the checkpoint; files: see files_digest."""
 
     nonce: str
     version: str

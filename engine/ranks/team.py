@@ -77,7 +77,7 @@ def start_process(spec: RankSpec) -> RankProcess:
         control.sendall(spec.to_line())
 
     def ending() -> str:
-        return f"ended with status {process.wait()}"
+        return f"ended with status {end(process)}"
 
     return RankProcess(f"{spec.name} (pid {process.pid})", control, link, ending, process.kill)
 
@@ -90,6 +90,15 @@ def run_rank(
     return subprocess.Popen(
         (*_PROGRAM, *map(str, own)), stdin=subprocess.DEVNULL, pass_fds=(*own, *fds)
     )
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Status of a rank's process with closed connections, which end it; a frozen one is killed."""
+    try:
+        return process.wait(SILENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def start_remote(spec: RankSpec, remote: RemoteRank) -> RankProcess:
@@ -120,6 +129,8 @@ class RankTeam:
         """
         self._on_loss = on_loss
         self._lost = threading.Event()
+        self._ended: list[str] = []
+        """Names of ranks that have ended."""
         self._steps = StepEncoder()
         degrees = spec.degrees
         self._is_on_one_node = nodes.size == 1
@@ -180,6 +191,10 @@ class RankTeam:
                     "or its node has another; give all the same files"
                 )
         self._is_ready = True
+        if self._ended:
+            raise StartupError(
+                f"{self._ended[0]} ended while others loaded; its error is in the log above"
+            )
         groups = self._backend.join(self._spec)
         self.stages = self._backend.stages(self._spec)
         for fd in self._spec.fds:
@@ -241,8 +256,8 @@ class RankTeam:
             yield
 
     def _copy(self, pool: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        for member in self._members:
-            member.control.sendall(encode_copy(pool, sources, targets))
+        with self._together(encode_copy(pool, sources, targets), self._members):
+            pass
 
     def close(self) -> None:
         for link in self.links:
@@ -255,8 +270,7 @@ class RankTeam:
     @contextmanager
     def _together(self, frame: bytes, members: Sequence[RankProcess]) -> Iterator[None]:
         try:
-            for member in members:
-                member.control.sendall(frame)
+            _send(frame, members)
             yield
         except ExchangeFailed:
             # A rank has died, or has frozen: its link names it.
@@ -269,6 +283,7 @@ class RankTeam:
             raise
 
     def _on_closed(self, member: RankProcess) -> None:
+        self._ended.append(member.name)
         # While ranks load, `wait_ready` notices.
         if self._is_ready:
             self._lose(f"{member.name} {member.ending()}")
@@ -281,6 +296,15 @@ class RankTeam:
             member.kill()
         self._lost.set()
         self._on_loss(reason)
+
+
+def _send(frame: bytes, members: Sequence[RankProcess]) -> None:
+    """Send a command. Raises ExchangeFailed."""
+    try:
+        for member in members:
+            member.control.sendall(frame)
+    except OSError as error:
+        raise ExchangeFailed(f"a rank takes no more commands: {error}") from error
 
 
 def _digest_of(member: RankProcess) -> str:

@@ -94,6 +94,13 @@ def test_a_frozen_rank_is_told_of_and_killed(engine: TorchEngine, losses: queue.
     assert not rank_pids()
 
 
+def test_a_frozen_rank_does_not_hold_up_the_end(engine: TorchEngine) -> None:
+    (pid,) = rank_pids()
+    os.kill(pid, signal.SIGSTOP)
+    engine.close()
+    assert not rank_pids()
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_loss_amid_an_exchange_over_gloo_names_the_rank(
     model: Path, is_frozen: bool, losses: queue.Queue[str], monkeypatch: pytest.MonkeyPatch
