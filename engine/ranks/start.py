@@ -42,9 +42,12 @@ def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> 
             f"a {config.family} model of this config has no experts; leave it out",
         )
     if degrees.num_ranks > 1 and device.type != "cpu":
+        kind = next(
+            each for each in ("tensor", "pipeline", "context") if getattr(degrees, each) > 1
+        )
         raise ConfigError.of(
-            "tensor_parallel_size",
-            degrees.tensor,
+            f"{kind}_parallel_size",
+            getattr(degrees, kind),
             "ranks reach each other's KV in host memory; give --device=cpu, or leave it out",
         )
 

@@ -19,6 +19,7 @@ from tests.support.rank_specs import BOX
         (Degrees(pipeline=2, context=3), "cpu", "context_parallel_size=3: stages .* leave one"),
         (Degrees(2, whole_experts=True), "cpu", "enable_expert_parallel=True: .* has no experts"),
         (Degrees(3), "cpu", "tensor_parallel_size=3: num_heads=8 is no multiple"),
+        (Degrees(pipeline=2), "cuda", "pipeline_parallel_size=2: ranks reach each other's KV"),
         (Degrees(2), "cuda", "tensor_parallel_size=2: ranks reach each other's KV in host memory"),
     ],
 )
