@@ -69,7 +69,8 @@ class EngineOptions(ModelOptions):
     expert."""
     expert_load_file: Path | None = None
     """File of measured load, tokens per expert, by which --enable-expert-parallel places experts;
-    written anew when a worker ends, and read when one starts, if it is there."""
+    written anew when a worker ends, and read when one starts, if it is there. With baton serve,
+    each worker has its own: FILE.json becomes FILE-decode-0.json."""
     distributed_backend: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     """How processes that share the model exchange results: shm through shared memory of one host,
     gloo over the network between CPUs, nccl between GPUs; auto takes the fastest that fits."""

@@ -209,6 +209,7 @@ def plan_workers(
     ) -> ChildSpec:
         tier = name.partition("-")[0]
         is_prefill, degrees = tier == "prefill", degrees_of(each, tier)
+        loads = each.expert_load_file
         own = {
             **common,
             "block_size": getattr(each, f"{tier}_block_size") or each.block_size,
@@ -219,6 +220,7 @@ def plan_workers(
             "gpu_memory_utilization": share,
             **({} if gpu is None else {"device": f"cuda:{gpu}"}),
             **({"kv_disk_dir": str(Path(each.kv_disk_dir, name))} if each.kv_disk_dir else {}),
+            **({"expert_load_file": _own_file(loads, name)} if loads else {}),
             **_metrics_port_of(options, name),
         }
         return _child(cls, each, programs.prefill if is_prefill else programs.decode, name, own)
@@ -229,6 +231,11 @@ def plan_workers(
         *(worker(PrefillOptions, f"prefill-{i}", *of_one) for i, of_one in enumerate(prefill)),
         *(worker(DecodeOptions, f"decode-{i}", *of_one) for i, of_one in enumerate(decode)),
     )
+
+
+def _own_file(path: Path, name: str) -> Path:
+    """A worker's file beside those of others."""
+    return path.with_name(f"{path.stem}-{name}{path.suffix}")
 
 
 def _places(gpus: Sequence[Gpu], models: Sequence[ServeOptions]) -> list[Gpu | str]:

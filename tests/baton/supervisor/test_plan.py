@@ -132,6 +132,20 @@ def test_each_worker_has_its_name_and_its_tiers_block_size() -> None:
         assert spec.arguments[-2:] == ("--", "m")
 
 
+def test_workers_write_no_files_of_each_other() -> None:
+    options = ServeOptions(
+        model="m",
+        num_prefill_workers=2,
+        enable_expert_parallel=True,
+        expert_load_file=Path("loads/of.json"),
+        kv_disk_dir="kv",
+        kv_disk_bytes=1 << 30,
+    )
+    for spec in plan_workers(options, 4):
+        own = {f"--expert-load-file=loads/of-{spec.name}.json", f"--kv-disk-dir=kv/{spec.name}"}
+        assert own <= {*spec.arguments}
+
+
 def test_options_of_one_role_go_to_that_role_alone() -> None:
     options = ServeOptions(model="m", max_local_prefill_tokens=3, max_queue_size=9, port=1234)
     prefill, decode = plan_workers(options, 2)
