@@ -31,6 +31,19 @@ class KvPart:
     def heads(self) -> range:
         return range(self.first_head, self.first_head + self.num_heads)
 
+    @property
+    def size(self) -> int:
+        """Layers of all heads."""
+        return self.num_layers * self.num_heads
+
+    @property
+    def corners(self) -> set[tuple[int, int]]:
+        """(layer, head) at the ends of both ranges."""
+        layers, heads = self.layers, self.heads
+        return {
+            (at, head) for at in (layers.start, layers.stop) for head in (heads.start, heads.stop)
+        }
+
     def overlap(self, other: KvPart) -> KvPart | None:
         """What both have; None if nothing."""
         layers, heads = _common(self.layers, other.layers), _common(self.heads, other.heads)
@@ -60,16 +73,19 @@ class KvPart:
 
 
 def covers(parts: Iterable[KvPart], whole: KvPart) -> bool:
-    """Whether `parts`, within `whole`, contain each of its layers and heads exactly once."""
-    found = list(parts)
-    if (
-        sum(part.num_layers * part.num_heads for part in found)
-        != whole.num_layers * whole.num_heads
-    ):
-        return False
-    return not any(
-        one.overlap(other) for at, one in enumerate(found) for other in found[at + 1 :]
-    ) and all(part.overlap(whole) == part for part in found)
+    """Whether `parts`, within `whole`, contain each of its layers and heads exactly once. The time
+    is linear in their number, because a peer chooses it.
+
+    If the corners of `whole` are the only ones that an odd number of parts have, each layer of each
+    head is in an odd number of parts; in exactly one, because the sizes add up to that of `whole`.
+    """
+    corners, size = set[tuple[int, int]](), 0
+    for part in parts:
+        if part.overlap(whole) != part:
+            return False
+        corners ^= part.corners
+        size += part.size
+    return size == whole.size and corners == whole.corners
 
 
 def _common(one: range, other: range) -> range:

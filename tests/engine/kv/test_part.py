@@ -1,6 +1,10 @@
 """Parts of a model's KV."""
 
-from hypothesis import given
+from collections import Counter
+from itertools import product
+
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.types import KvLayout
@@ -37,6 +41,38 @@ def test_a_missing_or_double_part_does_not_cover(parts: list[KvPart], data: st.D
     one = data.draw(st.sampled_from(parts))
     assert not covers([part for part in parts if part != one], WHOLE)
     assert not covers([*parts, one], WHOLE)
+
+
+RECTANGLES = st.builds(
+    KvPart, st.integers(-1, 1), st.integers(0, 2), st.integers(0, 1), st.integers(0, 3)
+)
+
+
+SQUARE = KvPart(0, 2, 0, 2)
+
+
+@given(st.lists(RECTANGLES, max_size=5))
+@example([SQUARE] * 3)
+@example([SQUARE, KvPart(0, 0, 0, 1), KvPart(0, 0, 0, 1)])
+def test_covering_is_to_contain_each_layer_of_each_head_once(parts: list[KvPart]) -> None:
+    found = Counter(place for part in parts for place in product(part.layers, part.heads))
+    is_once = found == Counter(product(SQUARE.layers, SQUARE.heads))
+    assert covers(parts, SQUARE) is (is_once and all(part.size for part in parts))
+
+
+def test_whether_many_parts_cover_is_seen_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer may send a ticket of hundreds of ranks."""
+    compared: list[KvPart] = []
+    overlap = KvPart.overlap
+
+    def counted(part: KvPart, other: KvPart) -> KvPart | None:
+        compared.append(part)
+        return overlap(part, other)
+
+    monkeypatch.setattr(KvPart, "overlap", counted)
+    parts = [KvPart(layer, 1, 0, 1) for layer in range(500)]
+    assert covers(parts, KvPart(0, 500, 0, 1))
+    assert len(compared) <= len(parts)
 
 
 def test_a_part_has_its_windowed_layers_counted_from_its_first() -> None:
