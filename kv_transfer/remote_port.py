@@ -6,7 +6,8 @@ Open(config)              ---------->  opens its port
 Put(reservation)          ---------->  puts the ticket into its table
                           <----------  Acknowledged
 Begin, Send ..., Finish   ---------->  its sender's tasks, in order
-                          <----------  Committed, Aborted, Sent: what its table and sender report
+                          <----------  TicketCommitted, TicketAborted, Sent: what its table and
+                                       sender report
 Tick                      ---------->  the engine loop is alive; tickets that are over expire
 Close                     ---------->  closes its port
                           <----------  Closed
@@ -136,13 +137,6 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    key: int
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class Close:
     pass
 
@@ -150,16 +144,6 @@ class Close:
 @dataclass(frozen=True, slots=True)
 class Closed:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    event: TicketCommitted
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    event: TicketAborted
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +158,14 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The rank's device is lost."""
+    """The rank's device is lost, or its port's thread has failed: the worker ends."""
 
     message: str
 
 
 _KINDS = (
     *(Open, Opened, OpenFailed, Put, Acknowledged, Abort, Release, Tick, Begin, Send, Finish),
-    *(Cancel, Close, Closed, Committed, Aborted, Sent, Lost),
+    *(tasks.Cancel, Close, Closed, TicketCommitted, TicketAborted, Sent, Lost),
 )
 _ADAPTERS: Mapping[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in _KINDS}
 
@@ -215,6 +199,7 @@ class RemotePort:
         self._lock = threading.Lock()
         self._answered = threading.Event()
         self._answer: Opened | OpenFailed | Closed | None = None
+        self._is_lost = False
         self._numbers: dict[Hashable, int] = {}
         self._keys: dict[int, Hashable] = {}
         self._num_begun = 0
@@ -237,10 +222,11 @@ class RemotePort:
         self._tickets, self._senders = tickets, senders
 
     def close(self) -> None:
-        """Have the rank close its port, and wait for that."""
+        """Have the rank close its port, and wait for that, unless it cannot answer any more."""
         self._answered.clear()
-        self._send(Close())
-        self._wait()
+        if not self._is_lost:
+            self._send(Close())
+            self._wait()
 
     def _wait(self) -> Opened | OpenFailed | Closed | None:
         return self._answer if self._answered.wait(PORT_TIMEOUT_S) else None
@@ -287,8 +273,8 @@ class RemotePort:
             case tasks.Finish(_, num_tokens, first_tokens, prefill_end):
                 age_s = time.monotonic() - prefill_end
                 self._send(Finish(number, num_tokens, first_tokens, age_s))
-            case tasks.Cancel(_, reason, message):
-                self._send(Cancel(number, reason, message))
+            case tasks.Cancel():
+                self._send(replace(task, key=number))
 
     def heartbeat(self) -> None:
         self._tick()
@@ -319,12 +305,12 @@ class RemotePort:
                 self._answered.set()
             case Acknowledged(ticket_id):
                 self._tickets.on_rank_offered(ticket_id)
-            case Committed(event):
+            case TicketCommitted():
                 # Times of another clock.
-                event = replace(event, reserved_s=math.inf, receiving_s=math.inf)
+                event = replace(message, reserved_s=math.inf, receiving_s=math.inf)
                 self._tickets.on_rank_event(self._rank, event)
-            case Aborted(event):
-                self._tickets.on_rank_event(self._rank, event)
+            case TicketAborted():
+                self._tickets.on_rank_event(self._rank, message)
             case Sent(number, reason, text, num_bytes):
                 with self._lock:
                     key = self._keys.pop(number)
@@ -332,7 +318,9 @@ class RemotePort:
                 error = BY_REASON.get(reason, HandoffFailed)(text) if reason else None
                 self._senders.on_rank_done(SendDone(key, error, num_bytes))
             case Lost(text):
-                self._on_device_lost(DeviceLost(text))
+                self._is_lost = True
+                self._answered.set()
+                self._on_device_lost(DeviceLost(f"rank {self._rank}: {text}"))
 
 
 class PortServer:
@@ -351,10 +339,16 @@ class PortServer:
         threading.Thread(target=self._run, name="baton-kv-port", daemon=True).start()
 
     def _run(self) -> None:
-        message: object = None
-        while not isinstance(message, Close):
-            message = decode(self._messages.get())
-            self._on_message(message)
+        is_closed = False
+        try:
+            while not is_closed:
+                message = decode(self._messages.get())
+                self._on_message(message)
+                is_closed = isinstance(message, Close)
+        finally:
+            if not is_closed:
+                # Without this thread, tickets and handoffs of all ranks would wait for ever.
+                self._report(Lost("the thread of the KV port has failed"))
 
     def _report(self, message: object) -> None:
         # Without rank 0 this rank ends.
@@ -384,8 +378,8 @@ class PortServer:
             case Finish(key, num_tokens, first_tokens, age_s):
                 end = time.monotonic() - age_s
                 self._port.sender.submit(tasks.Finish(key, num_tokens, first_tokens, end))
-            case Cancel(key, reason, text):
-                self._port.sender.submit(tasks.Cancel(key, reason, text))
+            case tasks.Cancel():
+                self._port.sender.submit(message)
             case Close():
                 self._port.close()
                 self._report(Closed())
@@ -412,10 +406,8 @@ class PortServer:
 
     def _on_ticket(self, event: TicketEvent) -> None:
         match event:
-            case TicketCommitted():
-                self._report(Committed(event))
-            case TicketAborted():
-                self._report(Aborted(event))
+            case TicketCommitted() | TicketAborted():
+                self._report(event)
             case PrefixRequested():
                 _log.warning("a prefix is asked for at a rank other than 0: not served")
 

@@ -63,8 +63,8 @@ class KvChannel:
         ]
         endpoints = [port.endpoints]
         for other in others:
-            undo.callback(other.close)
             endpoints.append(other.open(config, engine.spec.layout))
+            undo.callback(other.close)
         owners = tuple(map(OwnerRank, ranks.parts, endpoints))
         mint = TicketMint(config.identity, engine.spec.layout, (), config.rules, owners)
         tickets = TicketGroup(mint, (port.tickets, *others), submit)

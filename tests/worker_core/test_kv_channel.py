@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.errors import Cancelled
+from baton.errors import Cancelled, StartupError
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from engine.interface import DeviceLost
 from engine.kv.kv_ranks import KvRanks
 from engine.kv.part import KvPart
 from engine.kv.range import KvRange
@@ -22,7 +23,7 @@ from engine.kv.tensors.part import pool_part
 from engine.ranks.link import Link
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.rank_port import PortConfig
-from kv_transfer.remote_port import serve
+from kv_transfer.remote_port import PORT_TIMEOUT_S, TO_RANK, serve
 from kv_transfer.send_connection import Cancel, Finish, Send, SendDone
 from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketOffered
 from tests.support.kv_ranks import grouped_pool, held, parts_of
@@ -43,7 +44,15 @@ def nothing() -> None:
 class Ranked:
     """A worker: the whole pool of its engine, the pools of its ranks, and its channel."""
 
-    def __init__(self, name: str, layout: KvLayout, grid: tuple[int, int], make_pool: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: KvLayout,
+        grid: tuple[int, int],
+        make_pool: Any,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """host: of the ranks other than 0."""
         self.layout = layout
         self.parts = parts_of(layout, *grid)
         self.whole = make_pool(layout, NUM_BLOCKS)
@@ -55,7 +64,7 @@ class Ranked:
             ours, theirs = (
                 Link(end, f"{name} {rank}", nothing, nothing) for end in socket.socketpair()
             )
-            serve(theirs, lambda _, pool=pool: pool, "127.0.0.1")
+            serve(theirs, lambda _, pool=pool: pool, host)
             ours.start()
             theirs.start()
             self.links += (ours, theirs)
@@ -67,13 +76,20 @@ class Ranked:
         )
         secret = KvSecret(b"s" * 32).key.hex()
         config = PortConfig(WorkerIdentity(name, 1), kv_secret_key=secret, ticket_secret="77" * 32)
-        self.channel = KvChannel(config, engine, self.events.put)
+        try:
+            self.channel = KvChannel(config, engine, self.events.put)
+        except StartupError:
+            self.close_links()
+            raise
 
     def event(self) -> Any:
         return self.events.get(timeout=PATIENCE_S)
 
     def close(self) -> None:
         self.channel.close()
+        self.close_links()
+
+    def close_links(self) -> None:
         for link in self.links:
             link.close()
 
@@ -158,3 +174,23 @@ def test_either_side_gives_up(workers: tuple[Ranked, Ranked]) -> None:
         target.channel.tickets.release(ticket_id)
     assert source.events.empty()
     assert target.events.empty()
+
+
+def test_a_port_that_cannot_be_opened_is_an_error_at_once() -> None:
+    layout, begin_s = KvLayout("m", 3, 4, 4, "int64", 4), time.monotonic()
+    with pytest.raises(StartupError, match="rank 1 could not open its KV port: kv_host=203"):
+        Ranked("d0", layout, (2, 1), ArrayKvPool, "203.0.113.9")  # of no machine
+    assert time.monotonic() < begin_s + PORT_TIMEOUT_S / 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("workers", CASES[:1], indirect=True)
+def test_a_port_that_fails_ends_the_worker(workers: tuple[Ranked, Ranked]) -> None:
+    """Its tickets and handoffs would never end."""
+    _, target = workers
+    target.links[0].send(TO_RANK, b"Nothing\n{}")
+    lost, begin_s = target.event(), time.monotonic()
+    assert isinstance(lost, DeviceLost)
+    assert "rank 1" in str(lost)
+    target.channel.close()
+    assert time.monotonic() < begin_s + PORT_TIMEOUT_S / 2
