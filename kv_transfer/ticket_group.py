@@ -121,13 +121,6 @@ class TicketGroup:
         for rank in self._ranks:
             rank.abort(ticket_id, reason, message)
 
-    def abort_all(self, reason: str, message: str) -> None:
-        """See TicketTable."""
-        with self._lock:
-            ticket_ids = [at for at, ends in self._ends.items() if len(ends) < len(self._ranks)]
-        for ticket_id in ticket_ids:
-            self.abort(ticket_id, reason, message)
-
     def expire(self) -> None:
         """See TicketTable."""
         for rank in self._ranks:
