@@ -461,11 +461,12 @@ class Ticket:
         if self.state is TicketState.OFFERED:
             self.state = TicketState.RESERVED
             self.reserved_s = self.receiving_s = now_s
-        groups = groups_of(part.within(self.own).layout(self.layout))
+        is_all = part == self.own  # from a sender with one rank
+        groups = groups_of(self.layout if is_all else part.within(self.own).layout(self.layout))
         self.parts[connection] = TicketPart(
             part, groups, Coverage(groups), now_s + self.reserved.lease_s, on_aborted
         )
-        self.is_presented = covers((each.part for each in self.parts.values()), self.own)
+        self.is_presented = is_all or covers((each.part for each in self.parts.values()), self.own)
         return None
 
     def renew(self, connection: int, now_s: float) -> None:
