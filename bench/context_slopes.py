@@ -49,8 +49,6 @@ PER_PROMPT = frozenset(
 _CHUNK = 512
 _NUM_SPARE_BLOCKS = 32
 _NUM_STEPS = 25
-#: Slope above which a part of a step is not flat. A few lists of numbers per step stay below it.
-STEEP = 0.25
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,17 +235,22 @@ class Admission:
             matcher_future=self._matchers.submit(sampling) if sampling.grammar else None,
         )
         state.put(sequence)
-        begin, tiers = partial(self._begin, sequence, queued), self._tiers
+        # The threshold may fall during a fetch, but a prompt that was to be computed here has no
+        # slots for a ticket.
+        is_here = self._is_computed_here(command, lease.num_cached_tokens)
+        begin = partial(self._begin, sequence, queued, is_here=is_here)
+        tiers = self._tiers
         # KV from a tier has no log probabilities of the prompt.
         is_scored = wants_prompt_logprobs(command.spec)
         if tiers is None or is_scored or not tiers.fetch(sequence, begin):
             begin()
         return None
 
-    def _begin(self, sequence: WorkerSequence, queued: _Queued) -> None:
-        """Compute or await the tokens that are not cached."""
+    def _begin(self, sequence: WorkerSequence, queued: _Queued, *, is_here: bool) -> None:
+        """Compute or await the tokens that are not cached. is_here: whether they are computed here
+        in any case."""
         state, command, num_cached = self._state, queued.command, sequence.num_computed_tokens
-        if not self._is_computed_here(command, num_cached):
+        if not is_here and not self._is_computed_here(command, num_cached):
             self._offer(sequence, command.source)
             return
         if command.source is not KvSource.HANDOFF:

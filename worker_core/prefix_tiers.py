@@ -124,6 +124,8 @@ class PrefixTiers:
     def _save(self) -> None:
         if self._pool.counts().free > _FEW_FREE * self._pool.num_blocks:
             return
+        if not any(level.is_used for level in self._stack.levels):
+            return  # blocks stay unsaved until a tier is used
         most = min(_SAVE_BLOCKS, _MAX_SAVING_BLOCKS - self._num_saving)
         taken = self._pool.take_unsaved(most)
         if blocks := [block for block in taken if not self._stack.is_saved(block)]:
@@ -169,7 +171,8 @@ class PrefixTiers:
             case Fetched(fetch):
                 each = self._fetching.get(fetch.key)
                 if each and each.fetch is fetch:
-                    self._observe(each)
+                    if each.sequence.fetch is fetch:  # a cancelled one says nothing of its tiers
+                        self._observe(each)
                     self._end(each)
 
     def loads(self) -> tuple[TierLoad, ...]:

@@ -281,6 +281,33 @@ def test_blocks_of_an_aborted_fetch_are_anothers_at_once() -> None:
     assert world.worker.pool.counts().leased == 0
 
 
+def test_a_cancelled_fetch_says_nothing_of_its_tier() -> None:
+    world = World(host_only)
+    for number in range(6):
+        world.ask(prompt_of(number))
+    before = world.worker.step().load.kv_tiers[0].lost_ms
+    aborted = world.open(prompt_of(0))
+    world.step()
+    world.abort(aborted)
+    world.step()
+    world.now_s += 1.0
+    world.settle()
+    assert world.worker.step().load.kv_tiers[0].lost_ms == before
+    assert not world.worker.core._tiers._fetching  # type: ignore[union-attr]
+
+
+def test_what_was_cached_while_no_tier_was_used_is_saved_later() -> None:
+    world = World(host_only)
+    costs = world.worker.core._tiers._costs  # type: ignore[union-attr]
+    costs.pays = lambda _level: False  # type: ignore[method-assign]
+    for number in range(3):
+        world.ask(prompt_of(number))
+    assert world.worker.step().load.kv_tiers[0].num_bytes == 0
+    costs.pays = lambda _level: True  # type: ignore[method-assign]
+    world.settle()
+    assert world.worker.step().load.kv_tiers[0].num_bytes > 0
+
+
 def window_world() -> World:
     """Of windowed layers with fewer slots than a prompt has blocks: its first records have the KV
     of the other layers alone."""
@@ -298,6 +325,23 @@ def test_windowed_layers_resume_where_their_window_is_whole() -> None:
     assert world.ask(prompt_of(0, 61)) == 60
     # Of a short prefix, the records at the end lack the windowed layers.
     assert world.ask(prompt_of(1, 10)) == 0
+
+
+def test_a_prompt_that_was_to_be_computed_here_still_is_after_its_fetch() -> None:
+    """The threshold may fall meanwhile, but there are no windowed layers' slots for a ticket."""
+    world = window_world()
+    costs = world.worker.core._costs
+    costs.policy = replace(costs.policy, default_threshold=60)
+    spec = SequenceSpec("other", (*prompt_of(0, 61)[:41], *range(8)), SAMPLING)
+    world.worker.open(0, 99, spec, KvSource.PREFILL)
+    world.step()
+    assert world.worker.core._state.groups[0, 99].stage is Stage.FETCHING
+    costs.policy = replace(costs.policy, default_threshold=0)
+    events = []
+    while not events:
+        world.run_jobs()
+        events = [found.event for found in world.worker.step().events]
+    assert isinstance(events[0], LocalPrefill)
 
 
 @pytest.mark.parametrize("place", [0, 14])

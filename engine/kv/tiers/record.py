@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final, Protocol
 
+import numpy as np
 import xxhash
 from blake3 import blake3
 
@@ -106,7 +107,8 @@ class RecordFormat:
         overwritten meanwhile. Raises ValueError if it has lost the slot of a group."""
         parts = self._parts if is_whole else self._kept_parts
         num_bytes = self._payload_start + sum(size for _, size in parts)
-        record = memoryview(bytearray(num_bytes))
+        # Not zeroed: new memory is faulted in by the copy, without the GIL.
+        record = np.empty(num_bytes, np.uint8).data
         self._copy(kv.pack, block_id, parts, record[self._payload_start :])
         kv.synchronize()
         record[_HEADER.size + _SEAL_BYTES : self._payload_start] = identity.tokens

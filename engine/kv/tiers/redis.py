@@ -46,7 +46,7 @@ class RedisTier:
             fix = "give redis://host:port/db, special characters of a password as %XX"
             raise ConfigError.of("--kv-store-url", url, fix) from None
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        """Keys written here, oldest first."""
+        """Keys written here and not missed since, oldest first."""
 
     def has(self, key: bytes) -> bool:
         return key in self._known
@@ -56,7 +56,7 @@ class RedisTier:
 
     def put(self, key: bytes, record: Record) -> Sequence[Evicted]:
         try:
-            self._client.set(self._prefix + key, bytes(record), ex=_EXPIRY_S)
+            self._client.set(self._prefix + key, memoryview(record), ex=_EXPIRY_S)
         except RedisError as error:
             raise TierFailed(_text(error)) from error
         self._known[key] = None
@@ -69,7 +69,11 @@ class RedisTier:
             found = self._client.mget([self._prefix + key for key in keys])
         except RedisError as error:
             raise TierFailed(_text(error)) from error
-        return cast("Sequence[bytes | None]", found)
+        records = cast("Sequence[bytes | None]", found)
+        for key, record in zip(keys, records, strict=True):
+            if record is None:
+                self._known.pop(key, None)
+        return records
 
     def remove(self, key: bytes) -> None:
         self._known.pop(key, None)

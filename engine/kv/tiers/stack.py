@@ -85,9 +85,11 @@ class Level:
         return self.pays and not self.off_reason
 
     def switch_off(self, why: str, *, may_return: bool = False) -> None:
-        """Log the reason once. A shared tier may return in any case."""
+        """Log the reason once. A shared tier may return in any case, another one unless any of the
+        reasons is for good."""
         with self._lock:
             is_new, self.off_reason = not self.off_reason, self.off_reason or why
+            may_return = may_return and (is_new or self.may_return)
             self.may_return = may_return or self.tier.is_shared
         if is_new:
             _log.error("KV tier %s is switched off: %s", self.tier.name, why)

@@ -222,6 +222,19 @@ def test_a_failing_disk_is_switched_off_once_and_others_work_on(
     assert stack.stack.find(record_key(identity(6), is_whole=True)) == 0
 
 
+@pytest.mark.parametrize("is_late_first", [True, False])
+def test_a_disk_that_fails_and_is_late_stays_off(
+    engine: OracleEngine, tmp_path: Path, is_late_first: bool
+) -> None:
+    stack = Stack(engine, [disk_tier(engine, tmp_path, 8)])
+    (level,) = stack.stack.levels
+    for is_late in (is_late_first, not is_late_first):
+        level.switch_off("late" if is_late else "a write failed", may_return=is_late)
+    stack.stack.probe(0)
+    stack.run()
+    assert level.off_reason
+
+
 def test_a_tier_that_does_not_pay_is_neither_written_nor_read(
     engine: OracleEngine, tmp_path: Path
 ) -> None:
