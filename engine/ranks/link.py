@@ -74,9 +74,16 @@ class Link:
         self._max_silence_s = SILENCE_S
 
     def send(self, kind: int, payload: bytes = b"") -> None:
-        """Send a message. Raises OSError if the peer is gone, or reads nothing for SILENCE_S."""
+        """Send a message. Raises OSError if the peer is gone, or reads nothing for SILENCE_S; the
+        link is then at its end."""
         with self._sending:
-            self._connection.sendall(_HEADER.pack(kind, len(payload)) + payload)
+            try:
+                self._connection.sendall(_HEADER.pack(kind, len(payload)) + payload)
+            except OSError:
+                # A part of the message may be out, so that the next one could not be read.
+                with suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+                raise
 
     def close(self) -> None:
         """End the link, so that the peer's `on_closed` is called. Idempotent."""

@@ -117,6 +117,19 @@ def test_a_handler_that_fails_ends_the_link(
     assert "IndexError" in caplog.text
 
 
+def test_a_message_that_was_sent_in_part_ends_the_link(ends: queue.SimpleQueue[str]) -> None:
+    ours, theirs = socket.socketpair()
+    link = link_over(ours, "a", ends)
+    link.start()
+    with pytest.raises(TimeoutError):
+        link.send(FIRST_SERVICE_KIND, bytes(10_000_000))
+    assert ends.get(timeout=10) in ("a closed", "a silent")
+    with pytest.raises(BrokenPipeError):
+        link.send(FIRST_SERVICE_KIND)
+    link.close()
+    theirs.close()
+
+
 def test_peers_that_beat_stay_together(
     pair: tuple[Link, Link], ends: queue.SimpleQueue[str]
 ) -> None:
