@@ -37,6 +37,21 @@ DEFAULT_MAX_WHITESPACE, MAX_WHITESPACE = 16, 1024
 #: Default of the prefixes that a gateway remembers.
 DEFAULT_MAX_PREFIXES = 131_072
 
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Latency targets in seconds; None: no target.
+
+    ttft_s: from arrival to the first token. tpot_s: mean gap between the tokens of one output.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+NO_SLO = Slo()
+
+
 #: Sort key of service order, total over the sequences of a gateway: see SequenceSpec.rank.
 Rank = tuple[int, int, str, int]
 

@@ -12,8 +12,11 @@ from baton.types import Tier
 from engine.interface import Engine
 from worker_core.build import build_decode_engine
 from worker_core.policy import (
+    BALANCED,
     LocalPrefillPolicy,
+    colocated_prefill,
     decode_policy,
+    gap_rule_of,
     learned_local_prefill,
     pinned_local_prefill,
     prefill_policy,
@@ -36,7 +39,11 @@ async def serve_decode(
         has_drafts = speculative_method(options, engine.spec) != "none"
         return TierSetup(
             engine,
-            lambda role: prefill_policy() if role is Tier.PREFILL else decode_policy(local_prefill),
+            lambda role: (
+                prefill_policy(options.slo)
+                if role is Tier.PREFILL
+                else decode_policy(local_prefill)
+            ),
             build_speculation(options, engine, time.perf_counter),
             max_num_launches(options.async_scheduling, engine.spec, has_drafts=has_drafts),
             # KV on several hosts cannot be swapped.
@@ -50,7 +57,8 @@ async def serve_decode(
 def local_prefill_policy(options: DecodeOptions, engine: Engine) -> LocalPrefillPolicy:
     """Colocated, all prompts are computed here; else those up to a given length, or by load."""
     if options.colocated:
-        return pinned_local_prefill(engine.spec.max_model_len, None)
+        return colocated_prefill(engine.spec, options.slo)
     if options.max_local_prefill_tokens is not None:
-        return pinned_local_prefill(options.max_local_prefill_tokens)
-    return learned_local_prefill(engine.spec)
+        rule = gap_rule_of(options.slo, BALANCED)
+        return pinned_local_prefill(options.max_local_prefill_tokens, rule)
+    return learned_local_prefill(engine.spec, options.slo)

@@ -128,7 +128,7 @@ async def _load_model(
     facts = tokenizer.facts
     is_used = own.generation_config == "auto"
     template = facts.chat_template
-    fleet = Fleet(numerics_policy=options.numerics)
+    fleet = Fleet(numerics_policy=options.numerics, slo=options.slo)
     dispatcher = Dispatcher(
         fleet,
         max_queue_size=options.max_queue_size,

@@ -23,8 +23,8 @@ async def serve_prefill(
 
         def policy_of(role: Tier) -> Policy:
             if role is Tier.PREFILL:
-                return prefill_policy()
-            return decode_policy(learned_local_prefill(engine.spec))
+                return prefill_policy(options.slo)
+            return decode_policy(learned_local_prefill(engine.spec, options.slo))
 
         num_launches = max_num_launches(options.async_scheduling, engine.spec, has_drafts=False)
         return TierSetup(engine, policy_of, max_num_launches=num_launches)

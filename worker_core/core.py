@@ -20,7 +20,7 @@ sender or launch in flight can access it any more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.commands import Abort, Pause
@@ -48,6 +48,7 @@ from worker_core.commands import (
 )
 from worker_core.costs import Costs
 from worker_core.drafting import Drafting
+from worker_core.gap_rule import Pace
 from worker_core.handoff import Handoffs, for_gateway
 from worker_core.loop import StepResult
 from worker_core.output import OutputProcessor
@@ -169,13 +170,25 @@ class WorkerCore:
         prefilling = [group for group in running if group.is_prefilling]
         self._state.num_decoding = num_decoding = len(running) - len(prefilling)
         num_wanted = prefilling[0].num_missing_tokens if prefilling else 0
-        num_prefill = self._costs.max_prefill_tokens(num_decoding, most, num_wanted)
+        paces = self._paces(running) if prefilling else ()
+        num_prefill = self._costs.max_prefill_tokens(num_decoding, most, num_wanted, paces)
         budget = Budget(most, num_prefill, prompts_first=self._policy.prompts_first)
         if num_shares > 1:
             num_prompt_tokens = sum(group.spec.num_tokens for group in prefilling)
             budget = budget.of_launch(num_shares, num_decoding, num_prompt_tokens)
         ready = with_grammar_ready(self._steps.ready(running))
         return plan_step(ready, self._state.pool.num_available, budget)
+
+    def _paces(self, running: Sequence[SequenceGroup]) -> Iterator[Pace]:
+        """Paces of the decoding sequences at the end of what is in flight; none without a
+        target."""
+        rule = self._policy.local_prefill.gap_rule
+        if rule is None or rule.tpot_s is None:
+            return
+        now_s = self._state.clock() + self._steps.in_flight_s()
+        for group in running:
+            if isinstance(group, WorkerSequence) and not group.is_prefilling:
+                yield group.pace(now_s, rule.tpot_s)
 
     # Commands
 

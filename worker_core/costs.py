@@ -13,8 +13,9 @@ state.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 
+from worker_core.gap_rule import GapBudget, Pace
 from worker_core.policy import LocalPrefillPolicy
 
 #: Factor on an observation's weight at each later observation.
@@ -37,7 +38,7 @@ class Costs:
 
     def __init__(self, policy: LocalPrefillPolicy, token_bytes: int) -> None:
         """token_bytes: KV bytes per token."""
-        self.policy = policy
+        self._policy = policy
         self._token_bytes = token_bytes
         self.handoff = LinearFit()
         """Ticket offer to commit, including all of the prefill tier, by missing tokens."""
@@ -45,7 +46,7 @@ class Costs:
         self._prefill = LinearFit()
         self._prefill_beside = LinearFit()
         """Gaps of steps with a prompt, by prompt tokens."""
-        self._budget = ItlBudget()
+        self._budget = _budget_of(policy)
         self._num_short_tokens = 0
         """Tokens of the last small chunk granted."""
         self.copy = LinearFit()
@@ -53,6 +54,16 @@ class Costs:
         self.fetch = LinearFit()
         """Prefix fetches from destinations, by tokens."""
         self._num_fetch_chances = 0
+
+    @property
+    def policy(self) -> LocalPrefillPolicy:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: LocalPrefillPolicy) -> None:
+        if policy.gap_rule != self._policy.gap_rule:
+            self._budget = _budget_of(policy)
+        self._policy = policy
 
     def observe_step(self, num_decode_tokens: int, num_prefill_tokens: int, seconds: float) -> None:
         """Record a step with this many decode tokens, including drafts and beams, and prompt
@@ -70,11 +81,14 @@ class Costs:
     def observe_gaps(self, num_decoding: int, num_prefill_tokens: int, gap_s: float) -> None:
         """Record the gap after `observe_step`: from the end of the previous step, if sequences
         decoded in it, to the end of this one; otherwise the step's own time."""
+        budget = self._budget
         if not num_prefill_tokens:
-            self._budget.on_step(num_decoding, gap_s, self._decode.predict(num_decoding))
+            if budget:
+                budget.on_step(num_decoding, gap_s, self._decode.predict(num_decoding))
             return
-        is_long = num_prefill_tokens > self._num_short_tokens
-        self._budget.on_step_beside(num_decoding, is_long=is_long)
+        if budget:
+            is_long = num_prefill_tokens > self._num_short_tokens
+            budget.on_step_beside(num_decoding, is_long=is_long)
         self._prefill_beside.observe(num_prefill_tokens, gap_s)
 
     def local_prefill_threshold(self, num_decoding: int) -> int:
@@ -91,12 +105,16 @@ class Costs:
         return min(max(int(gain / loss_per_token), 0), policy.max_threshold)
 
     def max_prefill_tokens(
-        self, num_decoding: int, max_num_batched_tokens: int, num_wanted: int = 0
+        self,
+        num_decoding: int,
+        max_num_batched_tokens: int,
+        num_wanted: int = 0,
+        paces: Iterable[Pace] = (),
     ) -> int:
-        """Maximum prompt tokens of a step beside `num_decoding` sequences within their latency
-        budget. num_wanted: missing tokens of the first prompt."""
-        policy = self.policy
-        if policy.max_itl_factor is None or not (num_decoding or policy.max_shared_tokens):
+        """Maximum prompt tokens of a step beside `num_decoding` sequences within what the gap rule
+        allows. num_wanted: missing tokens of the first prompt. paces: of the decoding sequences."""
+        policy, budget = self.policy, self._budget
+        if budget is None or not (num_decoding or policy.max_shared_tokens):
             return max_num_batched_tokens
         if not num_decoding:
             return min(policy.alone_chunk_tokens, max_num_batched_tokens)
@@ -104,22 +122,28 @@ class Costs:
         # Short prompts that all took the same time have no slope; the rate is then an upper bound
         # for long ones.
         if token_s := self._prefill.slope or self._prefill.rate:
-            decode_s = self._decode.predict(num_decoding)
-            most_s = (policy.max_itl_factor - 1) * decode_s
-            spare_s = min(self._budget.spare_s(decode_s), most_s)
+            spare_s = budget.spare_s(self._decode.predict(num_decoding), paces)
             num_short = max(int(spare_s / token_s), num_short)
         self._num_short_tokens = num_short = min(num_short, max_num_batched_tokens)
-        is_long = num_wanted > num_short and self._budget.allows_long(num_decoding)
+        is_long = num_wanted > num_short and budget.allows_long(num_decoding)
         return max_num_batched_tokens if is_long else num_short
+
+    def step_s(self, num_decode_tokens: int, num_prefill_tokens: int) -> float:
+        """Estimated seconds of a step."""
+        decode_s = self._decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
+        prefill_s = self._prefill.predict(num_prefill_tokens) if num_prefill_tokens else 0.0
+        return decode_s + prefill_s
 
     def prefill_tokens_per_s(self, num_decoding: int, max_num_batched_tokens: int) -> int:
         """Prefill speed beside `num_decoding` sequences, in tokens per second; 0 if unknown."""
         if self._prefill.num_observations < _MIN_OBSERVATIONS:
             return 0
-        is_beside = num_decoding > 0 and self.policy.max_itl_factor is not None
+        is_beside = num_decoding > 0 and self._budget is not None
         if is_beside and self._prefill_beside.num_observations >= _MIN_OBSERVATIONS:
             return _per_s(1, self._prefill_beside.rate)
-        num_tokens = self.max_prefill_tokens(num_decoding, max_num_batched_tokens)
+        rule = self.policy.gap_rule
+        steady = (Pace(rule.tpot_s, 1),) if rule and rule.tpot_s is not None else ()
+        num_tokens = self.max_prefill_tokens(num_decoding, max_num_batched_tokens, paces=steady)
         beside_s = self._decode.predict(num_decoding) if is_beside else 0.0
         return _per_s(num_tokens, beside_s + self._prefill.predict(num_tokens))
 
@@ -149,6 +173,10 @@ class Costs:
         this worker uses it; None before the first measurement."""
         recompute = self.handoff if self.handoff.num_observations else self._prefill
         return recompute.predict(num_tokens) if recompute.num_observations else None
+
+
+def _budget_of(policy: LocalPrefillPolicy) -> GapBudget | None:
+    return policy.gap_rule.new_budget() if policy.gap_rule else None
 
 
 def _per_s(num_tokens: int, seconds: float) -> int:
@@ -191,91 +219,3 @@ class LinearFit:
 
     def predict(self, amount: float) -> float:
         return self.fixed + self.slope * amount
-
-
-#: Bound on the 99th percentile of gaps beside small chunks, relative to that of gaps without
-#: prompts.
-TAIL_FACTOR = 1.2
-#: Share of gaps exempt from that bound, and the maximum saved up, in steps.
-LONG_SHARE, MAX_LONG_STEPS = 0.003, 4
-
-#: Gaps are bucketed by powers of this ratio, for a percentile within 5 %. The percentile is updated
-#: every _LOOKUP_STEPS observations, which also decays the weights; buckets below _LEAST_WEIGHT are
-#: dropped.
-_LOG_RATIO = math.log(1.05)
-_LOOKUP_STEPS, _GAP_FADING, _LEAST_WEIGHT = 64, 0.98, 1e-3
-_SHORTEST_S = 1e-6
-
-
-class _Percentile:
-    """Weighted 99th percentile of recent observations. Times in seconds."""
-
-    def __init__(self) -> None:
-        self._weights: dict[int, float] = {}
-        """Weight by bucket: the exponent that a time is rounded up to."""
-        self._num_observations = 0
-        self.value_s = 0.0
-
-    def observe(self, seconds: float, weight: float) -> None:
-        power = math.ceil(math.log(max(seconds, _SHORTEST_S)) / _LOG_RATIO)
-        self._weights[power] = self._weights.get(power, 0.0) + weight
-        if self._num_observations % _LOOKUP_STEPS == 0:
-            self._look_up()
-        self._num_observations += 1
-
-    def _look_up(self) -> None:
-        num_left = 0.01 * sum(self._weights.values())
-        for power in sorted(self._weights, reverse=True):
-            num_left -= self._weights[power]
-            if num_left < 0:
-                self.value_s = math.exp(power * _LOG_RATIO)
-                break
-        faded = ((power, weight * _GAP_FADING) for power, weight in self._weights.items())
-        self._weights = {power: weight for power, weight in faded if weight > _LEAST_WEIGHT}
-
-
-class ItlBudget:
-    """Bound on the inter-token latency that prompts may add to decoding sequences. Times in
-    seconds.
-
-    The reference is the worker's own 99th percentile of inter-token gaps in steps without a prompt.
-    A gap beside a prompt may take TAIL_FACTOR times that, less the 99th percentile of the jitter
-    (gap minus usual step time), since other processes use the machine, too.
-
-    A 99th percentile does not bound the longest gaps, so LONG_SHARE of all gaps may have any
-    length. This share is saved up while sequences decode, and spent on whole chunks of a prompt.
-    Small chunks plus occasional whole ones serve a prompt much faster than small ones alone.
-    """
-
-    def __init__(self) -> None:
-        self._gap = _Percentile()
-        self._excess = _Percentile()
-        self._num_saved = 0.0
-        """Long gaps saved up."""
-
-    def spare_s(self, step_s: float) -> float:
-        """Seconds by which a step may exceed `step_s`, its time without a prompt; 0 before the
-        first measurement."""
-        return max(0.0, TAIL_FACTOR * self._gap.value_s - self._excess.value_s - step_s)
-
-    def on_step(self, num_decoding: int, gap_s: float, step_s: float) -> None:
-        """Record a step without a prompt that ended `num_decoding` gaps. step_s: usual time of such
-        a step."""
-        self._gap.observe(gap_s, num_decoding)
-        self._excess.observe(gap_s - step_s, num_decoding)
-        self._save(num_decoding)
-
-    def on_step_beside(self, num_decoding: int, *, is_long: bool) -> None:
-        """Record a step with a prompt that ended `num_decoding` gaps. is_long: whether it computed
-        a whole chunk."""
-        self._save(num_decoding)
-        if is_long:
-            self._num_saved -= num_decoding
-
-    def allows_long(self, num_decoding: int) -> bool:
-        """Whether the savings pay for a whole chunk beside `num_decoding` sequences."""
-        return self._num_saved >= num_decoding
-
-    def _save(self, num_decoding: int) -> None:
-        most = MAX_LONG_STEPS * num_decoding
-        self._num_saved = min(self._num_saved + LONG_SHARE * num_decoding, most)

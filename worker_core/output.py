@@ -95,7 +95,7 @@ class OutputProcessor:
             self._handoffs.commit(sequence, first_tokens)
             if spec.num_choices == 1:
                 sequence.token_ids.append(first_tokens[0].token_id)
-                sequence.has_begun = True
+                sequence.begin(self._state.clock())
         else:
             self._handoffs.cancel(sequence, Cancelled.reason, "the first token ended the output")
             self._state.leave(sequence)
@@ -146,7 +146,7 @@ class OutputProcessor:
     ) -> None:
         """Add and emit tokens up to the end of the output. All samples but the last are confirmed
         drafts."""
-        sequence.has_begun = True
+        is_first = not sequence.has_begun
         token_index = len(sequence.token_ids) - sequence.num_prompt_tokens
         token_ids, sampling = sequence.token_ids, sequence.spec.sampling
         num_new, finish = 0, FinishReason.NONE
@@ -162,6 +162,8 @@ class OutputProcessor:
             )
             if finish is not FinishReason.NONE:
                 break
+        if is_first:
+            sequence.begin(self._state.clock())
         num_accepted = num_new - 1
         sequence.num_computed_tokens += num_accepted
         tokens = Tokens(token_index, samples[:num_new], finish, num_drafts, num_accepted)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from baton.types import Tier
+from baton.types import NO_SLO, Slo, Tier
 from engine.interface import EngineSpec
+from worker_core.gap_rule import GapRule
+from worker_core.itl_budget import KeepPercentile
+from worker_core.slo_budget import KeepTarget
 
 #: Longest missing tail that a worker with shared prompts computes unasked: it has measured
 #: handoffs, but does not see whether prefill workers are idle.
 MAX_TAIL_TOKENS = 64
 
-#: Maximum slowdown of a decode step by prompt tokens. ItlBudget learns the lower value that keeps
-#: the 99th percentile of inter-token latency.
-MAX_ITL_FACTOR = 10.0
+#: The gap rule of a split without targets.
+BALANCED = KeepPercentile()
+#: Maximum gap that a prompt makes on a colocated worker without a target, in seconds. Smaller
+#: chunks would cost the prompts more decode steps.
+COLOCATED_GAP_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +28,8 @@ class LocalPrefillPolicy:
     default_threshold: maximum missing tokens before the first measurement.
     max_threshold: upper limit of the learned threshold.
     is_pinned: whether the threshold stays at the default.
-    max_itl_factor: maximum slowdown of a decode step by a small chunk of a prompt; None for any
-    chunk.
-    min_chunk_tokens: minimum of a small chunk.
+    gap_rule: bound on the chunks of a prompt beside decoding sequences; None for any chunk.
+    min_chunk_tokens: minimum of a bounded chunk.
     alone_chunk_tokens: chunk size while nothing decodes, with shared prompts; limited because
     handoffs to this worker wait for the end of a step.
     max_shared_tokens: longest prompt that a gateway may assign here despite available prefill
@@ -35,7 +39,7 @@ class LocalPrefillPolicy:
     default_threshold: int
     max_threshold: int
     is_pinned: bool
-    max_itl_factor: float | None
+    gap_rule: GapRule | None
     min_chunk_tokens: int = 8
     alone_chunk_tokens: int = 256
     max_shared_tokens: int = 0
@@ -55,7 +59,15 @@ class Policy:
     local_prefill: LocalPrefillPolicy
 
 
-def learned_local_prefill(spec: EngineSpec) -> LocalPrefillPolicy:
+def gap_rule_of(slo: Slo, otherwise: GapRule) -> GapRule:
+    """The rule that keeps the targets. With a target of the first token alone, a gap may be as
+    long as that. otherwise: without targets."""
+    if slo.tpot_s is not None:
+        return KeepTarget.of_tpot(slo.tpot_s)
+    return KeepTarget(None, slo.ttft_s) if slo.ttft_s is not None else otherwise
+
+
+def learned_local_prefill(spec: EngineSpec, slo: Slo = NO_SLO) -> LocalPrefillPolicy:
     """Gateways share prompts between the tiers by load. Unasked, the worker computes only short
     missing tails: at most a block until speeds are known."""
     block_size = spec.layout.block_size
@@ -63,28 +75,36 @@ def learned_local_prefill(spec: EngineSpec) -> LocalPrefillPolicy:
         block_size,
         max(block_size, MAX_TAIL_TOKENS),
         is_pinned=False,
-        max_itl_factor=MAX_ITL_FACTOR,
+        gap_rule=gap_rule_of(slo, BALANCED),
         max_shared_tokens=spec.max_model_len,
     )
 
 
 def pinned_local_prefill(
-    num_tokens: int, max_itl_factor: float | None = MAX_ITL_FACTOR
+    num_tokens: int, gap_rule: GapRule | None = BALANCED
 ) -> LocalPrefillPolicy:
     """Compute up to `num_tokens` missing tokens here; never more."""
     return LocalPrefillPolicy(
         num_tokens,
         num_tokens,
         is_pinned=True,
-        max_itl_factor=max_itl_factor,
+        gap_rule=gap_rule,
         max_shared_tokens=num_tokens,
     )
 
 
-def prefill_policy() -> Policy:
+def colocated_prefill(spec: EngineSpec, slo: Slo = NO_SLO) -> LocalPrefillPolicy:
+    """Compute all prompts here; no handoff awaits the end of a step."""
+    rule = gap_rule_of(slo, KeepTarget(None, COLOCATED_GAP_S))
+    return replace(
+        pinned_local_prefill(spec.max_model_len, rule), alone_chunk_tokens=spec.max_model_len
+    )
+
+
+def prefill_policy(slo: Slo = NO_SLO) -> Policy:
     """Prompts first, in chunks that limit the delay of sequences that decode here while the decode
     tier is full."""
-    local_prefill = pinned_local_prefill(0)
+    local_prefill = pinned_local_prefill(0, gap_rule_of(slo, BALANCED))
     return Policy(Tier.PREFILL, True, True, local_prefill)
 
 

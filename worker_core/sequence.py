@@ -22,6 +22,7 @@ from engine.kv.lease import BlockCopy, BlockLease
 from engine.kv.tiers.fetch import Fetch
 from engine.token_counts import TokenCounts
 from worker_core.commands import Destination, SequenceKey
+from worker_core.gap_rule import Pace
 
 
 class Stage(enum.Enum):
@@ -142,6 +143,9 @@ class WorkerSequence:
     """Grammar state after the output; None before `follow_grammar`, and without a grammar."""
     has_begun: bool = False
     """Whether it has sampled a token here."""
+    begun_s: float = 0.0
+    """Time of that token; with the number of tokens then, the origin of its pace."""
+    num_begun_tokens: int = 0
     num_launched_tokens: int = 0
     """Tokens of launches in flight, which follow num_computed_tokens; their KV is being written."""
     drawing_row: int | None = None
@@ -209,6 +213,17 @@ class WorkerSequence:
     def is_leaving(self) -> bool:
         """Whether it moves to its destination after its first tokens."""
         return self.destination is not None and not self.has_begun
+
+    def begin(self, now_s: float) -> None:
+        """Mark that it has sampled its first token here, which is in token_ids."""
+        self.has_begun = True
+        self.begun_s, self.num_begun_tokens = now_s, len(self.token_ids)
+
+    def pace(self, now_s: float, tpot_s: float) -> Pace:
+        """How far it is ahead of a mean gap of `tpot_s`, the token in flight included."""
+        num_tokens = len(self.token_ids) + (self.drawing_row is not None)
+        due_s = self.begun_s + tpot_s * (num_tokens + 1 - self.num_begun_tokens)
+        return Pace(due_s - now_s, self.max_num_tokens - num_tokens)
 
     @property
     def is_prefilling(self) -> bool:

@@ -173,6 +173,18 @@ class Steps:
         """Concurrent launches that divide the running sequences among them."""
         return self._max_num_launches if self._is_pipelined else 1
 
+    def in_flight_s(self) -> float:
+        """Estimated seconds until all launches in flight have ended."""
+        if not self._in_flight:
+            return 0.0
+        sizes = [step.size for step in self._in_flight]
+        total_s = sum(
+            self._costs.step_s(size.num_tokens - size.num_prefill_tokens, size.num_prefill_tokens)
+            for size in sizes
+        )
+        begin_s = max(self._in_flight[0].begin_s, self._collected_s)
+        return max(0.0, total_s - (self._state.clock() - begin_s))
+
     def ready(self, running: Sequence[SequenceGroup]) -> Sequence[SequenceGroup]:
         """Groups that the next launch may serve."""
         return [g for g in running if not g.is_drawing] if self._is_pipelined else running

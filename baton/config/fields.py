@@ -73,6 +73,7 @@ JsonObject = Annotated[
 Port = Annotated[int, Field(ge=0, le=65535)]
 BlockSize = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, Field(gt=0)]
+Milliseconds = Annotated[float, Field(gt=0)]
 ByteSize = Annotated[int, BeforeValidator(parse_byte_size), Field(ge=1)]
 FileDescriptor = Annotated[int, Field(ge=0)]
 

@@ -27,6 +27,7 @@ from baton.config.options import (
     NumericsOptions,
     RegistryOptions,
     ServiceOptions,
+    SloOptions,
 )
 from baton.rpc.tls import TlsFiles
 from baton.sampling_params import MAX_LOGPROBS
@@ -36,7 +37,7 @@ from baton.types import DEFAULT_MAX_PREFIXES, DEFAULT_MAX_WHITESPACE
 _HTTP_PORT = 8000
 
 
-class FrontDoorOptions(ServiceOptions, SeveralModelsOptions):
+class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     """Options for clients and their requests."""
 
     own_options: ClassVar[frozenset[str]] = SeveralModelsOptions.own_options | {

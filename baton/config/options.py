@@ -17,12 +17,14 @@ from baton.config.fields import (
     PRIVATE,
     FileDescriptor,
     LogLevel,
+    Milliseconds,
     NonEmpty,
     Port,
     RegistryUrl,
     Seconds,
 )
 from baton.rpc.tls import TlsFiles
+from baton.types import Slo
 
 
 def is_loopback(host: str) -> bool:
@@ -143,6 +145,24 @@ class ServiceOptions(TlsOptions):
         if self.metrics_port:
             what = f"read metrics on --metrics-port={self.metrics_port}, which no key guards"
             self._refuse_exposed("host", host, what, "--metrics-port=0")
+
+
+class SloOptions(Options):
+    """Latency targets of a deployment. Without them, a compromise is kept."""
+
+    slo_ttft_ms: Milliseconds | None = None
+    """Target of the time to first token."""
+    slo_tpot_ms: Milliseconds | None = None
+    """Target of the mean time between the tokens of an answer. Workers that decode compute as much
+    of waiting prompts in each step as this leaves time for."""
+
+    @property
+    def slo(self) -> Slo:
+        """Both targets."""
+        ttft_ms, tpot_ms = self.slo_ttft_ms, self.slo_tpot_ms
+        return Slo(
+            None if ttft_ms is None else ttft_ms / 1e3, None if tpot_ms is None else tpot_ms / 1e3
+        )
 
 
 class RegistryOptions(Options):

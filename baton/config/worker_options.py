@@ -27,6 +27,7 @@ from baton.config.options import (
     Options,
     RegistryOptions,
     ServiceOptions,
+    SloOptions,
     TlsOptions,
 )
 from baton.kv_transports import AUTO, REMOTE
@@ -122,6 +123,7 @@ class WorkerOptions(
     NumericsOptions,
     PeerOptions,
     ServiceOptions,
+    SloOptions,
 ):
     """Options of a worker of either tier."""
 

@@ -6,11 +6,15 @@ Fairness follows the Virtual Token Counter of "Fairness in Serving Large Languag
 served next, and an idle account saves up no credit. An account with five hundred requests delays
 another account by one place, not by five hundred. Priorities order the requests of one account
 only.
+
+With a target of the first token, requests that can still meet it precede those that cannot, which
+get one place of LATE_EVERY: under overload first come, first served would make every request late.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from statistics import fmean
@@ -25,6 +29,9 @@ _NUM_LATEST = 64
 #: Minimum and maximum Retry-After, and its value before the first sample, in seconds.
 _MIN_RETRY_S, _MAX_RETRY_S, _UNKNOWN_RETRY_S = 0.1, 600.0, 1.0
 
+#: While requests that can meet their target wait, one place of this many goes to those that cannot.
+LATE_EVERY = 8
+
 #: Counters kept for accounts with no waiting request.
 _NUM_KEPT = 1024
 
@@ -32,7 +39,8 @@ _NUM_KEPT = 1024
 class Queued(Protocol):
     """An item of the queue.
     width: places that it takes.
-    is_return: it was placed before, and is served ahead of first admissions."""
+    is_return: it was placed before, and is served ahead of first admissions.
+    late_s: time from which its first token misses the target."""
 
     @property
     def rank(self) -> Rank: ...
@@ -42,6 +50,8 @@ class Queued(Protocol):
     def width(self) -> int: ...
     @property
     def is_return(self) -> bool: ...
+    @property
+    def late_s(self) -> float: ...
 
 
 QueuedT = TypeVar("QueuedT", bound=Queued)
@@ -57,6 +67,11 @@ class AdmissionQueue(Generic[QueuedT]):
         self.max_size = max_size
         self._weights = weights or {}
         self._heaps: dict[bytes, list[Rank]] = {}
+        """Of each account, those that were not late when they were last looked at."""
+        self._late: dict[bytes, list[Rank]] = {}
+        self._num_on_time = 0
+        """Places given to others since the last late item."""
+        self._now_s = -math.inf
         self._returns: list[tuple[Rank, Rank]] = []
         """(sort key, rank) of each return, of all accounts."""
         self._items: dict[Rank, QueuedT] = {}
@@ -90,26 +105,51 @@ class AdmissionQueue(Generic[QueuedT]):
         self._widths[account] += item.width
         heapq.heappush(self._heaps.setdefault(account, []), item.rank)
 
-    def pop(self) -> QueuedT | None:
+    def pop(self, now_s: float) -> QueuedT | None:
         """Remove and return the item to serve next, or None. The caller calls `charge` once it is
         served."""
+        self._now_s = now_s
         while self._returns:
             _, returned = heapq.heappop(self._returns)
             if (item := self._items.pop(returned, None)) is not None:
                 return item
-        heads = [
+        kinds = [self._heaps, self._late]
+        if self._num_on_time >= LATE_EVERY - 1:
+            self._put_late_apart()
+            kinds.reverse()
+        return self._pop_of(kinds[0]) or self._pop_of(kinds[1])
+
+    def _pop_of(self, heaps: dict[bytes, list[Rank]]) -> QueuedT | None:
+        """Remove and return the first of these of the account to serve next, or None."""
+        while heads := self._heads_of(heaps):
+            _, _, account = min(heads)
+            rank = heapq.heappop(heaps[account])
+            if heaps is self._late or self._items[rank].late_s > self._now_s:
+                return self._take(rank)
+            heapq.heappush(self._late.setdefault(account, []), rank)
+        return None
+
+    def _heads_of(self, heaps: dict[bytes, list[Rank]]) -> list[tuple[float, Rank, bytes]]:
+        """(counter, sort key, account) of the first item of each account."""
+        return [
             (self._counters[account], across_accounts(rank), account)
-            for account, heap in self._heaps.items()
+            for account, heap in heaps.items()
             if (rank := self._first_of(heap)) is not None
         ]
-        if not heads:
-            return None
-        _, _, account = min(heads)
-        return self._take(heapq.heappop(self._heaps[account]))
+
+    def _put_late_apart(self) -> None:
+        """Move the items that are late now, as far as they come first in their account."""
+        for account, heap in self._heaps.items():
+            while (rank := self._first_of(heap)) is not None:
+                if self._items[rank].late_s > self._now_s:
+                    break
+                heapq.heappush(self._late.setdefault(account, []), heapq.heappop(heap))
 
     def charge(self, item: QueuedT) -> None:
         """Charge the account of a popped item for the places it was given."""
         if not item.is_return:
+            is_late = item.late_s <= self._now_s
+            self._num_on_time = 0 if is_late else self._num_on_time + item.width
             counter = self._counters.get(item.account, self._floor)
             self._floor = max(self._floor, counter)
             self._counters[item.account] = counter + item.width / self._weight(item.account)
@@ -149,6 +189,7 @@ class AdmissionQueue(Generic[QueuedT]):
             if not self._widths[item.account]:
                 del self._widths[item.account]
                 self._heaps.pop(item.account, None)
+                self._late.pop(item.account, None)
         return item
 
     def _forget_idle(self) -> None:

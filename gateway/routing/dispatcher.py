@@ -66,7 +66,9 @@ class Waiting:
     """The account charged; accounts share places by weight."""
     is_return: bool
     deadline_s: float
-    """On the event loop's clock, seconds."""
+    """On the event loop's clock, seconds; `late_s`, too."""
+    late_s: float
+    """Time from which its first token misses the target of the deployment; infinite without."""
     is_over: bool = False
     """Whether it was answered or cancelled."""
     num_overtaking: int = 0
@@ -168,8 +170,9 @@ class Dispatcher:
         hold the sequence.
         """
         digests = self._digests_of(spec)
-        waiting = Waiting(spec, need, digests, on_place, account, is_return, deadline_s)
         now_s = asyncio.get_running_loop().time()
+        late_s = now_s + self._fleet.spare_ttft_s(need.num_tokens)
+        waiting = Waiting(spec, need, digests, on_place, account, is_return, deadline_s, late_s)
         try:
             self._see_ready(now_s)
             if not is_return and now_s - self._last_ready_s >= NO_WORKER_GRACE_S:
@@ -285,7 +288,7 @@ class Dispatcher:
         passed_over: list[Waiting] = []
         blocked: list[Waiting] = []
         while len(blocked) < _MAX_BLOCKED and all(other.may_be_overtaken for other in blocked):
-            waiting = self._queue.pop()
+            waiting = self._queue.pop(now_s)
             if waiting is None:
                 break
             if not all(map(waiting.may_overtake, blocked)):

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from baton.errors import PeerMismatch
-from baton.types import PROTOCOL_VERSION, Tier, WorkerInfo, WorkerLoad
+from baton.types import NO_SLO, PROTOCOL_VERSION, Slo, Tier, WorkerInfo, WorkerLoad
 from gateway.links.worker_link import WorkerLink
 from gateway.routing.history import BrokenPairs, RecentWork
 from gateway.routing.numerics import NumericsPolicy, NumericsWatch, Rounding
-from gateway.routing.router import DecodeView, PrefillView
+from gateway.routing.router import TTFT_SHARE, DecodeView, PrefillView
 
 _log = logging.getLogger(__name__)
 
 #: Batches of prompt tokens queued at a prefill worker before it counts as full; cached prefixes
 #: extend the limit.
 _PREFILL_QUEUE_BATCHES = 2
+
+#: With a target of the first token, prompts queued at a worker take at most this share of it, so
+#: that the gateway's order counts.
+_QUEUE_SHARE = 0.25
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 
@@ -97,14 +102,17 @@ class Worker:
             self.unreported_blocks.pop(placement_id, None)
         self.settled.clear()
 
-    def prefill_view(self, matched: Mapping[str, int], work: RecentWork) -> PrefillView:
+    def prefill_view(
+        self, matched: Mapping[str, int], work: RecentWork, slo: Slo = NO_SLO
+    ) -> PrefillView:
         """matched: leading tokens probably cached, by worker address."""
         info = self._known_info()
+        most = _PREFILL_QUEUE_BATCHES * info.max_num_batched_tokens
         return PrefillView(
             address=self.address,
             max_model_len=info.max_model_len,
             outstanding_tokens=self.outstanding_tokens + self._other_tokens,
-            max_outstanding_tokens=_PREFILL_QUEUE_BATCHES * info.max_num_batched_tokens,
+            max_outstanding_tokens=min(most, self._max_queued_tokens(slo)),
             matched_tokens=matched.get(self.address, 0),
             ahead_tokens=work.ahead(self.address),
             batch_tokens=info.max_num_batched_tokens,
@@ -113,7 +121,10 @@ class Worker:
         )
 
     def decode_view(
-        self, matched: Mapping[str, int] = _NONE, unreached_by: Set[str] = frozenset()
+        self,
+        matched: Mapping[str, int] = _NONE,
+        unreached_by: Set[str] = frozenset(),
+        slo: Slo = NO_SLO,
     ) -> DecodeView:
         """matched: leading tokens probably cached, by worker address."""
         info, load = self._known_info(), self.load
@@ -132,8 +143,13 @@ class Worker:
             unreached_by=unreached_by,
             max_shared_tokens=info.max_local_prefill_tokens,
             pending_tokens=self.outstanding_tokens + self._other_tokens,
+            max_pending_tokens=self._max_queued_tokens(slo),
             prefill_tokens_per_s=load.prefill_tokens_per_s,
         )
+
+    def _max_queued_tokens(self, slo: Slo) -> float:
+        speed = self.load.prefill_tokens_per_s
+        return _QUEUE_SHARE * slo.ttft_s * speed if slo.ttft_s is not None and speed else math.inf
 
     def _known_info(self) -> WorkerInfo:
         if self.info is None:
@@ -150,7 +166,9 @@ class Fleet:
         decode_addresses: Iterable[str] = (),
         *,
         numerics_policy: NumericsPolicy = "mixed",
+        slo: Slo = NO_SLO,
     ) -> None:
+        self.slo = slo
         self._workers: dict[str, Worker] = {}
         self.workers: Mapping[str, Worker] = MappingProxyType(self._workers)
         self._ready: dict[Tier, tuple[Worker, ...] | None] = dict.fromkeys(Tier)
@@ -193,6 +211,15 @@ class Fleet:
             ready = tuple(w for w in self.workers.values() if w.tier is tier and w.is_ready)
             self._ready[tier] = ready
         return ready
+
+    def spare_ttft_s(self, num_tokens: int) -> float:
+        """Seconds that a prompt may wait before its first token misses the target; infinite without
+        a target."""
+        if self.slo.ttft_s is None:
+            return math.inf
+        ready = (*self.ready(Tier.PREFILL), *self.ready(Tier.DECODE))
+        speed = max((worker.load.prefill_tokens_per_s for worker in ready), default=0)
+        return TTFT_SHARE * self.slo.ttft_s - (num_tokens / speed if speed else 0.0)
 
     def barred_from(self, receiver: str) -> Set[str]:
         """Addresses of workers that cannot, or must not, send KV to `receiver`."""

@@ -42,9 +42,10 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
     for some_prefills, some_decodes in (drawn, (prefills, decodes)):
         choice = choose(
             need,
-            [w.prefill_view(matched, fleet.prefill_work) for w in some_prefills],
-            [w.decode_view(matched, fleet.barred_from(w.address)) for w in some_decodes],
+            [w.prefill_view(matched, fleet.prefill_work, fleet.slo) for w in some_prefills],
+            [w.decode_view(matched, fleet.barred_from(w.address), fleet.slo) for w in some_decodes],
             key,
+            fleet.slo,
         )
         is_all = some_prefills is prefills and some_decodes is decodes
         if is_all or (isinstance(choice, Plan) and _is_good(choice, need, fleet)):

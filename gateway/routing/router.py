@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from baton.types import KvLayout, NumericsClass, Rank, SequenceSpec
+from baton.types import NO_SLO, KvLayout, NumericsClass, Rank, SequenceSpec, Slo
 from engine.kv.layout import groups_of
 
 #: Weight of a token to recompute, relative to a token to wait for: it delays all later sequences,
@@ -38,8 +38,12 @@ ASSUMED_SHARE = 0.5
 BEHIND_SHARE = 0.5
 
 #: A decode worker computes a prompt only if its TTFT is below this share of the prefill worker's,
-#: because it slows down the sequences that decode there.
+#: because it slows down the sequences that decode there. With a target for these, it keeps the
+#: target, and any gain counts; so it does where the first token would be late.
 SHARING_GAIN = 0.8
+
+#: Share of the target of the first token that an estimate may reach.
+TTFT_SHARE = 0.9
 
 #: Difference in fill (0..1) that a fully cached prompt outweighs: relative to the fill, and its
 #: minimum.
@@ -104,7 +108,7 @@ class PrefillView:
     address: str
     max_model_len: int
     outstanding_tokens: int
-    max_outstanding_tokens: int
+    max_outstanding_tokens: float
     matched_tokens: int = 0
     ahead_tokens: float = 0.0
     batch_tokens: int = 0
@@ -133,7 +137,8 @@ class DecodeView:
     num_sequences: running, waiting and on their way to it.
     unreached_by: addresses of prefill workers that cannot send it KV.
     max_shared_tokens: longest prompt that it computes although prefill workers are available.
-    pending_tokens: prompt tokens that it has yet to compute.
+    pending_tokens: prompt tokens that it has yet to compute; with max_pending_tokens or more it is
+    given no further prompt to compute.
     prefill_tokens_per_s: its prefill speed beside the sequences that decode here; 0 if unknown.
     """
 
@@ -150,6 +155,7 @@ class DecodeView:
     unreached_by: Set[str] = frozenset()
     max_shared_tokens: int = 0
     pending_tokens: int = 0
+    max_pending_tokens: float = math.inf
     prefill_tokens_per_s: int = 0
 
     def ttft_s(self, need: Need, assumed_tokens_per_s: float) -> float:
@@ -195,6 +201,11 @@ class DecodeView:
         return any(prefill.address not in self.unreached_by for prefill in prefills)
 
     @property
+    def takes_prompts(self) -> bool:
+        """Whether it may be given a prompt to compute now."""
+        return self.pending_tokens < self.max_pending_tokens
+
+    @property
     def is_short(self) -> bool:
         """Whether so few blocks are available that sequences should move away."""
         return self.num_available_blocks < SHORT * self.num_blocks
@@ -223,7 +234,11 @@ class Verdict(enum.Enum):
 
 
 def choose(
-    need: Need, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView], tie_key: bytes
+    need: Need,
+    prefills: Sequence[PrefillView],
+    decodes: Sequence[DecodeView],
+    tie_key: bytes,
+    slo: Slo = NO_SLO,
 ) -> Plan | Verdict:
     """Choose workers for one sequence. `tie_key` breaks ties, uniformly over many keys."""
     able_prefills = [p for p in prefills if p.max_model_len >= need.max_num_tokens]
@@ -238,9 +253,9 @@ def choose(
         return Verdict.NOT_NOW
     is_short = need.num_tokens <= decode.max_local_prefill_tokens
     if is_short or not decode.is_reached_by(need, able_prefills):
-        return Plan(None, decode.address)
+        return Plan(None, decode.address) if decode.takes_prompts else Verdict.NOT_NOW
     reaching = [p for p in able_prefills if p.address not in decode.unreached_by]
-    if sooner := _sooner_decode(need, able_decodes, reaching):
+    if sooner := _sooner_decode(need, able_decodes, reaching, slo):
         return Plan(None, sooner.address)
     prefill = _best_prefill(need, reaching, tie_key)
     return Plan(prefill.address, decode.address) if prefill else Verdict.NOT_NOW
@@ -257,10 +272,10 @@ def choose_prefill_to_stay(
 
 
 def _sooner_decode(
-    need: Need, decodes: Sequence[DecodeView], prefills: Sequence[PrefillView]
+    need: Need, decodes: Sequence[DecodeView], prefills: Sequence[PrefillView], slo: Slo
 ) -> DecodeView | None:
-    """The decode worker with the lowest TTFT, if that is below the TTFT of all prefill workers,
-    queues included."""
+    """The decode worker with the lowest TTFT, if that is clearly below the TTFT of all prefill
+    workers, queues included."""
     if need.avoid:
         return None
     # Speed of the fastest; before the first measurement, only the number of tokens counts.
@@ -270,7 +285,7 @@ def _sooner_decode(
         or 1
     )
     assumed = speed * ASSUMED_SHARE
-    roomy = [view for view in decodes if view.has_room(need)]
+    roomy = [view for view in decodes if view.takes_prompts and view.has_room(need)]
     if not roomy:
         return None
     ttfts_s = [view.ttft_s(need, assumed) for view in roomy]
@@ -278,7 +293,9 @@ def _sooner_decode(
     soonest = roomy[ttfts_s.index(here_s)]
     others = soonest.prefill_tokens_per_s or speed
     apart_s = min(p.ttft_s(need, others) for p in prefills)
-    return soonest if here_s < SHARING_GAIN * apart_s else None
+    is_late = slo.ttft_s is not None and apart_s > TTFT_SHARE * slo.ttft_s
+    gain = 1.0 if is_late or slo.tpot_s is not None else SHARING_GAIN
+    return soonest if here_s < gain * apart_s else None
 
 
 def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:
@@ -313,6 +330,8 @@ def _best_decode(
             if need.num_tokens <= view.max_local_prefill_tokens
             or view.is_reached_by(need, prefills)
         ] or views
+    else:
+        views = [view for view in views if view.takes_prompts]
 
     def rank(view: DecodeView) -> tuple[float, bytes]:
         batch = view.num_sequences / view.max_num_seqs

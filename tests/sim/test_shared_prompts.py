@@ -13,8 +13,9 @@ from bench.measure import Slo
 from bench.plan import poisson
 from tests.support.sim_load import Arrival, LoadCluster, Speed, request, run_load
 from tests.support.virtual_loop import run_virtual
+from worker_core.itl_budget import KeepPercentile
 from worker_core.policy import (
-    MAX_ITL_FACTOR,
+    BALANCED,
     LocalPrefillPolicy,
     Policy,
     decode_policy,
@@ -26,7 +27,7 @@ SPEED = Speed(
     step_s=0.0007, sequence_s=0.0002, token_s=0.00006, host_s=0.001, noise=0.08, noise_s=0.015
 )
 SLO = Slo(ttft_ms=250.0, tpot_ms=15.0)
-SHARED = decode_policy(LocalPrefillPolicy(16, 64, False, MAX_ITL_FACTOR, max_shared_tokens=8192))
+SHARED = decode_policy(LocalPrefillPolicy(16, 64, False, BALANCED, max_shared_tokens=8192))
 COLOCATED = decode_policy(pinned_local_prefill(8192, None))
 
 #: Tiers and policies: a prefill and a decode worker, or two that do both.
@@ -34,7 +35,7 @@ WAYS: dict[str, dict[str, tuple[Tier, Policy]]] = {
     "shared": {"p0": (Tier.PREFILL, prefill_policy()), "d0": (Tier.DECODE, SHARED)},
     "apart": {
         "p0": (Tier.PREFILL, prefill_policy()),
-        "d0": (Tier.DECODE, decode_policy(pinned_local_prefill(16, 2.0))),
+        "d0": (Tier.DECODE, decode_policy(pinned_local_prefill(16, KeepPercentile(2.0)))),
     },
     "colocated": {"d0": (Tier.DECODE, COLOCATED), "d1": (Tier.DECODE, COLOCATED)},
 }

@@ -12,23 +12,27 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from baton.commands import Abort, SequenceCommand
 from baton.events import SequenceEvent, is_last
 from baton.types import (
+    NO_SLO,
     KvLayout,
     KvSource,
     NumericsClass,
     Sample,
     Sampling,
     SequenceSpec,
+    Slo,
     Tier,
     WorkerIdentity,
     WorkerInfo,
 )
 from baton.v1 import inference_pb2
-from bench.measure import Record, Slo, Summary, summarise
+from bench import measure
+from bench.measure import Record, Summary, summarise
 from engine.interface import Batch, EngineSpec, Launched, LayersDone
 from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
@@ -58,6 +62,14 @@ from worker_core.state import SwapSpace
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 8192
 _LAYOUT = KvLayout("timed", 1, 1, 1, "float16", _BLOCK_SIZE)
+TIMED_SPEC = EngineSpec(
+    model="timed",
+    layout=_LAYOUT,
+    num_blocks=2048,
+    vocab_size=1000,
+    max_model_len=_MAX_MODEL_LEN,
+    numerics=NumericsClass("timed", dtype="none"),
+)
 
 
 @dataclass(frozen=True)
@@ -117,14 +129,7 @@ class TimedEngine:
     """Implements engine.interface.Engine. Every token is the same."""
 
     def __init__(self, speed: Speed, num_blocks: int, clock: TimedClock, seed: int) -> None:
-        self.spec = EngineSpec(
-            model="timed",
-            layout=_LAYOUT,
-            num_blocks=num_blocks,
-            vocab_size=1000,
-            max_model_len=_MAX_MODEL_LEN,
-            numerics=NumericsClass("timed", dtype="none"),
-        )
+        self.spec = replace(TIMED_SPEC, num_blocks=num_blocks)
         self.kv = ArrayKvPool(_LAYOUT, num_blocks)
         self._speed = speed
         self._clock = clock
@@ -280,13 +285,14 @@ class LoadCluster:
     num_blocks: int = 2048
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    targets: Slo = NO_SLO
     hub: LoopbackHub = field(default_factory=LoopbackHub)
     nodes: list[LoadNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         prefills = [name for name, (tier, _) in self.policies.items() if tier is Tier.PREFILL]
         decodes = [name for name in self.policies if name not in prefills]
-        self.fleet = Fleet(prefills, decodes)
+        self.fleet = Fleet(prefills, decodes, slo=self.targets)
         self.dispatcher = Dispatcher(self.fleet, max_queue_size=100_000, key=bytes(16))
         migrator = Migrator(self.fleet, self.dispatcher)
         for name, (tier, policy) in self.policies.items():
@@ -339,17 +345,16 @@ async def request(cluster: LoadCluster, number: int, arrival: Arrival) -> Record
     )
 
 
-def run_load(
+def records_of_load(
     arrivals: Sequence[Arrival],
     speed: Speed,
     policies: dict[str, tuple[Tier, Policy]],
-    slo: Slo,
-    **sizes: int,
-) -> Summary:
-    """Serve a load, and measure it."""
+    **options: Any,
+) -> list[Record]:
+    """Serve a load. options: of LoadCluster."""
 
-    async def main() -> Summary:
-        cluster = LoadCluster(speed, policies, **sizes)
+    async def main() -> list[Record]:
+        cluster = LoadCluster(speed, policies, **options)
         await asyncio.sleep(0.5)
         start_s = asyncio.get_running_loop().time()
         due = [
@@ -357,6 +362,16 @@ def run_load(
         ]
         records = await asyncio.gather(*(request(cluster, n, a) for n, a in enumerate(due)))
         await cluster.close()
-        return summarise(records, slo)
+        return records
 
     return run_virtual(main())
+
+
+def run_load(
+    arrivals: Sequence[Arrival],
+    speed: Speed,
+    policies: dict[str, tuple[Tier, Policy]],
+    slo: measure.Slo,
+) -> Summary:
+    """Serve a load, and measure it."""
+    return summarise(records_of_load(arrivals, speed, policies), slo)

@@ -44,6 +44,7 @@ from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Destination, Open, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
+from worker_core.itl_budget import KeepPercentile
 from worker_core.loop import StepResult
 from worker_core.policy import LocalPrefillPolicy, Policy, decode_policy, prefill_policy
 from worker_core.speculation.interface import Speculation
@@ -297,7 +298,9 @@ class SimWorker:
 
     def policy(self) -> Policy:
         most = self.shape.max_local_prefill_tokens
-        return decode_policy(LocalPrefillPolicy(most, most, is_pinned=True, max_itl_factor=2.0))
+        return decode_policy(
+            LocalPrefillPolicy(most, most, is_pinned=True, gap_rule=KeepPercentile(2.0))
+        )
 
     def submit(self, command: Command) -> None:
         self.inbox.append(command)

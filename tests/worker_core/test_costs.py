@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker_core.costs import Costs, LinearFit
+from worker_core.itl_budget import KeepPercentile
 from worker_core.policy import LocalPrefillPolicy
 
 POLICY = LocalPrefillPolicy(
-    default_threshold=16, max_threshold=2048, is_pinned=False, max_itl_factor=2.0
+    default_threshold=16, max_threshold=2048, is_pinned=False, gap_rule=KeepPercentile(2.0)
 )
 
 SECONDS = st.floats(1e-6, 1e-2)
@@ -81,7 +82,7 @@ def test_a_worker_that_is_faster_than_the_prefill_tier_computes_all_it_may() -> 
 
 def test_before_anything_is_known_and_when_it_is_pinned_the_threshold_is_the_default() -> None:
     assert Costs(POLICY, 128).local_prefill_threshold(3) == 16
-    pinned = LocalPrefillPolicy(7, 7, is_pinned=True, max_itl_factor=2.0)
+    pinned = LocalPrefillPolicy(7, 7, is_pinned=True, gap_rule=KeepPercentile(2.0))
     costs = trained(local_s=1e-4, remote_s=5e-4, overhead_s=0.1, policy=pinned)
     assert costs.local_prefill_threshold(0) == 7
 
@@ -134,7 +135,7 @@ def test_a_prompt_goes_on_however_little_time_there_is() -> None:
 
 
 def test_where_nothing_is_asked_of_the_next_tokens_a_prompt_takes_the_whole_step() -> None:
-    policy = LocalPrefillPolicy(16, 2048, is_pinned=True, max_itl_factor=None)
+    policy = LocalPrefillPolicy(16, 2048, is_pinned=True, gap_rule=None)
     costs = trained(local_s=1e-4, remote_s=5e-4, overhead_s=0.1, policy=policy)
     assert costs.max_prefill_tokens(4, 2048) == 2048
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_core.costs import LONG_SHARE, MAX_LONG_STEPS, TAIL_FACTOR, ItlBudget
+from worker_core.itl_budget import LONG_SHARE, MAX_LONG_STEPS, TAIL_FACTOR, ItlBudget
 
 
 @given(st.floats(1e-4, 1.0), st.integers(1, 64))
 def test_gaps_that_are_all_alike_may_be_a_little_longer(gap_s: float, num_decoding: int) -> None:
-    budget = ItlBudget()
+    budget = ItlBudget(10.0)
     assert budget.spare_s(gap_s) == 0.0
     for _ in range(200):
         budget.on_step(num_decoding, gap_s, gap_s)
@@ -27,7 +27,7 @@ def gaps_with_spikes(spikes_per_10_000: int, added_s: float = 0.0) -> list[float
 
 @pytest.mark.parametrize("spikes_per_10_000", [10, 50, 200, 1000])
 def test_all_gaps_made_longer_by_what_is_spare_keep_the_percentile(spikes_per_10_000: int) -> None:
-    budget = ItlBudget()
+    budget = ItlBudget(10.0)
     plain = gaps_with_spikes(spikes_per_10_000)
     for gap_s in plain:
         budget.on_step(4, gap_s, 0.005)
@@ -39,7 +39,7 @@ def test_all_gaps_made_longer_by_what_is_spare_keep_the_percentile(spikes_per_10
 
 
 def test_what_is_spare_follows_a_machine_that_changed() -> None:
-    budget = ItlBudget()
+    budget = ItlBudget(10.0)
     for gap_s in (0.05, 0.005):
         for _ in range(20_000):
             budget.on_step(4, gap_s, gap_s)
@@ -49,7 +49,7 @@ def test_what_is_spare_follows_a_machine_that_changed() -> None:
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=400))
 def test_no_more_gaps_are_long_than_their_share_whoever_decodes(widths: list[int]) -> None:
     """A step takes a whole chunk whenever it may."""
-    budget = ItlBudget()
+    budget = ItlBudget(10.0)
     num_gaps = num_long = 0
     for num_decoding in widths * 10:
         num_gaps += num_decoding
@@ -64,7 +64,7 @@ def test_no_more_gaps_are_long_than_their_share_whoever_decodes(widths: list[int
 
 @pytest.mark.slow
 def test_only_a_few_whole_chunks_are_saved_up() -> None:
-    budget = ItlBudget()
+    budget = ItlBudget(10.0)
     for _ in range(100_000):
         budget.on_step(4, 0.005, 0.005)
     num_long = 0

@@ -16,6 +16,7 @@ from engine.oracle import OracleEngine, OracleOptions
 from tests.support.recording_sender import RecordingSender
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
+from worker_core.itl_budget import KeepPercentile
 from worker_core.policy import LocalPrefillPolicy
 from worker_core.preemption import Preemption
 from worker_core.sequence import Stage, WorkerSequence
@@ -33,7 +34,7 @@ class Worker:
     num_blocks: int = 12
     costs: Costs = field(
         default_factory=lambda: Costs(
-            LocalPrefillPolicy(0, 0, is_pinned=False, max_itl_factor=2.0), 128
+            LocalPrefillPolicy(0, 0, is_pinned=False, gap_rule=KeepPercentile(2.0)), 128
         )
     )
 

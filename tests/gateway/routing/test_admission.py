@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded, Overloaded
 from baton.types import Rank, SequenceSpec, across_accounts
-from gateway.routing.admission import AdmissionQueue, WaitEstimate
+from gateway.routing.admission import LATE_EVERY, AdmissionQueue, WaitEstimate
 from gateway.routing.router import Need
 from tests.support.gateway_world import World, gateway_world, make_spec
 from tests.support.virtual_loop import run_virtual
@@ -27,6 +28,7 @@ class Item:
     width: int = 1
     is_return: bool = False
     priority: int = 0
+    late_s: float = inf
 
     @property
     def rank(self) -> Rank:
@@ -49,7 +51,7 @@ ITEMS = st.lists(
 
 def served(queue: AdmissionQueue[Item]) -> list[Item]:
     items = []
-    while (item := queue.pop()) is not None:
+    while (item := queue.pop(0.0)) is not None:
         queue.charge(item)
         items.append(item)
     return items
@@ -72,6 +74,43 @@ def test_each_item_is_served_once_returns_first_and_an_account_by_rank(items: li
     for account in (b"a", b"b", b"c"):
         own = [item for item in order if item.account == account and not item.is_return]
         assert own == sorted(own, key=lambda item: item.rank)
+
+
+@given(num_late=st.integers(0, 30), num_on_time=st.integers(0, 30))
+def test_late_items_get_one_place_of_so_many_while_others_wait(
+    num_late: int, num_on_time: int
+) -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(100)
+    late = [Item(number, late_s=0.0) for number in range(num_late)]
+    on_time = [Item(100 + number) for number in range(num_on_time)]
+    for item in (*late, *on_time):
+        queue.add(item)
+    order = served(queue)
+    assert [item for item in order if item in late] == late
+    assert [item for item in order if item in on_time] == on_time
+    while on_time:
+        assert (
+            order[: LATE_EVERY - 1]
+            == on_time[: LATE_EVERY - 1] + (late[: max(0, LATE_EVERY - 1 - len(on_time))])
+        )
+        del order[: LATE_EVERY - 1], on_time[: LATE_EVERY - 1]
+        if not on_time:
+            return
+        if late:
+            assert order.pop(0) == late.pop(0)
+
+
+def test_an_item_is_late_from_its_time_on() -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(100)
+    for number in (1, 2):
+        queue.add(Item(number, late_s=5.0 if number == 1 else inf))
+    first = queue.pop(4.9)
+    assert first is not None
+    assert first.number == 1
+    queue.add(first)
+    second = queue.pop(5.0)
+    assert second is not None
+    assert second.number == 2
 
 
 @given(items=ITEMS)
@@ -166,7 +205,7 @@ def test_one_with_five_hundred_requests_makes_another_wait_for_one() -> None:
     for number in range(500):
         queue.add(Item(number, b"many"))
     for _ in range(100):
-        item = queue.pop()
+        item = queue.pop(0.0)
         assert item
         queue.charge(item)
     assert queue.width_before(b"one", 1) == 1

@@ -1,0 +1,209 @@
+"""Requests inside their latency targets: fixed shapes, beside two that are given the targets.
+
+    python -m bench.slo [--rate 1 --rate 2 ...] [--seeds 3] [--doc docs/two_tiers.md]
+
+A simulation: gateway, router, admission and worker cores are the real ones under a virtual clock;
+steps take as long as a formula says. So the same call gives the same table on any machine. The
+formula's times are of the 125m shape on two cores whose load varies: with them the median first
+token of the split is 1.5 and 4.8 s at 2 and 4 requests/s, and colocated 0.6 and 2.2 s, where
+servers on such a machine had 1.4 and 4.7, and 0.5 and 2.5 s.
+
+Goal: in each cell the better of the two shapes with targets is at most two points below the best
+fixed shape, and above it in the mean.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import typer
+
+from baton.types import NO_SLO, Slo, Tier
+from bench import measure
+from bench.measure import Record
+from bench.plan import poisson
+from bench.suite.markdown import Goal, goal_line, replaced, table
+from tests.support.sim_load import TIMED_SPEC, Arrival, Speed, records_of_load
+from worker_core.policy import (
+    Policy,
+    colocated_prefill,
+    decode_policy,
+    learned_local_prefill,
+    pinned_local_prefill,
+    prefill_policy,
+)
+
+Workers = dict[str, tuple[Tier, Policy]]
+
+#: A worker with one of two cores, and one with both.
+_ONE_CORE = Speed(0.010, 0.0010, 0.0009, host_s=0.001, noise=0.08, noise_s=0.015)
+_TWO_CORES = Speed(0.008, 0.0006, 0.00047, host_s=0.001, noise=0.08, noise_s=0.015)
+
+RATES = (1.0, 2.0, 4.0)
+MAX_LOSS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """In milliseconds."""
+
+    name: str
+    ttft_ms: float
+    tpot_ms: float
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(self.ttft_ms / 1e3, self.tpot_ms / 1e3)
+
+    def share_of(self, records: Sequence[Record]) -> float:
+        inside = measure.Slo(self.ttft_ms, self.tpot_ms)
+        return fmean(inside.is_met_by(record) for record in records)
+
+
+TARGETS = (
+    Targets("early first token", 600, 200),
+    Targets("short gaps", 3000, 30),
+    Targets("both", 1200, 50),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Workers of a machine with two cores. speed: of each. max_num_batched_tokens: of a step."""
+
+    speed: Speed
+    workers: Callable[[Slo], Workers]
+    max_num_batched_tokens: int = 2048
+
+    def records(self, load: Sequence[Arrival], slo: Slo = NO_SLO) -> list[Record]:
+        return records_of_load(
+            load,
+            self.speed,
+            self.workers(slo),
+            targets=slo,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+
+def _split(slo: Slo) -> Workers:
+    decode = decode_policy(learned_local_prefill(TIMED_SPEC, slo))
+    return {"p0": (Tier.PREFILL, prefill_policy(slo)), "d0": (Tier.DECODE, decode)}
+
+
+def _apart(slo: Slo) -> Workers:
+    decode = decode_policy(pinned_local_prefill(TIMED_SPEC.layout.block_size))
+    return {"p0": (Tier.PREFILL, prefill_policy(slo)), "d0": (Tier.DECODE, decode)}
+
+
+def _colocated(slo: Slo) -> Workers:
+    return {"d0": (Tier.DECODE, decode_policy(colocated_prefill(TIMED_SPEC, slo)))}
+
+
+def _chunked(_slo: Slo) -> Workers:
+    policy = pinned_local_prefill(TIMED_SPEC.max_model_len, gap_rule=None)
+    return {"d0": (Tier.DECODE, decode_policy(policy))}
+
+
+FIXED = {
+    "apart": Shape(_ONE_CORE, _apart),
+    "split": Shape(_ONE_CORE, _split),
+    "chunks of 64": Shape(_TWO_CORES, _chunked, 64),
+    "chunks of 256": Shape(_TWO_CORES, _chunked, 256),
+    "chunks of 2,048": Shape(_TWO_CORES, _chunked, 2048),
+}
+WITH_TARGETS = {
+    "split with targets": Shape(_ONE_CORE, _split),
+    "colocated with targets": Shape(_TWO_CORES, _colocated),
+}
+
+
+def load_of(rate: float, seed: int, num_requests: int) -> list[Arrival]:
+    """Prompts of 256 to 1,024 tokens, answers of 32 to 64."""
+    rng = random.Random(seed)
+    return [
+        Arrival(due_s, rng.randint(256, 1024), rng.randint(32, 64))
+        for due_s in poisson(num_requests, rate, rng)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Shares of requests inside the targets, by shape."""
+
+    rate: float
+    targets: Targets
+    fixed: Mapping[str, float]
+    steered: Mapping[str, float]
+
+    @property
+    def gain(self) -> float:
+        """Share of the better shape with targets, less that of the best fixed one."""
+        return max(self.steered.values()) - max(self.fixed.values())
+
+
+def cells_at(rate: float, loads: Sequence[Sequence[Arrival]]) -> list[Cell]:
+    """One cell for each pair of targets."""
+    fixed = {name: [shape.records(load) for load in loads] for name, shape in FIXED.items()}
+    return [
+        Cell(
+            rate,
+            targets,
+            {name: fmean(map(targets.share_of, runs)) for name, runs in fixed.items()},
+            {
+                name: fmean(targets.share_of(shape.records(load, targets.slo)) for load in loads)
+                for name, shape in WITH_TARGETS.items()
+            },
+        )
+        for targets in TARGETS
+    ]
+
+
+def markdown(cells: Sequence[Cell], command: str) -> str:
+    """The table, and whether the goals are met."""
+    headings = ("requests/s", "targets, ms", *FIXED, *WITH_TARGETS)
+    rows = []
+    for cell in cells:
+        best = max((*cell.fixed.values(), *cell.steered.values()))
+        shares = (*cell.fixed.values(), *cell.steered.values())
+        shown = [f"**{share:.0%}**" if share == best else f"{share:.0%}" for share in shares]
+        targets = f"{cell.targets.name}: {cell.targets.ttft_ms:,.0f}, {cell.targets.tpot_ms:,.0f}"
+        rows.append([f"{cell.rate:g}", targets, *shown])
+    gains = [cell.gain for cell in cells]
+    goals = (
+        goal_line(Goal("least gain over the best fixed shape, points", -2), {"": 100 * min(gains)}),
+        goal_line(Goal("mean gain, points", 0), {"": 100 * fmean(gains)}),
+    )
+    return "\n".join([f"By `{command}`, simulated.\n", table(headings, rows), "", *goals])
+
+
+def main(
+    rate: Annotated[
+        list[float] | None, typer.Option(help="Requests/s; may be repeated. [default: 1, 2, 4]")
+    ] = None,
+    num_requests: Annotated[int, typer.Option(min=1, help="Of each run.")] = 40,
+    seeds: Annotated[int, typer.Option(min=1, help="Loads for each cell.")] = 3,
+    doc: Annotated[Path | None, typer.Option(help="Page with a part for the table.")] = None,
+) -> None:
+    """Simulate shapes with and without latency targets."""
+    cells = []
+    for one in rate or RATES:
+        loads = [load_of(one, seed, num_requests) for seed in range(seeds)]
+        cells += cells_at(one, loads)
+    body = markdown(cells, " ".join(["python -m bench.slo", *sys.argv[1:]]))
+    typer.echo(body)
+    if doc:
+        page = doc.read_text(encoding="utf-8")
+        doc.write_text(replaced(page, "slo", body), encoding="utf-8")
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command()(main)
+
+if __name__ == "__main__":
+    app(prog_name="python -m bench.slo")
