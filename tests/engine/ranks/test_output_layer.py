@@ -74,6 +74,7 @@ def test_rows_of_all_kinds_in_one_step_have_the_tokens_of_one_rank(
     assert generate(two, PROMPTS, settings, 5) == generate(one, PROMPTS, settings, 5)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("sampling", OTHERS)
 def test_only_rows_that_need_all_logits_have_them_brought_together(
     sampling: Sampling, tmp_path: Path, load_ranks: LoadRanks
