@@ -143,7 +143,7 @@ class StubDeviceEngine(TorchEngine):
         tables = DeviceTables(largest_batch, table_width(max_model_len, BLOCK_SIZE), cpu)
         eager = EagerSteps(model, NoFollowers(), tables if has_tables else None)
         self._eager = _Eager(eager)
-        steps = ReplayedSteps(model, tables, plan, _NoKernels(), self._eager)
+        steps = ReplayedSteps(model, tables, plan, _NoKernels(), self._eager, NoFollowers())
         super().__init__(spec, pool, steps, 1, NoFollowers(), lambda: None)
 
     @property

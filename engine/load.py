@@ -30,8 +30,8 @@ from engine.kv.layout import groups_of
 from engine.kv.tensors.state_memory import STATES_PER_SLOT
 from engine.kv.tensors.stateful import StatefulKvPool
 from engine.memory_plan import NO_HEAD, MemoryPlan, plan_blocks
-from engine.model_source import EnginePlan, Graphs, LoadedModel, ModelSource
-from engine.numerics import numerics_of
+from engine.model_source import EnginePlan, LoadedModel, ModelSource
+from engine.numerics import numerics_of, sums_of
 from engine.ranks.backends import choose_backend
 from engine.ranks.followers import Followers, TensorPool
 from engine.ranks.mesh import Degrees
@@ -62,7 +62,7 @@ def load_engine(
     loaded = _load_weights(settled, memory, config.model.model, progress)
     spec = _spec(settled, memory, loaded, config.model)
     pool = _make_pool(spec.layout, memory, device, loaded.followers)
-    steps = loaded.steps(pool, settled.graphs)
+    steps = loaded.steps(pool)
     limits = config.limits
     engine = TorchEngine(
         *(spec, pool, steps, limits.layer_group_size, loaded.followers, waiting_for(device)),
@@ -79,7 +79,6 @@ class _Settled:
 
     source: ModelSource
     plan: EnginePlan
-    graphs: Graphs | None
     dtype_reason: str
 
 
@@ -116,6 +115,9 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
     check_kv_dtype(kv_dtype, cache.block_size * source.head_dim, device)
     source.check_ranks(degrees, device)
     config.device.nodes.check(degrees)
+    graphs = config.graphs
+    if graphs is not None:
+        graphs = replace(graphs, max_seqs=min(graphs.max_seqs, limits.max_num_seqs))
     plan = EnginePlan(
         device=device,
         dtype=chosen.name,
@@ -132,11 +134,9 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
         attention=_choose_attention(source, config, chosen.name, kv_dtype, device),
         adapters=_read_adapters(source, config.lora, chosen.name, device, degrees),
         batch_invariant=choice.batch_invariant,
+        graphs=graphs,
     )
-    graphs = config.graphs
-    if graphs is not None:
-        graphs = replace(graphs, max_seqs=min(graphs.max_seqs, limits.max_num_seqs))
-    return _Settled(source, plan, graphs, chosen.reason)
+    return _Settled(source, plan, chosen.reason)
 
 
 def _choose_attention(
@@ -154,7 +154,7 @@ def _choose_attention(
 
 def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
     """Plan memory. Raises ConfigError if the model, or max_model_len tokens of KV, do not fit."""
-    source, plan, graphs = settled.source, settled.plan, settled.graphs
+    source, plan = settled.source, settled.plan
     where, sizes, head = plan.device, plan.layout, config.draft_head
     limits = config.limits
     max_num_seqs, max_num_batched_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
@@ -168,19 +168,20 @@ def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
             plan.dtype, max_num_batched_tokens, max_num_seqs, plan.max_len
         )
         + _table_bytes(plan),
-        graphs=source.graph_bytes(plan, graphs),
+        graphs=source.graph_bytes(plan),
         head=source.head_memory(head, plan.dtype, sizes.block_size) if head else NO_HEAD,
         transfers=planned_device_bytes() if where.type == "cuda" else 0,
         max_model_len=plan.max_len,
         max_num_seqs=max_num_seqs,
-        available_bytes=_available_bytes(where, config.cache.memory_share) * plan.nodes.size,
+        available_bytes=_available_bytes(where, config.cache.memory_share)
+        * (plan.nodes.size if where.type == "cpu" else plan.degrees.num_ranks),
         degrees=plan.degrees,
         kv_cache_memory_bytes=config.cache.memory_bytes,
         num_blocks=config.cache.num_blocks,
         max_window_slots=max_window_slots(
             source, sizes, where, max_num_seqs, max_num_batched_tokens
         )
-        if limits.frees_windows and graphs is None
+        if limits.frees_windows and plan.graphs is None
         else 0,
     )
     asked = config.model.max_model_len
@@ -219,7 +220,8 @@ def _spec(
     if plan.adapters:
         digests.append(adapters_digest(plan.adapters))
     layout = replace(plan.layout, fingerprint=":".join(digests))
-    kernels = ".".join(filter(None, (source.kernels, plan.attention.version)))
+    sums = sums_of(plan.degrees, plan.backend)
+    kernels = ".".join(filter(None, (source.kernels, plan.attention.version, sums)))
     numerics = numerics_of(plan.device, plan.dtype, kernels)
     if numerics.is_fallback:
         _log.warning("%s (%s)", FALLBACK_NOTICE, why_none())

@@ -179,10 +179,10 @@ def _stage_bytes(
         saved = num_levels * (size - 1)
         if stored.kind == "float" and stored.group_size:
             saved -= num_levels * 4 // stored.group_size
-    shared = (num_parameters(config) + head - embeddings) * size - saved
+    shared = (num_parameters(config) + head) * size - saved
     if not stage.is_first:
-        return -(-(shared - embeddings * size) // num_ranks)
-    return embeddings * size + -(-shared // num_ranks)
+        shared -= 2 * embeddings * size
+    return -(-shared // num_ranks)
 
 
 def token_bytes(config: ModelConfig, element_bytes: int) -> int:

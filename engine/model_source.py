@@ -38,7 +38,7 @@ class EnginePlan:
     in tokens; max_seqs, max_tokens: sequences and tokens of all steps in flight; num_window_slots:
     see MemoryPlan; adapters: by name; attention: the backend; batch_invariant: each row's result is
     independent of the rest of the batch; degrees, backend, nodes, kv_service, expert_load_file: of
-    the ranks, see DeviceConfig.
+    the ranks, see DeviceConfig. graphs: None if all steps run op by op.
     """
 
     device: torch.device
@@ -57,6 +57,7 @@ class EnginePlan:
     attention: AttentionBackend = REFERENCE
     batch_invariant: bool = False
     num_window_slots: int = 0
+    graphs: Graphs | None = None
 
 
 class ModelSource(Protocol):
@@ -149,7 +150,7 @@ class ModelSource(Protocol):
         """Upper estimate of a step's bytes."""
         ...
 
-    def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:
+    def graph_bytes(self, plan: EnginePlan) -> int:
         """Approximate bytes of recorded steps; 0 without recording."""
         ...
 
@@ -174,7 +175,7 @@ class LoadedModel(Protocol):
     @property
     def shared_prompt_limit(self) -> int | None: ...
 
-    def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
+    def steps(self, pool: TensorPool) -> StepRunner:
         """The step runner over `pool`."""
         ...
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from baton.errors import ConfigError
-from baton.types import DTYPE_BYTES, SCALED_DTYPES
+from baton.types import DTYPE_BYTES
 from baton_kernels.attention_backends import AttentionBackend
 from engine.attention_choice import check_batch_invariant, choose_attention
 from engine.checkpoint import HeadFiles
-from engine.cuda.graph_device import GraphDevice
 from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import pool_sizes
 from engine.memory_plan import HeadMemory, activation_bytes, weight_bytes
-from engine.model_source import EnginePlan, Graphs, LoadedModel
+from engine.model_source import EnginePlan, LoadedModel
 from engine.ranks.exchange import Groups
 from engine.ranks.expert_load import PerExpert, place_experts, read_loads, write_loads
 from engine.ranks.followers import Followers, TensorPool
 from engine.ranks.mesh import Degrees, Stage
 from engine.ranks.parts import kv_holders, rank_parts
+from engine.ranks.rank_spec import Recording
 from engine.ranks.start import check_ranks, start_followers
 from engine.torch.adapters import Adapter, load_adapter
 from engine.torch.decoder import Decoder
@@ -37,9 +34,6 @@ from engine.torch.packed import PackedParameters
 from engine.torch.rope import make_rope
 from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
 from engine.torch.weights import ProgressHook
-
-if TYPE_CHECKING:
-    from engine.cuda.step_graphs import GraphPlan, ReplayedSteps
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +86,17 @@ class NativeModel:
     def activation_bytes(self, dtype: str, num_tokens: int, num_seqs: int, max_len: int) -> int:
         return activation_bytes(self._config, dtype, num_tokens, num_seqs, max_len)
 
-    def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:
-        return 0 if graphs is None else _plan_graphs(self._config, plan, graphs).num_bytes
+    def graph_bytes(self, plan: EnginePlan) -> int:
+        recording = _recording(plan)
+        if recording is None:
+            return 0
+        # Imported here, because it imports Triton, which is optional.
+        from engine.cuda.recording import plan_recording
+
+        dtype = getattr(torch, plan.dtype)
+        return plan_recording(
+            *(recording, self._config, plan.layout, dtype), batch_invariant=plan.batch_invariant
+        ).num_bytes
 
     def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:
         folder, size = files.folder, DTYPE_BYTES[dtype]
@@ -128,6 +131,9 @@ class NativeModel:
             place_experts(loads, plan.degrees.tensor) if has_whole_experts else (),
             plan.nodes,
             kv_service=plan.kv_service,
+            device=device,
+            recording=_recording(plan),
+            batch_invariant=plan.batch_invariant,
         )
         try:
             parameters, digest = load_parameters(
@@ -168,7 +174,7 @@ class _LoadedNative:
         self._rope = make_rope(config, plan.device)
         self.shared_prompt_limit = self._rope.limit if self._rope.is_dynamic else None
 
-    def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
+    def steps(self, pool: TensorPool) -> StepRunner:
         ranks = self._groups.tensor
         stages, attention = self.followers.stages, self._plan.attention
         layers = stages.stage.layers(self._config.num_layers)
@@ -176,16 +182,21 @@ class _LoadedNative:
         decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks, attention, stages)
         self._decoder = decoder
         parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters, attention.plan)
-        device = self._plan.device
+        device, graphs, recording = self._plan.device, self._plan.graphs, _recording(self._plan)
         if graphs is None and device.type == "cpu":
             return EagerSteps(parts, self.followers, context=self._groups.context)
         width = table_width(self._plan.max_len, self._plan.layout.block_size)
         tables = DeviceTables(self._plan.max_seqs, width, device)
-        eager = EagerSteps(parts, self.followers, tables)
-        if graphs is None:
+        eager = EagerSteps(parts, self.followers, tables, self._groups.context)
+        if graphs is None or recording is None:
             return eager
-        plan = _plan_graphs(self._config, self._plan, graphs)
-        return _capture(parts, tables, plan, graphs.make(device), eager)
+        from engine.cuda.recording import record_steps
+
+        graph_device = graphs.make(device)
+        return record_steps(
+            *(recording, parts, tables, graph_device, eager, self.followers),
+            batch_invariant=self._plan.batch_invariant,
+        )
 
     def close(self) -> None:
         """See LoadedModel."""
@@ -195,49 +206,7 @@ class _LoadedNative:
             write_loads(path, self._loads, self._decoder.expert_loads())
 
 
-def _plan_graphs(config: ModelConfig, plan: EnginePlan, graphs: Graphs) -> GraphPlan:
-    # Imported here, because it imports Triton, which is optional.
-    from engine.cuda.step_graphs import plan_graphs
-
-    layout = plan.layout
-    pool = torch.empty(
-        (
-            *(0, config.num_layers, layout.num_parts),
-            *(config.num_kv_heads, layout.block_size, config.head_dim),
-        ),
-        dtype=torch.int8 if layout.dtype in SCALED_DTYPES else getattr(torch, layout.dtype),
-        device="meta",
-    )
-    return plan_graphs(
-        config,
-        pool,
-        getattr(torch, plan.dtype),
-        graphs.max_seqs,
-        plan.max_len,
-        batch_invariant=plan.batch_invariant,
-    )
-
-
-def _capture(
-    model: StepModel,
-    tables: DeviceTables,
-    plan: GraphPlan,
-    device: GraphDevice,
-    eager: StepRunner,
-) -> ReplayedSteps:
-    from engine.cuda.step_graphs import ReplayedSteps
-
-    num_seqs = plan.shapes[-1].num_seqs
-    _log.info("capturing %d graphs of steps of up to %d sequences", len(plan.shapes), num_seqs)
-    begin = time.monotonic()
-    try:
-        steps = ReplayedSteps(model, tables, plan, device, eager)
-    except RuntimeError as error:  # torch raises no narrower type for a failed or full device
-        raise ConfigError.of(
-            "enforce_eager",
-            False,
-            f"capturing decode steps failed ({error}); do without graphs, or leave them more "
-            "memory by a lower --gpu-memory-utilization or --max-cudagraph-capture-size",
-        ) from error
-    _log.info("captured %d graphs in %.1f s", len(plan.shapes), time.monotonic() - begin)
-    return steps
+def _recording(plan: EnginePlan) -> Recording | None:
+    if plan.graphs is None:
+        return None
+    return Recording(plan.graphs.max_seqs, plan.max_seqs, plan.max_len)

@@ -11,6 +11,7 @@ from baton.errors import StartupError
 from baton.types import NO_LEVEL, NumericsClass
 from baton_kernels.cpu.library import LevelError, level
 from baton_kernels.version import NUMERICS_VERSION
+from engine.ranks.mesh import Degrees
 
 #: CPU flags that affect oneDNN's choice of products, besides the capability that torch reports.
 _PRODUCT_FLAGS = frozenset({"avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "bf16"})
@@ -27,9 +28,17 @@ def cpu_level() -> str:
         raise StartupError(str(error)) from None
 
 
+def sums_of(degrees: Degrees, backend: str) -> str:
+    """What sums depend on besides the kernels, as a part of a class: the number of their parts, and
+    the backend if it chooses their order; empty if each is taken by one rank."""
+    if degrees.num_summands == 1:
+        return ""
+    return f"sums{degrees.num_summands}{'nccl' if backend == 'nccl' else ''}"
+
+
 def numerics_of(device: torch.device, dtype: str, kernels: str = "") -> NumericsClass:
     """Numerics class of an engine on `device` that computes in `dtype`. kernels: names and versions
-    of other kernels that tokens depend on.
+    of other kernels that tokens depend on, and `sums_of`.
 
     torch's part (sums of probabilities for top_p and log probabilities) is rounded according to its
     version and instruction set; without native kernels, oneDNN's products are, too. Raises

@@ -1,17 +1,22 @@
 """Tensor parallelism: the part of a decoder on each rank.
 
-Every linear layer is split by outputs and has all inputs on every rank; the ranks concatenate the
-outputs (engine/ranks/exchange.py). Each sum is therefore computed by one rank, in the same order as
-with a single rank, and a part of any weight, quantised or not, is a range of its rows. See
-docs/adr/0009-ranks-share-outputs.md.
+By default every linear layer is cut by its outputs and has all inputs on every rank; the ranks
+concatenate the outputs (engine/ranks/exchange.py). Each sum is therefore computed by one rank, in
+the same order as with a single rank, and a part of any weight, quantised or not, is a range of its
+rows. See docs/adr/0009-ranks-share-outputs.md. Cut by sums, every second layer is cut by its
+inputs: see engine/ranks/cuts.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from baton.errors import ConfigError
 from engine.families.config import ModelConfig
+
+#: How ranks share the linear layers: each output is computed by one, or each is a sum of parts.
+Cut = Literal["outputs", "sums"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,7 @@ class Shard:
     rank: int
     size: int
     experts: tuple[tuple[int, ...], ...] = ()
+    cut: Cut = "outputs"
 
     def part(self, num: int) -> range:
         """This rank's part of `num` rows. Parts have equal lengths, except that the last ones may
@@ -29,6 +35,12 @@ class Shard:
         length = -(-num // self.size)
         start = self.rank * length
         return range(min(start, num), min(start + length, num))
+
+    def second(self, num_out: int, num_in: int) -> tuple[range, range]:
+        """Outputs and inputs of this rank's part of a layer that reads another's outputs."""
+        if self.cut == "sums":
+            return range(num_out), self.part(num_in)
+        return self.part(num_out), range(num_in)
 
     def kv_heads(self, num_kv_heads: int) -> range:
         """KV heads that this rank's query heads read. If there are more ranks than KV heads,
@@ -63,18 +75,20 @@ NOTHING = Shard(1, 1)
 _SHARED = ("num_heads", "hidden_size", "intermediate_size")
 
 
-def check_size(config: ModelConfig, size: int, *, has_whole_experts: bool = False) -> None:
+def check_size(
+    config: ModelConfig, size: int, *, has_whole_experts: bool = False, cut: Cut = "outputs"
+) -> None:
     """Raise ConfigError unless `size` ranks can share the layers. has_whole_experts: ranks have
     these instead of parts of each."""
-    if reason := _misfit(config, size, has_whole_experts):
+    if reason := _misfit(config, size, has_whole_experts, cut):
         sizes = range(1, config.num_heads + 1)
-        fitting = [str(n) for n in sizes if not _misfit(config, n, has_whole_experts)]
+        fitting = [str(n) for n in sizes if not _misfit(config, n, has_whole_experts, cut)]
         raise ConfigError.of(
             "tensor_parallel_size", size, f"{reason}; this model takes {', '.join(fitting)}"
         )
 
 
-def _misfit(config: ModelConfig, size: int, has_whole_experts: bool) -> str:
+def _misfit(config: ModelConfig, size: int, has_whole_experts: bool, cut: Cut) -> str:
     """Reason that `size` ranks cannot share the layers; empty if they can."""
     traits, experts = config.traits, config.traits.experts
     numbers = {name: getattr(config, name) for name in _SHARED}
@@ -85,8 +99,33 @@ def _misfit(config: ModelConfig, size: int, has_whole_experts: bool) -> str:
     for name, number in numbers.items():
         if number % size:
             return f"{name}={number} is no multiple of it"
+    if not Shard(size - 1, size).part(config.vocab_size):
+        return f"vocab_size={config.vocab_size} leaves one of them without rows"
     if traits.has_whole_qk_norm and size > 1:
         return f"a {config.family} model has one norm for all heads"
     if config.num_kv_heads % size and size % config.num_kv_heads:
         return f"num_kv_heads={config.num_kv_heads} is neither a multiple nor a divisor of it"
+    group = 0 if config.quantization is None else config.quantization.group_size
+    if cut == "sums" and group and size > 1:
+        for name, number in _second_inputs(config, has_whole_experts).items():
+            if number % (group * size):
+                return (
+                    f"with tensor_parallel_cut=sums {name}={number} is no multiple of it times the "
+                    f"{group} weights of a scale"
+                )
     return ""
+
+
+def _second_inputs(config: ModelConfig, has_whole_experts: bool) -> dict[str, int]:
+    """Inputs of the layers that are cut by them."""
+    latent, experts = config.traits.latent, config.traits.experts
+    head_dim = config.head_dim if latent is None else latent.value_dim
+    found = {
+        "num_heads * head_dim": config.num_heads * head_dim,
+        "intermediate_size": config.intermediate_size,
+    }
+    if experts is not None and experts.shared_size:
+        found["shared_size"] = experts.shared_size
+    if experts is not None and not has_whole_experts:
+        found["moe_intermediate_size"] = experts.intermediate_size
+    return found

@@ -422,7 +422,7 @@ class PortServer:
 
 
 def serve(link: RankLink, make_pool: Callable[[KvLayout], KvPool], host: str) -> None:
-    """Serve the KV port of this process's rank from now on; see engine.torch.follower.
+    """Serve the KV port of this process's rank from now on; see engine.follower.
 
     make_pool: the rank's pool, for the layout of the whole model. host: the rank's address.
     """

@@ -37,6 +37,7 @@ def degrees_of(options: EngineOptions) -> Degrees:
         options.pipeline_parallel_size,
         options.context_parallel_size if isinstance(options, PrefillTierOptions) else 1,
         options.enable_expert_parallel,
+        options.tensor_parallel_cut,
     )
 
 

@@ -61,6 +61,13 @@ def check(
             "--enable-expert-parallel", help="Whole experts on the processes that share a model."
         ),
     ] = False,
+    tensor_parallel_cut: Annotated[
+        str,
+        typer.Option(
+            help="outputs or sums, as of baton serve; with sums, the tiers and the one worker that "
+            "they are compared with have equal --tensor-parallel-size."
+        ),
+    ] = "outputs",
     engine: Annotated[str, typer.Option(help="torch, or oracle to check without a model.")] = (
         "torch"
     ),
@@ -115,6 +122,14 @@ def check(
 
     options: dict[str, object] = {"model": model, "dtype": dtype, "engine": engine}
     options |= {"kv_cache_dtype": kv_cache_dtype, "model_impl": model_impl, "log_level": "warning"}
+    if tensor_parallel_cut != "outputs":
+        sizes = {prefill_tensor_parallel_size, decode_tensor_parallel_size}
+        if len(sizes) > 1:
+            raise typer.BadParameter(
+                f"--tensor-parallel-cut={tensor_parallel_cut}: sums of other numbers of parts are "
+                "rounded differently; give both tiers the same --...-tensor-parallel-size"
+            )
+        options |= {"tensor_parallel_cut": tensor_parallel_cut, "tensor_parallel_size": sizes.pop()}
     changes = {
         "rope_scaling": rope_scaling,
         "hf_overrides": hf_overrides,

@@ -67,6 +67,10 @@ class EngineOptions(ModelOptions):
     enable_expert_parallel: bool = False
     """Give each process of a tensor-parallel group whole experts instead of a part of every
     expert."""
+    tensor_parallel_cut: Literal["outputs", "sums"] = "outputs"
+    """How the processes of a tensor-parallel group share linear layers. outputs: each computes some
+    outputs, in four exchanges a layer; tokens are those of one process. sums: each computes a part
+    of every sum, in two all-reduces a layer; tokens depend on --tensor-parallel-size."""
     expert_load_file: Path | None = None
     """File of measured load, tokens per expert, by which --enable-expert-parallel places experts;
     written anew when a worker ends, and read when one starts, if it is there. With baton serve,

@@ -77,7 +77,7 @@ class Replayed:
         tables = DeviceTables(largest, width, setting.device)
         self.eager = EagerSteps(parts, NoFollowers(), tables)
         start = time.perf_counter()
-        self.steps = ReplayedSteps(parts, tables, plan, self.graphs, self.eager)
+        self.steps = ReplayedSteps(parts, tables, plan, self.graphs, self.eager, NoFollowers())
         self.capture_s = time.perf_counter() - start
         self.num_graphs = len(plan.shapes)
         self.engine = self.engine_of(self.steps, 1)

@@ -22,12 +22,14 @@ from baton_kernels.gpu.attention_plan import (
     most_items,
 )
 from baton_kernels.gpu.padded_plan import partial_bytes
+from baton_kernels.sampling import checked_argmax
 from engine.cuda.graph_device import Graph, GraphDevice
 from engine.cuda.static_step import StaticStep, static_bytes
 from engine.cuda.step_shapes import StepShape, choose_shape, step_shapes
 from engine.families.config import ModelConfig
 from engine.interface import Batch
 from engine.memory_plan import token_bytes
+from engine.ranks.followers import Followers
 from engine.torch.device_tables import DeviceTables
 from engine.torch.divided import LayerDone
 from engine.torch.step import take_drawn
@@ -91,10 +93,11 @@ class ReplayedSteps:
         plan: GraphPlan,
         device: GraphDevice,
         eager: StepRunner,
+        followers: Followers,
     ) -> None:
         """Capture all graphs, largest first, so that the others reuse its memory. Writes no block.
-        tables: has a row per sequence of a step."""
-        self._eager = eager
+        tables: has a row per sequence of a step. followers: have captured the same shapes."""
+        self._eager, self._followers = eager, followers
         self._reported: set[str] = set()
         self._shapes = plan.shapes
         self._num_layers = model.config.num_layers
@@ -116,7 +119,9 @@ class ReplayedSteps:
         def run() -> None:
             batch = self._static.packed(shape)
             states = model.decoder.forward(batch, model.kv.tensor, None, model.kv.scales)
-            self._logits[: shape.num_seqs].copy_(model.decoder.logits(states))
+            # Ranks other than 0 get their own part.
+            logits = model.decoder.logits(states)
+            self._logits[: shape.num_seqs, : logits.shape[1]].copy_(logits)
 
         return run
 
@@ -143,10 +148,11 @@ class ReplayedSteps:
                 f"{max(s.num_items for s in self._shapes)} ranges of {SPLIT_TOKENS} keys in all"
             )
             return self._eager.run(batch, layer_done, drawn)
-        self._static.fill(shape, batch)
-        if drawn is not None:
-            take_drawn(self._static.token_ids(shape), batch, drawn)
-        self._graphs[shape].replay()
+        with self._followers.step(batch, (), replays=True):
+            self._static.fill(shape, batch)
+            if drawn is not None:
+                take_drawn(self._static.token_ids(shape), batch, drawn)
+            self._graphs[shape].replay()
         if layer_done is not None:
             for layer in range(self._num_layers):
                 layer_done(layer)
@@ -167,6 +173,10 @@ class ReplayedStep:
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """See StepOutput."""
         return self.all_logits if len(rows) == self.num_rows else self.all_logits[rows]
+
+    def best(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See StepOutput."""
+        return checked_argmax(self.logits(rows))
 
 
 #: Maximum tokens of a sequence that verifies drafts, including its own; more tokens are a prompt's

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton_kernels.layer import (
     Attention,
@@ -28,25 +28,42 @@ if TYPE_CHECKING:
     import torch
 
 
+class Columns(NamedTuple):
+    """Columns `part` of a checkpoint's weight with `num` columns."""
+
+    part: range
+    num: int
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """Select the columns of a weight [rows, num], or the groups of columns that hold them from
+        scales [rows, groups]."""
+        width = rows.shape[1]
+        start, stop = self.part.start * width // self.num, -(-self.part.stop * width // self.num)
+        return rows[:, start:stop]
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Rows `rows` (possibly with a step of 2) of a checkpoint's layer `name`, which has `num_rows`.
 
     order: permutation of the rows of each head, where it differs from the checkpoint's: row i is
-    row order[i] of the checkpoint.
+    row order[i] of the checkpoint. columns: those of the layer's weight; None for all.
     """
 
     name: str
     rows: range
     num_rows: int
     order: tuple[int, ...] = ()
+    columns: Columns | None = None
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """Select the rows of a tensor [num_rows, ...]; returns the tensor itself if it selects all
-        in order."""
+        """Select the rows, and of a weight the columns, of a tensor [num_rows, ...]; returns the
+        tensor itself if it selects all in order."""
         own = whole
         if len(self.rows) < self.num_rows:
             own = whole[self.rows.start : self.rows.stop : self.rows.step]
+        if self.columns is not None and own.ndim == 2:
+            own = self.columns.take(own)
         if not self.order:
             return own
         heads = own.view(-1, len(self.order), *own.shape[1:])
@@ -59,7 +76,8 @@ class LinearSpec:
 
     is_router: not split among ranks, never quantised, and float32 if is_wide. is_split: its
     checkpoint tensor is shared with other layers, so it is dequantised during reading.
-    is_transposed: it computes x W, from num_out to num_in, both as in the checkpoint.
+    is_transposed: it computes x W, from num_out to num_in, both as in the checkpoint. num_in: of
+    the inputs held here. is_part: another rank adds the bias, which is zero here.
     """
 
     sources: tuple[Source, ...]
@@ -69,6 +87,7 @@ class LinearSpec:
     is_wide: bool = False
     is_split: bool = False
     is_transposed: bool = False
+    is_part: bool = False
 
     @property
     def is_quantizable(self) -> bool:
@@ -194,6 +213,17 @@ class _Composing:
     def _source(self, part: str, num_rows: int) -> Source:
         return Source(self._name(part), self._shard.part(num_rows), num_rows)
 
+    def _second(
+        self, part: str, num_out: int, num_in: int, *, has_bias: bool = False
+    ) -> LinearSpec:
+        """A layer that reads the outputs of another."""
+        rows, inputs = self._shard.second(num_out, num_in)
+        is_cut = len(inputs) < num_in
+        columns = Columns(inputs, num_in) if is_cut else None
+        source = Source(self._name(part), rows, num_out, columns=columns)
+        is_part = is_cut and self._shard.rank > 0
+        return LinearSpec((source,), len(inputs), has_bias, is_part=is_part)
+
     def _attention(self) -> Attention[LinearSpec, VectorSpec]:
         config, traits, shard = self._config, self._config.traits, self._shard
         dim, window = config.head_dim, config.windows[self._index]
@@ -225,7 +255,7 @@ class _Composing:
         elif config.has_qk_norm:
             q_norm = self._norm("self_attn.q_norm", dim, order)
             k_norm = self._norm("self_attn.k_norm", dim, order)
-        output = (self._source("self_attn.o_proj", config.hidden_size),)
+        hidden, has_bias = config.hidden_size, config.has_output_bias
         sinks = None
         if traits.has_sinks:
             name = self._name("self_attn.sinks")
@@ -235,7 +265,7 @@ class _Composing:
             LinearSpec(sources, config.hidden_size, config.has_qkv_bias),
             q_norm,
             k_norm,
-            LinearSpec(output, num_q, config.has_output_bias),
+            self._second("self_attn.o_proj", hidden, num_q, has_bias=has_bias),
             sinks,
         )
 
@@ -279,10 +309,10 @@ class _Composing:
             self._norm("self_attn.kv_a_layernorm", rank),
             tuple(of_head(head, 0, plain, is_transposed=True) for head in heads),
             tuple(of_head(head, plain, value, is_transposed=False) for head in heads),
-            LinearSpec(
-                (self._source("self_attn.o_proj", hidden),),
-                config.num_heads * value,
-                config.has_output_bias,
+            self._second(
+                "self_attn.o_proj",
+                *(hidden, config.num_heads * value),
+                has_bias=config.has_output_bias,
             ),
         )
 
@@ -293,11 +323,11 @@ class _Composing:
         sources = tuple(self._source(f"{folder}.{part}", inner) for part in (names.gate, names.up))
         if is_fused:
             sources = _fuse(self._name(f"{folder}.gate_up_proj"), sources)
-        down = self._source(f"{folder}.{names.down}", config.hidden_size)
+        hidden, has_bias = config.hidden_size, config.has_mlp_bias
         return Mlp(
             config.traits.activation,
-            LinearSpec(sources, config.hidden_size, config.has_mlp_bias),
-            LinearSpec((down,), inner, config.has_mlp_bias),
+            LinearSpec(sources, hidden, has_bias),
+            self._second(f"{folder}.{names.down}", hidden, inner, has_bias=has_bias),
         )
 
     def _stacked_mlp(self, name: str, inner: int) -> Mlp[LinearSpec]:
@@ -310,9 +340,7 @@ class _Composing:
         return Mlp(
             config.traits.activation,
             LinearSpec(sources, config.hidden_size, has_bias=True),
-            LinearSpec(
-                (self._source(f"{name}.down_proj", config.hidden_size),), inner, has_bias=True
-            ),
+            self._second(f"{name}.down_proj", config.hidden_size, inner, has_bias=True),
         )
 
     def _experts(self, experts: ExpertsConfig) -> Experts[LinearSpec, VectorSpec]:

@@ -9,7 +9,7 @@ from math import ceil
 from engine.kv.groups.group import LayerGroup
 from engine.kv.layout import groups_of
 from engine.kv.tensors.state_memory import STATES_PER_SLOT
-from engine.plan.model import ModelSizes, Storage, Weights
+from engine.plan.model import ModelSizes, Weights
 from engine.ranks.mesh import Degrees, stage_layers
 
 
@@ -67,15 +67,10 @@ def stage_weight_bytes(model: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
     for index, layers in enumerate(stages):
         shared = sum((model.layers[layer].total for layer in layers), Weights())
         shared += Weights(model.norm)
-        whole = Weights(model.embeddings) if index == 0 else Weights()
         if index == 0:
-            shared += model.head
-        found.append(_rank_bytes(storage, whole, shared, degrees.tensor))
+            shared += model.head + Weights(model.embeddings)
+        found.append(-(-ceil(storage.loaded_bytes(shared)) // degrees.tensor))
     return tuple(found)
-
-
-def _rank_bytes(storage: Storage, whole: Weights, shared: Weights, num_ranks: int) -> int:
-    return ceil(storage.loaded_bytes(whole)) + -(-ceil(storage.loaded_bytes(shared)) // num_ranks)
 
 
 def sequence_bytes(

@@ -75,7 +75,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A model. embeddings: weights of the table, on every rank; head: of the output layer, which is
+    """A model. embeddings: weights of the table; head: of the output layer, which is
     a copy of the table if is_tied. num_experts, num_chosen: of a layer with experts; 0 without.
     attention_width, inner_width: elements of a token between the linear layers of attention and of
     the MLP. layout: KV of the whole model."""

@@ -123,8 +123,9 @@ def _graph_bytes(
         max_len=source.max_len,
         degrees=ONE_RANK,
         max_seqs=options.max_num_seqs,
+        graphs=Graphs(_no_device, options.max_num_seqs),
     )
-    return source.graph_bytes(plan, Graphs(_no_device, options.max_num_seqs))
+    return source.graph_bytes(plan)
 
 
 def _no_device(device: torch.device) -> GraphDevice:

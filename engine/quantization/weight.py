@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-#: Selects rows of a tensor [num_rows, ...]; returns the tensor itself if it selects all.
+#: Selects rows of a tensor [num_rows, ...], or rows and columns, which are whole groups of inputs;
+#: returns the tensor itself if it selects all.
 TakeRows = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -37,7 +38,7 @@ class QuantizedWeight:
         return 1 << (self.bits - 1)
 
     def part(self, take: TakeRows) -> QuantizedWeight:
-        """A selection of outputs, copied unless it is all of them."""
+        """A selection of outputs and groups of inputs, copied unless it is all of them."""
         zeros = None if self.zeros is None else _own(take, self.zeros)
         return QuantizedWeight(_own(take, self.levels), _own(take, self.scales), zeros, self.bits)
 

@@ -34,16 +34,22 @@ class _Kind(IntEnum):
     """The states of the oldest step in flight, from the last stage."""
     COPY = 5
     """Number of a pool, number of blocks, sources, targets."""
+    BEST = 6
+    """The likeliest tokens of rows of the last collected step's states."""
+    REPLAY = 7
+    """As STEP, of a shape that all ranks have recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
     """Write the batch's KV and keep its states. Only the offsets of its sample rows are valid.
-    tables: window table per slice, see WindowedStep; empty if all layers share blocks."""
+    tables: window table per slice, see WindowedStep; empty if all layers share blocks. replays:
+    replay the recorded step instead, which includes the logits."""
 
     batch: Batch
     tables: Sequence[Sequence[int]]
-    syncs_layers: bool
+    syncs_layers: bool = False
+    replays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,14 @@ class LogitsCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class BestCommand:
+    """Find the likeliest token of each of these rows of the last collected step's states. To the
+    first stage."""
+
+    rows: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class CopyCommand:
     """Copy blocks of a pool, sources[i] to targets[i]. pool: its number among RankSpec.pools."""
 
@@ -68,7 +82,7 @@ class CopyCommand:
     targets: Sequence[int]
 
 
-Command = StepCommand | CollectCommand | LogitsCommand | CopyCommand
+Command = StepCommand | CollectCommand | LogitsCommand | BestCommand | CopyCommand
 
 
 class StepEncoder:
@@ -77,8 +91,16 @@ class StepEncoder:
     def __init__(self) -> None:
         self._blocks, self._windows = TableEncoder(), TableEncoder()
 
-    def encode(self, batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool) -> bytes:
-        """Encode a StepCommand. tables: empty, or one per slice."""
+    def encode(
+        self,
+        batch: Batch,
+        tables: Sequence[Sequence[int]],
+        *,
+        syncs_layers: bool = False,
+        replays: bool = False,
+    ) -> bytes:
+        """Encode a StepCommand, of a kind that replays or one that does not. tables: empty, or one
+        per slice."""
         numbers = array("q", [len(batch.slices)])
         for part in batch.slices:
             counts = (len(part.token_ids), len(part.rows))
@@ -88,7 +110,8 @@ class StepEncoder:
             numbers.extend(row.offset for row in part.rows)
         numbers += self._blocks.encode([part.block_table for part in batch.slices])
         numbers += self._windows.encode(tables)
-        return _frame(_Kind.LAYER_SYNC_STEP if syncs_layers else _Kind.STEP, numbers)
+        kind = _Kind.LAYER_SYNC_STEP if syncs_layers else _Kind.STEP
+        return _frame(_Kind.REPLAY if replays else kind, numbers)
 
 
 def encode_collect() -> bytes:
@@ -99,6 +122,11 @@ def encode_collect() -> bytes:
 def encode_logits(rows: Sequence[int]) -> bytes:
     """Encode a LogitsCommand."""
     return _frame(_Kind.LOGITS, array("q", rows))
+
+
+def encode_best(rows: Sequence[int]) -> bytes:
+    """Encode a BestCommand."""
+    return _frame(_Kind.BEST, array("q", rows))
 
 
 def encode_copy(pool: int, sources: Sequence[int], targets: Sequence[int]) -> bytes:
@@ -125,12 +153,15 @@ def read_commands(stream: IO[bytes]) -> Iterator[Command]:
 def _command(kind: _Kind, numbers: array[int], steps: _StepDecoder) -> Command:
     if kind is _Kind.LOGITS:
         return LogitsCommand(numbers)
+    if kind is _Kind.BEST:
+        return BestCommand(numbers)
     if kind is _Kind.COLLECT:
         return CollectCommand()
     if kind is _Kind.COPY:
         pool, count = numbers[:2]
         return CopyCommand(pool, numbers[2 : 2 + count], numbers[2 + count :])
-    return StepCommand(*steps.decode(numbers), kind is _Kind.LAYER_SYNC_STEP)
+    batch, tables = steps.decode(numbers)
+    return StepCommand(batch, tables, kind is _Kind.LAYER_SYNC_STEP, kind is _Kind.REPLAY)
 
 
 class _StepDecoder:

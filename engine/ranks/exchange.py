@@ -44,10 +44,47 @@ class Ranks(Protocol):
         get their own part back."""
         ...
 
+    def reduce(self, part: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of all ranks' parts [rows, columns], plus a residual of the same shape, rounded
+        to the parts' dtype. All ranks get the same bits. NCCL chooses the order of the sum; the
+        others take it in float32, by rank, the residual last.
+
+        A barrier, even with no rows.
+        """
+        ...
+
     def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
         """part [num_rows[rank], columns] -> [sum(num_rows), columns / size]: this rank's columns of
         the rows of all ranks, by rank (an all-to-all)."""
         ...
+
+
+#: Bytes of a part, from which on ranks of more than two share out a sum's rows instead of each
+#: taking the whole sum: they then receive 2 (N - 1) / N parts in place of N - 1, in two exchanges.
+SHARED_SUM_BYTES = 64 << 10
+
+
+def shares_sum(part: torch.Tensor, size: int) -> bool:
+    """Whether `size` ranks share out the sum of such parts."""
+    return size > 2 and part.nbytes >= SHARED_SUM_BYTES and part.shape[1] % size == 0
+
+
+def shared_sum(ranks: Ranks, part: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """See Ranks.reduce: each rank sums its columns, and gets the others'."""
+    (rows, columns), size = part.shape, ranks.shard.size
+    parts = ranks.exchange(part, [rows] * size).view(size, rows, columns // size)
+    own = None if residual is None else ranks.own(residual)
+    return ranks.gather(sum_of(parts.unbind(), own))
+
+
+def sum_of(parts: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch.Tensor:
+    """The sum of two or more parts of one shape in float32, in order, the residual last; rounded to
+    the parts' dtype."""
+    first, second, *others = parts
+    total = first.float() + second
+    for other in others if residual is None else (*others, residual):
+        total += other
+    return total.to(first.dtype)
 
 
 class Alone:
@@ -66,6 +103,9 @@ class Alone:
 
     def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:  # noqa: ARG002
         return part
+
+    def reduce(self, part: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return part if residual is None else part + residual
 
     def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
         return part

@@ -29,8 +29,8 @@ class Followers(Protocol):
     """The other ranks: started with the engine, given each command just before rank 0 runs it,
     closed with the engine.
 
-    Rank 0 runs its own part inside the contexts of `step` and `logits`. An exception inside leaves
-    the ranks out of step, so the process has to end.
+    Rank 0 runs its own part inside the contexts of `step`, `logits` and `best`. An exception inside
+    leaves the ranks out of step, so the process has to end.
     """
 
     @property
@@ -61,10 +61,16 @@ class Followers(Protocol):
         ...
 
     def step(
-        self, batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool
+        self,
+        batch: Batch,
+        tables: Sequence[Sequence[int]],
+        *,
+        syncs_layers: bool = False,
+        replays: bool = False,
     ) -> AbstractContextManager[None]:
         """Send a forward. syncs_layers: ranks synchronise after every layer, for a `layers_done`.
-        tables: see WindowedStep."""
+        replays: each replays the graph that it has recorded of the step's shape. tables: see
+        WindowedStep."""
         ...
 
     def collect(self) -> AbstractContextManager[None]:
@@ -74,6 +80,10 @@ class Followers(Protocol):
 
     def logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
         """Send a request for logits of these rows of the last collected forward's states."""
+        ...
+
+    def best(self, rows: Sequence[int]) -> AbstractContextManager[None]:
+        """Send a request for the likeliest tokens of these rows, likewise."""
         ...
 
     def close(self) -> None:
@@ -105,7 +115,8 @@ class NoFollowers:
         batch: Batch,  # noqa: ARG002
         tables: Sequence[Sequence[int]],  # noqa: ARG002
         *,
-        syncs_layers: bool,  # noqa: ARG002
+        syncs_layers: bool = False,  # noqa: ARG002
+        replays: bool = False,  # noqa: ARG002
     ) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -113,6 +124,9 @@ class NoFollowers:
         return nullcontext()
 
     def logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def best(self, rows: Sequence[int]) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
 
     def close(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from engine.shard import Cut
+
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
@@ -12,13 +14,20 @@ class Degrees:
 
     tensor: ranks that share each layer. pipeline: stages, each of consecutive layers. context:
     ranks that share the tokens of a prompt, each with all weights of its stage. whole_experts: the
-    ranks of a tensor-parallel group have whole experts instead of a slice of each.
+    ranks of a tensor-parallel group have whole experts instead of a slice of each. cut: how these
+    ranks share linear layers.
     """
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     whole_experts: bool = False
+    cut: Cut = "outputs"
+
+    @property
+    def num_summands(self) -> int:
+        """Parts of the sums of a layer."""
+        return self.tensor if self.cut == "sums" else 1
 
     @property
     def num_ranks(self) -> int:

@@ -120,6 +120,7 @@ def refusal(hello: Hello, nodes: Nodes, degrees: Degrees, files: str) -> str:
         ("pipeline-parallel-size", other.pipeline, degrees.pipeline),
         ("context-parallel-size", other.context, degrees.context),
         ("enable-expert-parallel", other.whole_experts, degrees.whole_experts),
+        ("tensor-parallel-cut", other.cut, degrees.cut),
     ):
         if theirs != ours:
             return f"{hello.name} has --{option} {theirs}, node 0 {ours}; give all nodes the same"

@@ -25,7 +25,15 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from baton.errors import StartupError
-from engine.ranks.exchange import Alone, ExchangeFailed, Groups, Ranks
+from engine.ranks.exchange import (
+    Alone,
+    ExchangeFailed,
+    Groups,
+    Ranks,
+    shared_sum,
+    shares_sum,
+    sum_of,
+)
 from engine.ranks.mesh import Stage
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.stages import OneStage, Stages
@@ -67,7 +75,7 @@ class ProcessGroups:
             if len(members) == 1:
                 return Alone()
             group = self.join_group(spec, name, members)
-            return ProcessGroupRanks(group, shard, spec.torch_device)
+            return _RANKS[self._kind](group, shard, spec.torch_device)
 
         tensor, context = spec.degrees.groups_of(spec.rank)
         return Groups(
@@ -191,10 +199,7 @@ class ProcessGroupRanks:
         if not rows:
             self.meet()
             return part.new_empty(0, size * columns)
-        stacked = part.new_empty(size * rows, columns)
-        with _exchange():
-            self._group._allgather_base(stacked, part.contiguous()).wait()
-        return stacked.view(size, rows, columns).transpose(0, 1).reshape(rows, size * columns)
+        return self._stacked(part).transpose(0, 1).reshape(rows, size * columns)
 
     def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
         rows, size = len(part), self.shard.size
@@ -212,6 +217,22 @@ class ProcessGroupRanks:
             return part
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
 
+    def reduce(self, part: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if shares_sum(part, self.shard.size):
+            return shared_sum(self, part, residual)
+        if not len(part):
+            self.meet()
+            return part
+        return sum_of(self._stacked(part).unbind(), residual)
+
+    def _stacked(self, part: torch.Tensor) -> torch.Tensor:
+        """part [rows, columns], at least one row -> [ranks, rows, columns]."""
+        (rows, columns), size = part.shape, self.shard.size
+        stacked = part.new_empty(size * rows, columns)
+        with _exchange():
+            self._group._allgather_base(stacked, part.contiguous()).wait()
+        return stacked.view(size, rows, columns)
+
     def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
         (rows, columns), size = part.shape, self.shard.size
         sent = part.view(rows, size, columns // size).transpose(0, 1).flatten(0, 1)
@@ -220,3 +241,19 @@ class ProcessGroupRanks:
         with _exchange():
             self._group.alltoall_base(received, sent.contiguous(), *splits).wait()
         return received
+
+
+class NcclRanks(ProcessGroupRanks):
+    """See engine.ranks.exchange.Ranks. Sums are NCCL's, in the parts' dtype."""
+
+    def reduce(self, part: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if not len(part):
+            self.meet()
+            return part
+        total = part.contiguous()
+        with _exchange():
+            self._group.allreduce([total]).wait()
+        return total if residual is None else total.add_(residual)
+
+
+_RANKS = {"gloo": ProcessGroupRanks, "nccl": NcclRanks}

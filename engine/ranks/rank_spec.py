@@ -18,13 +18,25 @@ _MIN_STAGING_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """Decode steps to record as graphs: of up to max_graph_seqs sequences of up to max_len tokens.
+    max_seqs: sequences of any step."""
+
+    max_graph_seqs: int
+    max_seqs: int
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankSpec:
     """Equal for all ranks of an engine, except for `rank`.
 
     backend: a name of BACKENDS. folder: of the checkpoint. config: parsed config.json, passed
     because parsing would import transformers. dtype: of weights. pools: see pool_sizes. device:
-    where the rank computes. num_threads: of this rank. staging_bytes: see `staging_bytes`.
-    max_num_rows: states of all launches in flight. experts: see Shard.
+    of rank 0; those of the others on a host follow it. num_threads: of this rank. staging_bytes:
+    see `staging_bytes`. max_num_rows: states of all launches in flight. experts: see Shard.
+    recording: decode steps that all ranks record; None: all run op by op. num_nodes: hosts.
+    batch_invariant: see EnginePlan.
 
     kv_fd, meeting_fd: inherited segments, for pools (see kv_pool) and for SharedRanks; -1 without.
     host: this rank's address for exchanges over a network. store: host and port of the store of
@@ -45,6 +57,9 @@ class RankSpec:
     staging_bytes: int
     max_num_rows: int = 1
     experts: PerExpert = ()
+    recording: Recording | None = None
+    num_nodes: int = 1
+    batch_invariant: bool = False
     device: str = "cpu"
     kv_fd: int = -1
     meeting_fd: int = -1
@@ -59,7 +74,8 @@ class RankSpec:
     @property
     def shard(self) -> Shard:
         """The rank's part of each of its layers."""
-        return Shard(self.place.tensor_rank, self.degrees.tensor, self.experts)
+        degrees = self.degrees
+        return Shard(self.place.tensor_rank, degrees.tensor, self.experts, degrees.cut)
 
     @property
     def context_shard(self) -> Shard:
@@ -88,7 +104,12 @@ class RankSpec:
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device(self.device)
+        """Where this rank computes."""
+        first = torch.device(self.device)
+        if first.type == "cpu":
+            return first
+        local_rank = self.rank % (self.degrees.num_ranks // self.num_nodes)
+        return torch.device(first.type, (first.index or 0) + local_rank)
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.ranks.exchange import Alone, Groups, Ranks
+from engine.ranks.exchange import Alone, Groups, Ranks, shared_sum, shares_sum, sum_of
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import create_segment, map_segment
 from engine.ranks.semaphores import Semaphore, semaphores_bytes
@@ -138,6 +138,19 @@ class SharedRanks:
             self.meet()
             if is_first:
                 self._take(whole, first, columns)
+        return whole
+
+    def reduce(self, part: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        (rows, columns), size = part.shape, self.shard.size
+        if shares_sum(part, size):
+            return shared_sum(self, part, residual)
+        whole = torch.empty_like(part)
+        for piece in self._pieces(rows, columns, part.element_size()):
+            self._put(part, piece)
+            self.meet()
+            num_rows = len(whole[piece])
+            parts = [self._staged(rank, num_rows, columns, part.dtype) for rank in range(size)]
+            whole[piece] = sum_of(parts, None if residual is None else residual[piece])
         return whole
 
     def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:

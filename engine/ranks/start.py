@@ -13,14 +13,14 @@ from engine.ranks.expert_load import PerExpert
 from engine.ranks.followers import Followers, NoFollowers
 from engine.ranks.mesh import Degrees
 from engine.ranks.nodes import ONE_NODE, Nodes
-from engine.ranks.rank_spec import RankSpec, staging_bytes
+from engine.ranks.rank_spec import RankSpec, Recording, staging_bytes
 from engine.ranks.team import RankTeam
 from engine.shard import check_size
 
 
 def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> None:
     """Raise ConfigError if ranks of these degrees cannot share the model on this kind of device."""
-    check_size(config, degrees.tensor, has_whole_experts=degrees.whole_experts)
+    check_size(config, degrees.tensor, has_whole_experts=degrees.whole_experts, cut=degrees.cut)
     if degrees.pipeline > config.num_layers:
         raise ConfigError.of(
             "pipeline_parallel_size",
@@ -48,7 +48,8 @@ def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> 
         raise ConfigError.of(
             f"{kind}_parallel_size",
             getattr(degrees, kind),
-            "ranks reach each other's KV in host memory; give --device=cpu, or leave it out",
+            "the KV channel of a rank does not wait for the stream of that rank's GPU yet, so that "
+            "it could send KV before it is written; give --device=cpu, or leave it out",
         )
 
 
@@ -63,12 +64,16 @@ def start_followers(
     experts: PerExpert = (),
     nodes: Nodes = ONE_NODE,
     kv_service: str = "",
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+    recording: Recording | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Followers:
     """Start the processes of all other ranks; they load in parallel, each with as many threads as
     this process.
 
-    backend: a name of BACKENDS. dtype: of the weights. max_num_rows, experts, kv_service: see
-    RankSpec.
+    backend: a name of BACKENDS. dtype: of the weights. device: of this process. max_num_rows,
+    experts, kv_service, recording, batch_invariant: see RankSpec.
     """
     if degrees.num_ranks == 1:
         return NoFollowers()
@@ -85,5 +90,9 @@ def start_followers(
         max_num_rows=max_num_rows,
         kv_service=kv_service,
         experts=experts,
+        recording=recording,
+        batch_invariant=batch_invariant,
+        num_nodes=nodes.size,
+        device=str(device),
     )
     return RankTeam(spec, nodes)

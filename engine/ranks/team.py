@@ -26,7 +26,13 @@ from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool
 from engine.kv.tensors.ranks import ShardedKvPool, own_kv_pool, pool_memories
 from engine.kv.tensors.remote_parts import RemoteParts
 from engine.ranks.backends import BACKENDS
-from engine.ranks.commands import StepEncoder, encode_collect, encode_copy, encode_logits
+from engine.ranks.commands import (
+    StepEncoder,
+    encode_best,
+    encode_collect,
+    encode_copy,
+    encode_logits,
+)
 from engine.ranks.exchange import ExchangeFailed, Groups
 from engine.ranks.followers import TensorPool
 from engine.ranks.link import SILENCE_S, Link
@@ -40,7 +46,7 @@ from engine.ranks.stages import OneStage, Stages
 _log = logging.getLogger(__name__)
 
 #: -P keeps the working directory out of the import path: its folders may shadow modules.
-_PROGRAM = (sys.executable, "-P", "-m", "engine.torch.follow")
+_PROGRAM = (sys.executable, "-P", "-m", "engine.follow")
 
 
 def end_process(reason: str) -> None:
@@ -134,12 +140,13 @@ class RankTeam:
         self._steps = StepEncoder()
         degrees = spec.degrees
         self._is_on_one_node = nodes.size == 1
+        self._shares_kv = self._is_on_one_node and spec.torch_device.type == "cpu"
         self.shard = spec.shard
         self.stages: Stages = OneStage()
         remote: dict[int, RemoteRank] = {}
-        if self._is_on_one_node:
+        if self._shares_kv:
             spec = self._with_shared_kv(spec)
-        else:
+        if not self._is_on_one_node:
             files = files_digest(Path(spec.folder))
             listener = NodeListener(nodes, spec.degrees, files)
             spec = replace(spec, host=listener.address[0])
@@ -216,7 +223,7 @@ class RankTeam:
         def make(own: KvLayout, num_blocks: int) -> ShardedKvPool | TorchKvPool | RemoteParts:
             number = next(numbers)
             size = sizes[number]
-            if not self._is_on_one_node:
+            if not self._shares_kv:
                 part = size.own_pool(self._spec.rank, device)
                 return RemoteParts(own, part, partial(self._copy, number))
             if size.num_memories == 1:
@@ -239,9 +246,14 @@ class RankTeam:
 
     @contextmanager
     def step(
-        self, batch: Batch, tables: Sequence[Sequence[int]], *, syncs_layers: bool
+        self,
+        batch: Batch,
+        tables: Sequence[Sequence[int]],
+        *,
+        syncs_layers: bool = False,
+        replays: bool = False,
     ) -> Iterator[None]:
-        frame = self._steps.encode(batch, tables, syncs_layers=syncs_layers)
+        frame = self._steps.encode(batch, tables, syncs_layers=syncs_layers, replays=replays)
         with self._together(frame, self._members):
             yield
 
@@ -253,6 +265,11 @@ class RankTeam:
     @contextmanager
     def logits(self, rows: Sequence[int]) -> Iterator[None]:
         with self._together(encode_logits(rows), self._first_group):
+            yield
+
+    @contextmanager
+    def best(self, rows: Sequence[int]) -> Iterator[None]:
+        with self._together(encode_best(rows), self._first_group):
             yield
 
     def _copy(self, pool: int, sources: Sequence[int], targets: Sequence[int]) -> None:

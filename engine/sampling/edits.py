@@ -34,19 +34,24 @@ def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:
     return any(not 0 <= token < vocab_size for token in ids)
 
 
+def asks_for_edits(row: SampleRow) -> bool:
+    """Whether a row's request has settings that may edit its logits."""
+    sampling = row.sampling
+    return bool(
+        row.allowed is not None
+        or sampling.allowed_token_ids
+        or sampling.logit_bias
+        or sampling.bad_words
+        or row.num_output_tokens < sampling.min_tokens
+        or sampling.has_penalties
+    )
+
+
 def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Logits [rows, vocab] float32 after all edits, -inf for forbidden tokens. Copies if any row
     has an edit."""
     # Most steps have no edits: return early without a copy.
-    if not any(
-        row.allowed is not None
-        or row.sampling.allowed_token_ids
-        or row.sampling.logit_bias
-        or row.sampling.bad_words
-        or row.num_output_tokens < row.sampling.min_tokens
-        or row.sampling.has_penalties
-        for row in rows
-    ):
+    if not any(map(asks_for_edits, rows)):
         return logits
     penalized = [i for i, row in enumerate(rows) if row.sampling.has_penalties]
     biased = [

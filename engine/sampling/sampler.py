@@ -18,7 +18,7 @@ from baton_kernels.host_copy import HostCopy, to_device
 from baton_kernels.sampling import NOT_FINITE, Draw, checked_argmax, draw_rows, is_broken
 from engine.interface import SampleRow
 from engine.sampling.beam_search import num_candidates
-from engine.sampling.edits import edit
+from engine.sampling.edits import asks_for_edits, edit
 from engine.sampling.logprobs import (
     ChosenLogprobs,
     LikeliestLogprobs,
@@ -102,6 +102,19 @@ def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
     if edited is logits:
         return Draws(chosen, HostCopy(verdicts), tuple(reported))
     return _draws(logits, edited, chosen, reported)
+
+
+def takes_best(row: SampleRow) -> bool:
+    """Whether a row's sample is the likeliest token alone, so that other logits are not needed."""
+    sampling = row.sampling
+    reports = sampling.logprobs >= 0 or sampling.beam is not None
+    is_scored = row.scored_token_id is not None
+    return sampling.is_greedy and not (reports or is_scored or asks_for_edits(row))
+
+
+def take_best(chosen: torch.Tensor, verdicts: torch.Tensor) -> Draws:
+    """Draws of rows that `takes_best` accepts, from the results of checked_argmax."""
+    return Draws(chosen, HostCopy(verdicts), ())
 
 
 def _draw_of(row: SampleRow) -> Draw:

@@ -31,7 +31,7 @@ from engine.interface import (
 )
 from engine.kv.kv_ranks import KvRanks
 from engine.ranks.followers import Followers, NoFollowers, TensorPool
-from engine.sampling.sampler import Draws, RowsError, draw
+from engine.sampling.sampler import Draws, RowsError, draw, take_best, takes_best
 from engine.torch.step import check_batch, fault, sample_rows
 from engine.torch.step_runner import (
     NO_STATES,
@@ -132,8 +132,11 @@ class TorchEngine(Engine):
         if self._on_states is not None and isinstance(step, EagerStep):
             self._on_states(batch, step.watched)
         # Rows that draw (one or a few per sequence) are handled at once; rows that score a prompt
-        # (one per token) in groups.
-        drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None]
+        # (one per token) in groups. Ranks that share the output layer bring the logits together
+        # only of rows that need them all.
+        is_shared = self._followers.shard.size > 1
+        best = [i for i, row in enumerate(rows) if is_shared and takes_best(row)]
+        drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None and i not in best]
         scored = [i for i, row in enumerate(rows) if row.scored_token_id is not None]
         first_rows = range(0, len(scored), NUM_SCORED_ROWS)
         groups = tuple(
@@ -144,6 +147,8 @@ class TorchEngine(Engine):
             )
             if group
         )
+        if best:
+            groups = ((tuple(best), take_best(*step.best(best))), *groups)
         if self._spec.max_num_launches > 1 and not self._spec.is_pipelined:
             # A launch with several groups, some of which score a prompt, cannot be followed.
             is_whole = len(groups) == 1 and len(groups[0][0]) == len(rows)

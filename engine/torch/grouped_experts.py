@@ -10,7 +10,7 @@ import torch
 from baton_kernels.experts import GroupedLinear, grouped_linear
 from baton_kernels.layer import Experts, Mlp
 from baton_kernels.linear import Linear
-from engine.ranks.exchange import Ranks
+from engine.ranks.cuts import LayerCut
 
 #: Combines gate and up into one row.
 Gate = Callable[[torch.Tensor], torch.Tensor]
@@ -31,42 +31,40 @@ class GroupedExperts:
         )
 
     def parts(
-        self, x: torch.Tensor, chosen: torch.Tensor, gate: Gate, ranks: Ranks
+        self, x: torch.Tensor, chosen: torch.Tensor, gate: Gate, cut: LayerCut
     ) -> torch.Tensor:
         """Run x [tokens, hidden] through its chosen experts, [tokens, chosen] int32: this rank's
-        columns of their outputs, [tokens * chosen, hidden / size]."""
+        part of their outputs, [tokens * chosen, columns of a part]."""
         inner = gate(grouped_linear(x, chosen, self.gate_up, chosen.shape[1]))
-        return grouped_linear(ranks.gather(inner), chosen, self.down, 1)
+        return grouped_linear(cut.inputs(inner), chosen, self.down, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedExperts:
-    """Experts of which each rank has some as a whole. Rows of other ranks' experts are skipped here
-    and received as results, so that every sum is taken by one rank, in the order of one.
+    """Experts of which each rank has some as a whole. Rows of other ranks' experts are skipped
+    here.
 
-    owners [experts] int64: the rank of each; numbers [experts] int32: its number among its rank's.
-    loads [experts] int64: tokens of each so far.
+    rank: this one. owners [experts] int64: the rank of each; numbers [experts] int32: its number
+    among its rank's. loads [experts] int64: tokens of each so far.
     """
 
+    rank: int
     own: GroupedExperts
     owners: torch.Tensor
     numbers: torch.Tensor
     loads: torch.Tensor
 
     def parts(
-        self, x: torch.Tensor, chosen: torch.Tensor, gate: Gate, ranks: Ranks
+        self, x: torch.Tensor, chosen: torch.Tensor, gate: Gate, cut: LayerCut
     ) -> torch.Tensor:
         """See GroupedExperts."""
         experts = chosen.flatten().long()
         self.loads.add_(experts.bincount(minlength=len(self.loads)))
         owners = self.owners[experts]
-        rows = (owners == ranks.shard.rank).nonzero().flatten()
+        rows = (owners == self.rank).nonzero().flatten()
         numbers = self.numbers[experts[rows]]
         inner = gate(grouped_linear(x[rows // chosen.shape[1]], numbers, self.own.gate_up, 1))
-        results = grouped_linear(inner, numbers, self.own.down, 1)
-        counts = owners.bincount(minlength=ranks.shard.size).tolist()
-        exchanged = ranks.exchange(results, counts)
-        return torch.empty_like(exchanged).index_copy_(0, owners.argsort(stable=True), exchanged)
+        return cut.of_experts(grouped_linear(inner, numbers, self.own.down, 1), owners)
 
 
 def group_experts(
@@ -78,6 +76,7 @@ def group_experts(
     own = [expert for expert, owner in zip(mlp.experts, mlp.owners, strict=True) if owner == rank]
     numbers = [mlp.owners[:i].count(owner) for i, owner in enumerate(mlp.owners)]
     return PlacedExperts(
+        rank,
         GroupedExperts.of(own),
         torch.tensor(mlp.owners, device=device),
         torch.tensor(numbers, dtype=torch.int32, device=device),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -41,7 +41,8 @@ class Linear:
             end = at + sum(len(source.rows) for source in sources)
             yield f"{name}.weight", Target(self.weight[at:end], sources)
             if self.bias is not None:
-                yield f"{name}.bias", Target(self.bias[at:end], sources)
+                bias = Target(self.bias[at:end], sources, is_zero=self.spec.is_part)
+                yield f"{name}.bias", bias
             at = end
 
 
@@ -63,19 +64,26 @@ DenseLayer = Layer[Linear, Vector]
 @dataclass(frozen=True, slots=True)
 class Target:
     """Destination of a tensor of a checkpoint: `tensor` is filled with the source's row ranges,
-    stacked. offset: added to the checkpoint's values."""
+    stacked. offset: added to the checkpoint's values. is_zero: filled with zeros instead, because
+    another rank has the values."""
 
     tensor: torch.Tensor
     sources: tuple[Source, ...]
     offset: float = 0.0
+    is_zero: bool = False
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the whole tensor in the checkpoint."""
-        return torch.Size((self.sources[0].num_rows, *self.tensor.shape[1:]))
+        first, own = self.sources[0], self.tensor.shape[1:]
+        columns = first.columns
+        return torch.Size((first.num_rows, *((columns.num,) if columns and own else own)))
 
     def fill(self, whole: torch.Tensor) -> None:
         """Copy the rows from the checkpoint's tensor."""
+        if self.is_zero:
+            self.tensor.zero_()
+            return
         at = 0
         for source in self.sources:
             rows = source.take(whole)
@@ -116,14 +124,16 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """All parameters of a rank; a Fillable. With tied embeddings, lm_head's weight [vocab, hidden]
-    is the embeddings tensor itself. Stages after the first have no lm_head, and embeddings [0,
-    hidden].
+    is the embeddings tensor itself; either has the rank's part of the vocabulary. Stages after the
+    first have no lm_head, and embeddings [0, hidden].
 
-    layers: a list, because packing removes layers one by one. unused_layers: further layers of the
-    checkpoint, for other uses. other_layers: those of other stages.
+    rows: of the embeddings in the checkpoint. layers: a list, because packing removes layers one by
+    one. unused_layers: further layers of the checkpoint, for other uses. other_layers: those of
+    other stages.
     """
 
     embeddings: torch.Tensor
+    rows: Source
     layers: list[DenseLayer]
     norm: Norm[Vector]
     lm_head: Linear | None
@@ -146,7 +156,7 @@ class Parameters:
     def targets(self) -> Iterator[tuple[str, Target]]:
         yield self.norm.weight.target()
         if self.lm_head is not None:
-            yield "model.embed_tokens.weight", whole_target(self.embeddings)
+            yield f"{self.rows.name}.weight", Target(self.embeddings, (self.rows,))
             if not self.is_tied:
                 yield from self.lm_head.targets()
         for layer in self.layers:
@@ -217,13 +227,14 @@ def empty_parameters(
     """
     empty, own = EmptyTensors(dtype, device, of_linears or device), stage.layers(config.num_layers)
     layers = [spec.map(empty.linear, empty.vector) for spec in describe_layers(config, shard, own)]
-    num_rows = config.vocab_size if stage.is_first else 0
-    embeddings = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
     output = describe_output(config, shard)
+    rows = replace(output.sources[0], name="model.embed_tokens")
+    num_rows = len(rows.rows) if stage.is_first else 0
+    embeddings = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
     if not stage.is_first:
         lm_head = None
     elif config.is_tied:
-        lm_head = Linear(output, output.sources[0].take(embeddings), None)
+        lm_head = Linear(output, embeddings, None)
     else:
         lm_head = empty.linear(output)
     norm = describe_norm(config).map(empty.vector)
@@ -231,7 +242,9 @@ def empty_parameters(
     is_stacked = experts is not None and experts.is_stacked
     unused = range(config.num_layers, config.num_layers + config.traits.num_unused_layers)
     others = frozenset(range(config.num_layers)) - frozenset(own)
-    return Parameters(embeddings, layers, norm, lm_head, config.is_tied, is_stacked, unused, others)
+    return Parameters(
+        *(embeddings, rows, layers, norm, lm_head, config.is_tied, is_stacked, unused, others)
+    )
 
 
 def whole_target(tensor: torch.Tensor) -> Target:

@@ -50,6 +50,10 @@ class StepOutput(Protocol):
         overwrites them, in stream order."""
         ...
 
+    def best(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """checked_argmax of the logits of these sample rows."""
+        ...
+
 
 class StepRunner(Protocol):
     """Runs steps. Called by the engine's thread, in inference mode, with batches that passed
@@ -93,9 +97,16 @@ class EagerStep:
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """See StepOutput."""
-        some = self.states if len(rows) == len(self.states) else self.states[rows]
         with self.followers.logits(rows):
-            return self.decoder.logits(some)
+            return self.decoder.logits(self._states_of(rows))
+
+    def best(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See StepOutput."""
+        with self.followers.best(rows):
+            return self.decoder.best(self._states_of(rows))
+
+    def _states_of(self, rows: Sequence[int]) -> torch.Tensor:
+        return self.states if len(rows) == len(self.states) else self.states[rows]
 
 
 @dataclass(frozen=True, slots=True)

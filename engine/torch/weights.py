@@ -348,9 +348,9 @@ class _Filling:
             and not isinstance(weight, torch.Tensor)
             and len(targets) == 1
             and keeper.keeps(weight)
+            and keeper.keeps(own := stack([weight.part(s.take) for s in targets[0].sources]))
         ):
-            parts = [weight.part(source.take) for source in targets[0].sources]
-            keeper.keep(layer, stack(parts))
+            keeper.keep(layer, own)
         else:
             whole = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
             for target in targets:

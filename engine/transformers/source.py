@@ -20,13 +20,14 @@ import transformers
 from baton.errors import AdapterError, ConfigError, UnsupportedModel
 from baton.types import DTYPE_BYTES, KEY_VALUE
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
+from baton_kernels.sampling import checked_argmax
 from engine.checkpoint import HeadFiles
 from engine.families.overrides import NO_OVERRIDES, ConfigOverrides
 from engine.families.read import read_quantization
 from engine.interface import Batch
 from engine.kv.tensors.stateful import ELEMENT_BYTES, StatefulKvPool
 from engine.memory_plan import HeadMemory
-from engine.model_source import EnginePlan, Graphs, LoadedModel
+from engine.model_source import EnginePlan, LoadedModel
 from engine.quantization.config import QuantizationConfig
 from engine.ranks.followers import Followers, NoFollowers, TensorPool
 from engine.ranks.mesh import Degrees
@@ -142,7 +143,7 @@ class TransformersModel:
         gathered = 2 * max_len * found.num_kv_heads * found.head_dim * DTYPE_BYTES[dtype]
         return tokens + gathered + 3 * num_seqs * found.vocab_size * 4
 
-    def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:  # noqa: ARG002
+    def graph_bytes(self, plan: EnginePlan) -> int:  # noqa: ARG002
         return 0
 
     def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:  # noqa: ARG002
@@ -190,7 +191,7 @@ class _LoadedTransformers:
     def __init__(self, digest: str, decoder: TransformersDecoder) -> None:
         self.digest, self._decoder = digest, decoder
 
-    def steps(self, pool: TensorPool, graphs: Graphs | None) -> TransformersSteps:  # noqa: ARG002
+    def steps(self, pool: TensorPool) -> TransformersSteps:
         """See LoadedModel. All steps run eagerly."""
         return TransformersSteps(self._decoder, pool)
 
@@ -250,3 +251,6 @@ class TransformersStep:
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         return self.decoder.logits(self.states if len(rows) == self.num_rows else self.states[rows])
+
+    def best(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return checked_argmax(self.logits(rows))

@@ -76,6 +76,9 @@ async def test_many_ranks_prefill_for_one(model: Path) -> None:
     [
         {"prefill_tensor_parallel_size": 2, "decode_pipeline_parallel_size": 2},
         {"prefill_pipeline_parallel_size": 2, "decode_tensor_parallel_size": 2},
+        pytest.param(
+            {"tensor_parallel_size": 2, "tensor_parallel_cut": "sums"}, marks=pytest.mark.long
+        ),
     ],
 )
 async def test_each_rank_sends_its_own_kv(model: Path, options: dict[str, Any]) -> None:

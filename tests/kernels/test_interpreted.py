@@ -16,7 +16,10 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).with_name("interpreted")
 FILES = frozenset(path.name for path in FOLDER.glob("test_*.py"))
 ENGINES = frozenset(
-    {"test_step_graphs.py", "test_whole_engine.py", "test_batch_invariant_engine.py"}
+    {
+        *("test_step_graphs.py", "test_rank_graphs.py"),
+        *("test_whole_engine.py", "test_batch_invariant_engine.py"),
+    }
 )
 ATTENTION = frozenset({"test_paged_attention.py", "test_latent_attention.py"})
 KV = frozenset({"test_kv_pack.py", "test_kv_pack_summed.py"})

@@ -45,7 +45,11 @@ def load_engine(
     """An engine of `model`. options: fields of EngineConfig and its parts, or their options."""
     left = {_OPTIONS.get(name, name): value for name, value in options.items()}
     sizes = [left.pop(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline", "context")]
-    left["degrees"] = Degrees(*sizes, left.pop("enable_expert_parallel", False))
+    left["degrees"] = Degrees(
+        *sizes,
+        left.pop("enable_expert_parallel", False),
+        left.pop("tensor_parallel_cut", "outputs"),
+    )
 
     def part(kind: type[Any], **more: Any) -> Any:
         names = kind.__slots__

@@ -8,10 +8,10 @@ import socket
 import threading
 from dataclasses import replace
 
+from engine.follower import follow
 from engine.ranks.link import Link
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.team import RankProcess
-from engine.torch.follower import follow
 
 
 def start_thread(spec: RankSpec) -> RankProcess:

@@ -102,6 +102,7 @@ def _draft_model(
             "pipeline_parallel_size": 1,
             "nnodes": 1,
             "enable_expert_parallel": False,
+            "tensor_parallel_cut": "outputs",
             "expert_load_file": None,
             "num_threads": None,
         }

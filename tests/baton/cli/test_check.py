@@ -86,6 +86,17 @@ def test_long_prompts_and_bounds_are_passed_on(run: Run, monkeypatch: pytest.Mon
     assert run("check", "m", "--long", "--faults").exit_code == 2
 
 
+def test_with_sums_all_have_equal_degrees(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one worker too: else sums would be of other parts."""
+    fake = FakeCheck(is_equal=True)
+    monkeypatch.setattr(baton.check.run, "check", fake)
+    flags = ("--tensor-parallel-cut", "sums", "--prefill-tensor-parallel-size", "2")
+    assert run("check", "m", *flags).exit_code == 2
+    assert run("check", "m", *flags, "--decode-tensor-parallel-size", "2").exit_code == 0
+    degrees = fake.options["tensor_parallel_cut"], fake.options["tensor_parallel_size"]
+    assert degrees == ("sums", 2)
+
+
 def test_a_wrong_option_starts_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCheck(is_equal=True)
     monkeypatch.setattr(baton.check.run, "check", fake)

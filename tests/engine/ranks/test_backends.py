@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, StartupError
-from engine.ranks import process_groups
+from engine.ranks import exchange, process_groups
 from engine.ranks.backends import BACKENDS, choose_backend
 from engine.ranks.exchange import ExchangeFailed, Groups, Ranks
 from engine.ranks.mesh import Degrees
@@ -122,6 +122,43 @@ def test_each_gets_its_columns_of_the_rows_of_all(
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(deadline=None, max_examples=20)
+@given(
+    size=st.integers(2, 4),
+    rows=st.integers(0, 30),
+    columns=st.integers(1, 6),
+    has_residual=st.booleans(),
+    shares=st.booleans(),
+)
+def test_sums_are_taken_by_rank_whoever_takes_them(
+    name: str,
+    dtype: torch.dtype,
+    size: int,
+    rows: int,
+    columns: int,
+    has_residual: bool,
+    shares: bool,
+) -> None:
+    """Bits depend neither on the backend nor on whether ranks share out the sum."""
+    generator = torch.Generator().manual_seed(rows)
+    *parts, residual = torch.randn(size + 1, rows, size * columns, generator=generator).to(dtype)
+    given = residual if has_residual else None
+    wanted = parts[0].float()
+    for part in (*parts[1:], *([residual] if has_residual else [])):
+        wanted = wanted + part.float()
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        return [ranks.reduce(parts[ranks.shard.rank], given)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "SHARED_SUM_BYTES", 0 if shares else 1 << 30)
+        for (got,) in on_ranks(name, size, run):
+            assert torch.equal(got, wanted.to(dtype))
+            assert got.dtype == dtype
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_was_written_before_a_meeting_is_there_after_it(name: str) -> None:
     size, num_rounds = 3, 300 if name == "shm" else 30
     board = torch.zeros(size, dtype=torch.int64)
@@ -191,8 +228,15 @@ def test_nccl_is_another_process_group_behind_the_same_ranks(
 
     monkeypatch.setitem(process_groups._MAKERS, "nccl", make)
     whole = torch.arange(24.0).view(2, 12)
-    got = on_ranks("nccl", 3, lambda ranks: [ranks.gather(ranks.own(whole))])
-    assert all(torch.equal(each, whole) for (each,) in got)
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        reduced = ranks.reduce(whole.clone(), whole)
+        return [ranks.gather(ranks.own(whole)), reduced, ranks.reduce(whole[:0])]
+
+    for gathered, reduced, nothing in on_ranks("nccl", 3, run):
+        assert torch.equal(gathered, whole)
+        assert torch.equal(reduced, 4 * whole)
+        assert nothing.shape == (0, 12)
     assert made == ["nccl"] * 3
 
 
@@ -209,6 +253,7 @@ def test_a_rank_that_finds_no_store_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         lambda ranks, part: ranks.gather(part),
         lambda ranks, part: ranks.gather_first(part, 8),
         lambda ranks, part: ranks.exchange(part, [2, 2]),
+        lambda ranks, part: ranks.reduce(part, None),
         lambda ranks, _: ranks.meet(),
     ],
 )

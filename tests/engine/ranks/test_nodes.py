@@ -20,6 +20,7 @@ import torch
 from baton.errors import ConfigError, ModelError, StartupError
 from baton.types import Sampling
 from baton_kernels.cpu.library import library
+from engine.follower import follow
 from engine.kv.range import KvRange
 from engine.ranks import node_agent, nodes, start
 from engine.ranks.link import Link
@@ -29,7 +30,6 @@ from engine.ranks.node_listener import NodeListener
 from engine.ranks.nodes import Nodes, files_digest
 from engine.ranks.team import RankTeam
 from engine.torch.engine import TorchEngine
-from engine.torch.follower import follow
 from tests.engine.ranks.test_ranks_same_as_one import KINDS, batch_of
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine
@@ -159,6 +159,10 @@ def meet(listening: Nodes, agent: NodeAgent) -> tuple[str, str]:
     ("change", "told"),
     [
         ({"degrees": Degrees(2)}, "node 1 .* has --tensor-parallel-size 2, node 0 4"),
+        (
+            {"degrees": replace(DEGREES, cut="sums")},
+            "node 1 .* has --tensor-parallel-cut sums, node 0 outputs",
+        ),
         ({"size": 4}, "node 1 .* has --nnodes 4, node 0 2; give all nodes the same"),
     ],
 )

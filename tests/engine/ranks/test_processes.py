@@ -69,7 +69,7 @@ def rank_pids() -> list[int]:
     return [
         pid
         for pid in child_pids(os.getpid())
-        if b"engine.torch.follow" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"engine.follow" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 
 from baton.types import KvLayout
+from engine.cuda.graph_device import CalledGraphs, CudaGraphs
 from engine.interface import Batch
 from engine.kv.interface import KvPool
 from engine.kv.tensors.paged import TorchKvPool
 from engine.kv.tensors.ranks import own_kv_pool, pool_memories
 from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import (
+    BestCommand,
     CollectCommand,
     Command,
     CopyCommand,
@@ -29,16 +31,20 @@ from engine.ranks.commands import (
     read_commands,
 )
 from engine.ranks.exchange import Groups
+from engine.ranks.followers import NoFollowers
 from engine.ranks.link import Link
 from engine.ranks.parts import rank_parts
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
 from engine.ranks.stages import Stages
+from engine.torch.decoder import Decoder
+from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.divided import LayerDone, forward_divided
 from engine.torch.load import load_parameters
 from engine.torch.native_decoder import make_decoder
 from engine.torch.rope import make_rope
 from engine.torch.step import NOT_APART, WindowedStep, pack_batch
+from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
 from engine.torch.weights import ShardProgress
 
 
@@ -69,15 +75,37 @@ class LoadedRank:
     def __init__(self, spec: RankSpec) -> None:
         """Load the model. Raises ModelError."""
         torch.set_num_threads(spec.num_threads)
+        if spec.torch_device.type == "cuda":
+            torch.cuda.set_device(spec.torch_device)
         whole, shard = spec.config, spec.shard
         dtype = getattr(torch, spec.dtype)
         self.pools = _pools(spec)
         self.parameters, self.digest = load_parameters(
-            Path(spec.folder), whole, dtype, spec.torch_device, _no_progress, shard, spec.stage
+            *(Path(spec.folder), whole, dtype, spec.torch_device, _no_progress, shard, spec.stage),
+            batch_invariant=spec.batch_invariant,
         )
         self.config = shard.attention_config(whole).of_layers(spec.stage.layers(whole.num_layers))
         self._spec = spec
         self.rope = make_rope(whole, spec.torch_device)
+
+    def record(self, decoder: Decoder) -> StepRunner | None:
+        """Record decode steps, while all other ranks do; None if none are to be recorded."""
+        recording, device = self._spec.recording, self._spec.torch_device
+        if recording is None:
+            return None
+        # Imported here, because it imports Triton, which is optional.
+        from engine.cuda.recording import record_steps
+
+        pool = self.pools[0]
+        width = table_width(recording.max_len, pool.layout.block_size)
+        tables = DeviceTables(recording.max_seqs, width, device)
+        parts = StepModel(self.config, decoder, self.rope, pool)
+        graphs = CudaGraphs(device) if device.type == "cuda" else CalledGraphs(device)
+        eager = EagerSteps(parts, NoFollowers(), tables)
+        return record_steps(
+            *(recording, parts, tables, graphs, eager, NoFollowers()),
+            batch_invariant=self._spec.batch_invariant,
+        )
 
     def kv_pool(self, layout: KvLayout) -> KvPool:
         """The rank's part of the model's KV. layout: of the whole model."""
@@ -94,6 +122,7 @@ class Rank:
         self._decoder = make_decoder(
             model.config, model.parameters, pool_dtype, groups.tensor, stages=stages
         )
+        self._replayed = model.record(self._decoder)
         self._stage = stages.stage
         self._states = torch.empty(0)
         self._in_flight: deque[int] = deque()
@@ -102,6 +131,8 @@ class Rank:
     def follow(self, command: Command) -> None:
         """Execute a command."""
         match command:
+            case StepCommand(replays=True) if self._replayed is not None:
+                self._replayed.run(command.batch, None)
             case StepCommand():
                 # Rank 0 reports the layers of other stages once it has collected a step.
                 is_synced = command.syncs_layers and self._stage.is_first
@@ -110,6 +141,8 @@ class Rank:
                 self._states = self._decoder.collect(self._in_flight.popleft())
             case LogitsCommand():
                 self._decoder.logits(self._states[torch.tensor(command.rows)])
+            case BestCommand():
+                self._decoder.best(self._states[torch.tensor(command.rows)])
             case CopyCommand():
                 self._model.pools[command.pool].copy_blocks(command.sources, command.targets)
 

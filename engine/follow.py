@@ -1,4 +1,4 @@
-"""Process of a rank other than 0: `python -m engine.torch.follow FD LINK_FD`, connections to rank 0
+"""Process of a rank other than 0: `python -m engine.follow FD LINK_FD`, connections to rank 0
 for commands and for a Link.
 
 The process ends when rank 0 closes them, in any state, or is silent.
@@ -13,9 +13,9 @@ import socket
 import sys
 import threading
 
+from engine.follower import follow
 from engine.ranks.exchange import ExchangeFailed
 from engine.ranks.link import SILENCE_S, Link
-from engine.torch.follower import follow
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,97 @@
+"""Ranks that each record their decode steps replay them together: the tokens of one rank that runs
+them op by op, on the kernels that GPUs would run.
+
+Replaying is calling here, ranks are threads, and gloo is in NCCL's place: what is tested is that
+all ranks record and replay the same shapes, in an order in which they meet, and that what they do
+in a step needs no host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from baton.types import Sampling
+from baton_kernels import linear
+from bench.gpu.interpreter import kernels_on_cpu
+from engine import follower
+from engine.ranks import process_groups, start
+from engine.ranks.process_groups import NcclRanks
+from engine.ranks.team import RankTeam
+from engine.torch import native_decoder
+from engine.torch.engine import TorchEngine
+from tests.kernels.interpreted.test_step_graphs import CountedGraphs, LinearByRow
+from tests.support.drive_engine import generate, token_ids
+from tests.support.engines import load_engine
+from tests.support.rank_threads import start_thread
+from tests.support.tiny_models import make_tiny_model
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 77, 200], [9]]
+SAMPLINGS = [Sampling(), Sampling(temperature=1.5, seed=7, top_k=40)]
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Why ranks could not go on. As on GPUs: weights, kernels, and a backend that sums."""
+    monkeypatch.setattr(native_decoder, "can_run", lambda *_: False)
+    monkeypatch.setattr(linear, "can_pack", lambda _: False)
+    monkeypatch.setattr(linear, "onednn_has_bfloat16", lambda: False)
+    monkeypatch.setattr(linear, "PlainLinear", LinearByRow)
+    monkeypatch.setitem(process_groups._RANKS, "gloo", NcclRanks)
+    # The interpreter patches Triton's language while a kernel runs: one at a time.
+    call, lock = interpreter.GridExecutor.__call__, threading.Lock()
+
+    def call_alone(self: Any, *args: Any, **options: Any) -> None:
+        with lock:
+            call(self, *args, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", call_alone)
+    found: list[str] = []
+    monkeypatch.setattr(
+        start, "RankTeam", partial(RankTeam, start=start_thread, on_loss=found.append)
+    )
+    with kernels_on_cpu():
+        yield found
+
+
+@pytest.mark.parametrize("cut", ["outputs", "sums"])
+def test_all_ranks_replay_what_each_has_recorded(
+    cut: str, losses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_model(tmp_path, "llama")
+    first, others = CountedGraphs(CPU), CountedGraphs(CPU)
+    monkeypatch.setattr(follower, "CalledGraphs", lambda _: others)
+
+    def load(size: int, **options: Any) -> TorchEngine:
+        return load_engine(
+            str(path),
+            tensor_parallel_size=size,
+            num_blocks=16,
+            max_model_len=64,
+            num_threads=1,
+            **options,
+        )
+
+    one = load(1)
+    two = load(
+        2,
+        distributed_backend="gloo",
+        tensor_parallel_cut=cut,
+        make_graphs=lambda _: first,
+        max_graph_seqs=2,
+    )
+    wanted, got = (token_ids(generate(each, PROMPTS, SAMPLINGS, 4)) for each in (one, two))
+    two.close()
+    assert got == wanted
+    # The prompts' step has drawn the first token.
+    assert first.num_replays == others.num_replays == 3
+    assert len(first.graphs) == len(others.graphs) > 1
+    assert not losses
