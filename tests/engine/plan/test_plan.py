@@ -133,6 +133,7 @@ def test_one_plan_in_three_forms(
         "pipeline": 1,
         "context": 1,
         "whole_experts": False,
+        "cut": "outputs",
     }
     assert document["device"]["flops_per_s"]["fp8"] == 1979e12
     draw(found, tmp_path / "plan.png")
