@@ -128,7 +128,8 @@ def run_service(
     except StartupError as error:
         if options.ready_fd is None:
             return refuse(name, error)
-        ready.write({"error": as_told(error), "reason": error.reason})
+        model = error.metadata.get("model", "")
+        ready.write({"error": as_told(error), "reason": error.reason, "model": model})
         return EXIT_REFUSED
     finally:
         start_log.detach()
