@@ -10,6 +10,7 @@ from baton.config import ServeOptions
 from baton.service import OnReady, ReadyReport, describe_phases
 from baton.supervisor.cluster import Cluster, check_ports
 from baton.supervisor.display import StartDisplay
+from baton.supervisor.log_lines import write_if_possible
 
 #: Default gateway address of clients.
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -50,8 +51,7 @@ def print_ready(options: ServeOptions, cluster: Cluster) -> None:
     ]
     if cluster.http_address:
         lines.append(f"  or:  {example_curl(options, cluster.http_address, name)}")
-    sys.stdout.write("\n".join((*lines, "")))
-    sys.stdout.flush()
+    write_if_possible(sys.stdout, "\n".join((*lines, "")))
 
 
 def describe_cluster(options: ServeOptions, cluster: Cluster) -> list[str]:
