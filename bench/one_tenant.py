@@ -3,8 +3,8 @@
     python -m bench.one_tenant [MODEL] [--set NAME=VALUE ...] [--door grpc] [--json FILE]
 
 Beside each load of the other tenant, short requests are sent one after the other. The loads:
-nothing; many long requests at once; a request that waits for all places while they are taken; and an open
-loop at a multiple of the capacity with deadlines. Without keys, tenants are told apart by
+nothing; many long requests at once; a request that waits for all places while they are taken; and
+an open loop at a multiple of the capacity with deadlines. Without keys, tenants are told apart by
 `cache_salt`.
 
 In the open loop, each second, a request of the overloading tenant is refused by its deadline, and a
@@ -18,7 +18,7 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -143,7 +143,7 @@ class HttpDoor:
         return "\r\n".join((*lines, "", "")).encode() + data
 
 
-DOORS = {"grpc": GrpcDoor, "http": HttpDoor}
+DOORS: Mapping[str, Callable[[str, Mapping[str, str]], Door]] = {"grpc": GrpcDoor, "http": HttpDoor}
 
 
 @dataclass(frozen=True, slots=True)
