@@ -291,7 +291,9 @@ def markdown(document: Mapping[str, Any]) -> str:
         within = sum(0.5 <= ratio <= 2 for ratio in ratios)
         span = f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if ratios else ""
         keys = "yes" if each["has_keys"] else "no"
-        told.append([each["door"], keys, f"{within} of {len(ratios)}", span, each["num_silent"]])
+        told.append(
+            [each["door"], keys, f"{within} of {len(ratios)}", span, str(each["num_silent"])]
+        )
     headings = ("Door", "Keys", "Beside", "first token p50, ms", "longest", "failed")
     names = ("Door", "Keys", "within twice", "expected / took", "told none")
     return "\n\n".join((about(document), table(headings, rows), table(names, told)))

@@ -217,6 +217,9 @@ class WaitEstimate:
         """Start of the current waiting period; None while the queue is empty."""
         self._holds: deque[tuple[float, int]] = deque(maxlen=_NUM_LATEST)
         """(seconds from placement to end, output tokens) of each ended output."""
+        self._running: deque[int] = deque(maxlen=_NUM_LATEST)
+        """Outputs that held a place, at each estimate. Outputs of one length end together: the
+        most of them is the number of places, the latest may be next to none."""
 
     def set_waiting(self, is_waiting: bool, now_s: float) -> None:
         """Update the waiting clock. Call it whenever the queue may have become empty or
@@ -242,24 +245,25 @@ class WaitEstimate:
 
         The longer of two estimates is returned: the rate at which places were given, which is
         optimistic while the queue is short, and the rate at which running outputs will end.
-        num_running: outputs that hold a place.
+        num_running: outputs that hold a place now.
         """
-        of_each_s = self._seconds_for_one(num_running, now_s)
+        self._running.append(num_running)
+        of_each_s = self._seconds_for_one(now_s)
         return num_places * max(of_each_s) if of_each_s else None
 
-    def is_agreed(self, num_running: int, now_s: float) -> bool:
+    def is_agreed(self, now_s: float) -> bool:
         """Whether both estimates exist, and are so close that the longer one can be told."""
-        of_each_s = self._seconds_for_one(num_running, now_s)
+        of_each_s = self._seconds_for_one(now_s)
         return len(of_each_s) == 2 and max(of_each_s) <= _MAX_DISAGREEMENT * min(of_each_s)
 
-    def _seconds_for_one(self, num_running: int, now_s: float) -> list[float]:
+    def _seconds_for_one(self, now_s: float) -> list[float]:
         """The estimates that there are samples for, of one place."""
         self.set_waiting(self._since_s is not None, now_s)
         estimates_s = []
         num_served = sum([width for _, width in self._served][1:])
         if num_served:
             estimates_s.append((self._waited_s - self._served[0][0]) / num_served)
-        if self._holds and num_running:
+        if self._holds and (num_running := max(self._running, default=0)):
             estimates_s.append(self._mean_hold_s / num_running)
         return estimates_s
 

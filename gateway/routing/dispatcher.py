@@ -226,7 +226,7 @@ class Dispatcher:
         num_places = queue.width_before(waiting.account, waiting.width) + waiting.width
         wait_s = estimate.seconds_for(num_places, num_running, now_s)
         if wait_s is not None:
-            is_told = estimate.is_agreed(num_running, now_s)
+            is_told = estimate.is_agreed(now_s)
             self._check_time(waiting, _WAIT_MARGIN * wait_s, now_s, is_told=is_told)
 
     def _check_time(self, waiting: Waiting, wait_s: float, now_s: float, *, is_told: bool) -> None:
