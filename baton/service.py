@@ -131,8 +131,8 @@ def run_service(
     except StartupError as error:
         if options.ready_fd is None:
             return refuse(name, error)
-        model = error.metadata.get("model", "")
-        ready.write({"error": as_told(error), "reason": error.reason, "model": model})
+        model = {name: error.metadata[name] for name in ("model",) if name in error.metadata}
+        ready.write({"error": as_told(error), "reason": error.reason, **model})
         return EXIT_REFUSED
     except asyncio.CancelledError:
         return 1
