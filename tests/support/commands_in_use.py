@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -45,3 +46,11 @@ def address_of(process: subprocess.Popen[str], log: Path) -> str:
         if line.startswith("Baton is ready at "):
             return line.removeprefix("Baton is ready at ").split(": ")[0]
     raise AssertionError(log.read_text())
+
+
+def http_url_of(process: subprocess.Popen[str]) -> str:
+    """The gateway's HTTP URL, after address_of."""
+    line = next(line for line in process.stdout or () if line.startswith("  or:  curl "))
+    found = re.search(r"http://[^/]+", line)
+    assert found, line
+    return found[0]
