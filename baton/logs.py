@@ -58,7 +58,8 @@ class AlikeLimit(logging.Filter):
             return True
         line = (record.pathname, record.lineno)
         since_s, count = self._since_s.get(line, record.created), self._counts.get(line, 0)
-        if record.created - since_s >= ALIKE_S:
+        # The machine's clock may have been set back.
+        if abs(record.created - since_s) >= ALIKE_S:
             since_s, num_left_out, count = record.created, max(0, count - MAX_ALIKE), 0
             if num_left_out:
                 record.msg = f"{record.msg} ({num_left_out} like it were left out before)"

@@ -40,6 +40,9 @@ EXIT_REFUSED = 2
 #: Time, in seconds, that a process has to stop by itself after its supervisor vanished.
 ORPHAN_GRACE_S = 10.0
 
+#: Time, in seconds, for a cancelled service to give back what outlives a process.
+_CLEAN_UP_S = 2.0
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -128,8 +131,11 @@ def run_service(
     except StartupError as error:
         if options.ready_fd is None:
             return refuse(name, error)
-        ready.write({"error": as_told(error), "reason": error.reason})
+        model = {name: error.metadata[name] for name in ("model",) if name in error.metadata}
+        ready.write({"error": as_told(error), "reason": error.reason, **model})
         return EXIT_REFUSED
+    except asyncio.CancelledError:
+        return 1
     finally:
         start_log.detach()
         ready.close()
@@ -220,10 +226,11 @@ async def _run(
     for signum in _SIGNALS:
         loop.add_signal_handler(signum, on_signal, signum)
     ended = threading.Event()
+    service = asyncio.ensure_future(serve(options, stop, on_ready))
     if options.parent_fd is not None:
-        _watch_parent(options.parent_fd, loop, stop, ended)
+        _watch_parent(options.parent_fd, loop, stop, service.cancel, ended)
     try:
-        await serve(options, stop, on_ready)
+        await service
     finally:
         # Libraries look at the end of the process for what nobody has collected, and print it.
         gc.unfreeze()
@@ -238,10 +245,14 @@ def describe_phases(phases: Mapping[str, float]) -> str:
 
 
 def _watch_parent(
-    parent_fd: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, ended: threading.Event
+    parent_fd: int,
+    loop: asyncio.AbstractEventLoop,
+    stop: asyncio.Event,
+    cancel: Callable[[], object],
+    ended: threading.Event,
 ) -> None:
-    """Set `stop` when the supervisor's end of the pipe closes, and end the process if it does not
-    stop in time.
+    """Set `stop` when the supervisor's end of the pipe closes, cancel the service if it does not
+    stop in time, or was stopping already, and end the process if that does not help.
 
     It is a thread so that a loop that is busy, loading a model say, is watched too.
     """
@@ -252,9 +263,13 @@ def _watch_parent(
         if ended.is_set():
             return
         logger.warning("the supervisor is gone: stopping")
+        # Then the supervisor was told to stop at once.
+        is_stopping = stop.is_set()
         loop.call_soon_threadsafe(stop.set)
-        if not ended.wait(ORPHAN_GRACE_S):
-            os._exit(1)
+        if is_stopping or not ended.wait(ORPHAN_GRACE_S):
+            loop.call_soon_threadsafe(cancel)
+            if not ended.wait(_CLEAN_UP_S):
+                os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 

@@ -23,6 +23,7 @@ class OracleRequest:
     num_tokens: int
     num_choices: int = 1
     layers: OracleLayers = FULL_LAYERS
+    model: str = ""
 
     @property
     def params(self) -> SamplingParams:

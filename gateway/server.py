@@ -19,6 +19,7 @@ import grpc.aio
 
 from baton import __version__
 from baton.config import GatewayOptions
+from baton.errors import StartupError
 from baton.registry import PipeRegistry, StaticRegistry, make_registry
 from baton.rpc.api_key import ApiKeyInterceptor, digest_of
 from baton.rpc.server import Register, RunningServer, start_server
@@ -124,7 +125,11 @@ async def _load_model(
     """Load the tokenizer of one model and create its parts. own: options of this model. weights: of
     accounts. Raises StartupError without a tokenizer."""
     tokenizer_name = own.tokenizer or own.model
-    tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_name, own.revision)
+    try:
+        tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_name, own.revision)
+    except StartupError as error:  # `baton serve` goes on without this model
+        error.metadata = {**error.metadata, "model": own.model_name}
+        raise
     facts = tokenizer.facts
     is_used = own.generation_config == "auto"
     template = facts.chat_template

@@ -166,9 +166,11 @@ class Serving:
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
         """Tokenize a prompt exactly as `generate` does."""
-        facts = self.facts
+        facts, prompt = self.facts, request.prompt
+        keep_last = min(prompt.keep_last, facts.max_prompt_tokens) or None
+        _cut_given_ids(prompt, keep_last)
         read = await check_tokenize(request, facts)
-        return read.prompt.token_ids or await self._tokenize(request.prompt, read, facts)
+        return read.prompt.token_ids or await self._tokenize(prompt, read, facts, keep_last)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest) -> str:
         """Decode token ids to text."""
@@ -222,9 +224,7 @@ class Serving:
     ) -> ValidatedRequest:
         facts, params = self.facts, request.sampling
         keep_last = num_kept(request, facts)
-        if keep_last is not None and request.prompt.WhichOneof("kind") == "token_ids":
-            given_ids = request.prompt.token_ids.ids
-            given_ids[:] = given_ids[kept_tokens(request.prompt, keep_last)]
+        _cut_given_ids(request.prompt, keep_last)
         read = await check_request(request, facts)
         started_s = self._clock()
         prompt_token_ids = read.prompt.token_ids
@@ -289,7 +289,7 @@ class Serving:
         prompt: inference_pb2.Prompt,
         read: LongFields,
         facts: ModelFacts,
-        keep_last: int | None = None,
+        keep_last: int | None,
     ) -> tuple[int, ...]:
         """keep_last: see Prompt; None keeps all."""
         kind = prompt.WhichOneof("kind")
@@ -390,6 +390,12 @@ def _status_of(worker: Worker) -> inference_pb2.WorkerStatus:
 
 
 _MAX_NAME_CHARS = 40
+
+
+def _cut_given_ids(prompt: inference_pb2.Prompt, keep_last: int | None) -> None:
+    """Cut a prompt of token ids. keep_last: see Prompt; None keeps all."""
+    if keep_last is not None and prompt.WhichOneof("kind") == "token_ids":
+        prompt.token_ids.ids[:] = prompt.token_ids.ids[kept_tokens(prompt, keep_last)]
 
 
 class Models:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from baton.check.doors import Door, SdkDoor
 from baton.check.process_faults import Fault, TargetT
 from baton.check.stream_history import StreamHistory, StreamRequest
 from baton.client import AsyncClient
@@ -32,7 +33,7 @@ RequestT = TypeVar("RequestT", bound=StreamRequest)
 
 @dataclass(slots=True)
 class StreamRecord(Generic[RequestT]):
-    """Result of one stream. fault: the fault during the stream, or empty.
+    """Result of one stream. fault: the fault during the stream, or empty. door: how it was sent.
 
     longest_gap_s: longest gap between two tokens of a choice.
     difference: a fault in its tokens; disorder: a fault in their order, or at the end of the
@@ -42,6 +43,7 @@ class StreamRecord(Generic[RequestT]):
     request: RequestT
     history: StreamHistory
     fault: str
+    door: str = ""
     num_resumes: int = 0
     longest_gap_s: float = 0.0
     error: str = ""
@@ -71,9 +73,11 @@ class Load(Generic[RequestT]):
         rng: random.Random,
         concurrency: int,
         on_end: Callable[[StreamRecord[RequestT]], None],
+        doors: Sequence[Door] = (),
     ) -> None:
-        """on_end: receives the record of each ended stream."""
-        self._client = client
+        """on_end: receives the record of each ended stream. doors: for each request one is drawn of
+        those that take it; the SDK alone if empty."""
+        self._doors = doors or (SdkDoor(client),)
         self._draw = draw
         self._rng = rng
         self._on_end = on_end
@@ -108,11 +112,12 @@ class Load(Generic[RequestT]):
     async def _run(self) -> None:
         while not self._is_over:
             request = self._draw(self._rng)
-            record = StreamRecord(request, StreamHistory(request), self._fault)
+            door = self._rng.choice([door for door in self._doors if door.takes(request)])
+            record = StreamRecord(request, StreamHistory(request), self._fault, door.name)
             self._live.append(record)
             retry_after_s = 0.0
             try:
-                await self._stream(record)
+                await self._stream(record, door)
             except BatonError as error:
                 record.error = error.reason
                 retry_after_s = min(error.retry_after_s or 0.2, 1.0)
@@ -123,11 +128,11 @@ class Load(Generic[RequestT]):
                 self._ended.notify_all()
             await asyncio.sleep(retry_after_s)
 
-    async def _stream(self, record: StreamRecord[RequestT]) -> None:
+    async def _stream(self, record: StreamRecord[RequestT], door: Door) -> None:
         params = record.request.params
         mood, at_token = self._rng.random(), self._rng.randrange(params.max_tokens or 1)
         last_s: dict[int, float] = {}
-        async with self._client.stream(record.request.prompt, params) as stream:
+        async with door.stream(record.request) as stream:
             async for chunk in stream:
                 record.history.take(chunk)
                 now_s = time.monotonic()

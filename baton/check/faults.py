@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from baton.check.doors import SdkDoor, SseDoor
 from baton.check.fault_load import (
     FaultResult,
     Load,
@@ -52,6 +53,7 @@ class KnownRequest:
     prompt: tuple[int, ...]
     params: SamplingParams
     right: tuple[tuple[int, ...], ...] | None
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class FaultVerdict:
     disorders: streams with a lost or repeated token, or with output after the end.
     errors: streams that ended with an error. Each is listed with its fault.
     num_leaked_blocks: held 10 s after the last stream.
-    results: by fault. by_prompt: all streams with a fault, by prompt length.
+    results: by fault. by_prompt, by_door: all streams with a fault, by prompt length, and by the
+    way in which they were sent.
     """
 
     num_streams: int
@@ -72,6 +75,7 @@ class FaultVerdict:
     num_leaked_blocks: int
     results: tuple[FaultResult, ...]
     by_prompt: tuple[FaultResult, ...]
+    by_door: tuple[FaultResult, ...]
 
     @property
     def has_held(self) -> bool:
@@ -87,13 +91,15 @@ async def check_faults(
     seed: int,
     on_fault: Callable[[str, int], None],
     faults: Sequence[Fault[Target]] = PROCESS_FAULTS,
+    num_streams: int = 0,
 ) -> FaultVerdict:
-    """Run streams of `num_requests` different requests repeatedly, while all faults occur in turn,
-    for `num_rounds` rounds; no round begins after `max_hours` hours. on_fault: receives each ended
-    fault, and the number of affected streams so far."""
+    """Run streams of `num_requests` different requests repeatedly, by all doors, while all faults
+    occur in turn, for `num_rounds` rounds and until `num_streams` have ended; no round begins after
+    `max_hours` hours. on_fault: receives each ended fault, and the number of affected streams so
+    far."""
     requests, outputs = await reference(options, num_requests, seed, MAX_TOKENS)
     known = [
-        KnownRequest(request.prompt, request.params, right)
+        KnownRequest(request.prompt, request.params, right, request.model)
         for request, right in zip(requests, outputs, strict=True)
     ]
     records: list[StreamRecord[KnownRequest]] = []
@@ -102,14 +108,21 @@ async def check_faults(
         AsyncClient(cluster.address, max_retries=MAX_RETRIES) as client,
     ):
         rng = random.Random(seed)
-        load = Load(client, lambda rng: rng.choice(known), rng, CONCURRENCY, records.append)
+        doors = (
+            SdkDoor(client),
+            SseDoor(lambda: cluster.http_address, by_event_id=True),
+            SseDoor(lambda: cluster.http_address, by_event_id=False),
+        )
+        load = Load(client, lambda rng: rng.choice(known), rng, CONCURRENCY, records.append, doors)
         end_s = time.monotonic() + max_hours * 3600
         num_rounds = await load_through_faults(
             load,
             faults,
             lambda number: Target(cluster, number % 2, 1 - number % 2),
             client,
-            lambda done: done >= num_rounds or time.monotonic() > end_s,
+            lambda done: (
+                (done >= num_rounds and len(records) >= num_streams) or time.monotonic() > end_s
+            ),
             lambda fault: on_fault(fault.name, load.num_faulted),
         )
         num_leaked = await leaked_blocks(client)
@@ -125,8 +138,11 @@ def _verdict(
     num_leaked: int,
 ) -> FaultVerdict:
     def all_of(what: Callable[[StreamRecord[KnownRequest]], str]) -> tuple[str, ...]:
-        return tuple(f"{record.fault}: {what(record)}" for record in records if what(record))
+        return tuple(
+            f"{record.fault} ({record.door}): {what(record)}" for record in records if what(record)
+        )
 
+    faulted = [record for record in records if record.fault]
     return FaultVerdict(
         len(records),
         all_of(lambda record: record.difference),
@@ -134,7 +150,11 @@ def _verdict(
         all_of(lambda record: record.error),
         num_leaked,
         tuple(results_by_fault(faults, num_rounds, records)),
-        tuple(_by_prompt([record for record in records if record.fault])),
+        tuple(_by_prompt(faulted)),
+        tuple(
+            result_of(name, 0, [record for record in faulted if record.door == name])
+            for name in sorted({record.door for record in records})
+        ),
     )
 
 

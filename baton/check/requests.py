@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from baton.client import BeamSearch, SamplingParams, StructuredOutput
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """One prompt in token ids, with its sampling."""
+    """One prompt in token ids, with its sampling. model: an adapter; empty for the model."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
+    model: str = ""
 
 
 #: Default maximum output tokens per choice.
@@ -42,6 +44,14 @@ def draw_requests(
     max_tokens = min(max_tokens, max_model_len - longest)
     prefixes = [_tokens(rng, rng.randint(1, longest // 2), vocab_size) for _ in range(4)]
     return tuple(_draw(rng, prefixes, longest, vocab_size, max_tokens) for _ in range(num_requests))
+
+
+def with_adapters(
+    requests: Sequence[CheckRequest], adapters: Sequence[str], seed: int
+) -> tuple[CheckRequest, ...]:
+    """The requests, some of them of adapters."""
+    rng = random.Random(seed)
+    return tuple(replace(each, model=rng.choice(("", *adapters))) for each in requests)
 
 
 def draw_long_requests(

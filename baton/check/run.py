@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from baton.check.requests import MAX_TOKENS, CheckRequest, draw_requests
+from baton.check.requests import MAX_TOKENS, CheckRequest, draw_requests, with_adapters
 from baton.client import AsyncClient
 from baton.config import ServeOptions
 from baton.supervisor import Cluster
@@ -139,6 +139,8 @@ async def reference(
             *(num_requests, model.vocab_size, model.max_model_len, seed, max_tokens),
             is_long=is_long,
         )
+        adapters = [each.name for each in await client.models() if each.parent]
+        requests = with_adapters(requests, adapters, seed)
         choices, _ = await _run_all(client, requests, REFERENCE.concurrency)
     return requests, choices
 
@@ -156,7 +158,7 @@ async def _run_all(
 
     async def run(request: CheckRequest) -> tuple[tuple[tuple[int, ...], ...], bool]:
         async with places:
-            done = await client.generate(request.prompt, request.params)
+            done = await client.generate(request.prompt, request.params, model=request.model)
             tokens = tuple(choice.token_ids for choice in done.choices)
             return tokens, done.timing.transfer_bytes > 0
 

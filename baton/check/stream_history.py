@@ -10,13 +10,16 @@ from baton.client.results import Chunk, Usage
 
 
 class StreamRequest(Protocol):
-    """One prompt in token ids, with its sampling."""
+    """One prompt in token ids, with its sampling. model: empty for the only one."""
 
     @property
     def prompt(self) -> tuple[int, ...]: ...
 
     @property
     def params(self) -> SamplingParams: ...
+
+    @property
+    def model(self) -> str: ...
 
 
 class StreamHistory:

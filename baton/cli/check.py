@@ -4,6 +4,7 @@ tokens."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,6 +79,12 @@ def check(
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Maximum tokens of a sequence; the model's if none.")
     ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Adapter for some of the requests; may be repeated.", metavar="NAME=PATH"
+        ),
+    ] = None,
     kv_cache_memory_bytes: Annotated[
         str | None, typer.Option(help="KV memory of each worker, such as 2GiB.")
     ] = None,
@@ -91,6 +98,9 @@ def check(
     num_rounds: Annotated[
         int, typer.Option(min=1, help="With --faults: how often each fault happens.")
     ] = 1,
+    num_streams: Annotated[
+        int, typer.Option(min=0, help="With --faults: rounds go on until so many streams ended.")
+    ] = 0,
     soak: Annotated[
         bool,
         typer.Option(
@@ -135,15 +145,22 @@ def check(
         "hf_overrides": hf_overrides,
         "max_model_len": max_model_len,
         "kv_cache_memory_bytes": kv_cache_memory_bytes,
+        "lora_modules": tuple(lora_modules) if lora_modules else None,
     }
     options |= {name: value for name, value in changes.items() if value is not None}
     transports = kv_transport or AUTOMATIC
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})
     if faults:
+        faulted = kv_transport or AUTOMATIC[:1]
         raise SystemExit(
-            _check_faults(
-                {**options, "kv_transport": transports[0]}, num_requests, num_rounds, hours, seed
+            max(
+                _check_faults(
+                    {**options, "kv_transport": transport},
+                    *(num_requests, num_rounds, hours, seed + number),
+                    num_streams=-(-num_streams // len(faulted)),
+                )
+                for number, transport in enumerate(faulted)
             )
         )
     if soak:
@@ -185,11 +202,19 @@ def _report(verdict: Verdict) -> None:
 
 
 def _check_faults(
-    options: dict[str, object], num_requests: int, num_rounds: int, hours: float, seed: int
+    options: dict[str, object],
+    num_requests: int,
+    num_rounds: int,
+    hours: float,
+    seed: int,
+    *,
+    num_streams: int,
 ) -> int:
     """Returns the exit status."""
     from baton.check.faults import check_faults
 
+    began_s = time.monotonic()
+    typer.echo(f"{options['model']}, KV over {options['kv_transport']}, --seed {seed}")
     verdict = asyncio.run(
         check_faults(
             {**options, "log_level": "error"},
@@ -198,9 +223,11 @@ def _check_faults(
             max_hours=hours,
             seed=seed,
             on_fault=lambda fault, num: typer.echo(f"{fault}: {num} streams faulted so far"),
+            num_streams=num_streams,
         )
     )
     _report_faults(verdict)
+    typer.echo(f"{time.monotonic() - began_s:.0f} s in all, --seed {seed}")
     return 0 if verdict.has_held else 1
 
 
@@ -208,7 +235,7 @@ def _report_faults(verdict: FaultVerdict) -> None:
     """Print one line per fault and prompt length, then one per promise."""
     headings = ("times", "streams", "resumed", "errors", "wrong", "gap p50", "p99", "longest, s")
     typer.echo("\n" + _row("lived through", headings))
-    for result in (*verdict.results, *verdict.by_prompt):
+    for result in (*verdict.results, *verdict.by_prompt, *verdict.by_door):
         counts = (
             *(result.num_faults, result.num_streams, result.num_resumed),
             *(result.num_errors, result.num_wrong),

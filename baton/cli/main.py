@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -85,8 +86,9 @@ class _Commands(TyperGroup):
         during shell completion, which would offer it as a completion."""
         is_help = bool({"-h", "--help"} & set(args))
         if args and args[0] == "serve" and not is_help and not ctx.resilient_parsing:
-            sys.stdout.write(f"Baton {__version__} is starting\n")
-            sys.stdout.flush()
+            with suppress(OSError):  # a full disk stops nothing
+                sys.stdout.write(f"Baton {__version__} is starting\n")
+                sys.stdout.flush()
         return list(super().parse_args(ctx, args))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002

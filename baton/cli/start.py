@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from baton.config import DecodeOptions, GatewayOptions, PrefillOptions, ServeOptions, ServiceOptions
@@ -21,10 +21,22 @@ def serve(options: ServeOptions) -> None:
     from baton.supervisor import serve_cluster
 
     if options.engine != "oracle":
-        for each in options.each_model():
-            check_model(each)
+        check_models(options.each_model())
     status = run_service(options, serve_cluster, "serve", announce=lambda _report: None)
     raise SystemExit(status)
+
+
+def check_models(models: Sequence[ServeOptions]) -> None:
+    """Fetch and check checkpoints. Raises ModelError if all are refused; the cluster goes on
+    without some, whose workers refuse them likewise."""
+    failures = []
+    for each in models:
+        try:
+            check_model(each)
+        except ModelError as error:
+            failures.append(error)
+    if len(failures) == len(models):
+        raise failures[0]
 
 
 def check_model(options: ServeOptions) -> None:

@@ -69,8 +69,8 @@ class DecodeTierOptions(SpeculationOptions, SchedulingOptions):
     """Scheduling, memory and graphs of decode workers."""
 
     max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Maximum uncached prompt tokens that a decode worker computes itself; if not given, chosen by
-    measured speed."""
+    """Maximum uncached prompt tokens that a decode worker computes itself while a prefill worker
+    could; if not given, chosen by measured speed."""
     colocated: bool = False
     """Decode workers compute all prompts themselves, without prefill workers."""
     swap_space: Annotated[float, Field(ge=0)] = 1.0

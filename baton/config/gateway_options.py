@@ -151,8 +151,15 @@ class GatewayOptions(
     """Addresses of decode workers, host:port; repeat the option or separate with commas."""
     workers_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
     """File descriptor to read worker addresses from, as JSON lines until end of file."""
+    refused_models: Names = Field(default=(), json_schema_extra=HIDDEN)
+    """Names of models to leave out, because their workers did not start."""
 
     _also_needed_for_tls: ClassVar[tuple[str, ...]] = ()
+
+    def each_model(self) -> tuple[Self, ...]:
+        """The options of each model that is served."""
+        models = super().each_model()
+        return tuple(each for each in models if each.model_name not in self.refused_models)
 
     @property
     def worker_tls(self) -> TlsFiles | None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
 
 from baton.errors import ConfigError
 from baton.redaction import redacted
@@ -179,6 +179,8 @@ class _Outage:
     def begin(self, error: BaseException) -> None:
         if not self._is_out:
             why = str(error) or "no answer in time"
+            if isinstance(error, AuthenticationError):
+                why += "; give the password in --registry, as redis://:PASSWORD@host:port/db"
             _log.warning("registry %s cannot be used, going on without: %s", self._where, why)
         self._is_out = True
 

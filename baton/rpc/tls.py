@@ -17,6 +17,9 @@ from baton.rpc.file_watch import MadeOfFiles, PathLike
 
 T = TypeVar("T")
 
+#: OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
+_WRONG_DATES = (9, 10)
+
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
@@ -93,7 +96,31 @@ def _own_certificate(tls: TlsFiles) -> tuple[bytes | None, bytes | None]:
             else "no private key in PEM without a password; give one"
         )
         raise ConfigError.of("ssl_keyfile", os.fspath(tls.keyfile), fix) from None
+    _check_dates(tls.certfile, cert, context)
     return cert, key
+
+
+def _check_dates(path: PathLike, cert: bytes, server: ssl.SSLContext) -> None:
+    """Raise ConfigError if peers would refuse the certificate for its dates. server: has it loaded.
+    The handshake stays in memory: the standard library reads dates of trusted certificates only."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(cadata=cert.decode("ascii"))
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
+    for end in ends * 2:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code in _WRONG_DATES:
+                fix = f"{error.verify_message}; give one that is valid now"
+                raise ConfigError.of("ssl_certfile", os.fspath(path), fix) from None
+            return
+        except ssl.SSLError:
+            return
 
 
 def _ca_certs(tls: TlsFiles) -> bytes | None:

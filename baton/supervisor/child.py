@@ -31,13 +31,17 @@ _EXIT_S = 5.0
 
 
 class ChildFailed(StartupError):
-    """A process did not become ready. last_lines: end of its log."""
+    """A process did not become ready. last_lines: end of its log. model: the model that it could
+    not serve; empty for failures of a gateway itself."""
 
     reason = "CHILD_FAILED"
 
-    def __init__(self, name: str, how: str, cause: str, last_lines: tuple[str, ...]) -> None:
+    def __init__(
+        self, name: str, how: str, cause: str, last_lines: tuple[str, ...], model: str = ""
+    ) -> None:
         super().__init__(f"{name} did not start ({how}): {cause}", child=name)
         self.last_lines = last_lines
+        self.model = model
 
 
 class Child:
@@ -147,7 +151,7 @@ class Child:
                 env=dict(self._environment),
             )
         except OSError as error:
-            raise ChildFailed(self.name, "no process", str(error), ()) from error
+            raise ChildFailed(self.name, "no process", str(error), (), self.spec.model) from error
         if self._feed and self._process.stdin:
             self._feed.attach(self._process.stdin)
         self._log = asyncio.create_task(self._forward_log(self._process), name=f"log {self.name}")
@@ -195,16 +199,17 @@ class Child:
                 await self.wait()
         except TimeoutError:
             await self.kill()
-        raise self.failure(message.get("error"))
+        raise self.failure(message.get("error"), message.get("model", ""))
 
-    def failure(self, why: str | None = None) -> ChildFailed:
-        """The error for a process that does not run: its own message, or the end of its log."""
+    def failure(self, why: str | None = None, model: str = "") -> ChildFailed:
+        """The error for a process that does not run: its own message, or the end of its log.
+        model: what a gateway cannot serve."""
         status = self._process.returncode if self._process else None
         lines = tuple(self._last_lines)
         cause = why or next((line for line in reversed(lines) if line.strip()), "it said nothing")
         # A process that reported its failure may have been killed because it exited too slowly.
         how = "refused" if why else describe_exit(status)
-        return ChildFailed(self.name, how, cause, lines)
+        return ChildFailed(self.name, how, cause, lines, self.spec.model or model)
 
 
 def describe_exit(status: int | None) -> str:

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Self
 
 from baton.config import ServeOptions
@@ -70,6 +70,9 @@ class Cluster:
         self._on_phase = on_phase
         #: The workers' addresses, for the gateways.
         self._feed = Feed()
+        self._listed: dict[str, str] = {}
+        """Lines of the feed by worker."""
+        self._refused: tuple[str, ...] = ()
         self._wait_serving = wait_serving or functools.partial(wait_until_serving, tls=options.tls)
         self._children: dict[str, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
@@ -97,6 +100,11 @@ class Cluster:
     def names(self) -> tuple[str, ...]:
         """Names of the children: prefill-N, decode-N, gateway, and gateway-N for further ones."""
         return tuple(self._children)
+
+    @property
+    def refused_models(self) -> tuple[str, ...]:
+        """Names of the models that could not be started, of several."""
+        return self._refused
 
     def report_of(self, name: str) -> ReadyReport:
         """The report of a ready child. Raises RuntimeError before it is ready."""
@@ -172,43 +180,77 @@ class Cluster:
     async def _start_all(
         self, workers: tuple[ChildSpec, ...], gateways: tuple[ChildSpec, ...]
     ) -> None:
-        """Start children concurrently. Raises the first failure and leaves the others to stop()."""
-        environment = child_environment(os.environ)
-
-        def child_of(spec: ChildSpec, feed: Feed | None = None) -> Child:
-            variables = {**environment, **spec.environment}
-            return Child(spec, self._on_line, variables, self._on_phase, feed)
-
-        started = [child_of(spec) for spec in workers]
-        children = [*started, *(child_of(spec, self._feed) for spec in gateways)]
-        self._children |= {child.name: child for child in children}
-
-        named: set[str] = set()
-
-        async def start(child: Child) -> None:
-            report = await child.start(self._lifeline[0])
-            if child not in started:
-                return
-            tier = child.name.partition("-")[0]
-            address = await self._address_for_gateways(child.name, report.address)
-            self._feed.add(json.dumps({"address": address, "tier": tier}))
-            named.add(child.name)
-            if len(named) == len(started):
-                self._feed.end()
-
-        tasks = [asyncio.create_task(start(child)) for child in children]
+        """Start children concurrently; with several models, without those whose workers or
+        tokenizers fail. Raises the first other failure and leaves the rest to stop()."""
+        tasks = self._start_tasks((*workers, *gateways))
+        models = {spec.model for spec in workers}
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            while tasks:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    child = tasks.pop(task, None)
+                    failure = None if child is None else task.exception()
+                    if failure is None:
+                        continue
+                    model = failure.model if isinstance(failure, ChildFailed) else ""
+                    if model not in models or len(models) == 1:
+                        raise failure
+                    models.remove(model)
+                    await self._leave_out(model, failure, tasks)
+                    tasks |= self._start_tasks(gateways)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for child in children:
+        for child in self._children.values():
             self._phases[child.name] = child.start_s
             for phase, seconds in (child.report.phases if child.report else {}).items():
                 self._phases[f"{child.name} {phase}"] = seconds
+
+    def _start_tasks(self, specs: Iterable[ChildSpec]) -> dict[asyncio.Task[None], Child]:
+        environment = child_environment(os.environ)
+        children = []
+        for spec in specs:
+            variables = {**environment, **spec.environment}
+            feed = None if spec.model else self._feed
+            own = spec.without_models(self._refused) if feed else spec
+            children.append(Child(own, self._on_line, variables, self._on_phase, feed))
+        self._children |= {child.name: child for child in children}
+        return {asyncio.create_task(self._start_one(child)): child for child in children}
+
+    async def _start_one(self, child: Child) -> None:
+        report = await child.start(self._lifeline[0])
+        if child.spec.model:
+            tier = child.name.partition("-")[0]
+            address = await self._address_for_gateways(child.name, report.address)
+            self._listed[child.name] = json.dumps({"address": address, "tier": tier})
+            self._feed.add(self._listed[child.name])
+            self._end_complete_feed()
+
+    def _end_complete_feed(self) -> None:
+        if all(name in self._listed for name, c in self._children.items() if c.spec.model):
+            self._feed.end()
+
+    async def _leave_out(
+        self, model: str, failure: BaseException, tasks: dict[asyncio.Task[None], Child]
+    ) -> None:
+        """Stop what serves a failed model, and the gateways, which are to start without it."""
+        logger.error("serving without model %s: %s", model, failure)
+        self._refused += (model,)
+        gone = [c for c in self._children.values() if c.spec.model in ("", model)]
+        starts = [task for task, child in tasks.items() if child in gone]
+        for task in starts:
+            del tasks[task]
+            task.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
+        await asyncio.gather(*(child.kill() for child in gone))
+        self._feed = Feed()
+        for child in gone:
+            del self._children[child.name]
+            self._listed.pop(child.name, None)
+        for line in self._listed.values():
+            self._feed.add(line)
+        self._end_complete_feed()
 
     async def _address_for_gateways(self, name: str, address: str) -> str:  # noqa: ARG002
         """host:port by which gateways reach this worker; by default, where it listens."""

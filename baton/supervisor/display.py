@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TextIO
 
-from baton.supervisor.log_lines import forward_to_stderr
+from baton.supervisor.log_lines import forward_to_stderr, write_if_possible
 
 _WIDTH = 12
 _UP, _CLEAR_BELOW = "\x1b[{}A", "\x1b[J"
@@ -59,5 +59,4 @@ class StartDisplay:
             self._num_drawn = 0
 
     def _write(self, text: str) -> None:
-        self._out.write(text)
-        self._out.flush()
+        write_if_possible(self._out, text)

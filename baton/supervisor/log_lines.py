@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 
 def forward_to_stderr(name: str, line: str) -> None:
     """Write a child's line to stderr: unchanged for machines, readable on a terminal."""
     text = readable(name, line) if sys.stderr.isatty() else line
-    sys.stderr.write(text + "\n")
+    write_if_possible(sys.stderr, text + "\n")
+
+
+def write_if_possible(out: TextIO, text: str) -> None:
+    """Write and flush; drop the text if the disk is full or the reader is gone, which must not end
+    the processes that it is about."""
+    with suppress(OSError):
+        out.write(text)
+        out.flush()
 
 
 def readable(name: str, line: str) -> str:

@@ -44,12 +44,18 @@ PROGRAMS = Programs(_module("prefill_svc"), _module("decode_svc"), _module("gate
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """One process: name in logs, program, arguments, and secret values, which no command line may
-    show."""
+    show. model: the name of a worker's model; empty for gateways."""
 
     name: str
     program: tuple[str, ...]
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    model: str = ""
+
+    def without_models(self, names: Sequence[str]) -> ChildSpec:
+        """The same gateway without some of its models."""
+        refused = (f"--refused-models={','.join(names)}",) if names else ()
+        return replace(self, arguments=(*refused, *self.arguments))
 
     def at_ports(self, ports: Mapping[str, int]) -> ChildSpec:
         """The same process with ports of its own, by option; they override earlier ones."""
@@ -223,7 +229,8 @@ def plan_workers(
             **({"expert_load_file": _own_file(loads, name)} if loads else {}),
             **_metrics_port_of(options, name),
         }
-        return _child(cls, each, programs.prefill if is_prefill else programs.decode, name, own)
+        program = programs.prefill if is_prefill else programs.decode
+        return replace(_child(cls, each, program, name, own), model=each.model_name)
 
     prefill = zip(prefill_of, prefill_gpus, prefill_shares, strict=True)
     decode = zip(decode_of, decode_gpus, decode_shares, strict=True)

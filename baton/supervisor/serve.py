@@ -10,6 +10,7 @@ from baton.config import ServeOptions
 from baton.service import OnReady, ReadyReport, describe_phases
 from baton.supervisor.cluster import Cluster, check_ports
 from baton.supervisor.display import StartDisplay
+from baton.supervisor.log_lines import write_if_possible
 
 #: Default gateway address of clients.
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -41,22 +42,22 @@ async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: On
 def print_ready(options: ServeOptions, cluster: Cluster) -> None:
     """Print to stdout: the addresses and what serves them, the start times, and commands to try."""
     defaults = cluster.report_of("gateway").sampling_defaults
+    name = served_models(options, cluster)[0]
     lines = [
         f"Baton is ready at {cluster.address}: {'; '.join(describe_cluster(options, cluster))}",
         f"  started in {describe_start(cluster.phases)}",
         *([f"  sampling defaults of the model: {defaults}"] if defaults else []),
-        f"  try: {example_command(options, cluster.address)}",
+        f"  try: {example_command(options, cluster.address, name)}",
     ]
     if cluster.http_address:
-        lines.append(f"  or:  {example_curl(options, cluster.http_address)}")
-    sys.stdout.write("\n".join((*lines, "")))
-    sys.stdout.flush()
+        lines.append(f"  or:  {example_curl(options, cluster.http_address, name)}")
+    write_if_possible(sys.stdout, "\n".join((*lines, "")))
 
 
 def describe_cluster(options: ServeOptions, cluster: Cluster) -> list[str]:
     """Models, dtype and its reason, level of CPU kernels, and tiers; unknown parts are omitted."""
     workers = [name for name in cluster.names if not name.startswith("gateway")]
-    parts = [" and ".join(each.model_name for each in options.each_model())]
+    parts = [" and ".join(served_models(options, cluster))]
     parts += dict.fromkeys(
         computing for name in workers if (computing := cluster.report_of(name).computing)
     )
@@ -66,21 +67,27 @@ def describe_cluster(options: ServeOptions, cluster: Cluster) -> list[str]:
     return parts
 
 
-def example_command(options: ServeOptions, address: str) -> str:
-    """An example request that can be run on this machine as printed."""
+def served_models(options: ServeOptions, cluster: Cluster) -> list[str]:
+    """Names of the models that were not refused."""
+    names = (each.model_name for each in options.each_model())
+    return [name for name in names if name not in cluster.refused_models]
+
+
+def example_command(options: ServeOptions, address: str, name: str) -> str:
+    """An example request that can be run on this machine as printed. name: of the model."""
     reachable = _reachable(address)
     where = "" if reachable == _DEFAULT_ADDRESS else f" --address {reachable}"
     tls = f" --ssl-ca-certs {options.ssl_ca_certs}" if options.ssl_ca_certs else ""
-    model = f" --model {options.model_name}" if options.more_models else ""
+    model = f" --model {name}" if options.more_models else ""
     return f"baton generate 'def fibonacci(n):' --timing{model}{where}{tls}"
 
 
-def example_curl(options: ServeOptions, address: str) -> str:
+def example_curl(options: ServeOptions, address: str, name: str) -> str:
     """The same request for OpenAI's HTTP API."""
     scheme = "https" if options.tls else "http"
     tls = f" --cacert {options.ssl_ca_certs}" if options.ssl_ca_certs else ""
     key = " -H 'authorization: Bearer KEY'" if options.api_key or options.api_key_file else ""
-    model = f'"model": "{options.model_name}", ' if options.more_models else ""
+    model = f'"model": "{name}", ' if options.more_models else ""
     body = f'{{{model}"prompt": "def fibonacci(n):", "max_tokens": 64}}'
     url = f"{scheme}://{_reachable(address)}/v1/completions"
     return f"curl {url}{tls}{key} -H 'content-type: application/json' -d '{body}'"

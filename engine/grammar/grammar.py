@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeGuard, get_args
 
 from baton.errors import EngineFault, FieldViolation, InvalidRequest
 from baton.types import DEFAULT_MAX_WHITESPACE, MAX_WHITESPACE
+from engine.grammar.json_schema import narrowed
 
 GrammarKind = Literal["json_schema", "regex", "lark", "llguidance"]
 
@@ -35,9 +36,9 @@ class Grammar:
     def json_schema(
         cls, schema: dict[str, Any], max_whitespace: int = DEFAULT_MAX_WHITESPACE
     ) -> Grammar:
-        """Any document that satisfies the schema; properties are generated in the schema's
-        order."""
-        text = json.dumps(schema, separators=(",", ":"))
+        """Any document that satisfies the schema, as narrowed; properties are generated in the
+        schema's order."""
+        text = json.dumps(narrowed(schema), separators=(",", ":"))
         return cls("json_schema", text, max_whitespace)
 
     @classmethod

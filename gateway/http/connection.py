@@ -170,6 +170,8 @@ class HttpConnection(asyncio.Protocol):
                 self._drop_body()
             if self.task is None:
                 self._next()
+            if self._phase is _Phase.BUSY:
+                self._limit_next()
         if self._is_reading or self._refusal is not None:
             self._state.reads.count(self, len(data))
         else:
@@ -407,9 +409,20 @@ class HttpConnection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
+    def _limit_next(self) -> None:
+        """Set the deadline of a request that arrives while an earlier one is answered."""
+        if not self._is_reading or self._refusal is not None:
+            self._cancel_timer()
+        elif self._timer is None:
+            self._set_timer(self._limits.body_timeout_s, self._be_late_behind)
+
+    def _be_late_behind(self) -> None:
+        """Refuse after the answers to earlier requests."""
+        self._refusal = _late()
+        self._drop_body()
+
     def _be_late(self) -> None:
-        fault = "the request did not arrive whole in time"
-        self._refuse(http_error(HTTPStatus.REQUEST_TIMEOUT, fault))
+        self._refuse(_late())
 
     def _refuse(self, error: HttpError) -> None:
         """Send a refusal and discard further input. No answer may be in progress."""
@@ -513,6 +526,10 @@ class HttpResponse:
             self.keeps_alive = False
             headers.append(("connection", "close"))
         return head_of(status, self._connection.date, (*headers, *self.headers))
+
+
+def _late() -> HttpError:
+    return http_error(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive whole in time")
 
 
 def _refusal_of_headers(request: HttpRequest) -> HttpError | None:

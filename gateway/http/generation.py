@@ -79,6 +79,8 @@ class Generation:
         self._has_usage = form.body.has_usage_everywhere
         """Whether each piece has usage; if only the last has it, other pieces say null."""
         self._no_usage = ',"usage":null' if form.body.has_usage_chunk else ""
+        self._usage_text = ""
+        """Usage member of the last piece, while it is current."""
         last_event_id = request.header(LAST_EVENT_ID.lower())
         self._is_taken_up = bool(last_event_id or form.body.resume_from)
         """Whether an earlier stream began the answer."""
@@ -124,6 +126,7 @@ class Generation:
 
     async def _begin(self, index: int, validated: ValidatedRequest) -> None:
         self._usage.num_prompt_tokens += len(validated.spec.prompt_token_ids)
+        self._usage_text = ""
         for so_far in validated.resume_from.values():  # only one prompt can be resumed
             self._usage.add_earlier(0, len(so_far.token_ids))
         self._answer = self._answer or self._new_answer(validated.spec.request_id)
@@ -145,8 +148,9 @@ class Generation:
         self._chunks[index].append(chunk)
 
     def _write_event(self, index: int, chunk: Chunk) -> Coroutine[Any, Any, object] | None:
-        usage_before = self._usage_so_far()
+        usage_before = self._usage_text or self._usage_so_far()
         self._usage.add(index, chunk)
+        self._usage_text = ""
         new: Chunk | None = chunk
         if self._event_ids is not None:
             choice = index * max(1, self._form.requests[0].sampling.n) + chunk.choice
@@ -164,7 +168,7 @@ class Generation:
         return self._response.write(text.encode())
 
     def _event(self, index: int, chunk: Chunk, usage_before: str) -> str:
-        usage = self._usage_so_far()
+        usage = self._usage_text = self._usage_so_far()
         if self._has_timing and chunk.HasField("timing"):
             usage += f',"timing":{json.dumps(timing_of(chunk))}'
         return self._form.event(index, chunk, usage, usage_before)

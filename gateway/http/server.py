@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import socket
 import ssl
@@ -113,13 +114,19 @@ class Acceptor:
             client.setblocking(False)
             opening = self._loop.create_task(self._open(client))
             self._openings.add(opening)
-            opening.add_done_callback(self._openings.discard)
+            opening.add_done_callback(functools.partial(self._on_opened, client))
 
     async def _open(self, client: socket.socket) -> None:
-        try:
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Fails if the client left, or its handshake failed or took too long.
+        with contextlib.suppress(OSError):
             await self._loop.connect_accepted_socket(self._make, client, **self._tls)
-        except OSError:  # it left, or its handshake failed or took too long
+            return
+        client.close()
+
+    def _on_opened(self, client: socket.socket, opening: asyncio.Task[None]) -> None:
+        self._openings.discard(opening)
+        if opening.cancelled():  # perhaps before it began
             client.close()
 
 

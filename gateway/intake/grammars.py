@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from baton.errors import BatonError, EngineFault, FieldViolation, InvalidRequest
 from baton.types import DEFAULT_MAX_WHITESPACE
 from baton.v1 import sampling_pb2
 from gateway.intake.child import ChildDied, ChildProcess, ChildSpec
+
+_log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 5.0
 
@@ -59,6 +62,7 @@ class GrammarCompiler:
         num_kept: int = NUM_KEPT,
     ) -> None:
         """folder: contains the model's tokenizer.json. max_whitespace: see Grammar."""
+        self._folder = folder
         self._timeout_s = compile_timeout_s
         self._max_waiting = max_waiting
         self._num_kept = num_kept
@@ -120,15 +124,18 @@ class GrammarCompiler:
             # Not lasting: the machine may be slow.
             description = f"takes more than {self._timeout_s:g} s to compile; simplify it"
             return _Outcome(violation=_violation(field, description), is_lasting=False)
-        except ChildDied as death:
-            if death.is_of_its_question:
-                return _Outcome(violation=_violation(field, _TOO_BIG))
-            return _Outcome(fault=death.message, is_lasting=False)
         except BatonError as error:
+            if isinstance(error, ChildDied) and error.is_of_its_question:
+                return _Outcome(violation=_violation(field, _TOO_BIG))
             return _Outcome(fault=error.message, is_lasting=False)
         if "grammar" in answer:
             return _Outcome(grammar=str(answer["grammar"]).encode())
-        return _Outcome(violation=_violation(field, str(answer["error"])))
+        if (self._folder / "tokenizer.json").is_file():
+            return _Outcome(violation=_violation(field, str(answer["error"])))
+        await self.process.close()  # the next one reads the files that are there by then
+        fault = f"{self._folder.name}: tokenizer.json is gone; put the model's files back"
+        _log.error("no structured output: %s", fault)
+        return _Outcome(fault=fault, is_lasting=False)
 
     def _keep(self, key: bytes, task: asyncio.Task[_Outcome]) -> None:
         del self._compiling[key]

@@ -23,6 +23,9 @@ from typing import Generic, Protocol, TypeVar
 from baton.errors import Overloaded
 from baton.types import Rank, across_accounts
 
+#: Longer of the two estimates of a wait over the shorter one, up to which a refusal says it.
+_MAX_DISAGREEMENT = 1.5
+
 #: Estimates average this many latest samples of each kind.
 _NUM_LATEST = 64
 
@@ -214,6 +217,9 @@ class WaitEstimate:
         """Start of the current waiting period; None while the queue is empty."""
         self._holds: deque[tuple[float, int]] = deque(maxlen=_NUM_LATEST)
         """(seconds from placement to end, output tokens) of each ended output."""
+        self._running: deque[int] = deque(maxlen=_NUM_LATEST)
+        """Outputs that held a place, at each estimate. Outputs of one length end together: the
+        most of them is the number of places, the latest may be next to none."""
 
     def set_waiting(self, is_waiting: bool, now_s: float) -> None:
         """Update the waiting clock. Call it whenever the queue may have become empty or
@@ -239,16 +245,27 @@ class WaitEstimate:
 
         The longer of two estimates is returned: the rate at which places were given, which is
         optimistic while the queue is short, and the rate at which running outputs will end.
-        num_running: outputs that hold a place.
+        num_running: outputs that hold a place now.
         """
+        self._running.append(num_running)
+        of_each_s = self._seconds_for_one(now_s)
+        return num_places * max(of_each_s) if of_each_s else None
+
+    def is_agreed(self, now_s: float) -> bool:
+        """Whether both estimates exist, and are so close that the longer one can be told."""
+        of_each_s = self._seconds_for_one(now_s)
+        return len(of_each_s) == 2 and max(of_each_s) <= _MAX_DISAGREEMENT * min(of_each_s)
+
+    def _seconds_for_one(self, now_s: float) -> list[float]:
+        """The estimates that there are samples for, of one place."""
         self.set_waiting(self._since_s is not None, now_s)
         estimates_s = []
         num_served = sum([width for _, width in self._served][1:])
         if num_served:
             estimates_s.append((self._waited_s - self._served[0][0]) / num_served)
-        if self._holds and num_running:
+        if self._holds and (num_running := max(self._running, default=0)):
             estimates_s.append(self._mean_hold_s / num_running)
-        return num_places * max(estimates_s) if estimates_s else None
+        return estimates_s
 
     def hold_s(self, max_tokens: int) -> float:
         """Estimated seconds from placement to end of an output of at most `max_tokens` tokens; 0
@@ -272,12 +289,12 @@ def queue_full(num_waiting: int, max_size: int, clear_s: float | None) -> Overlo
     )
 
 
-def too_late(expected_s: float, left_s: float) -> Overloaded:
+def too_late(expected_s: float, left_s: float, *, is_told: bool) -> Overloaded:
     """The error for a request expected to end in `expected_s` seconds, with `left_s` seconds to its
-    deadline."""
+    deadline. is_told: whether the estimate is good enough to be told."""
+    when = f"in {expected_s:.1f} s, and its deadline" if is_told else "after its deadline, which"
     return Overloaded(
-        f"the answer is expected in {expected_s:.1f} s, and its deadline is in {left_s:.1f} s; "
-        "allow more time, or try again later",
+        f"the answer is expected {when} is in {left_s:.1f} s; allow more time, or try again later",
         retry_after_s=retry_s(expected_s - left_s),
     )
 

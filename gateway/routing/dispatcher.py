@@ -226,15 +226,16 @@ class Dispatcher:
         num_places = queue.width_before(waiting.account, waiting.width) + waiting.width
         wait_s = estimate.seconds_for(num_places, num_running, now_s)
         if wait_s is not None:
-            self._check_time(waiting, _WAIT_MARGIN * wait_s, now_s)
+            is_told = estimate.is_agreed(now_s)
+            self._check_time(waiting, _WAIT_MARGIN * wait_s, now_s, is_told=is_told)
 
-    def _check_time(self, waiting: Waiting, wait_s: float, now_s: float) -> None:
+    def _check_time(self, waiting: Waiting, wait_s: float, now_s: float, *, is_told: bool) -> None:
         """Raise Overloaded if a sequence that is placed in `wait_s` seconds would end after its
-        deadline."""
+        deadline. is_told: whether the error says when it would."""
         expected_s = wait_s + self._estimate.hold_s(waiting.spec.sampling.max_tokens)
         left_s = waiting.deadline_s - now_s
         if expected_s > left_s:
-            raise too_late(expected_s, left_s)
+            raise too_late(expected_s, left_s, is_told=is_told)
 
     def cancel(self, waiting: Waiting) -> None:
         """Stop waiting. Idempotent."""
@@ -296,7 +297,7 @@ class Dispatcher:
                 continue
             try:
                 if not waiting.is_return:
-                    self._check_time(waiting, 0.0, now_s)
+                    self._check_time(waiting, 0.0, now_s, is_told=True)
             except Overloaded as late:
                 waiting.answer(late)
                 continue

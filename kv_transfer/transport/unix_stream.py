@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import socket
 import struct
 import tempfile
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +29,9 @@ _READ_BYTES = 64 * 1024
 #: Name prefixes of socket directories in the temporary directory: before they are locked, and
 #: afterwards.
 _FRESH_PREFIX, _PREFIX = "baton-new-", "baton-kv-"
-_LOCK_NAME = "lock"
+_LOCK_NAME, _SOCKET_NAME = "lock", "kv.sock"
+#: Age in seconds of a directory that its worker did not come to lock.
+_FRESH_S = 60.0
 
 
 def connect_unix(path: str, timeout_s: float) -> socket.socket:
@@ -62,34 +64,57 @@ class _Folder:
             os.rename(fresh, self.path)
         except OSError:
             os.close(self._lock)
-            shutil.rmtree(fresh, ignore_errors=True)
+            _remove(Path(fresh))
             raise
 
     def remove(self) -> None:
         """Remove the directory. Idempotent."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
             os.close(self._lock)
             self._lock = -1
 
 
 def sweep(folder: Path) -> None:
     """Remove the directories in `folder` left behind by workers of this user: those without a held
-    lock."""
+    lock, empty ones, and those that were not locked within a minute."""
     for left in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            lock = os.open(left / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            lock = _open_lock(left)
             try:
                 if os.fstat(lock).st_uid == os.getuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(left, ignore_errors=True)
+                    _remove(left)
             finally:
                 os.close(lock)
+    for fresh in folder.glob(f"{_FRESH_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            state = fresh.lstat()
+            if state.st_uid == os.getuid() and time.time() - state.st_mtime > _FRESH_S:
+                _remove(fresh)
+
+
+def _open_lock(folder: Path) -> int:
+    """Raises OSError if there is none; an empty folder is removed."""
+    try:
+        return os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        folder.rmdir()
+        raise
+
+
+def _remove(folder: Path) -> None:
+    """Remove the lock after the rest, so that `sweep` knows what a process did not finish
+    removing."""
+    with contextlib.suppress(OSError):
+        for name in (_SOCKET_NAME, _LOCK_NAME):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 class UnixListener(StreamListener):
     """Listens in its own directory, which is private to this user and removed at close. Sweeps
-    directories of killed workers."""
+    directories of killed workers, at close, too: not each of them is started again."""
 
     def __init__(
         self, transport: str, stream: Callable[[socket.socket, Receiver], ServerStream]
@@ -97,7 +122,7 @@ class UnixListener(StreamListener):
         """Raises OSError."""
         sweep(Path(tempfile.gettempdir()))
         self._folder = _Folder()
-        path = str(self._folder.path / "kv.sock")
+        path = str(self._folder.path / _SOCKET_NAME)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(path)
@@ -111,6 +136,7 @@ class UnixListener(StreamListener):
     def close(self) -> None:
         super().close()
         self._folder.remove()
+        sweep(Path(tempfile.gettempdir()))
 
 
 class UnixConnection(SlottedConnection):

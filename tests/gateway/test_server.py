@@ -161,6 +161,14 @@ async def test_text_and_chat_are_tokenized_by_the_models_own_rules(model_path: P
         text = Prompt(text="<user>hi<assistant>")
         by_text = await stub.Tokenize(inference_pb2.TokenizeRequest(prompt=text))
         assert by_chat.token_ids == by_text.token_ids
+        for keeps_first in (False, True):
+            cut = Prompt(text="<user>hi<assistant>", keep_last=3, keeps_first=keeps_first)
+            whole = by_text.token_ids
+            kept = await stub.Tokenize(inference_pb2.TokenizeRequest(prompt=cut))
+            assert kept.token_ids == (whole[:3] if keeps_first else whole[-3:])
+            ids = Prompt(token_ids={"ids": whole}, keep_last=3, keeps_first=keeps_first)
+            given = await stub.Tokenize(inference_pb2.TokenizeRequest(prompt=ids))
+            assert given.token_ids == kept.token_ids
         assert by_text.max_model_len == 200, "as the workers tell, not as the files do"
         chunks = [chunk async for chunk in stub.Generate(generate_request(chat))]
         expected = expected_output(make_spec("x", by_text.token_ids))

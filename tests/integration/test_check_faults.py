@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from baton.check import fault_load
@@ -11,21 +13,33 @@ from baton.check import soak as soak_check
 from baton.check.faults import check_faults
 from baton.check.process_faults import PROCESS_FAULTS
 from baton.check.soak import BOUNDS, soak
+from tests.support.adapters import make_adapter
 from tests.support.live_tiers import BOX_MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.mark.asyncio
-async def test_what_is_killed_breaks_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_killed_breaks_no_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the SDK and by both ways of server-sent events, of the model and of an adapter."""
+    adapter = make_adapter(tmp_path / "adapter", BOX_MODEL)
     monkeypatch.setattr(fault_check, "MAX_TOKENS", 64)
     monkeypatch.setattr(fault_load, "QUIET_S", 1.0)
     kinds = ("kill a decode worker", "kill the gateway")
     faults = [fault for fault in PROCESS_FAULTS if fault.name in kinds]
     over: list[str] = []
     verdict = await check_faults(
-        {"model": str(BOX_MODEL), "dtype": "float32", "log_level": "error"},
-        num_requests=8,
+        {
+            "model": str(BOX_MODEL),
+            "dtype": "float32",
+            "log_level": "error",
+            "kv_transport": "tcp",
+            "kv_cache_memory_bytes": "64MiB",
+            "lora_modules": (f"a={adapter}",),
+        },
+        num_requests=16,
         num_rounds=1,
         max_hours=1.0,
         seed=1,
@@ -34,6 +48,8 @@ async def test_what_is_killed_breaks_no_promise(monkeypatch: pytest.MonkeyPatch)
     )
     assert verdict.has_held, verdict
     assert over == list(kinds)
+    assert len(verdict.by_door) == 3
+    assert all(result.num_streams for result in verdict.by_door)
     none, *results = verdict.results
     assert none.num_streams
     assert all(result.num_streams for result in results)

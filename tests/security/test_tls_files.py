@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,18 @@ def test_a_key_of_another_certificate_is_told_so(own: TlsFiles, stranger: Author
     other = stranger.files("elsewhere.test")
     with pytest.raises(ConfigError, match=r"ssl_keyfile=.*is not the key of"):
         check_files(TlsFiles(own.ca_certs, own.certfile, other.keyfile))
+
+
+@pytest.mark.parametrize(
+    ("days", "fault"), [((-2, -1), "certificate has expired"), ((1, 2), "not yet valid")]
+)
+def test_a_certificate_of_another_day_is_told_so(
+    authority: Authority, days: tuple[int, int], fault: str
+) -> None:
+    begins, ends = (datetime.now(UTC) + timedelta(days=day) for day in days)
+    files = authority.files("elsewhere.test", not_before=begins, not_after=ends)
+    with pytest.raises(ConfigError, match=rf"ssl_certfile=.*{fault}; give one that is valid now"):
+        check_files(files)
 
 
 def test_an_encrypted_key_is_refused_and_not_asked_about(own: TlsFiles, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ class Authority:
         self.ca_certs = folder / "ca.pem"
         self._ca.cert_pem.write_to_path(str(self.ca_certs))
 
-    def files(self, *names: str) -> TlsFiles:
-        """A new certificate made out to these hosts, with this authority as the one to trust."""
-        cert = self._ca.issue_cert(*names)
+    def files(self, *names: str, **dates: datetime) -> TlsFiles:
+        """A new certificate made out to these hosts, with this authority as the one to trust.
+        dates: not_before and not_after."""
+        cert = self._ca.issue_cert(*names, **dates)
         stem = self._folder / names[0]
         certfile, keyfile = stem.with_suffix(".crt"), stem.with_suffix(".key")
         certfile.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))

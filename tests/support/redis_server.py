@@ -27,7 +27,8 @@ def redis_executable() -> str:
 class RedisServer:
     """On one port for its life, as often as it is started; empty at each start."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
+        self._options = options
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -42,7 +43,7 @@ class RedisServer:
         self._process = await asyncio.create_subprocess_exec(
             redis_executable(),
             *("--port", str(self.port), "--bind", "127.0.0.1"),
-            *("--save", "", "--appendonly", "no", "--daemonize", "no"),
+            *("--save", "", "--appendonly", "no", "--daemonize", "no", *self._options),
             stdin=DEVNULL,
             stdout=PIPE,
         )

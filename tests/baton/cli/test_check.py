@@ -121,7 +121,7 @@ def test_with_faults_each_promise_is_reported(
         }
         num_leaked = 7 if broken == "leak" else 0
         return FaultVerdict(
-            3, **wrong, num_leaked_blocks=num_leaked, results=(result,), by_prompt=()
+            3, **wrong, num_leaked_blocks=num_leaked, results=(result,), by_prompt=(), by_door=()
         )
 
     monkeypatch.setattr(baton.check.faults, "check_faults", fake)

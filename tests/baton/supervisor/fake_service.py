@@ -3,7 +3,7 @@
 
 The model is a folder. The fake appends what happens to it to FOLDER/journal, and looks there for a
 file FOLDER/NAME that says how to misbehave: "refuse", "refuse and stay", "crash", "hang" (at the
-start), or "deaf" (to signals).
+start), "deaf" (to signals), or, for the gateway, "refuse MODEL".
 """
 
 import asyncio
@@ -61,6 +61,12 @@ async def serve(
     sys.stdout.flush()
     if how == "refuse":
         raise ModelError("no such weights")
+    if isinstance(options, GatewayOptions):
+        names = [each.model_name for each in options.each_model()]
+        _note(folder, f"gateway of {' '.join(names)}")
+        if (name := how.removeprefix("refuse ")) in names:
+            raise ModelError("no tokenizer", model=name)
+        name = "gateway"
     if how == "refuse and stay":
         os.write(options.ready_fd or 0, b'{"error": "no such weights"}\n')
         await stop.wait()

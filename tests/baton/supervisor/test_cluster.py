@@ -150,6 +150,53 @@ async def test_a_child_that_cannot_start_is_named_with_its_cause_and_the_rest_is
     assert not any(map(is_running, pids_in(stage.journal())))
 
 
+@pytest.mark.parametrize("refused", ["one", "two"])
+@pytest.mark.parametrize("by", ["decode", "gateway"])
+async def test_a_model_that_is_refused_leaves_the_others_running(
+    stage: Stage, refused: str, by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own workers end; those of the other model are not started twice."""
+    numbers = {"one": 0, "two": 1}
+    folder = tmp_path / "two"
+    folder.mkdir()
+    if by == "gateway":
+        stage.misbehave("gateway", f"refuse {refused}")
+    else:
+        place = stage.folder if refused == "one" else folder
+        (place / f"decode-{numbers[refused]}").write_text("refuse")
+    options = {"served_model_name": "one", "more_models": f"two={folder}", "num_gateways": 2}
+    async with stage.cluster(**options) as cluster:
+        (other,) = numbers.keys() - {refused}
+        kept = {f"{tier}-{numbers[other]}" for tier in ("prefill", "decode")}
+        assert set(cluster.names) == {*kept, "gateway", "gateway-1"}
+        assert cluster.refused_models == (refused,)
+        places = {"one": stage, "two": type(stage)(folder)}
+        journal = stage.journal()
+        of_other = places[other].journal()
+        assert sum(line.startswith(f"prefill-{numbers[other]} started") for line in of_other) == 1
+        assert [line for line in journal if line.startswith("gateway of ")][-2:] == [
+            f"gateway of {other}"
+        ] * 2
+        heard = [line.split()[-1] for line in journal if line.startswith("gateway heard ")]
+        assert set(heard[-4:]) == {cluster.address_of(name) for name in kept}
+        assert not any(map(is_running, pids_in(places[refused].journal()))) or refused == "one"
+    what = "no tokenizer" if by == "gateway" else "no such weights"
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    child = "gateway" if by == "gateway" else f"decode-{numbers[refused]}"
+    assert line == f"serving without model {refused}: {child} did not start (refused): {what}"
+
+
+async def test_nothing_is_served_if_all_models_are_refused(stage: Stage, tmp_path: Path) -> None:
+    folder = tmp_path / "two"
+    folder.mkdir()
+    stage.misbehave("decode-0", "refuse")
+    (folder / "prefill-1").write_text("refuse")
+    with pytest.raises(ChildFailed, match=r"did not start \(refused\): no such weights"):
+        async with stage.cluster(served_model_name="one", more_models=f"two={folder}"):
+            pytest.fail("it started")
+    assert not any(map(is_running, pids_in(stage.journal())))
+
+
 async def test_a_child_that_ends_while_the_gateway_is_awaited_fails_the_start(stage: Stage) -> None:
     cluster = stage.cluster()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.logs import JsonFormatter
-from baton.supervisor.log_lines import readable
+from baton.supervisor.log_lines import readable, write_if_possible
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
@@ -28,3 +29,11 @@ def test_a_json_record_is_readable() -> None:
 def test_other_json_is_shown_as_it_is(value: object) -> None:
     line = json.dumps(value)
     assert readable("x", line) == f"x: {line}"
+
+
+def test_a_disk_that_is_full_takes_nothing_and_ends_nothing() -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        for _ in range(3):
+            write_if_possible(full, "a line\n")
+        with suppress(OSError):
+            full.close()

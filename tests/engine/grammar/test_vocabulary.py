@@ -55,6 +55,16 @@ def test_bytes_and_spaces_are_read_as_they_are_decoded(
         assert tokenizer.decode(output) in ("ab é", "a ab x\n")
 
 
+def test_a_number_above_zero_is_never_zero(tmp_path: Path) -> None:
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = load_vocabulary(tmp_path)
+    grammar = Grammar.json_schema({"type": "number", "exclusiveMinimum": 0})
+    for seed in range(40):
+        output = walk(matcher_of(grammar, vocabulary, (2,)), random.Random(seed))
+        assert float(tokenizer.decode(output)) > 0
+
+
 def test_special_tokens_are_no_text(tmp_path: Path) -> None:
     byte_fallback_tokenizer().save(str(tmp_path / "tokenizer.json"))
     anything = matcher_of(Grammar.regex("(.|\n)*"), load_vocabulary(tmp_path), (2,))

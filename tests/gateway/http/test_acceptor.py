@@ -45,6 +45,21 @@ async def test_the_kernel_buffers_little_unread_output() -> None:
     await server.stop()
 
 
+async def test_a_close_leaves_no_connection_that_was_accepted_and_not_begun() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        sock.setblocking(False)
+        acceptor = Acceptor(sock, asyncio.Protocol, None)
+        with socket.create_connection(sock.getsockname()) as client:
+            client.settimeout(5)
+            acceptor._accept()
+            assert len(acceptor._openings) == 1
+            acceptor.close()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not acceptor._openings
+            assert client.recv(1) == b"", "it is closed at once, not when memory is collected"
+
+
 async def test_accepting_goes_on_after_descriptors_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_EXHAUSTED_S", 0.01)
     failures = [OSError(errno.EMFILE, "too many open files")] * 3

@@ -347,6 +347,34 @@ def test_bytes_that_trickle_do_not_move_the_deadline() -> None:
     run(test)
 
 
+def test_a_body_behind_a_running_answer_has_a_deadline() -> None:
+    """It is refused after that answer; one that comes whole meanwhile is answered, however late."""
+
+    async def test(world: World) -> None:
+        ended = asyncio.Event()
+
+        async def answer(response: HttpResponse) -> None:
+            await ended.wait()
+            await response.send(200, "text/plain", b"")
+
+        world.handler.answer = answer
+        slow, slow_wire = world.connect()
+        whole, whole_wire = world.connect()
+        for connection in (slow, whole):
+            connection.data_received(post("/", b"") + post("/", b"x" * 9)[:-1])
+        await asyncio.sleep(LIMITS.body_timeout_s / 2)
+        whole.data_received(b"x")
+        await asyncio.sleep(LIMITS.body_timeout_s)
+        assert world.state.num_buffered_bytes == 0, "nothing of the late one is held"
+        slow.data_received(b"x")
+        ended.set()
+        await settle()
+        assert slow_wire.statuses == [200, 408]
+        assert whole_wire.statuses == [200, 200]
+
+    run(test)
+
+
 def test_a_connection_that_says_nothing_is_closed() -> None:
     async def test(world: World) -> None:
         _, wire = world.connect()

@@ -16,9 +16,10 @@ PIECE = 2**18
 class Client:
     """A reader with bytes to send."""
 
-    def __init__(self, turns: ReadTurns, size: int) -> None:
+    def __init__(self, turns: ReadTurns, size: int, piece: int = PIECE) -> None:
         self.turns = turns
         self.left = size
+        self.piece = piece
         self.is_paused = False
         self.done_s = 0.0
 
@@ -30,7 +31,7 @@ class Client:
 
     def send(self) -> int:
         """As the event loop reads: one piece, if it is not paused."""
-        size = 0 if self.is_paused else min(PIECE, self.left)
+        size = 0 if self.is_paused else min(self.piece, self.left)
         self.left -= size
         if size:
             self.turns.count(self, size)
@@ -61,6 +62,25 @@ def test_reads_are_bounded_and_everyone_is_read(pieces: list[int], num_silent: i
             turns.leave(each)
         await asyncio.sleep(2 * SLICE_S)
         assert not any(each.is_paused for each in (*clients, *silent))
+
+    run_virtual(main())
+
+
+def test_a_thousand_clients_of_short_pieces_use_the_whole_slice() -> None:
+    """400 KB each, a segment at a time: four of them a slice would take more than a minute."""
+
+    async def main() -> None:
+        turns = ReadTurns()
+        clients = [Client(turns, 400_000, piece=16_384) for _ in range(1000)]
+        for each in clients:
+            turns.count(each, 0)
+        begin_s = asyncio.get_running_loop().time()
+        while left := [each for each in clients if each.left]:
+            for _ in range(64):
+                for each in [each for each in left if not each.is_paused]:
+                    each.send()
+            await asyncio.sleep(SLICE_S)
+        assert asyncio.get_running_loop().time() - begin_s < 10
 
     run_virtual(main())
 

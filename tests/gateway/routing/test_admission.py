@@ -251,6 +251,25 @@ def test_the_wait_is_known_within_a_factor_of_two(
     assert 25 * pause_s <= told_s <= 100 * pause_s
 
 
+def test_a_wait_is_told_only_while_both_estimates_agree() -> None:
+    """Places given at one rate, and outputs that end at another."""
+    estimate = WaitEstimate()
+    assert not estimate.is_agreed(0.0)
+    estimate.set_waiting(True, 0.0)
+    for second in range(1, 41):
+        estimate.on_served(1, float(second))
+    estimate.seconds_for(1, 4, 40.0)
+    assert not estimate.is_agreed(40.0), "no output has ended"
+    estimate.on_ended(4.0, 100)
+    assert estimate.is_agreed(40.0)
+    told_s = estimate.seconds_for(10, 1, 40.0)
+    assert told_s is not None
+    assert 5 < told_s < 20, "that others have just ended says nothing"
+    for _ in range(8):
+        estimate.on_ended(30.0, 100)
+    assert not estimate.is_agreed(40.0)
+
+
 def test_free_places_are_used_while_a_wide_request_waits() -> None:
     async def main() -> None:
         async with gateway_world(

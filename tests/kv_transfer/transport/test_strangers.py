@@ -203,6 +203,29 @@ def test_the_folder_of_a_killed_worker_is_swept_at_the_next_start(folder: Path) 
     assert not list(folder.iterdir()), "nothing is left"
 
 
+@pytest.mark.parametrize("entries", [(), ("lock",), ("lock", "kv.sock")])
+def test_what_a_worker_did_not_finish_removing_is_swept(
+    folder: Path, entries: tuple[str, ...]
+) -> None:
+    left = folder / "baton-kv-left"
+    left.mkdir()
+    for name in entries:
+        (left / name).touch()
+    sweep(folder)
+    assert not left.exists()
+
+
+def test_a_folder_that_was_never_locked_is_swept_after_a_minute(folder: Path) -> None:
+    young, old = folder / "baton-new-young", folder / "baton-new-old"
+    for each in (young, old):
+        each.mkdir()
+        (each / "lock").touch()
+    os.utime(old, (0, 0))
+    sweep(folder)
+    assert young.exists()
+    assert not old.exists()
+
+
 def test_what_is_no_workers_folder_is_left_alone(folder: Path) -> None:
     ours = folder / "baton-kv-notes"
     ours.mkdir()
