@@ -29,7 +29,7 @@ from worker_core.commands import Command, Open
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.policy import Policy, decode_policy, pinned_local_prefill, prefill_policy
 from worker_core.speculation.interface import Speculation
-from worker_core.state import SwapSpace
+from worker_core.swap import no_swap
 
 #: Lease of a ticket, in seconds; longer than any measurement.
 _LEASE_S = 1e6
@@ -109,7 +109,7 @@ def _core(
         pool=pool,
         tickets=tickets,
         sender=sender,
-        swap=SwapSpace(engine.kv, 0),
+        swap=no_swap(engine.kv),
         matchers=matchers or Matchers(_no_vocabulary, ThreadPoolExecutor(1)),
         clock=time.monotonic,
         speculation=speculation,

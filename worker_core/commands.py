@@ -14,6 +14,7 @@ from engine.kv.tiers.stack import TierReport
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted, TicketOffered
 from worker_core.policy import Policy
+from worker_core.swap import SwapDone
 
 #: (stream, handle): identifies a sequence within this boot of the worker, also to the KV sender.
 SequenceKey = tuple[int, int]
@@ -98,6 +99,7 @@ Command = (
     | KnownSequences
     | DeviceLost
     | TierReport
+    | SwapDone
 )
 
 

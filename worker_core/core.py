@@ -10,7 +10,7 @@ sender or launch in flight can access it any more.
     scheduler.py   which sequences run, and which are preempted
     handoff.py     KV transfers to other workers
     prefix_tiers.py  prefixes that move to tiers of KV and back
-    preemption.py  swaps to host memory, or release for another worker
+    preemption.py  swaps to host memory (swap.py), or release for another worker
     steps.py       from grants to samples, one step ahead
     drafting.py    drafts in a step's spare tokens
     output.py      from samples to tokens, choices and beams
@@ -58,8 +58,9 @@ from worker_core.prefix_tiers import PrefixTiers
 from worker_core.scheduler import Budget, StepPlan, plan_step
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.speculation.interface import Speculation
-from worker_core.state import CoreState, SequenceGroup, SwapSpace, ledger_of, orphans_of
+from worker_core.state import CoreState, SequenceGroup, ledger_of, orphans_of
 from worker_core.steps import Steps
+from worker_core.swap import SwapDone, SwapSpace
 
 _log = logging.getLogger("baton.worker")
 
@@ -177,7 +178,8 @@ class WorkerCore:
             num_prompt_tokens = sum(group.spec.num_tokens for group in prefilling)
             budget = budget.of_launch(num_shares, num_decoding, num_prompt_tokens)
         ready = with_grammar_ready(self._steps.ready(running))
-        return plan_step(ready, self._state.pool.num_available, budget)
+        num_blocks = self._state.pool.num_available + self._preemption.num_leaving_blocks
+        return plan_step(ready, num_blocks, budget)
 
     def _paces(self, running: Sequence[SequenceGroup]) -> Iterator[Pace]:
         """Paces of the decoding sequences at the end of what is in flight; none without a
@@ -231,6 +233,8 @@ class WorkerCore:
             case Saved() | Fetched() | Measured():
                 if self._tiers:
                     self._tiers.on_report(command)
+            case SwapDone():
+                self._preemption.on_copied(command)
             case DeviceLost():
                 # Detected by a transfer's thread; ends the worker like a failure in a step.
                 raise command

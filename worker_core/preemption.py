@@ -1,5 +1,10 @@
 """Preemption: takes the blocks of low-ranked sequences, which are swapped to host memory or
-released for another placement."""
+released for another placement.
+
+A swapped sequence gives its blocks up, or runs again, once the swap space's thread has copied its
+KV (`on_copied`). Meanwhile the scheduler counts blocks that are being given up as available
+(`num_leaving_blocks`), so that it preempts no further sequences for the same need.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SequenceGroup
+from worker_core.swap import SwapDone
 
 
 class Preemption:
@@ -28,23 +34,44 @@ class Preemption:
                 self._handoffs.cancel(group, Cancelled.reason, "others needed the memory")
             state.leave(group)
             return
-        begin_s, num_tokens = state.clock(), group.num_computed_tokens
-        state.swap.put(group.key, group.lease.block_ids, num_tokens)
-        self._costs.copy.observe(state.swap.num_bytes_of(num_tokens), state.clock() - begin_s)
+        state.swap.copy_out(group.key, group.lease.block_ids, group.num_computed_tokens)
         group.lease.index(group.token_ids, group.num_computed_tokens)
-        group.lease.release()
-        group.stage = Stage.SWAPPED
+        group.stage, group.is_copying = Stage.COPYING, True
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Blocks that become available when the copies under way have ended."""
+        state = self._state
+        copying = state.in_stage(Stage.COPYING)
+        return sum(each.num_exclusive_blocks for each in copying if state.swap.is_leaving(each.key))
+
+    def on_copied(self, done: SwapDone) -> None:
+        """A copy has ended: release the blocks, or run the sequence again."""
+        state = self._state
+        sequence = state.groups.get(done.key)
+        if not isinstance(sequence, WorkerSequence):
+            return
+        sequence.is_copying = False
+        if sequence.stage is Stage.CLOSING:
+            state.leave(sequence)
+        elif done.is_out:
+            self._costs.copy.observe(done.num_bytes, done.seconds)
+            sequence.lease.release()
+            sequence.stage = Stage.SWAPPED
+        else:
+            state.swap.drop(done.key)
+            sequence.stage = Stage.RUNNING
 
     def bring_back(self) -> bool:
-        """Swap sequences in, best rank first, while all running ones keep room to grow.
+        """Begin to swap sequences in, best rank first, while all running ones keep room to grow.
 
-        Return whether any was swapped in.
+        Return whether any was begun.
         """
         state = self._state
         if state.swap.is_empty:
             return False
         swapped = [m for m in state.in_stage(Stage.SWAPPED) if isinstance(m, WorkerSequence)]
-        num_growing = len(state.in_stage(Stage.RUNNING))
+        num_growing = len(state.in_stage(Stage.RUNNING)) + len(state.in_stage(Stage.COPYING))
         for num_back, sequence in enumerate(swapped):
             num_own = state.spec.groups.num_held_blocks(len(sequence.token_ids))
             num_needed = num_own + num_growing + num_back
@@ -74,8 +101,8 @@ class Preemption:
         if not lease.reserve(first_token, num_tokens):
             lease.release()
             return False
-        state.swap.take(sequence.key, lease.block_ids, lease.num_cached_tokens)
+        state.swap.copy_in(sequence.key, lease.block_ids, lease.num_cached_tokens)
         lease.received(max(first_token, sequence.lease.whole_start))
         sequence.lease = lease
-        sequence.stage = Stage.RUNNING
+        sequence.stage, sequence.is_copying = Stage.COPYING, True
         return True

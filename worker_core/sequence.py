@@ -30,15 +30,17 @@ class Stage(enum.Enum):
 
         AWAITING_KV --> RUNNING <--> PAUSED <--> HANDING_OFF --> gone
           FETCHING ---->  |  ^                        ^
-                          |  +--> SWAPPED             |
+                          |  +--> COPYING <-> SWAPPED |
+                          |                           |
                           +---------------------------+  with a destination, at its first tokens
 
     AWAITING_KV: all its KV arrives by a ticket.
     FETCHING: a prefix of it arrives from its destination, or from a tier of KV.
     RUNNING: from the start for a prompt that is computed here.
-    SWAPPED: holds no blocks.
-    CLOSING: ended or cancelled, from any stage, while a ticket or a launch may still write its
-    blocks, or the sender read them; the last of these releases the blocks.
+    COPYING: its KV is copied to or from host memory; it holds its blocks.
+    SWAPPED: its KV is in host memory; it holds no blocks.
+    CLOSING: ended or cancelled, from any stage, while a ticket, a launch or a copy may still write
+    its blocks, or the sender or a copy read them; the last of these releases the blocks.
     """
 
     AWAITING_KV = enum.auto()
@@ -46,6 +48,7 @@ class Stage(enum.Enum):
     RUNNING = enum.auto()
     PAUSED = enum.auto()
     HANDING_OFF = enum.auto()
+    COPYING = enum.auto()
     SWAPPED = enum.auto()
     CLOSING = enum.auto()
 
@@ -115,6 +118,7 @@ class WorkerSequence:
     destination: worker that it moves to after its first tokens; None if it stays.
     ticket_id: set while a ticket may write its blocks.
     is_sending: whether the KV sender may read its blocks.
+    is_copying: whether the swap space's thread may read or write its blocks.
     token_ids, num_computed_tokens: as of the last collected launch. The scheduler's view and the
     next slice also include launches in flight.
     """
@@ -130,6 +134,7 @@ class WorkerSequence:
     prefill: LocalPrefillProgress | None = None
     destination: Destination | None = None
     is_sending: bool = False
+    is_copying: bool = False
     reporting_choice: int | None = None
     """The first choice that continues, for a sequence with a destination after its first tokens.
     Handoff events use its handle, since other choices may have ended."""
@@ -238,8 +243,13 @@ class WorkerSequence:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a ticket, a launch or the sender may still access its blocks."""
-        return self.is_sending or self.ticket_id is not None or self.num_launched_tokens > 0
+        """Whether a ticket, a launch, a copy or the sender may still access its blocks."""
+        return (
+            self.is_sending
+            or self.is_copying
+            or self.ticket_id is not None
+            or self.num_launched_tokens > 0
+        )
 
     @property
     def leases(self) -> tuple[BlockLease, ...]:

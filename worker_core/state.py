@@ -1,113 +1,22 @@
-"""State of a worker: sequences and beams with their blocks, swapped KV in host memory, and pending
-events. Also the block ledger, and the detection of sequences that a gateway has lost."""
+"""State of a worker: sequences and beams with their blocks, and pending events. Also the block
+ledger, and the detection of sequences that a gateway has lost."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter
 
 from baton.errors import BatonError
 from baton.events import Failed, SequenceEvent
 from engine.interface import EngineSpec
-from engine.kv.interface import KvPool, kept_parts
 from engine.kv.lease import BlockLease
 from engine.kv.ledger import BlockLedger, BlockOwner, take_ledger
 from engine.kv.pool import BlockPool
-from engine.kv.range import KvRange
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import KnownSequences, StreamEvent
 from worker_core.sequence import Stage, WorkerSequence
-
-
-@dataclass(frozen=True, slots=True)
-class _Swapped:
-    """Swapped KV of a sequence. pieces: (range, bytes), each at most one block of tokens, or a
-    group's state records."""
-
-    pieces: tuple[tuple[KvRange, bytearray], ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(data) for _, data in self.pieces)
-
-
-class SwapSpace:
-    """Swapped KV by sequence key. Used by the engine loop's thread only."""
-
-    def __init__(self, kv: KvPool, max_num_bytes: int) -> None:
-        self._kv = kv
-        self._max_num_bytes = max_num_bytes
-        self._swapped: dict[Hashable, _Swapped] = {}
-        self.num_bytes = 0
-        self.num_swaps = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is swapped out."""
-        return not self._swapped
-
-    def num_bytes_of(self, num_tokens: int) -> int:
-        """Bytes that the KV of `num_tokens` tokens takes here."""
-        groups = self._kv.groups
-        return sum(map(groups.num_bytes, self._pieces(num_tokens))) + groups.record_bytes
-
-    def has_room_for(self, num_tokens: int) -> bool:
-        return self.num_bytes + self.num_bytes_of(num_tokens) <= self._max_num_bytes
-
-    def put(self, key: Hashable, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Copy the KV of the first `num_tokens` tokens of a block table, as far as the sequence
-        needs it to continue. Requires has_room_for(num_tokens) and a new key."""
-        groups = self._kv.groups
-        self._kv.follow(self._kv.mark())
-        pieces = []
-        for whole in self._pieces(num_tokens):
-            for piece in self._by_block(whole):
-                data = bytearray(groups.num_bytes(piece))
-                self._kv.pack(*self._in_block(block_ids, piece), memoryview(data))
-                pieces.append((piece, data))
-        for records in groups.records_after(num_tokens):
-            data = bytearray(groups.num_bytes(records))
-            self._kv.pack(block_ids, records, memoryview(data))
-            pieces.append((records, data))
-        self._swapped[key] = swapped = _Swapped(tuple(pieces))
-        self.num_bytes += swapped.num_bytes
-        self.num_swaps += 1
-
-    def take(self, key: Hashable, block_ids: Sequence[int], num_held_tokens: int) -> None:
-        """Copy the KV back and drop it, except the first `num_held_tokens` tokens (whole blocks),
-        which are present."""
-        self._kv.follow(self._kv.mark())
-        for piece, data in self._swapped[key].pieces:
-            if piece.first_token >= num_held_tokens:
-                self._kv.unpack(*self._in_block(block_ids, piece), memoryview(data))
-        self.drop(key)
-
-    def drop(self, key: Hashable) -> None:
-        """Drop the KV of a sequence."""
-        self.num_bytes -= self._swapped.pop(key).num_bytes
-
-    def _pieces(self, num_tokens: int) -> Iterator[KvRange]:
-        """Ranges to keep of a sequence, each within one memory."""
-        groups = self._kv.groups
-        whole = KvRange(0, num_tokens, 0, self._kv.layout.num_layers)
-        return kept_parts(self._kv, whole, groups.whole_start(num_tokens))
-
-    def _by_block(self, whole: KvRange) -> Iterator[KvRange]:
-        """Split `whole`, which starts at a block boundary, by blocks."""
-        size = self._kv.layout.block_size
-        for first in range(whole.first_token, whole.end_token, size):
-            yield replace(whole, first_token=first, num_tokens=min(size, whole.end_token - first))
-
-    def _in_block(self, block_ids: Sequence[int], piece: KvRange) -> tuple[Sequence[int], KvRange]:
-        """Return the block of a piece and the piece relative to it; state records are addressed by
-        the whole table."""
-        if not self._kv.groups.is_paged(piece):
-            return block_ids, piece
-        index = piece.first_token // self._kv.layout.block_size
-        return block_ids[index : index + 1], replace(piece, first_token=0)
-
+from worker_core.swap import SwapSpace
 
 #: A unit of the batch.
 SequenceGroup = WorkerSequence | BeamGroup
@@ -227,7 +136,9 @@ class CoreState:
         if group.fetch:
             group.fetch.cancel()
             group.fetch = None
-        if group.stage is not Stage.CLOSING:
+        if group.stage is Stage.COPYING:
+            self.swap.drop(group.key)
+        elif group.stage is not Stage.CLOSING:
             group.lease.index(group.token_ids, group.num_computed_tokens)
         if group.is_busy:
             group.stage = Stage.CLOSING

@@ -53,11 +53,19 @@ def build_tiers(
             from engine.kv.tiers.redis import RedisTier
 
             tiers.append(RedisTier(options.kv_store_url, form.context))
-        levels = [Level(tier, ThreadRunner(f"kv-tier-{tier.name}")) for tier in tiers]
+        levels = list(map(_level, tiers))
         undo.pop_all()
     stack = TierStack(engine.kv, form, levels, report, time.monotonic)
     stack.measure()
     return stack
+
+
+def _level(tier: Tier) -> Level:
+    def on_error(error: Exception) -> None:
+        level.on_error(error)
+
+    level = Level(tier, ThreadRunner(f"kv-tier-{tier.name}", on_error))
+    return level
 
 
 def _check(options: WorkerOptions, engine: Engine) -> None:

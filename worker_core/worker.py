@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from baton.start_log import PhaseClock
 from baton.telemetry import Telemetry
 from baton.types import NumericsRule, Tier, WorkerLoad
 from engine.grammar import Matchers
-from engine.interface import Engine, EngineSpec
+from engine.interface import DeviceLost, Engine, EngineSpec
+from engine.kv.tiers.runner import ThreadRunner
 from engine.kv.tiers.stack import TierStack
 from kv_transfer.device_memory import warm_up_copies
 from kv_transfer.kv_secret import KvSecret
@@ -35,10 +37,12 @@ from worker_core.recorder import WorkerRecorder
 from worker_core.sequence_service import SequenceServicer
 from worker_core.server import WorkerServer, describe, new_identity
 from worker_core.speculation.interface import Speculation
-from worker_core.state import SwapSpace
+from worker_core.swap import SwapSpace
 from worker_core.telemetry import open_worker_telemetry
 from worker_core.tier_build import build_tiers
 from worker_core.worker_service import WorkerServicer, services
+
+_log = logging.getLogger("baton.worker")
 
 #: Objects that a step makes for each of its sequences and that live until it is over, or until the
 #: next one is: grant, slice, row, samples, event, and the tuples around them; and as many again for
@@ -145,7 +149,9 @@ class Worker:
             tiers = build_tiers(options, tier.engine, self._submit)
             if tiers:
                 undo.callback(tiers.close)
-            core = self._make_core(channel, matchers, tiers)
+            swap = self._make_swap(tier)
+            undo.callback(swap.close)
+            core = self._make_core(channel, matchers, tiers, swap)
             self._loop: EngineLoop[Command, StreamEvent] = EngineLoop(
                 core, self._deliver, self._heartbeat, name="worker-engine"
             )
@@ -184,8 +190,16 @@ class Worker:
         if self._recorder:
             self._recorder.on_step(events)
 
+    def _make_swap(self, tier: TierSetup) -> SwapSpace:
+        def on_error(error: Exception) -> None:
+            _log.error("a copy of swapped KV failed", exc_info=error)
+            self._submit(DeviceLost(f"a copy of swapped KV failed: {error}"))
+
+        runner = ThreadRunner("kv-swap", on_error)
+        return SwapSpace(tier.engine.kv, tier.swap_bytes, runner, self._submit, time.monotonic)
+
     def _make_core(
-        self, channel: KvChannel, matchers: Matchers, tiers: TierStack | None
+        self, channel: KvChannel, matchers: Matchers, tiers: TierStack | None, swap: SwapSpace
     ) -> WorkerCore:
         options, tier = self._options, self._tier
         secret = tiers.secret if tiers else secrets.token_bytes(32)
@@ -194,7 +208,7 @@ class Worker:
             pool=build_pool(options, tier.engine, secret),
             tickets=channel.tickets,
             sender=channel.sender,
-            swap=SwapSpace(tier.engine.kv, tier.swap_bytes),
+            swap=swap,
             matchers=matchers,
             clock=time.monotonic,
             beat=self._heartbeat.beat,

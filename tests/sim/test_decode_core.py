@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from baton.commands import Abort
-from baton.events import Deferred, Failed, LocalPrefill, Offered
+from baton.events import Deferred, Failed, LocalPrefill, Offered, Tokens
 from baton.types import BeamParams, KvSource, Sample, Sampling, SequenceSpec
 from engine.interface import Batch, LayersDone
+from engine.oracle import oracle_tokens
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
 from worker_core.commands import Open, StreamCommand
@@ -88,6 +90,8 @@ def test_nobody_comes_in_before_those_that_were_swapped_out() -> None:
         decoder.submit(Open(0, handle, spec, KvSource.LOCAL))
     while decoder.swap.is_empty:
         assert not decoder.step().is_idle
+    while decoder.swap_runner.run():
+        decoder.step()
     small = SequenceSpec("c", (9,), Sampling())
     decoder.submit(Open(0, 3, small, KvSource.LOCAL))
     (answer,) = [e.event for e in decoder.step().events if e.handle == 3]
@@ -97,6 +101,59 @@ def test_nobody_comes_in_before_those_that_were_swapped_out() -> None:
     decoder.submit(Open(0, 4, small, KvSource.LOCAL))
     answers = [e.event for e in decoder.step().events if e.handle == 4]
     assert isinstance(answers[0], LocalPrefill)
+
+
+def test_others_run_while_a_thread_copies_what_is_swapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = itertools.count()
+    shape = SimShape(num_blocks=13, swap_bytes=50_000, max_num_launches=1)
+    decoder = SimDecode(LoopbackHub(), lambda: float(next(seconds)), shape)
+    monkeypatch.setattr(decoder, "copies_now", lambda: False)
+    copied: list[str] = []
+    for name in ("pack", "unpack"):
+        move = getattr(decoder.engine.kv, name)
+
+        def spy(*place: object, move: Callable[..., None] = move, name: str = name) -> None:
+            copied.append(name)
+            move(*place)
+
+        monkeypatch.setattr(decoder.engine.kv, name, spy)
+    specs = {
+        handle: SequenceSpec(f"r{handle}", (handle,) * num, Sampling(max_tokens=25))
+        for handle, num in ((1, 4), (2, 15), (3, 15))
+    }
+    for handle, spec in specs.items():
+        decoder.submit(Open(0, handle, spec, KvSource.LOCAL))
+    tokens: dict[int, list[int]] = {handle: [] for handle in specs}
+
+    def step() -> None:
+        for event in decoder.step().events:
+            if isinstance(event.event, Tokens):
+                tokens[event.handle] += [s.token_id for s in event.event.samples]
+        decoder.pool.check_integrity()
+
+    for _ in range(8):
+        step()
+    assert not decoder.swap.is_empty
+    num_before, num_swapped = len(tokens[1]), len(tokens[3])
+    step()
+    assert len(tokens[1]) > num_before
+    assert decoder.swap.num_swaps == 1, "its blocks are on their way"
+    assert not copied
+    for _ in range(200):
+        while decoder.swap_runner.run():
+            assert copied
+        copied.clear()
+        step()
+        assert not copied
+    for handle, spec in specs.items():
+        expected = oracle_tokens(spec.prompt_token_ids, spec.sampling, 1000)
+        # The second is preempted in its turn, to be placed anew: its copy is estimated too dear.
+        num = len(tokens[2]) if handle == 2 else len(expected)
+        assert tokens[handle] == expected[:num]
+    assert len(tokens[3]) > num_swapped
+    assert decoder.pool.counts().leased == 0
 
 
 def test_beats_before_a_step_and_within_tell_how_many_tokens_it_computes(

@@ -25,7 +25,7 @@ from worker_core.commands import Destination, Open, StreamCommand
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
 from worker_core.policy import prefill_policy
-from worker_core.state import SwapSpace
+from worker_core.swap import no_swap
 
 NUM_LAYERS = 4
 
@@ -62,7 +62,7 @@ def core_of(
         pool=pool or BlockPool(64, whole_blocks(4), secret=bytes(32)),
         tickets=tickets or SimPrefill(LoopbackHub(), lambda: 0.0).tickets,
         sender=sender,
-        swap=SwapSpace(engine.kv, 0),
+        swap=no_swap(engine.kv),
         matchers=sim_matchers(),
         costs=costs or Costs(policy.local_prefill, token_bytes=128),
         clock=lambda: 0.0,

@@ -21,7 +21,7 @@ from worker_core.commands import Command, Destination, Open, StreamCommand, Stre
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
 from worker_core.policy import prefill_policy
-from worker_core.state import SwapSpace
+from worker_core.swap import no_swap
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 24
 
@@ -53,7 +53,7 @@ class Worker:
             pool=self.pool,
             tickets=SimPrefill(LoopbackHub(), lambda: 0.0).tickets,
             sender=self.sender,
-            swap=SwapSpace(engine.kv, 0),
+            swap=no_swap(engine.kv),
             matchers=sim_matchers(),
             costs=self.costs,
             clock=self.clock,

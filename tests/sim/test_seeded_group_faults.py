@@ -18,7 +18,7 @@ from engine.kv.range import KvRange
 from engine.kv.tensors.grouped import GroupedKvPool
 from engine.oracle import OracleLayers
 from tests.sim.test_mix import run_seed
-from worker_core.state import SwapSpace
+from worker_core.swap import SwapSpace
 
 pytestmark = pytest.mark.slow
 

@@ -285,6 +285,8 @@ class SimClient:
         """A few more rounds for aborts to settle; then nothing may be held by anyone."""
         for _ in range(4):
             for decoder in self.decodes:
+                while decoder.swap_runner.run():
+                    pass
                 self.step_decode(decoder)
             for prefiller in self.prefills:
                 self.step_prefill(prefiller)

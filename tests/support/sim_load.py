@@ -57,7 +57,7 @@ from worker_core.commands import Command, Destination, Open, StreamCommand
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.loop import HEARTBEAT_S
 from worker_core.policy import Policy
-from worker_core.state import SwapSpace
+from worker_core.swap import no_swap
 
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 8192
@@ -191,7 +191,7 @@ class LoadNode:
             pool=BlockPool(num_blocks, whole_blocks(_BLOCK_SIZE), secret=bytes(32)),
             tickets=tickets,
             sender=self._sender,
-            swap=SwapSpace(engine.kv, 0),
+            swap=no_swap(engine.kv),
             matchers=sim_matchers(),
             clock=self.clock,
         )

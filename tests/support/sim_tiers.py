@@ -48,7 +48,7 @@ from worker_core.itl_budget import KeepPercentile
 from worker_core.loop import StepResult
 from worker_core.policy import LocalPrefillPolicy, Policy, decode_policy, prefill_policy
 from worker_core.speculation.interface import Speculation
-from worker_core.state import SwapSpace
+from worker_core.swap import SwapSpace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -233,11 +233,14 @@ class SimWorker:
     beat: Callable[[int], None] = lambda _num_tokens: None
     inbox: list[Command] = field(default_factory=list)
     on_command: Callable[[], None] = lambda: None
+    swap_runner: StepRunner = field(default_factory=StepRunner)
+    """Swapped KV is copied some steps after that began."""
     make_tiers: Callable[[Engine], Sequence[Tier]] | None = None
     """Tiers of KV in place of the shape's. Their jobs run when the test says."""
 
     def __post_init__(self) -> None:
         identity = WorkerIdentity(self.name, self.boot)
+        self.copy_rng = random.Random(self.seed)
         self.engine = self.given_engine or _engine(self.shape)
         allocators = _allocators(self.engine)
         self.slots = next((each for each in allocators if isinstance(each, WindowSlots)), None)
@@ -258,7 +261,9 @@ class SimWorker:
                 self.hub, identity, self.engine, self.submit, self.clock, self.lease_s, self.seed
             )
             self.sender = _sender(self.hub, identity, self.engine, self.submit, self.clock)
-        self.swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
+        self.swap = SwapSpace(
+            self.engine.kv, self.shape.swap_bytes, self.swap_runner, self.submit, self.clock
+        )
         policy = self.policy()
         tiers: Sequence[Tier] = ()
         if self.make_tiers:
@@ -307,10 +312,15 @@ class SimWorker:
         self.on_command()
 
     def step(self) -> StepResult[StreamEvent]:
+        while self.copies_now() and self.swap_runner.run():
+            pass
         commands, self.inbox[:] = list(self.inbox), []
         result = self.core.step(commands)
         self.acknowledge()
         return result
+
+    def copies_now(self) -> bool:
+        return self.copy_rng.random() < 0.5
 
     def open(
         self,

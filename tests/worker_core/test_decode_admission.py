@@ -18,7 +18,8 @@ from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
 from worker_core.itl_budget import KeepPercentile
 from worker_core.policy import LocalPrefillPolicy, decode_policy
-from worker_core.state import CoreState, SwapSpace
+from worker_core.state import CoreState
+from worker_core.swap import no_swap
 
 NUM_TOKENS = 100
 
@@ -63,7 +64,7 @@ def test_prompts_that_come_late_from_the_prefill_tier_are_computed_here_from_the
     now_s = 0.0
     engine = StubEngine(num_blocks=200)
     pool = BlockPool(200, whole_blocks(BLOCK_SIZE), secret=bytes(32), enable_prefix_caching=False)
-    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0), lambda: now_s)
+    state = CoreState(engine.spec, pool, no_swap(engine.kv), lambda: now_s)
     costs = Costs(LocalPrefillPolicy(0, 2048, is_pinned=False, gap_rule=KeepPercentile(2.0)), 128)
     for num_tokens in range(1, 10):
         costs.observe_step(0, num_tokens, 1e-3 * num_tokens)

@@ -11,7 +11,8 @@ from bench.stub_engine import BLOCK_SIZE, StubEngine
 from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from worker_core.sequence import Stage, WorkerSequence
-from worker_core.state import CoreState, SwapSpace
+from worker_core.state import CoreState
+from worker_core.swap import no_swap
 
 #: (handle, choices of the sequence that comes; 0: whoever has the handle leaves).
 EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20)
@@ -26,7 +27,7 @@ RANKED = st.lists(
 def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
     engine = StubEngine(num_blocks=64)
     pool = BlockPool(64, whole_blocks(BLOCK_SIZE), secret=bytes(32))
-    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0), lambda: 0.0)
+    state = CoreState(engine.spec, pool, no_swap(engine.kv), lambda: 0.0)
     for handle, num_choices in events:
         before = state.groups.get((0, handle))
         if num_choices:
@@ -43,7 +44,7 @@ def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
 def test_members_are_told_by_rank(events: list[tuple[int, int, int | None]]) -> None:
     engine = StubEngine(num_blocks=64)
     pool = BlockPool(64, whole_blocks(BLOCK_SIZE), secret=bytes(32))
-    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0), lambda: 0.0)
+    state = CoreState(engine.spec, pool, no_swap(engine.kv), lambda: 0.0)
     here: dict[tuple[int, int], WorkerSequence] = {}
     for stream, handle, arrival_ns in events:
         if arrival_ns is not None:

@@ -22,7 +22,7 @@ from worker_core.commands import Open
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.loop import EngineLoop, Heartbeat, StepResult
 from worker_core.policy import LocalPrefillPolicy, decode_policy
-from worker_core.state import SwapSpace
+from worker_core.swap import no_swap
 
 
 @dataclass
@@ -133,7 +133,7 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
     engine = CountingEngine(beats)
     sim = SimDecode(LoopbackHub(), lambda: 0.0)
     pool = BlockPool(16, whole_blocks(16), secret=bytes(32))
-    swap = SwapSpace(engine.kv, 0)
+    swap = no_swap(engine.kv)
     devices = CoreDeps(
         engine,
         pool,

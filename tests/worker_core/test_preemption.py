@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from queue import SimpleQueue
 
 import numpy as np
+import pytest
 
 from baton.types import Sampling, SequenceSpec
 from engine.kv.layout import whole_blocks
 from engine.kv.pool import BlockPool
 from engine.kv.tensors.array import ArrayKvPool
+from engine.kv.tiers.runner import InlineRunner, Runner, ThreadRunner
 from engine.oracle import OracleEngine, OracleOptions
 from tests.support.recording_sender import RecordingSender
 from worker_core.costs import Costs
@@ -20,7 +24,8 @@ from worker_core.itl_budget import KeepPercentile
 from worker_core.policy import LocalPrefillPolicy
 from worker_core.preemption import Preemption
 from worker_core.sequence import Stage, WorkerSequence
-from worker_core.state import CoreState, SwapSpace
+from worker_core.state import CoreState
+from worker_core.swap import SwapDone, SwapSpace
 
 BLOCK_SIZE, NUM_TOKENS = 4, 10
 
@@ -32,6 +37,7 @@ class Worker:
 
     tick_s: float = 0.0
     num_blocks: int = 12
+    runner: Runner = field(default_factory=InlineRunner)
     costs: Costs = field(
         default_factory=lambda: Costs(
             LocalPrefillPolicy(0, 0, is_pinned=False, gap_rule=KeepPercentile(2.0)), 128
@@ -41,11 +47,21 @@ class Worker:
     def __post_init__(self) -> None:
         self.engine = OracleEngine(OracleOptions(num_blocks=self.num_blocks, block_size=BLOCK_SIZE))
         self.pool = BlockPool(self.num_blocks, whole_blocks(BLOCK_SIZE), secret=bytes(32))
-        self.swap = SwapSpace(self.engine.kv, 1 << 20)
+        self.done: list[SwapDone] = []
+        self.swap = SwapSpace(self.engine.kv, 1 << 20, self.runner, self.done.append, self.clock())
         self.state = CoreState(self.engine.spec, self.pool, self.swap, self.clock())
         handoffs = Handoffs(self.state, RecordingSender())
         self.preemption = Preemption(self.state, self.costs, handoffs)
         self.costs.handoff.observe(NUM_TOKENS, 2.0)
+
+    def report(self) -> None:
+        """As commands of the next step."""
+        while self.done:
+            self.preemption.on_copied(self.done.pop(0))
+
+    def preempt(self, sequence: WorkerSequence) -> None:
+        self.preemption.preempt(sequence)
+        self.report()
 
     def clock(self) -> Callable[[], float]:
         looks = count()
@@ -65,16 +81,16 @@ class Worker:
 def test_a_copy_that_took_longer_than_computing_is_the_last() -> None:
     worker = Worker(tick_s=5.0)
     first, second = worker.run(1), worker.run(2)
-    worker.preemption.preempt(first)
+    worker.preempt(first)
     assert first.stage is Stage.SWAPPED
-    worker.preemption.preempt(second)
+    worker.preempt(second)
     assert list(worker.state.groups.values()) == [first]
 
 
 def test_kv_that_waits_in_host_memory_is_still_found_as_a_prefix() -> None:
     worker = Worker()
     sequence = worker.run(1)
-    worker.preemption.preempt(sequence)
+    worker.preempt(sequence)
     num_whole = NUM_TOKENS // BLOCK_SIZE * BLOCK_SIZE
     assert worker.pool.num_cached_tokens(b"", sequence.token_ids) == num_whole
     worker.pool.check_integrity()
@@ -86,10 +102,11 @@ def test_what_comes_back_writes_no_block_that_holds_its_kv_already() -> None:
     assert isinstance(worker.engine.kv, ArrayKvPool)
     kv = worker.engine.kv.data
     kv[...] = np.arange(kv.size).reshape(kv.shape)
-    worker.swap.put("k", (0, 1, 2), NUM_TOKENS)
+    worker.swap.copy_out("k", (0, 1, 2), NUM_TOKENS)
     before = kv.copy()
     kv[...] = -1
-    worker.swap.take("k", (5, 6, 7), BLOCK_SIZE)
+    worker.swap.copy_in("k", (5, 6, 7), BLOCK_SIZE)
+    worker.swap.drop("k")
     assert (kv[5] == -1).all()
     assert (kv[6] == before[1]).all()
     in_last = NUM_TOKENS % BLOCK_SIZE
@@ -97,6 +114,27 @@ def test_what_comes_back_writes_no_block_that_holds_its_kv_already() -> None:
     assert (kv[7, :, :, :, in_last:] == -1).all()
     assert worker.swap.is_empty
     assert worker.swap.num_bytes == 0
+
+
+def test_copies_run_in_a_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    kv, done, names = worker.engine.kv, SimpleQueue[SwapDone](), set[str]()
+    runner = ThreadRunner("kv-swap", lambda error: pytest.fail(repr(error)))
+    swap = SwapSpace(kv, 1 << 20, runner, done.put, lambda: 0.0)
+    for name in ("pack", "unpack"):
+        move = getattr(kv, name)
+
+        def spy(*place: object, move: Callable[..., None] = move) -> None:
+            names.add(threading.current_thread().name)
+            move(*place)
+
+        monkeypatch.setattr(kv, name, spy)
+    swap.copy_out("k", (0, 1, 2), NUM_TOKENS)
+    assert done.get(timeout=5).is_out
+    swap.copy_in("k", (5, 6, 7), 0)
+    assert not done.get(timeout=5).is_out
+    swap.close()
+    assert names == {"kv-swap"}
 
 
 def test_a_negative_priority_takes_nobodys_blocks_and_a_positive_one_gives_way() -> None:
@@ -110,7 +148,7 @@ def test_a_negative_priority_takes_nobodys_blocks_and_a_positive_one_gives_way()
 def test_nobody_comes_back_before_all_that_run_can_grow() -> None:
     worker = Worker(num_blocks=7)
     running, waiting = worker.run(1), worker.run(2)
-    worker.preemption.preempt(waiting)
+    worker.preempt(waiting)
     filler = worker.pool.lease(b"", (7,), 1)
     assert filler is not None
     # 3 blocks are left, which is what it has, and none for the one that runs.
@@ -118,6 +156,7 @@ def test_nobody_comes_back_before_all_that_run_can_grow() -> None:
     assert not worker.preemption.bring_back()
     filler.release()
     assert worker.preemption.bring_back()
+    worker.report()
     assert waiting.stage is Stage.RUNNING
     assert running.stage is Stage.RUNNING
     worker.pool.check_integrity()

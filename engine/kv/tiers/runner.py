@@ -23,13 +23,28 @@ class Runner(Protocol):
         ...
 
 
+class InlineRunner:
+    """Implements Runner: runs each job at once, in the caller's thread."""
+
+    def submit(self, job: Job, *, is_urgent: bool = False) -> None:
+        del is_urgent
+        job()
+
+    def close(self, last: Job) -> None:
+        last()
+
+
 class ThreadRunner:
     """Implements Runner."""
 
-    def __init__(self, name: str, close_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, name: str, on_error: Callable[[Exception], None], close_timeout_s: float = 5.0
+    ) -> None:
+        """on_error: called in the thread with what a job raised; later jobs are run as usual."""
         self._jobs: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
         """(class, number, job): the lowest is next."""
         self._numbers = itertools.count()
+        self._on_error = on_error
         self._close_timeout_s = close_timeout_s
         # A daemon: a device that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -48,4 +63,7 @@ class ThreadRunner:
 
     def _run(self) -> None:
         while job := self._jobs.get()[2]:
-            job()
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001, a thread that ended would be waited for
+                self._on_error(error)

@@ -94,6 +94,11 @@ class Level:
         if is_new:
             _log.error("KV tier %s is switched off: %s", self.tier.name, why)
 
+    def on_error(self, error: Exception) -> None:
+        """A job of the tier's thread raised what is no TierFailed."""
+        _log.error("KV tier %s failed", self.tier.name, exc_info=error)
+        self.switch_off(f"an internal fault: {error!r}")
+
     def switch_on(self) -> None:
         with self._lock:
             was_off, self.off_reason = bool(self.off_reason), ""

@@ -16,12 +16,13 @@ from baton.errors import ConfigError, EngineFault
 from baton.types import Sampling
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.range import KvRange
+from engine.kv.tiers.runner import InlineRunner
 from engine.torch.engine import TorchEngine
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import agreed_dtype, wire_format
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine
-from worker_core.state import SwapSpace
+from worker_core.swap import SwapSpace
 
 MakeEngine = Callable[..., TorchEngine]
 BOX_MODEL = Path(__file__).parents[3] / "models" / "baton-py-6m"
@@ -111,13 +112,13 @@ def test_swapped_and_copied_blocks_go_on_alike(
     engine = tiny_engine(block_size=8, kv_cache_dtype=kv_cache_dtype)
     held, table = PROMPT[:-1], (9, 2, 5, 4, 0, 7, 1)
     engine.forward(Batch((SequenceSlice(held, 0, table),)))
-    swap = SwapSpace(engine.kv, 1 << 20)
-    swap.put("k", table, len(held))
+    swap = SwapSpace(engine.kv, 1 << 20, InlineRunner(), lambda _: None, lambda: 0.0)
+    swap.copy_out("k", table, len(held))
     assert swap.num_bytes == len(held) * engine.spec.layout.token_bytes
     engine.kv.copy_blocks(table[:5], (20, 21, 22, 23, 24))
     expected = after(engine, PROMPT, table)
     assert after(engine, PROMPT, (20, 21, 22, 23, 24, 25, 26)) == expected
-    swap.take("k", (30, 31, 32, 33, 34, 35, 36), 0)
+    swap.copy_in("k", (30, 31, 32, 33, 34, 35, 36), 0)
     assert after(engine, PROMPT, (30, 31, 32, 33, 34, 35, 36)) == expected
 
 

@@ -290,7 +290,8 @@ def test_a_store_is_written_at_once_and_comes_back_after_an_outage(engine: Oracl
 
 
 def test_a_runner_prefers_urgent_jobs_and_ends_though_its_device_hangs() -> None:
-    runner = ThreadRunner("test", close_timeout_s=0.05)
+    errors: list[Exception] = []
+    runner = ThreadRunner("test", errors.append, close_timeout_s=0.05)
     release, begun, order = threading.Event(), threading.Event(), list[int]()
 
     def hang() -> None:
@@ -306,3 +307,14 @@ def test_a_runner_prefers_urgent_jobs_and_ends_though_its_device_hangs() -> None
     release.set()
     runner.close(lambda: None)
     assert order == [0, 1, 2]
+    assert not errors
+
+
+def test_a_job_that_raises_is_reported_and_the_next_ones_run() -> None:
+    errors: list[Exception] = []
+    runner, order = ThreadRunner("test", errors.append), list[int]()
+    runner.submit(lambda: order.append(1 // 0))
+    runner.submit(lambda: order.append(1))
+    runner.close(lambda: order.append(2))
+    assert order == [1, 2]
+    assert list(map(type, errors)) == [ZeroDivisionError]
