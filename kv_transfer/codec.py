@@ -85,6 +85,9 @@ class ChunkCodec:
         """Whether payloads hold the pool's bytes unconverted."""
         return self._transcoder is None
 
+    def for_another_thread(self) -> ChunkCodec:
+        return ChunkCodec(self._pool, self.wire)
+
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Pack a payload from the blocks into `out`. Raises what KvPool.pack does, and ValueError
         for a wrong size."""

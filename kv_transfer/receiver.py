@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -21,6 +21,7 @@ from baton.v1 import kv_pb2
 from baton.wire import sample_from_proto
 from engine.kv.groups import is_known
 from engine.kv.range import KvRange
+from kv_transfer.codec import ChunkCodec
 from kv_transfer.device_memory import Payload, check_device
 from kv_transfer.frame import (
     CHECKSUM_MASK,
@@ -32,7 +33,7 @@ from kv_transfer.frame import (
     place_checksum,
 )
 from kv_transfer.handshake import ReceiverConfig, ReceiverHandshake, Terms
-from kv_transfer.ticket import Commit, Rejection
+from kv_transfer.ticket import Commit, ParkedChunk, Rejection
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.wire_format import most_token_layer_bytes
 
@@ -112,6 +113,7 @@ class ReceiverSession:
         # Free slots not returned yet: fewer than credit_batch, so that the sender always has some.
         self._credits: list[int] = []
         self._landing: _Landing | None = None
+        self._parked_codec: ChunkCodec | None = None
 
     @property
     def peer(self) -> str:
@@ -134,11 +136,12 @@ class ReceiverSession:
         if (
             terms is None
             or not terms.codec.can_view(piece)
+            or not self._tickets.has_blocks(chunk.ticket_id, piece)
             or header_fault(chunk, chunk.payload_bytes, terms)
         ):
             return ()
         pinned = self._tickets.pin(chunk.ticket_id, chunk.epoch, self._connection, piece)
-        if isinstance(pinned, Rejection):
+        if isinstance(pinned, Rejection) or pinned.block_ids is None:
             # on_frame repeats the check and replies
             return ()
         self._landing = _Landing(chunk.ticket_id, terms.codec.views(pinned.block_ids, piece))
@@ -211,6 +214,8 @@ class ReceiverSession:
         if isinstance(pinned, Rejection):
             return pinned
         fault = "the worker failed while it stored a chunk"
+        if pinned.block_ids is None:
+            return self._written(chunk, self._park(terms, chunk, payload))
         try:
             self._receiver.config.pool.follow(pinned.mark)
             fault = store(chunk, payload, pinned.block_ids, terms)
@@ -221,6 +226,24 @@ class ReceiverSession:
         finally:
             rejection = self._written(chunk, fault)
         return rejection
+
+    def _park(self, terms: Terms, chunk: kv_pb2.KvChunk, payload: Payload) -> str:
+        """Verify a payload and keep a copy until it has blocks. Return its fault, or an empty
+        string."""
+        if not isinstance(payload, memoryview):
+            return "a payload in a device's memory came before its blocks"
+        data = memoryview(bytearray(payload))
+        if fault := payload_fault(chunk, (data,), terms):
+            return fault
+        if self._parked_codec is None:  # the connection's own is not for other threads
+            self._parked_codec = terms.codec.for_another_thread()
+        unpack, piece = self._parked_codec.unpack, place_of(chunk)
+
+        def write(block_ids: Sequence[int]) -> None:
+            unpack(block_ids, piece, data)
+
+        self._tickets.park(chunk.ticket_id, ParkedChunk(piece.first_token, len(data), write))
+        return ""
 
     def _written(self, chunk: kv_pb2.KvChunk, fault: str) -> Rejection | None:
         """Unpin a chunk's blocks. A fault aborts the ticket first."""

@@ -39,7 +39,7 @@ import enum
 import hashlib
 import hmac
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -280,8 +280,19 @@ class TicketOffered:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkedChunk:
+    """Verified KV in host memory. write: copies it into the sequence's blocks; used by one thread
+    at a time."""
+
+    first_token: int
+    num_bytes: int
+    write: Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True, slots=True)
 class TicketCommitted:
-    """All KV of `num_tokens` tokens is in the blocks, which the receiver of this event owns.
+    """All KV of `num_tokens` tokens is in the blocks, which the receiver of this event owns, or in
+    `parked`.
 
     first_tokens: the following token of each choice; empty if known already.
     whole_start: first token that all groups received; groups that keep fewer than all tokens may
@@ -298,6 +309,8 @@ class TicketCommitted:
     receiving_s: float = 0.0
     """Time of its first chunk; reserved_s if no KV was needed."""
     whole_start: int = 0
+    parked: tuple[ParkedChunk, ...] = ()
+    """Chunks that came before their blocks; empty unless the ticket was late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +368,9 @@ class Commit:
 class Reservation:
     """A new ticket, and the blocks of one of the owner's ranks.
 
-    data: for the sender. block_ids: blocks of tokens [num_cached_tokens, num_tokens). min_tokens:
-    minimum tokens of a commit. held_start: first token with a block.
+    data: for the sender. block_ids: blocks of tokens [num_cached_tokens, num_tokens); of a late
+    ticket the first of them, or none. min_tokens: minimum tokens of a commit. held_start: first
+    token with a block.
     """
 
     ticket_id: int
@@ -397,7 +411,9 @@ class Ticket:
     layout, own: of the rank; own as the model counts layers and heads.
     offer_deadline: time by which all parts must be presented.
     parts: by connection. is_presented: whether they cover `own`.
-    mark: see KvPool; of the time when the ticket got the blocks.
+    mark: see KvPool; of the time when the ticket got its last blocks.
+    block_ids: more of them come while the KV of a late ticket arrives.
+    parked: chunks that came before their blocks. arrived_end: end of the last token that arrived.
     """
 
     reserved: Reservation
@@ -411,14 +427,19 @@ class Ticket:
     reserved_s: float = 0.0
     receiving_s: float = 0.0
     mark: object = None
+    block_ids: tuple[int, ...] = field(init=False)
+    parked: list[ParkedChunk] = field(default_factory=list)
+    arrived_end: int = 0
+
+    def __post_init__(self) -> None:
+        self.block_ids = self.reserved.block_ids
 
     @property
     def ticket_id(self) -> int:
         return self.reserved.ticket_id
 
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        return self.reserved.block_ids
+    def has_blocks(self, piece: KvRange) -> bool:
+        return piece.end_token <= len(self.block_ids) * self.layout.block_size
 
     @property
     def is_open(self) -> bool:
@@ -492,6 +513,7 @@ class Ticket:
             self.receiving_s = now_s
         self.state = TicketState.RECEIVING
         part.num_pins += 1
+        self.arrived_end = max(self.arrived_end, piece.end_token)
         self.renew(connection, now_s)
         return ""
 
@@ -539,6 +561,7 @@ class Ticket:
             self.reserved_s,
             self.receiving_s,
             max(each.whole_start for each in parts),
+            tuple(self.parked),
         )
 
     def abort(self, reason: str, message: str) -> TicketAborted | None:

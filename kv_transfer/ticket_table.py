@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import KvLayout, SequenceSpec, WorkerIdentity
@@ -23,6 +23,7 @@ from kv_transfer.ticket import (
     OfferedTicket,
     OnAborted,
     OwnerRank,
+    ParkedChunk,
     PrefixRequested,
     Rejection,
     Reservation,
@@ -40,9 +41,10 @@ _EPOCH = 1
 
 
 class Pinned(NamedTuple):
-    """Blocks that may be written once `mark` is done; see KvPool."""
+    """Blocks that may be written once `mark` is done; see KvPool. block_ids: None if the piece has
+    no blocks yet and must be parked."""
 
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int, ...] | None
     mark: object
 
 
@@ -64,6 +66,31 @@ class TicketRules:
     offer_s: float = math.inf
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
     draw_id: Callable[[], int] = _draw_id
+
+
+class LateTickets(Protocol):
+    """Tickets that get their blocks while the KV arrives. Chunks without blocks are parked in host
+    memory, for which the caller has room. Called in the engine's thread."""
+
+    def offer(
+        self,
+        spec: SequenceSpec,
+        block_ids: tuple[int, ...],
+        num_cached_tokens: int,
+        num_tokens: int,
+        *,
+        is_late: bool,
+    ) -> OfferedTicket:
+        """See TicketTable. block_ids: the first of the blocks, or none."""
+        ...
+
+    def extend(self, ticket_id: int, block_ids: tuple[int, ...]) -> None:
+        """Replace the ticket's blocks by a longer table that begins with them."""
+        ...
+
+    def arrived_end(self, ticket_id: int) -> int:
+        """End of the last token that has arrived, in any layer; 0 before the first."""
+        ...
 
 
 class TicketMint:
@@ -93,9 +120,10 @@ class TicketMint:
         lease_s: float,
         held_start: int,
         taken: Container[int],
+        is_late: bool = False,
     ) -> Reservation:
         """See TicketTable.offer. taken: ids in use."""
-        room = len(block_ids) * self._block_size
+        room = num_tokens if is_late else len(block_ids) * self._block_size
         if not 0 <= num_cached_tokens <= num_tokens <= room:
             raise ValueError(
                 f"{num_cached_tokens} cached of {num_tokens} tokens in room for {room}"
@@ -187,6 +215,8 @@ class TicketTable:
         num_tokens: int,
         lease_s: float = math.inf,
         held_start: int = 0,
+        *,
+        is_late: bool = False,
     ) -> OfferedTicket:
         """Let a sender write tokens [num_cached_tokens, num_tokens) into the blocks. Called in the
         engine's thread.
@@ -194,15 +224,28 @@ class TicketTable:
         A commit must cover at least spec.num_tokens.
         lease_s: a lease shorter than the table's.
         held_start: first token with a block; see BlockLease.
+        is_late: see LateTickets.
         Raises ValueError if the blocks are too few.
         """
         with self._lock:
             reservation = self._mint.reserve(
                 *(spec, block_ids, num_cached_tokens, num_tokens, lease_s, held_start),
                 taken=self._tickets,
+                is_late=is_late,
             )
             self._put(reservation)
         return OfferedTicket(reservation.ticket_id, reservation.data)
+
+    def extend(self, ticket_id: int, block_ids: tuple[int, ...]) -> None:
+        """See LateTickets."""
+        with self._lock:
+            if ticket := self._tickets.get(ticket_id):
+                ticket.block_ids, ticket.mark = block_ids, self._mark()
+
+    def arrived_end(self, ticket_id: int) -> int:
+        """See LateTickets."""
+        ticket = self._tickets.get(ticket_id)
+        return ticket.arrived_end if ticket else 0
 
     def put(self, reservation: Reservation) -> bool:
         """Accept a ticket that the worker's rank 0 has made under the same secret. Return True, see
@@ -303,9 +346,20 @@ class TicketTable:
                 return ticket
             fault = ticket.pin(connection, piece, self._clock())
             if not fault:
-                return Pinned(ticket.block_ids, ticket.mark)
+                block_ids = ticket.block_ids if ticket.has_blocks(piece) else None
+                return Pinned(block_ids, ticket.mark)
             events.append(self._abort(ticket, HandoffFailed.reason, fault, connection))
             return Rejection(HandoffFailed.reason, fault)
+
+    def has_blocks(self, ticket_id: int, piece: KvRange) -> bool:
+        """Whether `piece` need not be parked."""
+        ticket = self._tickets.get(ticket_id)
+        return ticket is None or ticket.has_blocks(piece)
+
+    def park(self, ticket_id: int, parked: ParkedChunk) -> None:
+        """Keep a pinned piece that has no blocks yet."""
+        with self._lock:
+            self._tickets[ticket_id].parked.append(parked)
 
     def unpin(self, ticket_id: int, connection: int, checksum: int, num_bytes: int) -> None:
         """Release one pin."""

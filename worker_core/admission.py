@@ -34,6 +34,7 @@ from kv_transfer.ticket_group import Tickets
 from worker_core.commands import Destination, Open, SequenceKey
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
+from worker_core.late_blocks import LateBlocks, lets_pass, waiting
 from worker_core.policy import Policy
 from worker_core.prefix_tiers import PrefixTiers
 from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence
@@ -77,10 +78,13 @@ class Admission:
         matchers: Matchers,
         handoffs: Handoffs,
         tiers: PrefixTiers | None = None,
+        late: LateBlocks | None = None,
     ) -> None:
-        """tiers: None if KV lies on the device alone."""
+        """tiers: None if KV lies on the device alone. late: None if tickets get all of their blocks
+        at once."""
         self._state = state
         self._tiers = tiers
+        self._late = late
         self._tickets = tickets
         self._limits = limits
         self._costs = costs
@@ -212,7 +216,7 @@ class Admission:
         if state.num_places + num_wide > self._limits.max_num_seqs:
             most = self._limits.max_num_seqs
             return Deferred(f"{state.num_places} of {most} places are taken")
-        if not state.swap.is_empty:
+        if not all(lets_pass(state, each) for each in waiting(state)):
             return Deferred("sequences that were swapped out come back first")
         return None
 
@@ -235,6 +239,10 @@ class Admission:
             matcher_future=self._matchers.submit(sampling) if sampling.grammar else None,
         )
         state.put(sequence)
+        if self._late and command.source is KvSource.PREFILL:
+            self._late.reserve(sequence)
+        for overtaken in waiting(state):
+            overtaken.num_overtaken += 1
         # The threshold may fall during a fetch, but a prompt that was to be computed here has no
         # slots for a ticket.
         is_here = self._is_computed_here(command, lease.num_cached_tokens)
@@ -253,6 +261,7 @@ class Admission:
         if not is_here and not self._is_computed_here(command, num_cached):
             self._offer(sequence, command.source)
             return
+        state.swap.drop(sequence.key)
         if command.source is not KvSource.HANDOFF:
             sequence.prefill = LocalPrefillProgress(queued.arrived_s, state.clock(), num_cached)
         state.emit(sequence, LocalPrefill(num_cached))
@@ -266,6 +275,8 @@ class Admission:
         shares_prefixes = state.spec.shares_prefixes(len(spec.prompt_token_ids))
         is_scored_here = wants_prompt_logprobs(spec) and command.source is KvSource.LOCAL
         num_tokens = spec.num_tokens + (command.destination is None)
+        if self._late:
+            num_tokens = self._late.num_first_tokens(command, num_tokens)
         groups = state.spec.groups
         num_sent = spec.num_tokens - (command.source is KvSource.HANDOFF)
         is_local = command.source is KvSource.LOCAL
@@ -350,10 +361,12 @@ class Admission:
         # The last token of a migrated sequence has no KV yet; the next step computes it here.
         num_tokens = spec.num_tokens - (source is KvSource.HANDOFF)
         num_cached = sequence.num_computed_tokens
-        block_ids = tuple(sequence.lease.block_ids)
-        offered = self._tickets.offer(
-            *(spec, block_ids, num_cached, num_tokens), held_start=sequence.lease.held_start
-        )
+        offered = self._late.offer(sequence, num_tokens) if self._late else None
+        if offered is None:
+            block_ids = tuple(sequence.lease.block_ids)
+            offered = self._tickets.offer(
+                *(spec, block_ids, num_cached, num_tokens), held_start=sequence.lease.held_start
+            )
         sequence.stage = Stage.AWAITING_KV
         sequence.ticket_id = offered.ticket_id
         sequence.offered_s = self._state.clock()
@@ -370,6 +383,11 @@ class Admission:
             sequence = self._by_ticket[offered.ticket_id]
             num_cached = sequence.num_computed_tokens
             self._state.emit(sequence, Offered(offered.data, num_cached, offered.ticket_id))
+
+    def grow_arriving(self) -> None:
+        """Give blocks to sequences whose KV arrives."""
+        if self._late and self._by_ticket:
+            self._late.grow(self._by_ticket.values())
 
     # Ticket events
 
@@ -392,11 +410,12 @@ class Admission:
         num_missing = committed.num_tokens - sequence.num_computed_tokens
         waited_s = self._state.clock() - sequence.offered_s
         is_prefix = sequence.stage is Stage.FETCHING
-        sequence.stage = Stage.RUNNING
         sequence.num_computed_tokens = committed.num_tokens
         sequence.lease.received(committed.whole_start)
-        sequence.lease.index(sequence.token_ids, committed.num_tokens)
-        sequence.lease.slide(sequence.token_ids, committed.num_tokens)
+        if self._late is None or self._late.on_committed(sequence, committed):
+            sequence.stage = Stage.RUNNING
+            sequence.lease.index(sequence.token_ids, committed.num_tokens)
+            sequence.lease.slide(sequence.token_ids, committed.num_tokens)
         if is_prefix:
             self._costs.fetch.observe(num_missing, waited_s)
             if sequence.prefill:

@@ -8,6 +8,7 @@ sender or launch in flight can access it any more.
 
     admission.py   which sequences are admitted, and the source of their KV
     scheduler.py   which sequences run, and which are preempted
+    late_blocks.py  blocks for KV that arrives by tickets
     handoff.py     KV transfers to other workers
     prefix_tiers.py  prefixes that move to tiers of KV and back
     preemption.py  swaps to host memory (swap.py), or release for another worker
@@ -34,6 +35,7 @@ from engine.kv.tiers.stack import Fetched, Measured, Saved, TierStack
 from kv_transfer.sender import KvSender, SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted, TicketOffered
 from kv_transfer.ticket_group import Tickets
+from kv_transfer.ticket_table import LateTickets
 from worker_core.admission import Admission, CoreLimits
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import (
@@ -50,6 +52,7 @@ from worker_core.costs import Costs
 from worker_core.drafting import Drafting
 from worker_core.gap_rule import Pace
 from worker_core.handoff import Handoffs, for_gateway
+from worker_core.late_blocks import LATE_CHUNKS, LateBlocks, supports_late_blocks
 from worker_core.loop import StepResult
 from worker_core.output import OutputProcessor
 from worker_core.policy import Policy
@@ -72,6 +75,7 @@ class CoreDeps:
 
     costs: None to start without measurements. beat: called with a step's number of tokens, before
     the step and at each group of layers within it. tiers: of KV below the device, if any.
+    late_tickets: the same as `tickets`, if they may get their blocks while the KV arrives.
     """
 
     engine: Engine
@@ -85,6 +89,7 @@ class CoreDeps:
     speculation: Speculation | None = None
     costs: Costs | None = None
     tiers: TierStack | None = None
+    late_tickets: LateTickets | None = None
 
 
 class WorkerCore:
@@ -120,6 +125,10 @@ class WorkerCore:
         if deps.tiers:
             groups = deps.engine.spec.groups
             self._tiers = PrefixTiers(deps.tiers, deps.pool, groups, self._costs, deps.clock)
+        late: LateBlocks | None = None
+        if deps.late_tickets and supports_late_blocks(deps.engine.kv):
+            ahead_tokens = LATE_CHUNKS * limits.max_num_batched_tokens
+            late = LateBlocks(self._state, deps.late_tickets, ahead_tokens)
         self._admission = Admission(
             self._state,
             deps.tickets,
@@ -128,6 +137,7 @@ class WorkerCore:
             deps.matchers,
             self._handoffs,
             self._tiers,
+            late,
         )
         self._preemption = Preemption(self._state, self._costs, self._handoffs)
         self._num_orphans = 0
@@ -139,6 +149,7 @@ class WorkerCore:
             self._apply(command)
         if self._tiers:
             self._tiers.step()
+        self._admission.grow_arriving()
         has_come = self._preemption.bring_back() | self._admission.admit_queued()
         has_run = self._run_ahead() or self._run_alone()
         return StepResult(

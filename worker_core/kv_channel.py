@@ -18,7 +18,7 @@ from kv_transfer.send_connection import SendDone
 from kv_transfer.sender import KvSender
 from kv_transfer.ticket import OwnerRank, TicketEvent
 from kv_transfer.ticket_group import SenderGroup, TicketGroup, Tickets
-from kv_transfer.ticket_table import TicketMint
+from kv_transfer.ticket_table import LateTickets, TicketMint
 
 #: Takes what the channel reports. Called in any thread.
 Submit = Callable[[TicketEvent | SendDone | DeviceLost], None]
@@ -31,13 +31,15 @@ class KvChannel:
         """Opens the ports of all ranks. Raises ConfigError, StartupError."""
         self.tickets: Tickets
         self.sender: KvSender
+        self.late_tickets: LateTickets | None = None
         with ExitStack() as undo:
             if ranks := engine.kv_ranks:
                 self.transports = self._open_ranks(config, engine, ranks, submit, undo)
             else:
                 port = RankPort(config, engine.kv, submit, submit, submit)
                 undo.callback(port.close)
-                self.tickets, self.sender = port.tickets, port.sender
+                self.tickets = self.late_tickets = port.tickets
+                self.sender = port.sender
                 self.transports = port.transports
             self._closing = undo.pop_all()
 

@@ -13,6 +13,7 @@ from baton.events import Preempted
 from worker_core.beam_group import BeamGroup
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
+from worker_core.late_blocks import lets_pass
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SequenceGroup
 from worker_core.swap import SwapDone
@@ -60,6 +61,7 @@ class Preemption:
             sequence.stage = Stage.SWAPPED
         else:
             state.swap.drop(done.key)
+            sequence.lease.index(sequence.token_ids, sequence.num_computed_tokens)
             sequence.stage = Stage.RUNNING
 
     def bring_back(self) -> bool:
@@ -72,12 +74,20 @@ class Preemption:
             return False
         swapped = [m for m in state.in_stage(Stage.SWAPPED) if isinstance(m, WorkerSequence)]
         num_growing = len(state.in_stage(Stage.RUNNING)) + len(state.in_stage(Stage.COPYING))
-        for num_back, sequence in enumerate(swapped):
+        passed: list[WorkerSequence] = []
+        num_back = 0
+        for sequence in swapped:
             num_own = state.spec.groups.num_held_blocks(len(sequence.token_ids))
             num_needed = num_own + num_growing + num_back
-            if num_needed > state.pool.num_available or not self._bring_back(sequence):
-                return num_back > 0
-        return bool(swapped)
+            if num_needed <= state.pool.num_available and self._bring_back(sequence):
+                num_back += 1
+                for each in passed:
+                    each.num_overtaken += 1
+            elif lets_pass(state, sequence):
+                passed.append(sequence)
+            else:
+                break
+        return num_back > 0
 
     def _is_swapped_rather(self, sequence: WorkerSequence) -> bool:
         swap, num_tokens = self._state.swap, sequence.num_computed_tokens
@@ -90,9 +100,11 @@ class Preemption:
         groups = state.spec.groups
         # Groups with a window kept only the tokens from here on; see SwapSpace.
         first_token = groups.whole_start(sequence.num_computed_tokens)
+        arrived_start = state.swap.arrived_start(sequence.key)
         lease = state.pool.lease(
             sequence.spec.prefix_key,
-            sequence.token_ids,
+            # Chunks that have arrived are written to blocks of its own.
+            sequence.token_ids[: arrived_start and arrived_start + 1],
             num_tokens if groups.keeps_all_blocks or not first_token else 0,
             shares_prefixes=state.spec.shares_prefixes(sequence.num_prompt_tokens),
         )

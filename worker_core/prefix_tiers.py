@@ -147,6 +147,7 @@ class PrefixTiers:
         whole_start = self._groups.whole_start(end)
         if not num_blocks or not lease.reserve(whole_start, end):
             return False
+        lease.extend(end, self._pool.num_available)
         wanted = [
             WantedBlock(each.identity, block_id, each.record_key, first >= whole_start, each.level)
             for each, block_id, first in zip(

@@ -140,6 +140,8 @@ class WorkerSequence:
     Handoff events use its handle, since other choices may have ended."""
     ticket_id: int | None = None
     offered_s: float = 0.0
+    num_overtaken: int = 0
+    """Sequences that took blocks while this one waited for more; see late_blocks.py."""
     fetch: Fetch | None = None
     """Set while a tier of KV may write its blocks; cancelled before they are released."""
     matcher_future: MatcherFuture | None = None

@@ -133,12 +133,12 @@ class CoreState:
             self.forget(group)
             self.swap.drop(group.key)
             return
+        if group.ticket_id is None:
+            self.swap.drop(group.key)
         if group.fetch:
             group.fetch.cancel()
             group.fetch = None
-        if group.stage is Stage.COPYING:
-            self.swap.drop(group.key)
-        elif group.stage is not Stage.CLOSING:
+        if group.stage not in (Stage.COPYING, Stage.CLOSING):
             group.lease.index(group.token_ids, group.num_computed_tokens)
         if group.is_busy:
             group.stage = Stage.CLOSING

@@ -1,5 +1,5 @@
 """Host memory for the KV of sequences that wait for blocks, and the thread that copies it there and
-back.
+back. A sequence comes here when it is preempted, or when its KV arrives before its blocks.
 
 The engine loop's thread submits copies and gets a SwapDone for each as a command. Until then the
 sequence holds its blocks and does not run.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from engine.kv.interface import KvPool, kept_parts
 from engine.kv.range import KvRange
 from engine.kv.tiers.runner import InlineRunner, Runner
+from kv_transfer.ticket import ParkedChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,10 @@ class SwapDone:
 class _Swapped:
     """Swapped KV of a sequence. num_bytes: reserved for it.
 
+    is_reserved: nothing is swapped; the room is for KV that may come before its blocks.
+    arrived: chunks that came before their blocks; written after `pieces`, which may hold stale
+    bytes in their place.
+
     pieces: (range, bytes), each at most one block of tokens, or a group's state records.
     is_leaving: whether it is being copied out.
     is_dropped: nobody wants the KV any more; ends a copy under way.
@@ -37,6 +42,8 @@ class _Swapped:
 
     num_bytes: int
     pieces: list[tuple[KvRange, bytearray]] = field(default_factory=list)
+    arrived: Sequence[ParkedChunk] = ()
+    is_reserved: bool = False
     is_leaving: bool = True
     is_dropped: bool = False
 
@@ -65,7 +72,7 @@ class SwapSpace:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is swapped out, or being copied."""
-        return not self._swapped
+        return all(swapped.is_reserved for swapped in self._swapped.values())
 
     def num_bytes_of(self, num_tokens: int) -> int:
         """Bytes that the KV of `num_tokens` tokens takes here."""
@@ -75,15 +82,32 @@ class SwapSpace:
     def has_room_for(self, num_tokens: int) -> bool:
         return self.num_bytes + self.num_bytes_of(num_tokens) <= self._max_num_bytes
 
+    def reserve(self, key: Hashable, num_tokens: int) -> None:
+        """Keep room for the KV of a sequence. Requires has_room_for(num_tokens)."""
+        self._swapped[key] = _Swapped(self.num_bytes_of(num_tokens), is_reserved=True)
+        self.num_bytes += self._swapped[key].num_bytes
+
+    def arrive(self, key: Hashable, arrived: Sequence[ParkedChunk]) -> None:
+        """Take over chunks, within the room that was reserved. copy_in or copy_out follows."""
+        swapped = self._swapped[key]
+        swapped.arrived, swapped.is_reserved = arrived, False
+
+    def arrived_start(self, key: Hashable) -> int | None:
+        """First token of the chunks that came before their blocks; None if there are none."""
+        arrived = self._swapped[key].arrived
+        return min(each.first_token for each in arrived) if arrived else None
+
     def is_leaving(self, key: Hashable) -> bool:
         """Whether a sequence's KV is being copied out, or was and has not begun to come back."""
         return key in self._swapped and self._swapped[key].is_leaving
 
     def copy_out(self, key: Hashable, block_ids: Sequence[int], num_tokens: int) -> None:
         """Copy the KV of the first `num_tokens` tokens of a block table, as far as the sequence
-        needs it to continue. Requires has_room_for(num_tokens) and a new key."""
-        swapped = self._swapped[key] = _Swapped(self.num_bytes_of(num_tokens))
-        self.num_bytes += swapped.num_bytes
+        needs it to continue. Requires has_room_for(num_tokens), unless room was reserved."""
+        if key not in self._swapped:
+            self.reserve(key, num_tokens)
+        swapped = self._swapped[key]
+        swapped.is_reserved = False
         self.num_swaps += 1
         table, mark = tuple(block_ids), self._kv.mark()
 
@@ -114,6 +138,9 @@ class SwapSpace:
                     break
                 if piece.first_token >= num_held_tokens:
                     self._kv.unpack(*self._in_block(table, piece), memoryview(data))
+            for chunk in swapped.arrived:
+                if not swapped.is_dropped:
+                    chunk.write(table)
             self._end(key, swapped, begin_s, is_out=False)
 
         self._runner.submit(copy, is_urgent=True)

@@ -207,6 +207,7 @@ class Worker:
             engine=tier.engine,
             pool=build_pool(options, tier.engine, secret),
             tickets=channel.tickets,
+            late_tickets=channel.late_tickets,
             sender=channel.sender,
             swap=swap,
             matchers=matchers,

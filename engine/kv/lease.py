@@ -177,6 +177,14 @@ class BlockLease:
         block_ids.extend(blocks.take() for _ in range(num_missing))
         return True
 
+    def extend(self, end_token: int, max_num_blocks: int) -> None:
+        """Hold blocks for tokens up to end_token, as far as max_num_blocks more are enough and
+        available. For groups that keep all blocks."""
+        blocks = self._blocks
+        num_missing = blocks.num_for(end_token) - len(self.block_ids)
+        num_new = min(num_missing, max_num_blocks, blocks.num_available)
+        self._block_ids.extend(blocks.take() for _ in range(num_new))
+
     def slide(self, token_ids: Sequence[int], num_computed: int) -> None:
         """Mark the first `num_computed` tokens as computed for good: index them, and give back
         blocks or slots that no later token attends to."""

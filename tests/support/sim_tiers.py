@@ -287,6 +287,7 @@ class SimWorker:
             beat=self.beat,
             speculation=self.speculation,
             tiers=self.tiers,
+            late_tickets=self.tickets if isinstance(self.tickets, TicketTable) else None,
         )
         limits = CoreLimits(
             self.shape.max_num_seqs,
