@@ -459,6 +459,9 @@ class WorkerLoad:
     has measured."""
     kv_tiers: tuple[TierLoad, ...] = ()
     """Tiers of KV below the device, fastest first; none unless given by options."""
+    num_host_blocks: int = 0
+    """Blocks of KV that may arrive in host memory before they have blocks; 0 while a sequence waits
+    there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,12 @@ class Admission:
         return len(self._by_ticket)
 
     @property
+    def num_host_blocks(self) -> int:
+        """Blocks of KV that may arrive before they have blocks; 0 while a sequence waits so."""
+        swap = self._state.swap
+        return swap.num_free_blocks if self._late and swap.is_empty else 0
+
+    @property
     def num_queued(self) -> int:
         return len(self._queued)
 

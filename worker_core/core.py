@@ -314,5 +314,6 @@ class WorkerCore:
             prefill_tokens_per_s=self._costs.prefill_tokens_per_s(
                 state.num_decoding, self._limits.max_num_batched_tokens
             ),
+            num_host_blocks=admission.num_host_blocks,
             kv_tiers=self._tiers.loads() if self._tiers else (),
         )

@@ -79,6 +79,11 @@ class SwapSpace:
         groups = self._kv.groups
         return sum(map(groups.num_bytes, self._pieces(num_tokens))) + groups.record_bytes
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of KV that there is room for."""
+        return (self._max_num_bytes - self.num_bytes) // self._kv.layout.block_bytes
+
     def has_room_for(self, num_tokens: int) -> bool:
         return self.num_bytes + self.num_bytes_of(num_tokens) <= self._max_num_bytes
 

@@ -215,6 +215,7 @@ class WatchLoadResponse(message.Message):
     NUM_CACHED_WINDOW_SLOTS_FIELD_NUMBER: builtins.int
     NUM_LEASED_WINDOW_SLOTS_FIELD_NUMBER: builtins.int
     KV_TIERS_FIELD_NUMBER: builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
     state: WorkerState.ValueType
     """Whether it takes work."""
     num_steps: builtins.int
@@ -259,6 +260,8 @@ class WatchLoadResponse(message.Message):
     """Window slots that hold part of a reusable prefix and belong to no one."""
     num_leased_window_slots: builtins.int
     """Window slots owned by sequences and tickets."""
+    num_host_blocks: builtins.int
+    """Blocks of KV for which host memory has room, if a prompt's KV may arrive there before it gets blocks; 0 while a sequence waits there."""
     @builtins.property
     def kv_tiers(self) -> containers.RepeatedCompositeFieldContainer[kv_tiers_pb2.KvTierLoad]:
         """Tiers of KV below the device, fastest first; none unless the worker has them."""
@@ -287,10 +290,11 @@ class WatchLoadResponse(message.Message):
         num_cached_window_slots: builtins.int = ...,
         num_leased_window_slots: builtins.int = ...,
         kv_tiers: abc.Iterable[kv_tiers_pb2.KvTierLoad] | None = ...,
+        num_host_blocks: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "kv_tiers", b"kv_tiers", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_cached_window_slots", b"num_cached_window_slots", "num_free_blocks", b"num_free_blocks", "num_free_window_slots", b"num_free_window_slots", "num_leased_blocks", b"num_leased_blocks", "num_leased_window_slots", b"num_leased_window_slots", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "kv_tiers", b"kv_tiers", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_cached_window_slots", b"num_cached_window_slots", "num_free_blocks", b"num_free_blocks", "num_free_window_slots", b"num_free_window_slots", "num_host_blocks", b"num_host_blocks", "num_leased_blocks", b"num_leased_blocks", "num_leased_window_slots", b"num_leased_window_slots", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

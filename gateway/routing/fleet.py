@@ -145,6 +145,7 @@ class Worker:
             pending_tokens=self.outstanding_tokens + self._other_tokens,
             max_pending_tokens=self._max_queued_tokens(slo),
             prefill_tokens_per_s=load.prefill_tokens_per_s,
+            num_host_blocks=load.num_host_blocks,
         )
 
     def _max_queued_tokens(self, slo: Slo) -> float:

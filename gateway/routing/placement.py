@@ -16,7 +16,14 @@ from collections.abc import Mapping, Sequence
 
 from baton.types import Tier
 from gateway.routing.fleet import Fleet, Worker
-from gateway.routing.router import Need, Plan, Verdict, choose, choose_prefill_to_stay
+from gateway.routing.router import (
+    Need,
+    Plan,
+    Verdict,
+    choose,
+    choose_host_memory,
+    choose_prefill_to_stay,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +62,12 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
         return choice
     # Late handoff: while the decode tier is full, a prefill worker keeps decoding.
     views = [w.prefill_view(matched, fleet.prefill_work) for w in drawn[0]]
-    return choose_prefill_to_stay(need, views, [w.decode_view() for w in drawn[0]], key) or choice
+    stay = choose_prefill_to_stay(need, views, [w.decode_view() for w in drawn[0]], key)
+    if stay:
+        return stay
+    # Or the prompt is computed, and waits in the host memory of a decode worker.
+    taking = [w.decode_view(matched, fleet.barred_from(w.address)) for w in drawn[1]]
+    return choose_host_memory(need, views, taking, key) or choice
 
 
 def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:

@@ -21,7 +21,7 @@ import enum
 import hashlib
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.types import NO_SLO, KvLayout, NumericsClass, Rank, SequenceSpec, Slo
 from engine.kv.layout import groups_of
@@ -140,6 +140,7 @@ class DecodeView:
     pending_tokens: prompt tokens that it has yet to compute; with max_pending_tokens or more it is
     given no further prompt to compute.
     prefill_tokens_per_s: its prefill speed beside the sequences that decode here; 0 if unknown.
+    num_host_blocks: blocks of KV that may arrive in host memory now.
     """
 
     address: str
@@ -157,6 +158,7 @@ class DecodeView:
     pending_tokens: int = 0
     max_pending_tokens: float = math.inf
     prefill_tokens_per_s: int = 0
+    num_host_blocks: int = 0
 
     def ttft_s(self, need: Need, assumed_tokens_per_s: float) -> float:
         """Estimated seconds until the prompt is computed in chunks beside decoding sequences;
@@ -187,6 +189,11 @@ class DecodeView:
             return False
         watermark = min(self.num_sequences, self.num_blocks // 8)
         return self.num_blocks_for(need) + watermark <= self.num_available_blocks
+
+    def takes_in_host(self, need: Need) -> bool:
+        """Whether the KV of such a prompt may arrive before it has blocks."""
+        is_sent = need.num_tokens > self.max_local_prefill_tokens
+        return self.num_host_blocks > 0 and is_sent and self.fits(need) and need.num_sequences == 1
 
     def has_room_to_stay(self, need: Need) -> bool:
         """Whether a prefill worker may run the sequence: half of its blocks stay free for
@@ -269,6 +276,25 @@ def choose_prefill_to_stay(
     roomy = {v.address for v in views if v.fits(need) and v.has_room_to_stay(need)}
     prefill = _best_prefill(need, [p for p in prefills if p.address in roomy], tie_key)
     return Plan(prefill.address, prefill.address) if prefill else None
+
+
+def choose_host_memory(
+    need: Need, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView], tie_key: bytes
+) -> Plan | None:
+    """Choose a decode worker that takes the prompt's KV in host memory until it has blocks, and a
+    prefill worker; None if there are none now."""
+    taking = [
+        replace(view, num_available_blocks=view.num_available_blocks + view.num_host_blocks)
+        for view in decodes
+        if view.takes_in_host(need)
+    ]
+    able = [prefill for prefill in prefills if prefill.max_model_len >= need.max_num_tokens]
+    decode = _best_decode(need, taking, able, tie_key)
+    if decode is None or not decode.is_reached_by(need, able):
+        return None
+    reaching = [prefill for prefill in able if prefill.address not in decode.unreached_by]
+    prefill = _best_prefill(need, reaching, tie_key)
+    return Plan(prefill.address, decode.address) if prefill else None
 
 
 def _sooner_decode(

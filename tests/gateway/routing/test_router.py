@@ -18,6 +18,7 @@ from gateway.routing.router import (
     PrefillView,
     Verdict,
     choose,
+    choose_host_memory,
     choose_prefill_to_stay,
 )
 from gateway.routing.workers import MAX_BACKOFF_S, backoff_s
@@ -412,6 +413,24 @@ def test_while_the_decode_tier_is_full_a_prefill_worker_with_memory_decodes_on()
     assert choose_prefill_to_stay(NEED, [FAST], [half_full], b"k") is None
     busy = replace(FAST, outstanding_tokens=128)
     assert choose_prefill_to_stay(NEED, [busy], [own], b"k") is None
+
+
+def test_a_prompt_waits_in_host_memory_where_no_decode_worker_has_blocks() -> None:
+    full = replace(DECODE, num_available_blocks=3, num_host_blocks=100)
+    assert choose(NEED, [FAST], [full], b"k") is Verdict.NOT_NOW
+    assert choose_host_memory(NEED, [FAST], [full], b"k") == Plan(FAST.address, "d")
+    for other in (
+        replace(full, num_host_blocks=0),
+        replace(full, num_host_blocks=2),
+        replace(full, num_blocks=4),
+        replace(full, is_awaiting_report=True),
+        replace(full, unreached_by=frozenset({FAST.address})),
+        replace(full, max_local_prefill_tokens=NEED.num_tokens),
+    ):
+        assert choose_host_memory(NEED, [FAST], [other], b"k") is None
+    assert choose_host_memory(replace(NEED, num_sequences=2), [FAST], [full], b"k") is None
+    busy = replace(FAST, outstanding_tokens=128)
+    assert choose_host_memory(NEED, [busy], [full], b"k") is None
 
 
 @given(need=NEEDS, prefills=PREFILLS, decodes=DECODES, speed=st.integers(0, 1000))
