@@ -1,7 +1,8 @@
 """What tiers of KV gain: hit rate and time to first token, with and without them.
 
     python -m bench.kv_tiers FILE [--num-requests 120] [--input-scale 0.02] [--rounds 2]
-        [--tier kv_host_bytes=1GiB ...] [--json FILE] [--doc docs/kv_tiers.md]
+        [--tier kv_host_bytes=1GiB ...] [--settings short ample unique] [--json FILE]
+        [--doc docs/kv_tiers.md]
 
 FILE is a trace with hash_ids, as `bench.load` reads it. The load are its conversations: requests
 that begin with the same block of a prefix, at least three each, in the order of the trace, one at a
@@ -12,11 +13,13 @@ with every request:
     ample   it has room for all of them: nothing to gain
     unique  half the room, and prompts that have nothing in common: nothing to gain either
 
-The two without tiers against each other are the noise floor. Then a worker with a disk is stopped
+The two without tiers against each other are the noise floor. CPU time is that of all threads of the
+worker, for a machine that others use. Then a worker with a disk is stopped
 and started anew, to see what it keeps.
 
 Goals: short: hit rate at least 1.5 times, mean time to first token at most 0.7 times; else at least
-0.98 times as many requests a second; at least 0.9 of the bytes on the disk after a restart.
+0.98 times as many requests a second, and a CPU second; at least 0.9 of the bytes on the disk after
+a restart.
 """
 
 from __future__ import annotations
@@ -26,12 +29,16 @@ import asyncio
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import NamedTuple
 
 from baton.client import AsyncClient
+from baton.supervisor import Cluster
 from bench.drive import COLOCATED, DriveOptions, cluster_options, drive, started
+from bench.host_gateway import cpu_seconds
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.measure import Record
 from bench.suite.markdown import about, replaced, table
@@ -50,19 +57,24 @@ _WITHOUT, _AGAIN, _WITH = "without", "without, again", "with"
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One way through a load. hit_rate: share of prompt tokens that were cached. ttfts_ms: of each
-    request, in the same order for all targets."""
+    """One way through a load. hit_rate: share of prompt tokens that were cached. cpu_s: of the
+    worker. ttfts_ms: of each request, in the same order for all targets."""
 
     setting: str
     target: str
     hit_rate: float
     requests_per_s: float
+    cpu_s: float
     ttfts_ms: tuple[float, ...]
 
     @property
     def ttft_ms(self) -> float:
         """Mean."""
         return fmean(self.ttfts_ms)
+
+    @property
+    def requests_per_cpu_s(self) -> float:
+        return len(self.ttfts_ms) / self.cpu_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,13 @@ class Restart:
     @property
     def share(self) -> float:
         return self.bytes_after / self.bytes_before
+
+
+class Target(NamedTuple):
+    """A colocated server. pid: of its worker."""
+
+    client: AsyncClient
+    pid: int
 
 
 def conversations(entries: Sequence[TraceEntry], num_requests: int) -> tuple[TraceEntry, ...]:
@@ -118,9 +137,15 @@ async def run(
 
 
 async def by_turns(
-    clients: Mapping[str, AsyncClient], entries: Sequence[TraceEntry], vocab_size: int, number: int
-) -> dict[str, list[Record]]:
+    setting: str,
+    targets: Mapping[str, Target],
+    entries: Sequence[TraceEntry],
+    vocab_size: int,
+    number: int,
+) -> list[Pass]:
     """Send each request to one target after the other, another one first each time."""
+    clients = {name: target.client for name, target in targets.items()}
+    before_s = {name: cpu_seconds(target.pid) for name, target in targets.items()}
     records: dict[str, list[Record]] = {name: [] for name in clients}
     names = list(clients)
     requests = requests_of(entries, [0.0] * len(entries), vocab_size, seed=1)
@@ -129,10 +154,13 @@ async def by_turns(
         for name in names[first:] + names[:first]:
             options = DriveOptions(cache_salt=str(number))
             records[name] += await drive(clients[name], (request,), options)
-    return records
+    return [
+        summary(setting, name, records[name], cpu_seconds(target.pid) - before_s[name])
+        for name, target in targets.items()
+    ]
 
 
-def summary(setting: str, target: str, records: Sequence[Record]) -> Pass:
+def summary(setting: str, target: str, records: Sequence[Record], cpu_s: float = 0.0) -> Pass:
     """Raises RuntimeError if a request failed."""
     times = [record.ttft_ms for record in records if record.ttft_ms is not None]
     if len(times) < len(records):
@@ -140,7 +168,8 @@ def summary(setting: str, target: str, records: Sequence[Record]) -> Pass:
     num_cached = sum(record.num_cached_tokens for record in records)
     num_tokens = sum(record.num_prompt_tokens for record in records)
     seconds = sum(record.end_s - record.sent_s for record in records)
-    return Pass(setting, target, num_cached / num_tokens, len(records) / seconds, tuple(times))
+    per_s = len(records) / seconds
+    return Pass(setting, target, num_cached / num_tokens, per_s, cpu_s, tuple(times))
 
 
 def _options(settings: Mapping[str, object], num_blocks: int) -> dict[str, object]:
@@ -167,13 +196,18 @@ async def measure(
             name: cluster_options(model, _options(own, num_blocks), compares=False)[COLOCATED]
             for name, own in ((_WITHOUT, {}), (_WITH, tiers), (_AGAIN, {}))
         }
-        async with started(clusters) as clients:
-            vocab_size = (await clients[_WITHOUT].model()).vocab_size
-            for client in clients.values():
-                await run(client, entries[:5], vocab_size, "warm")
+        async with AsyncExitStack() as stack:
+            targets: dict[str, Target] = {}
+            for name, options in clusters.items():
+                cluster = await stack.enter_async_context(Cluster(options))
+                client = AsyncClient(cluster.address, max_retries=0)
+                await stack.enter_async_context(client)
+                targets[name] = Target(client, cluster.pid_of("decode-0"))
+            vocab_size = (await targets[_WITHOUT].client.model()).vocab_size
+            for target in targets.values():
+                await run(target.client, entries[:5], vocab_size, "warm")
             for number in range(num_rounds):
-                found = await by_turns(clients, entries, vocab_size, number)
-                passes += [summary(setting, name, records) for name, records in found.items()]
+                passes += await by_turns(setting, targets, entries, vocab_size, number)
     return passes
 
 
@@ -217,7 +251,7 @@ def rows(passes: Sequence[Pass]) -> Iterator[tuple[str, ...]]:
         for target in (_WITHOUT, _AGAIN, _WITH):
             ratios = [
                 mean(target, name) / (mean(_WITHOUT, name) or 1e-9)
-                for name in ("hit_rate", "ttft_ms", "requests_per_s")
+                for name in ("hit_rate", "ttft_ms", "requests_per_s", "requests_per_cpu_s")
             ]
             yield (
                 setting,
@@ -248,6 +282,7 @@ def section(passes: Sequence[Pass], kept: Restart) -> str:
         "Hit rate, x",
         "TTFT, x",
         "Requests/s, x",
+        "Requests/CPU s, x",
         "TTFT, x, median",
     )
     return (
@@ -265,6 +300,7 @@ def main() -> None:
     parser.add_argument("--input-scale", type=float, default=0.02)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tier", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--settings", nargs="+", default=["short", "ample", "unique"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--doc", type=Path)
     given = parser.parse_args()
@@ -276,6 +312,7 @@ def main() -> None:
         "ample": (entries, (given.rounds + 1) * num_blocks),
         "unique": (unique(entries), num_blocks // 2),
     }
+    loads = {setting: loads[setting] for setting in given.settings}
     tiers = dict(pair.split("=", 1) for pair in given.tier or _TIERS)
     began = now()
     passes = asyncio.run(measure(given.model, loads, tiers, given.rounds))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from engine.kv.tiers.host import HostTier
 from engine.kv.tiers.interface import Tier
 from engine.kv.tiers.record import RecordFormat
 from engine.kv.tiers.runner import ThreadRunner
-from engine.kv.tiers.stack import Level, TierReport, TierStack
+from engine.kv.tiers.stack import Level, TierStack
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
 from worker_core.nodes import degrees_of
 
@@ -24,10 +23,9 @@ from worker_core.nodes import degrees_of
 _NO_SECRET = bytes(32)
 
 
-def build_tiers(
-    options: WorkerOptions, engine: Engine, report: Callable[[TierReport], None]
-) -> TierStack | None:
-    """Open and measure the tiers that the options name; None without any. Raises ConfigError."""
+def build_tiers(options: WorkerOptions, engine: Engine) -> TierStack | None:
+    """Open and measure the tiers that the options name; None without any. Waits for their devices:
+    a disk's records are found. Raises ConfigError."""
     if not options.has_kv_tiers:
         return None
     _check(options, engine)
@@ -55,7 +53,7 @@ def build_tiers(
             tiers.append(RedisTier(options.kv_store_url, form.context))
         levels = list(map(_level, tiers))
         undo.pop_all()
-    stack = TierStack(engine.kv, form, levels, report, time.monotonic)
+    stack = TierStack(engine.kv, form, levels, time.monotonic)
     stack.measure()
     return stack
 

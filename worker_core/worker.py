@@ -106,7 +106,8 @@ async def serve_worker(
     board = LoadBoard()
     telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, tier.engine.spec)
     try:
-        worker = Worker(options, tier, kv_secret, board, telemetry)
+        tiers = await asyncio.to_thread(build_tiers, options, tier.engine)
+        worker = Worker(options, tier, kv_secret, board, telemetry, tiers)
         try:
             await worker.serve(stop, on_ready, clock)
         finally:
@@ -130,6 +131,7 @@ class Worker:
         kv_secret: KvSecret | None,
         board: LoadBoard,
         telemetry: Telemetry,
+        tiers: TierStack | None,
     ) -> None:
         """Opens the KV endpoints; `close` closes them."""
         self._options = options
@@ -141,14 +143,14 @@ class Worker:
         rule = NumericsRule(tier.engine.spec.numerics, options.numerics == "strict")
         config = port_config(options, self._identity, tier.wire_dtype, kv_secret, rule)
         with ExitStack() as undo:
+            if tiers:
+                undo.callback(tiers.close)
+                tiers.report_to(self._submit)
             channel = KvChannel(config, tier.engine, self._submit)
             undo.callback(channel.close)
             self._transports = channel.transports
             matchers = build_matchers(options, tier.engine)
             undo.callback(matchers.close)
-            tiers = build_tiers(options, tier.engine, self._submit)
-            if tiers:
-                undo.callback(tiers.close)
             swap = self._make_swap(tier)
             undo.callback(swap.close)
             core = self._make_core(channel, matchers, tiers, swap)

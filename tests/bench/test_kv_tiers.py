@@ -43,11 +43,11 @@ def test_unique_prompts_have_nothing_in_common() -> None:
 
 def test_the_table_has_ratios_to_the_worker_without_tiers() -> None:
     passes = [
-        Pass("short", "without", 0.3, 5.0, (80.0, 100.0, 120.0)),
-        Pass("short", "with", 0.6, 9.0, (40.0, 80.0, 30.0)),
-        Pass("short", "without, again", 0.3, 5.0, (80.0, 100.0, 150.0)),
+        Pass("short", "without", 0.3, 5.0, 3.0, (80.0, 100.0, 120.0)),
+        Pass("short", "with", 0.6, 9.0, 2.0, (40.0, 80.0, 30.0)),
+        Pass("short", "without, again", 0.3, 5.0, 3.0, (80.0, 100.0, 150.0)),
     ]
     text = section(passes, Restart(100, 95, 0.9))
-    assert "| short | with | 0.60 | 50.0 | 2.00 | 0.50 | 1.80 | 0.50 |" in text
-    assert "| short | without, again | 0.30 | 110.0 | 1.00 | 1.10 | 1.00 | 1.00 |" in text
+    assert "| short | with | 0.60 | 50.0 | 2.00 | 0.50 | 1.80 | 1.50 | 0.50 |" in text
+    assert "| short | without, again | 0.30 | 110.0 | 1.00 | 1.10 | 1.00 | 1.00 | 1.00 |" in text
     assert "kept 0.95 of the bytes" in text

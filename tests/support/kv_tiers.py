@@ -82,7 +82,8 @@ def tier_stack(
     runners = [StepRunner() for _ in tiers]
     levels = [Level(tier, runner) for tier, runner in zip(tiers, runners, strict=True)]
     form = record_format(engine, is_shared=is_shared)
-    stack = TierStack(engine.kv, form, levels, report, clock)
+    stack = TierStack(engine.kv, form, levels, clock)
+    stack.report_to(report)
     stack.measure()
     return stack, runners
 
@@ -111,6 +112,10 @@ class FaultyFile:
 
     def num_bytes(self) -> int:
         return len(self.data)
+
+    def cool(self, offsets: Sequence[int], num_bytes: int) -> None:
+        del offsets, num_bytes
+        self._check("cool")
 
     def truncate(self, num_bytes: int) -> None:
         del self.data[num_bytes:]

@@ -44,6 +44,10 @@ class SlotFile(Protocol):
 
     def num_bytes(self) -> int: ...
 
+    def cool(self, offsets: Sequence[int], num_bytes: int) -> None:
+        """Drop what the operating system caches of these ranges."""
+        ...
+
     def truncate(self, num_bytes: int) -> None: ...
 
     def close(self) -> None: ...
@@ -63,6 +67,11 @@ class _OsFile:
 
     def num_bytes(self) -> int:
         return os.fstat(self._fd).st_size
+
+    def cool(self, offsets: Sequence[int], num_bytes: int) -> None:
+        os.fdatasync(self._fd)  # what is not written yet stays cached
+        for offset in offsets:
+            os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def truncate(self, num_bytes: int) -> None:
         os.ftruncate(self._fd, num_bytes)
@@ -88,6 +97,7 @@ class TierFolder:
             raise ConfigError.of("--kv-disk-dir", path, fix) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._check_owner()
             self.secret = self._read_secret()
             self.file = open_file(path / "blocks")
         except OSError as error:
@@ -96,6 +106,15 @@ class TierFolder:
             if isinstance(error, BlockingIOError):
                 fix = "another worker uses this folder; give each worker its own"
             raise ConfigError.of("--kv-disk-dir", path, fix) from None
+
+    def _check_owner(self) -> None:
+        """Raises ConfigError for files that another user could have filled with KV."""
+        for name in ("secret", "blocks"):
+            path = self.path / name
+            if path.exists() and path.stat().st_uid != os.geteuid():
+                os.close(self._lock)
+                fix = f"{name} belongs to another user; give a folder of this process' user"
+                raise ConfigError.of("--kv-disk-dir", self.path, fix)
 
     def close(self) -> None:
         """Close the file and give up the lock."""
@@ -195,6 +214,13 @@ class DiskTier:
         self._free.append(slot)
         try:
             self._file.write((_EMPTY,), slot * self._slot_bytes)
+        except OSError as error:
+            raise TierFailed(f"a write failed: {error.strerror}") from error
+
+    def cool(self, keys: Sequence[bytes]) -> None:
+        slots = [slot for key in keys if (slot := self._slots.get(key)) is not None]
+        try:
+            self._file.cool([slot * self._slot_bytes for slot in slots], self._slot_bytes)
         except OSError as error:
             raise TierFailed(f"a write failed: {error.strerror}") from error
 

@@ -24,8 +24,8 @@ class Evicted:
 
 
 class Tier(Protocol):
-    """Records by key. `put`, `get` and `remove` are called by one thread, the tier's own, and may
-    wait for a device; the other methods by any thread, and return at once.
+    """Records by key. `put`, `get`, `remove` and `cool` are called by one thread, the tier's own,
+    and may wait for a device; the other methods by any thread, and return at once.
 
     All errors of a device are raised as TierFailed.
     """
@@ -64,6 +64,11 @@ class Tier(Protocol):
 
     def remove(self, key: bytes) -> None:
         """Give up a record that turned out to be wrong."""
+        ...
+
+    def cool(self, keys: Sequence[bytes]) -> None:
+        """Have the next read of these records take as long as one of records that have not been
+        used for long: drop what the operating system keeps of them in memory."""
         ...
 
     def close(self) -> None:

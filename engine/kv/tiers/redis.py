@@ -82,6 +82,9 @@ class RedisTier:
         except RedisError as error:
             raise TierFailed(_text(error)) from error
 
+    def cool(self, keys: Sequence[bytes]) -> None:
+        """Redis keeps records in memory alone."""
+
     def close(self) -> None:
         self._client.close()
 

@@ -118,7 +118,6 @@ class TierStack:
         kv: KvPool,
         record_format: RecordFormat,
         levels: Sequence[Level],
-        report: Callable[[TierReport], None],
         clock: Callable[[], float],
     ) -> None:
         """levels: fastest first."""
@@ -128,10 +127,14 @@ class TierStack:
         """Secret of the pool's chain keys, which are those of the records."""
         self._kv = kv
         self._format = record_format
-        self._report = report
+        self._report: Callable[[TierReport], None] = lambda _: None
         self._clock = clock
         self.measured: list[Measured] = []
         """By `measure`."""
+
+    def report_to(self, report: Callable[[TierReport], None]) -> None:
+        """Have reports of saves, fetches and probes passed to `report`, in tiers' threads."""
+        self._report = report
 
     def measure(self) -> None:
         """Time reads of each tier, before it is used."""
@@ -211,22 +214,29 @@ class TierStack:
         is_current: Callable[[PrefixBlock], bool],
         mark: object,
     ) -> None:
-        self._kv.follow(mark)
-        for block in blocks:
-            identity, is_whole = block.identity, block.is_whole
-            try:
-                record = self._format.pack(self._kv, block.block_id, identity, is_whole=is_whole)
-            except ValueError:
-                continue  # the block has lost a group's slot meanwhile
-            if not is_current(block):
-                continue
-            self._format.seal(record, identity, is_whole=is_whole)
-            key = record_key(identity, is_whole=is_whole)
-            self._put(top, key, record)
-            for number in range(top + 1, len(self.levels)):
-                if self.levels[number].tier.is_shared:
-                    self._hand_down(number, key, record)
-        self._report(Saved(len(blocks)))
+        try:
+            self._kv.follow(mark)
+            for block in blocks:
+                self._save_block(top, block, is_current)
+        finally:
+            self._report(Saved(len(blocks)))
+
+    def _save_block(
+        self, top: int, block: PrefixBlock, is_current: Callable[[PrefixBlock], bool]
+    ) -> None:
+        identity, is_whole = block.identity, block.is_whole
+        try:
+            record = self._format.pack(self._kv, block.block_id, identity, is_whole=is_whole)
+        except ValueError:
+            return  # the block has lost a group's slot meanwhile
+        if not is_current(block):
+            return
+        self._format.seal(record, identity, is_whole=is_whole)
+        key = record_key(identity, is_whole=is_whole)
+        self._put(top, key, record)
+        for number in range(top + 1, len(self.levels)):
+            if self.levels[number].tier.is_shared:
+                self._hand_down(number, key, record)
 
     def _put(self, number: int, key: bytes, record: Record) -> None:
         level = self.levels[number]
@@ -262,7 +272,7 @@ class TierStack:
     def _fetch(self, fetch: Fetch, segment: Segment, begin_s: float) -> None:
         self._kv.follow(fetch.mark)
         num_blocks = num_bytes = 0
-        level = self.levels[segment.level]
+        is_read, level = False, self.levels[segment.level]
         try:
             for start in range(segment.start, segment.end, _BATCH):
                 if level.off_reason or not fetch.wants(start):
@@ -270,13 +280,16 @@ class TierStack:
                     break
                 for size in self._read(fetch, range(start, min(start + _BATCH, segment.end))):
                     num_blocks, num_bytes = num_blocks + 1, num_bytes + size
+            is_read = True
         except TierFailed as error:
-            fetch.stop_at(segment.start)
             level.switch_off(str(error))
-        seconds = self._clock() - begin_s
-        ended = replace(segment, num_blocks=num_blocks, num_bytes=num_bytes, seconds=seconds)
-        if fetch.end_segment(ended):
-            self._report(Fetched(fetch))
+        finally:
+            if not is_read:
+                fetch.stop_at(segment.start)
+            seconds = self._clock() - begin_s
+            ended = replace(segment, num_blocks=num_blocks, num_bytes=num_bytes, seconds=seconds)
+            if fetch.end_segment(ended):
+                self._report(Fetched(fetch))
 
     def _read(self, fetch: Fetch, places: range) -> Iterator[int]:
         """Read and write these blocks of a fetch, up to the first that is not there; yields the
@@ -318,13 +331,14 @@ class TierStack:
     def _probe(self, number: int) -> None:
         level = self.levels[number]
         measured = Measured(number, 0, 0.0)
-        if level.may_return or not level.off_reason:
-            try:
+        try:
+            if level.may_return or not level.off_reason:
                 measured = self._measure(number, _MEASURED_BLOCKS[-1])
                 level.switch_on()
-            except TierFailed as error:
-                level.switch_off(str(error))
-        self._report(measured)
+        except TierFailed as error:
+            level.switch_off(str(error))
+        finally:
+            self._report(measured)
 
     def _measure(self, number: int, num_blocks: int) -> Measured:
         """Write records that no prompt asks for, time reading them, and remove them. Raises
@@ -334,6 +348,7 @@ class TierStack:
         keys = [os.urandom(32) + bytes([False]) for _ in range(num_blocks)]
         for key in keys:
             tier.put(key, record)
+        tier.cool(keys)
         begin_s = self._clock()
         # A small tier has given up the first of them.
         found = [each for each in tier.get(keys) if each is not None]

@@ -131,6 +131,17 @@ def test_one_worker_at_a_time_uses_a_folder(tier: DiskTier, tmp_path: Path) -> N
     reopened(tier, tmp_path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("name", ["secret", "blocks"])
+def test_files_of_another_user_are_refused(tmp_path: Path, name: str) -> None:
+    TierFolder(tmp_path).close()
+    os.chown(tmp_path / name, 12345, -1)
+    with pytest.raises(ConfigError, match=f"{name} belongs to another user"):
+        TierFolder(tmp_path)
+    os.chown(tmp_path / name, 0, -1)
+    TierFolder(tmp_path).close()
+
+
 def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:
     disk_tier(ENGINE, tmp_path / "new", 4).put(key(1), record(1))
     for path in (tmp_path / "new", *(tmp_path / "new").iterdir()):
