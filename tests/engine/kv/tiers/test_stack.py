@@ -170,8 +170,54 @@ class Swapping:
     def remove(self, key: bytes) -> None:
         self.records.pop(key, None)
 
+    def cool(self, keys: Sequence[bytes]) -> None:
+        pass
+
     def close(self) -> None:
         pass
+
+
+class Broken(Swapping):
+    """A tier with a fault of its own: what it raises is no TierFailed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken = ""
+
+    def put(self, key: bytes, record: Record) -> Sequence[object]:
+        if self.broken == "put":
+            raise KeyError(key)
+        return super().put(key, record)
+
+    def get(self, keys: Sequence[bytes]) -> Sequence[Record | None]:
+        if self.broken == "get":
+            raise KeyError(keys)
+        return super().get(keys)
+
+
+@pytest.mark.parametrize("broken", ["put", "get"])
+def test_a_fault_of_a_tier_switches_it_off_and_all_that_waits_is_told(
+    engine: OracleEngine, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    tier = Broken()
+    stack = Stack(engine, [tier])  # type: ignore[list-item]
+    stack.save(0, 1)
+    stack.reports.clear()
+    level = stack.stack.levels[0]
+    tier.broken = broken
+    if broken == "put":
+        stack.stack.save([block(3)], lambda _: True)
+    else:
+        fetch = stack.fetch((1, 5))
+    with pytest.raises(KeyError) as raised:
+        stack.run()
+    level.on_error(raised.value)
+    assert "an internal fault: KeyError" in level.off_reason
+    assert "KV tier disk is switched off: an internal fault" in caplog.text
+    assert len(stack.reports) == 1
+    if broken == "get":
+        assert fetch.num_loaded == 0
+    assert not level.is_used
 
 
 def test_anothers_record_is_not_used(
