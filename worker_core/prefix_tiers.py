@@ -3,7 +3,7 @@ that lack them.
 
 save    while few blocks are free, each step gives some cached blocks to the tiers, those that
         would be evicted next first; the tiers copy them without holding them, and drop the copy of
-        a block that was evicted meanwhile
+        a block that was evicted meanwhile. If none of them is read, only samples are saved
 fetch   an admitted prompt waits (Stage.FETCHING) while a tier's thread writes the blocks that it
         lacks into its own lease, if that takes less time than computing them, by what was measured
         here; then it goes on as if these blocks had been cached. Cancelling a fetch takes effect at
@@ -26,13 +26,15 @@ from engine.kv.tiers.record import record_key
 from engine.kv.tiers.stack import Fetched, Measured, Saved, TierReport, TierStack
 from worker_core.costs import Costs
 from worker_core.sequence import Stage, WorkerSequence
-from worker_core.tier_costs import Part, TierCosts
+from worker_core.tier_costs import Part, SavingGain, TierCosts
 
 #: Share of the pool's blocks below which free blocks are few: from then on cached ones are saved,
 #: so that evicting them loses nothing.
 _FEW_FREE = 0.5
 #: Blocks per save, and of all saves in flight.
 _SAVE_BLOCKS, _MAX_SAVING_BLOCKS = 16, 64
+#: Times that a pool's blocks are saved before it counts that none of them was read.
+_TRIAL_POOLS = 2
 #: Seconds after which a fetch is given up and its tier switched off, besides a multiple of the
 #: estimate.
 _MAX_FETCH_S, _MAX_FETCH_FACTOR = 2.0, 8.0
@@ -86,6 +88,9 @@ class PrefixTiers:
         self._costs = TierCosts(costs, len(levels), pool.block_size, stack.max_record_bytes)
         self._fetching: dict[Hashable, _Fetching] = {}
         self._num_saving = 0
+        self._gain = SavingGain(_TRIAL_POOLS * pool.num_blocks)
+        self._is_shared = any(level.tier.is_shared for level in levels)
+        """Whether others may read what is saved here, unseen."""
         self._hits = [0] * len(levels)
         self._misses = [0] * len(levels)
         self._probe_at_s = [clock() + _PROBE_S] * len(levels)
@@ -128,7 +133,8 @@ class PrefixTiers:
             return  # blocks stay unsaved until a tier is used
         most = min(_SAVE_BLOCKS, _MAX_SAVING_BLOCKS - self._num_saving)
         taken = self._pool.take_unsaved(most)
-        if blocks := [block for block in taken if not self._stack.is_saved(block)]:
+        blocks = [block for block in taken if not self._stack.is_saved(block)]
+        if blocks and (self._is_shared or self._gain.wants(len(blocks))):
             self._num_saving += len(blocks)
             self._stack.save(blocks, self._pool.is_indexed)
 
@@ -252,6 +258,7 @@ class PrefixTiers:
                 self._costs.observe_share(segment.level, segment.num_blocks / num_asked)
             seconds = segment.seconds + unnoticed_s / len(done)
             if segment.num_blocks:
+                self._gain.on_read()
                 self._costs.observe_read(segment.level, segment.num_bytes, seconds)
             self._costs.observe_use(segment.level, segment.num_blocks, waited_s / len(done))
 

@@ -13,6 +13,9 @@ _TYPICAL_TOKENS = 512
 #: Weight of the last question in the share of questions that a shared tier could answer, and the
 #: least share assumed, so that it is asked again.
 _SHARE_WEIGHT, _MIN_SHARE = 0.1, 0.05
+#: Adjacent blocks of a sample, about as many as a prompt has, and how many times as many are not
+#: saved.
+_SAMPLE_BLOCKS, _SAMPLE_EVERY = 64, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +82,25 @@ class TierCosts:
         if computing_s is None or not self.reads[level].num_observations:
             return -1.0
         return computing_s - self.reads[level].predict(num_blocks * self._block_bytes)
+
+
+class SavingGain:
+    """Decides whether saving blocks is worth its copies, by what came of it. All are saved until
+    num_trial_blocks were and none was read; then one run of _SAMPLE_BLOCKS in _SAMPLE_EVERY, so
+    that a load that comes back is noticed; and all again after a read."""
+
+    def __init__(self, num_trial_blocks: int) -> None:
+        self._num_trial_blocks = num_trial_blocks
+        self._num_offered = 0
+        """Blocks since the last read."""
+
+    def wants(self, num_blocks: int) -> bool:
+        """Whether to save the next num_blocks."""
+        run = self._num_offered // _SAMPLE_BLOCKS
+        is_trial = self._num_offered < self._num_trial_blocks
+        self._num_offered += num_blocks
+        return is_trial or run % _SAMPLE_EVERY == 0
+
+    def on_read(self) -> None:
+        """Saved blocks were read, and that paid."""
+        self._num_offered = 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from worker_core.costs import Costs
 from worker_core.policy import prefill_policy
-from worker_core.tier_costs import Part, TierCosts
+from worker_core.tier_costs import Part, SavingGain, TierCosts
 
 BLOCK_SIZE, BLOCK_BYTES = 16, 1000
 
@@ -87,3 +89,14 @@ def test_time_saved_and_time_lost_are_kept_apart(seconds: float, saved: float, l
     tiers.observe_use(0, 10, seconds)
     assert tiers.saved_s[0] == pytest.approx(saved)
     assert tiers.lost_s[0] == pytest.approx(lost)
+
+
+def test_saving_goes_on_in_samples_where_nothing_is_read_and_in_full_after_a_read() -> None:
+    gain = SavingGain(1000)
+    assert all(gain.wants(10) for _ in range(100))
+    saved = [gain.wants(16) for _ in range(800)]
+    assert 0 < sum(saved) < 0.15 * len(saved)
+    runs = [len(list(run)) for wants, run in groupby(saved) if wants]
+    assert max(runs) == 64 // 16, "as many adjacent blocks as a prompt has"
+    gain.on_read()
+    assert all(gain.wants(10) for _ in range(100))
