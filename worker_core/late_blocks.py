@@ -1,6 +1,7 @@
 """Late blocks: a prompt whose KV comes by a ticket gets its blocks while the KV arrives.
 
-    open     blocks for the next tokens only; room for all of its KV is reserved in host memory
+    open     all blocks if half of the free ones are enough; else blocks for the next tokens only,
+             and room for all of its KV in host memory
     grow     each step, ahead of what has arrived; while no sequence waits in host memory
     arrived  chunks that came before their blocks are in host memory: the sequence takes the missing
              blocks and the chunks are copied in, or all of its KV goes to host memory and it comes
@@ -49,13 +50,17 @@ class LateBlocks:
         self._ahead_tokens = ahead_tokens
 
     def num_first_tokens(self, command: Open, num_tokens: int) -> int:
-        """Tokens, of num_tokens, to hold blocks for when a sequence is opened."""
+        """Tokens, of num_tokens, to hold blocks for when a sequence is opened: all of them if half
+        of the free blocks are enough."""
         state, spec = self._state, command.spec
         is_late = command.source is KvSource.PREFILL and spec.width == 1
         if not is_late or not state.swap.has_room_for(spec.num_tokens):
             return num_tokens
-        num_blocks = max(0, state.pool.num_available - state.num_growing_places - 1)
-        return min(num_tokens, self._ahead_tokens, num_blocks * state.pool.block_size)
+        num_free_tokens = max(0, self._num_free_blocks - 1) * state.pool.block_size
+        num_first = min(num_tokens, self._ahead_tokens, num_free_tokens)
+        # With fewer blocks than that it may wait for long: one at a time.
+        is_short = num_first == num_free_tokens and not state.swap.is_empty
+        return num_tokens if is_short or 2 * num_tokens <= num_free_tokens else num_first
 
     def reserve(self, sequence: WorkerSequence) -> None:
         """Reserve room in host memory for the KV of a sequence that has too few blocks."""
@@ -75,18 +80,24 @@ class LateBlocks:
         state = self._state
         if not state.swap.is_empty:
             return
-        for sequence in sorted(arriving, key=lambda each: each.rank):
+        lacking = [each for each in arriving if each.lease.num_tokens < each.spec.num_tokens]
+        for sequence in sorted(lacking, key=lambda each: each.rank):
             lease, num_tokens = sequence.lease, sequence.spec.num_tokens
-            if sequence.ticket_id is None or lease.num_tokens >= num_tokens:
+            if sequence.ticket_id is None:
                 continue
             arrived = max(self._tickets.arrived_end(sequence.ticket_id), lease.num_cached_tokens)
-            if arrived + self._ahead_tokens // 2 < lease.num_tokens:
-                continue
-            before = lease.num_tokens
-            end = min(num_tokens, arrived + self._ahead_tokens)
-            lease.extend(end, state.pool.num_available - state.num_growing_places)
+            before, num_free = lease.num_tokens, self._num_free_blocks
+            if 2 * (num_tokens - before) <= num_free * state.pool.block_size:
+                lease.extend(num_tokens, num_free)
+            elif arrived + self._ahead_tokens // 2 >= before:
+                lease.extend(min(num_tokens, arrived + self._ahead_tokens), num_free)
             if lease.num_tokens > before:
                 self._tickets.extend(sequence.ticket_id, tuple(lease.block_ids))
+
+    @property
+    def _num_free_blocks(self) -> int:
+        """Blocks that are not kept for running sequences to grow."""
+        return max(0, self._state.pool.num_available - self._state.num_growing_places)
 
     def on_committed(self, sequence: WorkerSequence, committed: TicketCommitted) -> bool:
         """Place the KV of a sequence that has arrived. Return whether it is in its blocks; if not,
@@ -98,7 +109,7 @@ class LateBlocks:
         arrived_start = min(chunk.first_token for chunk in committed.parked)
         lease.index(sequence.token_ids, min(arrived_start, committed.num_tokens))
         state.swap.arrive(sequence.key, committed.parked)
-        lease.extend(committed.num_tokens, state.pool.num_available - state.num_growing_places)
+        lease.extend(committed.num_tokens, self._num_free_blocks)
         if lease.num_tokens >= committed.num_tokens:
             state.swap.copy_in(sequence.key, lease.block_ids, lease.num_cached_tokens)
         else:
