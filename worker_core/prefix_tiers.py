@@ -34,7 +34,7 @@ _FEW_FREE = 0.5
 #: Blocks per save, and of all saves in flight.
 _SAVE_BLOCKS, _MAX_SAVING_BLOCKS = 16, 64
 #: Times that a pool's blocks are saved before it counts that none of them was read.
-_TRIAL_POOLS = 2
+_TRIAL_POOLS = 8
 #: Seconds after which a fetch is given up and its tier switched off, besides a multiple of the
 #: estimate.
 _MAX_FETCH_S, _MAX_FETCH_FACTOR = 2.0, 8.0
