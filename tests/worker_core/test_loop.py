@@ -20,6 +20,7 @@ from tests.support.sim_tiers import SimDecode, sim_matchers
 from worker_core.admission import CoreLimits
 from worker_core.commands import Open
 from worker_core.core import CoreDeps, WorkerCore
+from worker_core.itl_budget import KeepPercentile
 from worker_core.loop import EngineLoop, Heartbeat, StepResult
 from worker_core.policy import LocalPrefillPolicy, decode_policy
 from worker_core.swap import no_swap
@@ -145,7 +146,9 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
         beats.append,
     )
     core = WorkerCore(
-        devices, CoreLimits(4, 64), decode_policy(LocalPrefillPolicy(0, 0, True, 2.0))
+        devices,
+        CoreLimits(4, 64),
+        decode_policy(LocalPrefillPolicy(0, 0, True, KeepPercentile(2.0))),
     )
     core.step([Open(0, 1, SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=2)), KvSource.LOCAL)])
     assert engine.num_beats_within == [4]
