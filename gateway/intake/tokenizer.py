@@ -12,7 +12,15 @@ from typing import Any
 
 import tokenizers
 
-from baton.errors import BatonError, ConfigError, FieldViolation, InvalidRequest, Overloaded
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    FieldViolation,
+    InvalidRequest,
+    ModelError,
+    Overloaded,
+)
+from baton.gguf.folder import gguf_folder
 from gateway.intake.child import ChildDied, ChildProcess, ChildSpec
 from gateway.intake.decoding import Decoding, decoding_of
 from gateway.intake.text_tokenizer import read_tokenizer
@@ -213,7 +221,8 @@ def _refusal(text: str, why: str) -> BatonError:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a directory or Hub id. Blocks. Raises ConfigError if there is none."""
+    """Load the tokenizer of a directory, GGUF file or Hub id. Blocks. Raises ConfigError if there
+    is none."""
     folder = _folder_of(name, revision)
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -234,6 +243,11 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
 
 
 def _folder_of(name: str, revision: str | None) -> Path:
+    try:
+        if unfolded := gguf_folder(name, revision):
+            return unfolded
+    except ModelError as error:
+        raise ConfigError.of("tokenizer", name, error.message) from error
     path = Path(name).expanduser()
     if path.is_dir():
         return path
