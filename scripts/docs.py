@@ -133,7 +133,7 @@ each that a directory or Hub id does not name well:
         --served-model-aliases gpt-4o=chat
 
 Options hold for all models, except those that describe the first MODEL; another model's own follow
-it, as above: `revision`, `tokenizer`, `tool_call_parser`, `reasoning_parser`, and with `baton
+it, as above: `revision`, `tokenizer`, `chat_template`, `tool_call_parser`, `reasoning_parser`, and with `baton
 serve` those of its engine and numbers of its workers. `baton gateway` takes the same, or all but
 the first as `--more-models`, each with its own tokenizer, queue and workers. Workers name their
 model by `--served-model-name`; a registry and addresses on the command line may mix models. `baton
