@@ -85,13 +85,9 @@ def make_tokenizer(file: GgufFile) -> Tokenizer | None:
     before, after = (token if _adds(metadata, name) else None for name, token in ends)
     if before or after:
         single = [*filter(None, [before]), "$A", *filter(None, [after])]
-        pair = [*single, *(f"{part}:1" for part in single)]
         named = [(token, tokens.index(token)) for token in {before, after} if token]
-        tokenizer.post_processor = processors.Sequence(
-            [
-                processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(single=single, pair=pair, special_tokens=named),
-            ]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=named
         )
     return tokenizer
 

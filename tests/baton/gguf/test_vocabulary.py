@@ -19,12 +19,13 @@ from tests.support.tiny_models import CHAT_TEMPLATE, make_tiny_model
 TEXTS = ("Hello  world 123", "naïve café 你好 🙂\r\n\r\n  x", "a<|end|>b", "", " x", "it's 4567")
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
 WORDS = [
-    *"▁heloword",
+    *"▁helowrd",
     "he",
     "ll",
     "llo",
     "hello",
     "▁hello",
+    "wo",
     "wor",
     "ld",
     "world",
