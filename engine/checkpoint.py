@@ -71,8 +71,13 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
 def local_folder(model: str) -> Path | None:
     """Folder of a model that is on this machine, a Hub id, a folder or a GGUF file; else None.
     Downloads nothing. Raises ModelError for a GGUF file that cannot be read."""
-    if unfolded := gguf_folder(model, is_local=True):
-        return unfolded
+    try:
+        if unfolded := gguf_folder(model, is_local=True):
+            return unfolded
+    except ModelError:
+        if Path(model).expanduser().is_file():
+            raise
+        return None
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
     import huggingface_hub

@@ -28,7 +28,7 @@ def find_files(path, suffix):
 '''
 
 
-QUESTION = "Explain in three sentences why runners in a relay race pass a baton."
+QUESTION = "Give me three tips for a good night's sleep."
 
 
 async def demo(model: str, prompt: str | None, max_tokens: int) -> Usage:
@@ -56,7 +56,8 @@ async def complete(
     print(prompt, end="\n\n" if is_chat else "", flush=True)
     usage = Usage()
     given = [{"role": "user", "content": prompt}] if is_chat else prompt
-    stream = client.stream(given, max_tokens=max_tokens, temperature=0.7, top_p=0.9, seed=1)
+    temperature = 0.2 if is_chat else 0.7
+    stream = client.stream(given, max_tokens=max_tokens, temperature=temperature, top_p=0.9, seed=1)
     async with stream:
         async for chunk in stream:
             print(chunk.text, end="", flush=True)

@@ -17,7 +17,7 @@ from baton.gguf.block_types import BLOCK_TYPES
 from baton.gguf.folder import unfold
 from baton.types import Sampling
 from baton_kernels.cpu.library import library
-from engine.checkpoint import check_checkpoint, find_shards, resolve_checkpoint
+from engine.checkpoint import check_checkpoint, find_shards, local_folder, resolve_checkpoint
 from engine.doctor import check_model
 from engine.families.read import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
@@ -235,3 +235,6 @@ def test_what_is_no_whole_file_is_refused(tmp_path: Path) -> None:
         unfold(damaged(tmp_path / "other.gguf", whole.replace(name, b"mamba", 1)))
     with pytest.raises(ModelError, match="no such file"):
         resolve_checkpoint(str(tmp_path / "absent.gguf"))
+    assert local_folder(str(tmp_path / "absent.gguf")) is None
+    (finding,) = check_model(str(tmp_path / "cut.gguf"), "auto", 16)
+    assert "whole GGUF file" in finding.found + finding.fix
