@@ -71,7 +71,7 @@ async def answer(dtype: str) -> tuple[list[int], list[int], str]:
     async with Cluster(options) as cluster, AsyncClient(cluster.address) as client:
         prompt = await client.tokenize(QUESTION)
         done = await client.generate(QUESTION, max_tokens=NUM_TOKENS, temperature=0.0)
-    return list(prompt), list(done.token_ids), done.text
+    return list(prompt.token_ids), list(done.token_ids), done.text
 
 
 async def test_dequantised_it_gives_the_tokens_of_transformers() -> None:
