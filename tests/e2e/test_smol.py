@@ -50,7 +50,8 @@ def dequantised(file: Path) -> torch.nn.Module:
     found = {tensor.name: tensor for tensor in reader.tensors}
     for name, parameter in model.named_parameters():
         tensor = found[str(names.get_name(name, try_suffixes=(".weight",)))]
-        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        dense = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        values = torch.from_numpy(dense.copy())
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             pairs = values.view(-1, 32, 2, values.shape[1])
             values = pairs.transpose(1, 2).reshape(values.shape)
