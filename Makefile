@@ -6,6 +6,12 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 MODEL ?= models/baton-py-6m
+# MODEL=smol is a published model, which `make smol` fetches.
+SMOL := models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
+ifeq ($(MODEL),smol)
+override MODEL := $(SMOL)
+FETCHED := $(SMOL)
+endif
 ARGS ?=
 TRACE ?=
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
@@ -13,11 +19,12 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # Every process that a test or a bench starts would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo serve test test-fast check protos docs pages bench bench-peers locks sbom audit test-images test-chart clean
+.PHONY: help venv demo serve smol test test-fast check protos docs pages bench bench-peers locks sbom audit test-images test-chart clean
 
 help:
 	@echo "make demo               serve the bundled model, stream a completion, print each tier's timing"
 	@echo "make serve MODEL=...    start all tiers (ARGS= adds options, see baton serve --help)"
+	@echo "make smol               fetch SmolLM2-135M-Instruct, a GGUF file: MODEL=smol in make demo and make serve"
 	@echo "make test               run the tests, and name the slowest (ARGS= adds pytest's options)"
 	@echo "make test-fast          run those of them that are not slow, with few examples of each property"
 	@echo "make check              lint, formatting, types, import directions, protos"
@@ -43,10 +50,15 @@ $(STAMP): $(RUNS)
 	@scripts/venv.sh $(VENV) dev
 	@touch $@
 
-demo: $(RUNS)
+smol: $(SMOL)
+
+$(SMOL): | $(RUNS)
+	@scripts/smol.sh $@
+
+demo: $(RUNS) $(FETCHED)
 	@$(BIN)/python scripts/demo.py --model $(MODEL)
 
-serve: $(RUNS)
+serve: $(RUNS) $(FETCHED)
 	@$(BIN)/baton serve $(ARGS) -- $(MODEL)
 
 test: $(STAMP)

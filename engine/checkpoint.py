@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from baton.errors import MissingTensor, ModelError, UnsafeCheckpoint
+from baton.gguf.folder import LINK, gguf_folder
 from engine.families.overrides import NO_OVERRIDES, ConfigOverrides
 from engine.families.read import choose_implementation, read_config
 
@@ -34,15 +35,18 @@ class HeadFiles:
 
 
 def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
-    """Folder of a checkpoint: `model` itself, or a snapshot of the hub id. Raises ModelError,
-    UnsafeCheckpoint."""
+    """Folder of a checkpoint: `model` itself, a snapshot of the hub id, or that of a GGUF file.
+    Raises ModelError, UnsafeCheckpoint."""
+    if unfolded := gguf_folder(model, revision):
+        return unfolded
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     # A hub id is a name, or two names with a slash between.
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
         raise ModelError(
-            f"{model}: no such folder; give the folder of a transformers checkpoint, or a Hub id"
+            f"{model}: no such folder; give the folder of a transformers checkpoint, a GGUF file, "
+            "or a Hub id"
         )
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
@@ -65,8 +69,15 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
 
 
 def local_folder(model: str) -> Path | None:
-    """Folder of a model that is on this machine, a Hub id or a folder; else None. Downloads
-    nothing."""
+    """Folder of a model that is on this machine, a Hub id, a folder or a GGUF file; else None.
+    Downloads nothing. Raises ModelError for a GGUF file that cannot be read."""
+    try:
+        if unfolded := gguf_folder(model, is_local=True):
+            return unfolded
+    except ModelError:
+        if Path(model).expanduser().is_file():
+            raise
+        return None
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
     import huggingface_hub
@@ -106,10 +117,13 @@ def _refuse_pickles(where: str, pickles: Sequence[str]) -> None:
 
 
 def find_shards(folder: Path) -> dict[Path, frozenset[str] | None]:
-    """Shards of a checkpoint, each with its tensors according to the index (None without an index).
+    """Shards of a checkpoint, each with its tensors according to the index (None without an index);
+    the GGUF file of a folder that was made of one.
 
     Raises UnsafeCheckpoint, MissingTensor, ModelError.
     """
+    if (folder / LINK).is_file():
+        return {folder / LINK: None}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_shards(folder, index)

@@ -96,7 +96,10 @@ def check_model(model: str, dtype: str, block_size: int) -> list[Finding]:
     Downloads nothing."""
     from engine.checkpoint import local_folder
 
-    folder = local_folder(model)
+    try:
+        folder = local_folder(model)
+    except StartupError as error:
+        return [problem("model", model, error.message)]
     if folder is None:
         fix = "it is fetched at the first start; mind the spelling, the network and HF_TOKEN"
         return [warning("model", f"{model} is not on this machine", fix)]
@@ -130,14 +133,19 @@ def _check_shards(shards: list[Path]) -> Finding:
     """Open each shard, which compares its header with the file's length."""
     from safetensors import SafetensorError, safe_open
 
+    from baton.gguf.folder import SUFFIX
+
     for path in shards:
+        if path.suffix == SUFFIX:
+            continue  # its header was read for its config
         try:
             with safe_open(path, framework="pt", device="cpu"):
                 pass
         except (SafetensorError, OSError) as error:
             return problem("weights", f"{path.name}: {error}", "fetch this file again")
     size = sum(path.stat().st_size for path in shards)
-    return ok("weights", f"{len(shards)} safetensors, {size / 2**20:.1f} MiB")
+    form = shards[0].suffix.removeprefix(".")
+    return ok("weights", f"{len(shards)} {form}, {size / 2**20:.1f} MiB")
 
 
 def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
@@ -126,21 +127,31 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.4g} GiB"
 
 
-def num_linear_weights(config: ModelConfig, *, has_all: bool = True) -> int:
-    """Number of weights in the decoder layers' linear layers. has_all: include those that are never
-    quantised."""
+def num_linear_weights(config: ModelConfig) -> int:
+    """Number of weights in the decoder layers' linear layers."""
     linears = (linear for layer in describe_layers(config) for linear in layer.linears)
-    return sum(x.num_in * x.num_out for x in linears if has_all or x.is_quantizable)
+    return sum(linear.num_in * linear.num_out for linear in linears)
 
 
-def num_quantized_weights(config: ModelConfig, *, has_output: bool = True) -> int:
-    """Number of weights that are quantised in the checkpoint. has_output: count the output
-    layer."""
-    if config.quantization is None:
-        return 0
-    has_head = config.quantization.output_layer is not None and not config.is_tied and has_output
-    head = config.vocab_size * config.hidden_size if has_head else 0
-    return num_linear_weights(config, has_all=False) + head
+def quantized_weights(config: ModelConfig, *, has_output: bool = True) -> Iterator[tuple[str, int]]:
+    """Layers that are quantised in the checkpoint, each with its number of weights. has_output:
+    count the output layer."""
+    stored = config.quantization
+    if stored is None:
+        return
+    if stored.output_layer is not None and not config.is_tied and has_output:
+        yield "lm_head", config.vocab_size * config.hidden_size
+    for layer in describe_layers(config):
+        for linear in layer.linears:
+            if linear.is_quantizable and all(map(stored.is_quantized, linear.names)):
+                # Layers that are packed together take what the largest of them takes.
+                largest = max(linear.names, key=stored.loaded_bytes)
+                yield largest, linear.num_in * linear.num_out
+
+
+def num_quantized_weights(config: ModelConfig) -> int:
+    """Number of weights that are quantised in the checkpoint."""
+    return sum(count for _, count in quantized_weights(config))
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -175,10 +186,10 @@ def _stage_bytes(
     head = embeddings if config.is_tied else 0
     saved, stored = 0, config.quantization
     if keeps_levels and stored is not None:
-        num_levels = num_quantized_weights(config, has_output=stage.is_first)
-        saved = num_levels * (size - 1)
-        if stored.kind == "float" and stored.group_size:
-            saved -= num_levels * 4 // stored.group_size
+        saved = sum(
+            int(count * (size - stored.loaded_bytes(name)))
+            for name, count in quantized_weights(config, has_output=stage.is_first)
+        )
     shared = (num_parameters(config) + head) * size - saved
     if not stage.is_first:
         shared -= 2 * embeddings * size

@@ -126,7 +126,9 @@ async def _load_model(
     accounts. Raises StartupError without a tokenizer."""
     tokenizer_name = own.tokenizer or own.model
     try:
-        tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_name, own.revision)
+        tokenizer = await asyncio.to_thread(
+            load_tokenizer, tokenizer_name, own.revision, own.chat_template
+        )
     except StartupError as error:  # `baton serve` goes on without this model
         error.metadata = {**error.metadata, "model": own.model_name}
         raise

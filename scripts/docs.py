@@ -133,11 +133,12 @@ each that a directory or Hub id does not name well:
         --served-model-aliases gpt-4o=chat
 
 Options hold for all models, except those that describe the first MODEL; another model's own follow
-it, as above: `revision`, `tokenizer`, `tool_call_parser`, `reasoning_parser`, and with `baton
-serve` those of its engine and numbers of its workers. `baton gateway` takes the same, or all but
-the first as `--more-models`, each with its own tokenizer, queue and workers. Workers name their
-model by `--served-model-name`; a registry and addresses on the command line may mix models. `baton
-serve` goes on without a model that cannot be served: its log says which and why.
+it, as above: `revision`, `tokenizer`, `chat_template`, `tool_call_parser`, `reasoning_parser`,
+and with `baton serve` those of its engine and numbers of its workers. `baton gateway` takes the
+same, or all but the first as `--more-models`, each with its own tokenizer, queue and workers.
+Workers name their model by `--served-model-name`; a registry and addresses on the command line
+may mix models. `baton serve` goes on without a model that cannot be served: its log says which
+and why.
 
     baton gateway models/code --served-model-name code --more-models chat=models/chat \\
         --prefill-workers code-p:50061,chat-p:50061 --decode-workers code-d:50062,chat-d:50062

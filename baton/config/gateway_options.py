@@ -41,7 +41,8 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     """Options for clients and their requests."""
 
     own_options: ClassVar[frozenset[str]] = SeveralModelsOptions.own_options | {
-        *("tokenizer", "generation_config", "tool_call_parser", "reasoning_parser")
+        *("tokenizer", "generation_config", "chat_template"),
+        *("tool_call_parser", "reasoning_parser"),
     }
 
     host: NonEmpty = "127.0.0.1"
@@ -50,7 +51,9 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     """gRPC port; 0 takes a free one."""
 
     tokenizer: NonEmpty | None = None
-    """Directory or Hub id of the tokenizer; MODEL's own if not given."""
+    """Directory, GGUF file or Hub id of the tokenizer; MODEL's own if not given."""
+    chat_template: NonEmpty | None = None
+    """File with the chat template, in Jinja; that beside the tokenizer if not given."""
     generation_config: Literal["auto", "none"] = "auto"
     """Default sampling options of requests. auto: temperature, top_k, top_p, min_p,
     repetition_penalty and max_new_tokens of the generation_config.json beside the tokenizer. none:

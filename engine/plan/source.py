@@ -13,6 +13,7 @@ import torch
 
 from baton.config.plan_options import PlanOptions
 from baton.errors import ConfigError, ModelError
+from baton.gguf.folder import SUFFIX
 from baton.types import KvLayout
 from baton_kernels.linear import keeps_levels
 from baton_kernels.quantized_linear import can_group_float8
@@ -49,7 +50,7 @@ def read_model(options: PlanOptions, kind: str, *, has_float8: bool) -> PlannedM
     device, "cuda" or "cpu"; has_float8: whether it multiplies float8. Raises ModelError,
     ConfigError."""
     path = Path(options.model).expanduser()
-    if path.is_file():
+    if path.is_file() and path.suffix != SUFFIX:
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(path, Path(folder) / "config.json")
             return _read(Path(folder), options, kind, has_float8=has_float8)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from baton.errors import UnsupportedModel
+from baton.gguf.block_types import BLOCK_TYPES
 
-Method = Literal["compressed-tensors", "gptq", "awq", "fp8"]
+Method = Literal["compressed-tensors", "gptq", "awq", "fp8", "gguf"]
 
 #: Formats of compressed-tensors, by kind of number.
 _FORMATS = {
@@ -34,6 +35,8 @@ class QuantizationConfig:
     has_order: an index assigns inputs to groups (act-order), instead of their position.
     zero_offset: added to a stored zero point.
     output_layer: storage of lm_head; None if it is not quantised.
+    layers: storage of each layer, by name, where they differ (gguf); others are not quantised.
+    block_type: of a layer in a GGUF file, a name of BLOCK_TYPES.
     """
 
     method: Method
@@ -46,10 +49,27 @@ class QuantizationConfig:
     zero_offset: int = 0
     block_rows: int = 0
     output_layer: QuantizationConfig | None = None
+    layers: Mapping[str, QuantizationConfig] = field(default_factory=dict)
+    block_type: str = ""
 
     def of(self, layer: str) -> QuantizationConfig:
         """Storage of a layer, by its name in the checkpoint."""
+        if layer in self.layers:
+            return self.layers[layer]
         return self.output_layer or self if layer == "lm_head" else self
+
+    def is_quantized(self, layer: str) -> bool:
+        """Whether a layer that may be quantised is."""
+        return self.method != "gguf" or layer in self.layers
+
+    def loaded_bytes(self, layer: str) -> float:
+        """Bytes of one of a layer's weights as loaded, with its part of the scales. During loading
+        each level takes a byte regardless of its bits, except in layers of a GGUF file, which are
+        packed one by one."""
+        own = self.of(layer)
+        if own.block_type:
+            return BLOCK_TYPES[own.block_type].packed_bytes
+        return 1.0 + (4 / own.group_size if own.kind == "float" and own.group_size else 0.0)
 
 
 def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | None:
@@ -67,9 +87,11 @@ def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | No
             return _compressed_tensors(raw)
         if method == "fp8":
             return _fp8(raw)
+        if method == "gguf":
+            return _gguf(raw)
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         raise UnsupportedModel(f"quantization_config cannot be read: {error!r}") from error
-    raise _refusal("quant_method", method, "compressed-tensors, gptq, awq or fp8")
+    raise _refusal("quant_method", method, "compressed-tensors, gptq, awq, fp8 or gguf")
 
 
 def _refusal(name: str, value: object, known: str) -> UnsupportedModel:
@@ -127,6 +149,25 @@ def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
         is_symmetric=True,
         is_packed=False,
         block_rows=rows,
+    )
+
+
+def _gguf(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """As baton.gguf.folder writes it: the type of each layer."""
+    known = {name: _of_blocks(name) for name, kind in BLOCK_TYPES.items() if kind.is_quantized}
+    layers = {layer: known[name] for layer, name in raw["layers"].items()}
+    # For all layers together: what holds the levels of any.
+    whole = QuantizationConfig("gguf", "int", 8, 16, is_symmetric=False, is_packed=False)
+    return replace(whole, layers=layers, output_layer=layers.get("lm_head"))
+
+
+def _of_blocks(name: str) -> QuantizationConfig:
+    kind = BLOCK_TYPES[name]
+    return QuantizationConfig(
+        *("gguf", "int", kind.bits, kind.group_size),
+        is_symmetric=not kind.has_mins,
+        is_packed=False,
+        block_type=name,
     )
 
 

@@ -13,6 +13,7 @@ bits levels):
     AWQ                          qweight [in, words of out], qzeros [groups, words of out],
                                  scales [groups, out]; the eight levels of a word are those of
                                  outputs 0, 2, 4, 6, 1, 3, 5, 7
+    GGUF                         blocks [out, bytes] uint8: see engine.quantization.gguf
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 import torch
 
 from engine.quantization.config import QuantizationConfig
+from engine.quantization.gguf import decode_blocks
 from engine.quantization.packing import unpack
 from engine.quantization.weight import Float8Weight, QuantizedWeight, StoredWeight
 
@@ -39,6 +41,8 @@ def required_pieces(config: QuantizationConfig) -> frozenset[str]:
         return frozenset({"qweight", "qzeros", "scales"})
     if config.method == "fp8":
         return frozenset({"weight", "weight_scale_inv"})
+    if config.method == "gguf":
+        return frozenset({"blocks"})
     names = {"weight_scale"}
     names |= {"weight_packed", "weight_shape"} if config.is_packed else {"weight"}
     if not config.is_symmetric:
@@ -51,7 +55,7 @@ def required_pieces(config: QuantizationConfig) -> frozenset[str]:
 def layer_of_scheme(name: str, config: QuantizationConfig) -> str | None:
     """Name of the quantised layer that a tensor belongs to, for one marker tensor per layer; None
     for all other tensors."""
-    telling = {"gptq": "qweight", "awq": "qweight", "fp8": "weight_scale_inv"}
+    telling = {"gptq": "qweight", "awq": "qweight", "fp8": "weight_scale_inv", "gguf": "blocks"}
     layer, _, piece = name.rpartition(".")
     return layer if piece == telling.get(config.method, "weight_scale") else None
 
@@ -68,6 +72,8 @@ def decode(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.T
         return _awq(pieces)
     if config.method == "fp8":
         return _fp8(pieces, config)
+    if config.method == "gguf":
+        return decode_blocks(pieces["blocks"], config.block_type)
     return _compressed_tensors(pieces, config)
 
 

@@ -17,13 +17,15 @@ class QuantizedWeight:
     """weight[o, i] = (levels[o, i] - zeros[o, g]) * scales[o, g] with g = i // group_size.
 
     levels [num_out, num_in] uint8 in [0, 2^bits); scales [num_out, groups] float32; zeros like
-    scales, or None if all zero points are 2^(bits - 1) (symmetric).
+    scales, or None if all zero points are 2^(bits - 1) (symmetric). With mins (like scales, zeros
+    None) weight[o, i] = levels[o, i] * scales[o, g] + mins[o, g] instead.
     """
 
     levels: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
     bits: int
+    mins: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -40,12 +42,32 @@ class QuantizedWeight:
     def part(self, take: TakeRows) -> QuantizedWeight:
         """A selection of outputs and groups of inputs, copied unless it is all of them."""
         zeros = None if self.zeros is None else _own(take, self.zeros)
-        return QuantizedWeight(_own(take, self.levels), _own(take, self.scales), zeros, self.bits)
+        mins = None if self.mins is None else _own(take, self.mins)
+        return QuantizedWeight(
+            _own(take, self.levels), _own(take, self.scales), zeros, self.bits, mins
+        )
+
+    def with_zeros(self) -> QuantizedWeight:
+        """The same weight with zero points instead of minima, up to float32's rounding."""
+        if self.mins is None:
+            return self
+        # A group whose scale is zero has one value, which becomes the scale.
+        is_flat = self.scales == 0
+        scales = torch.where(is_flat, self.mins, self.scales)
+        zeros = torch.where(is_flat, -1.0, -self.mins / self.scales)
+        levels = self.levels
+        if is_flat.any():
+            levels = levels.clone()
+            levels.view(*scales.shape, -1)[is_flat] = 0
+        return QuantizedWeight(levels, scales, zeros, self.bits)
 
     def dequantize(self) -> torch.Tensor:
         """[num_out, num_in] float32."""
         num_out, num_groups = self.scales.shape
         grouped = self.levels.view(num_out, num_groups, -1).float()
+        if self.mins is not None:
+            whole = grouped * self.scales[:, :, None] + self.mins[:, :, None]
+            return whole.view(self.levels.shape)
         zeros = self.middle if self.zeros is None else self.zeros[:, :, None]
         return ((grouped - zeros) * self.scales[:, :, None]).view(self.levels.shape)
 
@@ -89,8 +111,8 @@ StoredWeight = QuantizedWeight | Float8Weight
 
 
 def stack(parts: Sequence[StoredWeight]) -> StoredWeight:
-    """Stack weights of layers with the same input. All must have one scheme: the same bits and
-    group size, or float8."""
+    """Stack weights of layers with the same input. All must be integers, which take the most bits
+    and the smallest groups of them, or float8 of one group size."""
     if len(parts) == 1:
         return parts[0]
     integers = [part for part in parts if isinstance(part, QuantizedWeight)]
@@ -110,16 +132,32 @@ def _stack_floats(parts: Sequence[Float8Weight]) -> Float8Weight:
 
 
 def _stack_integers(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    if len({(part.bits, part.scales.shape[1]) for part in parts}) != 1:
+    bits, num_groups = max(p.bits for p in parts), max(p.scales.shape[1] for p in parts)
+    if any(num_groups % part.scales.shape[1] for part in parts):
         raise ValueError("weights of different schemes cannot be stacked")
+    alike = [_refined(part.with_zeros(), bits, num_groups) for part in parts]
     zeros = None
-    if any(part.zeros is not None for part in parts):
-        zeros = torch.cat([_zeros(part) for part in parts])
+    if any(part.zeros is not None for part in alike):
+        zeros = torch.cat([_zeros(part) for part in alike])
     return QuantizedWeight(
-        torch.cat([part.levels for part in parts]),
-        torch.cat([part.scales for part in parts]),
+        torch.cat([part.levels for part in alike]),
+        torch.cat([part.scales for part in alike]),
         zeros,
-        parts[0].bits,
+        bits,
+    )
+
+
+def _refined(part: QuantizedWeight, bits: int, num_groups: int) -> QuantizedWeight:
+    """The same weight with more bits and smaller groups."""
+    times = num_groups // part.scales.shape[1]
+    if part.bits == bits and times == 1:
+        return part
+    zeros = _zeros(part) if part.zeros is not None or part.bits != bits else None
+    return QuantizedWeight(
+        part.levels,
+        part.scales.repeat_interleave(times, 1),
+        None if zeros is None else zeros.repeat_interleave(times, 1),
+        bits,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +11,15 @@ import torch
 
 from baton_kernels.linear import keeps_float8, keeps_levels
 from engine.families.config import ModelConfig
+from engine.quantization.config import QuantizationConfig
 from engine.quantization.weight import Float8Weight, StoredWeight
 from engine.ranks.mesh import ALL_LAYERS, Stage
 from engine.shard import WHOLE, Shard
 from engine.torch.packed import PackedParameters, Packing, pack_parameters
 from engine.torch.parameters import empty_parameters
 from engine.torch.weights import ProgressHook, load_weights, terminal_progress
+
+_log = logging.getLogger(__name__)
 
 
 def keeps_stored_levels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -39,6 +44,13 @@ def keeps_as_stored(dtype: torch.dtype, device: torch.device) -> Callable[[Store
     return keeps
 
 
+def _log_types(stored: QuantizationConfig, is_kept: bool) -> None:
+    counts = Counter(layer.block_type for layer in stored.layers.values())
+    types = ", ".join(f"{name} ({count} tensors)" for name, count in counts.most_common())
+    how = "linear layers run as stored" if is_kept else "dequantised: no kernel runs them here"
+    _log.info("GGUF weights of %s: %s", types, how)
+
+
 def load_parameters(
     folder: Path,
     config: ModelConfig,
@@ -60,6 +72,9 @@ def load_parameters(
     of_linears = torch.device("cpu") if keeps_stored_levels(config, dtype, device) else device
     parameters = empty_parameters(config, dtype, device, shard, of_linears, stage)
     keeps = keeps_as_stored(dtype, device)
+    if config.quantization is not None and config.quantization.method == "gguf":
+        _log_types(config.quantization, is_kept := keeps_stored_levels(config, dtype, device))
+        keeps = keeps if is_kept else lambda _: False
     packing = Packing(device, parameters.linears, keeps, batch_invariant=batch_invariant)
 
     def load(hook: ProgressHook) -> str:

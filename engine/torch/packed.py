@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.errors import UnsupportedModel
 from baton_kernels.cpu.memory import Allocate, Arena
 from baton_kernels.fixed_linear import FixedLinear
 from baton_kernels.layer import Layer, Norm
@@ -85,7 +84,7 @@ class Packing:
         self._kept[layer] = weight
 
     def on_filled(self, name: str) -> None:
-        """See Keeper. Raises UnsupportedModel."""
+        """See Keeper."""
         for linear, missing in self._waiting.pop(name, ()):
             missing.discard(name)
             names = linear.spec.names
@@ -93,7 +92,6 @@ class Packing:
                 self._packed[names] = self._pack(linear)
 
     def layer(self, layer: DenseLayer) -> PackedLayer:
-        """Raises UnsupportedModel."""
         return layer.map(self.linear, _numbers)
 
     def norm(self, norm: Norm[Vector]) -> Norm[torch.Tensor]:
@@ -101,13 +99,23 @@ class Packing:
         return norm.map(_numbers)
 
     def linear(self, linear: DenseLinear) -> Linear:
-        """Raises UnsupportedModel."""
         return self._packed.pop(linear.spec.names, None) or self._pack(linear)
 
+    def _take_kept(self, linear: DenseLinear) -> list[StoredWeight]:
+        """The layer's weights as stored; if only some of its tensors are quantised, these are
+        dequantised into its memory instead."""
+        kept = {name: self._kept.pop(name) for name in linear.spec.names if name in self._kept}
+        if len(kept) == len(linear.spec.names):
+            return list(kept.values())
+        for name, target in linear.targets():
+            if stored := kept.get(name.removesuffix(".weight")):
+                target.tensor.copy_(stored.dequantize())
+        return []
+
     def _pack(self, linear: DenseLinear) -> Linear:
-        device, names = self._device, linear.spec.names
+        device = self._device
         bias = None if linear.bias is None else linear.bias.to(device)
-        kept = [self._kept.pop(name) for name in names if name in self._kept]
+        kept = self._take_kept(linear)
         if not linear.spec.num_out:
             return PlainLinear(linear.weight, bias)
         if not kept:
@@ -117,8 +125,6 @@ class Packing:
             if self._is_fixed:
                 return FixedLinear(weight, bias)
             return pack_linear(weight, bias, self._allocate)
-        if len(kept) < len(names):
-            raise UnsupportedModel(f"of {list(names)} some are quantised and some are not")
         return _pack_quantized(stack(kept), bias, device, self._allocate)
 
 
@@ -131,5 +137,6 @@ def _pack_quantized(
 ) -> Linear:
     if isinstance(weight, Float8Weight):
         return pack_float8(weight.codes, weight.scales, bias, device)
+    weight = weight.with_zeros()
     levels, scales, zeros = weight.levels, weight.scales, weight.zeros
     return pack_quantized(levels, scales, zeros, weight.bits, bias, device, allocate)

@@ -1,5 +1,5 @@
-"""Fills a decoder's parameters from a checkpoint's safetensors, with threads that read and digest
-ahead."""
+"""Fills a decoder's parameters from a checkpoint's safetensors or GGUF file, with threads that read
+and digest ahead."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from baton.errors import MissingTensor, ModelError, TensorMismatch
+from baton.gguf.folder import SUFFIX
 from baton.start_log import report_phase
 from engine.checkpoint import find_shards
 from engine.memory_plan import format_bytes
@@ -29,6 +30,7 @@ from engine.quantization.config import QuantizationConfig
 from engine.quantization.decode import layer_of_scheme
 from engine.quantization.pending import PLAIN, PendingLayers
 from engine.quantization.weight import StoredWeight, stack
+from engine.torch.gguf_tensors import gguf_tensors
 from engine.torch.parameters import Fillable, Target
 from engine.torch.stacked_experts import StackedExperts
 
@@ -210,6 +212,10 @@ def _read_shards(
 def _stored_tensors(shards: Sequence[Path]) -> Iterator[StoredTensor]:
     """All tensors of the shards, mapped. Raises ModelError."""
     for index, path in enumerate(shards):
+        if path.suffix == SUFFIX:
+            for name, tensor in gguf_tensors(path):
+                yield StoredTensor(index, path, name, tensor)
+            continue
         try:
             with safe_open(path, framework="pt", device="cpu") as shard:
                 for name in sorted(shard.keys()):
@@ -272,9 +278,11 @@ class _Filling:
             self._targets.setdefault(name, []).append(target)
         self._ignores = parameters.ignores
         self._keeper = keeper
+        self._linears = parameters.linear_names()
         self._pending = None
         if quantization is not None:
-            self._pending = PendingLayers(quantization, parameters.linear_names())
+            others = (name for name in quantization.layers if f"{name}.weight" in self._targets)
+            self._pending = PendingLayers(quantization, self._linears.union(others))
         self._stacked = StackedExperts() if parameters.has_stacked_experts else None
         self._filled: set[str] = set()
 
@@ -347,6 +355,7 @@ class _Filling:
             keeper
             and not isinstance(weight, torch.Tensor)
             and len(targets) == 1
+            and layer in self._linears
             and keeper.keeps(weight)
             and keeper.keeps(own := stack([weight.part(s.take) for s in targets[0].sources]))
         ):

@@ -6,13 +6,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from baton.errors import BatonError, ConfigError, FieldViolation, InvalidRequest, Overloaded
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    FieldViolation,
+    InvalidRequest,
+    ModelError,
+    Overloaded,
+)
+from baton.gguf.folder import gguf_folder
 from gateway.intake.child import ChildDied, ChildProcess, ChildSpec
 from gateway.intake.decoding import Decoding, decoding_of
 from gateway.intake.text_tokenizer import read_tokenizer
@@ -212,8 +220,11 @@ def _refusal(text: str, why: str) -> BatonError:
     )
 
 
-def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a directory or Hub id. Blocks. Raises ConfigError if there is none."""
+def load_tokenizer(
+    name: str, revision: str | None = None, chat_template: str | None = None
+) -> Tokenizer:
+    """Load the tokenizer of a directory, GGUF file or Hub id. chat_template: file that replaces its
+    own. Blocks. Raises ConfigError if there is none."""
     folder = _folder_of(name, revision)
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -230,10 +241,27 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
         raise ConfigError.of(
             "tokenizer", name, f"tokenizer.json cannot be read: {error}"
         ) from error
-    return Tokenizer(tokenizer, _facts_of(folder, tokenizer))
+    facts = _facts_of(folder, tokenizer)
+    if chat_template is not None:
+        facts = replace(facts, chat_template=_read_template(chat_template))
+    return Tokenizer(tokenizer, facts)
+
+
+def _read_template(name: str) -> str:
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError.of(
+            "chat_template", name, f"cannot be read ({error}); name a file of Jinja in UTF-8"
+        ) from error
 
 
 def _folder_of(name: str, revision: str | None) -> Path:
+    try:
+        if unfolded := gguf_folder(name, revision):
+            return unfolded
+    except ModelError as error:
+        raise ConfigError.of("tokenizer", name, error.message) from error
     path = Path(name).expanduser()
     if path.is_dir():
         return path

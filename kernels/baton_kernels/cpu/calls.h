@@ -13,6 +13,7 @@ struct Weights {
     const float* zeros;   // like scales, or null if every zero point is `zero`
     float zero;
     const float* bias;    // [num_out] or null
+    long has_group_inputs;  // whether x is rounded with a scale per group of k, not per row; integers only
 };
 
 // Arguments of attention. ctypes twin: baton_kernels.cpu.paged_attention.

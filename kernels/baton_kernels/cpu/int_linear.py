@@ -1,5 +1,5 @@
-"""Linear layers over int8 or int4 weights in native code. Inputs are rounded to int8, row by row;
-sums are exact.
+"""Linear layers over int8 or int4 weights in native code. Inputs are rounded to int8, row by row
+and group by group; sums are exact.
 
 weight[o, i] = (levels[o, i] - zeros[o, g]) * scales[o, g] with g = i // group_size; see linear.cpp.
 """
@@ -52,6 +52,7 @@ class NativeIntLinear:
             zeros=None if self._zeros is None else self._zeros.data_ptr(),
             zero=float(1 << (bits - 1)),
             bias=None if self._bias is None else self._bias.data_ptr(),
+            has_group_inputs=num_groups > 1,
         )
         #: Scratch bytes per row that baton_linear needs.
         self.scratch_row_bytes = scratch_row_bytes(self._call)

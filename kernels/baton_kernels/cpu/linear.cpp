@@ -41,7 +41,8 @@ struct Call {
     const Weights* w;
     const int32_t* x;             // [rows][stride]: words in the layout of the weights' product
     long stride;
-    const float* x_scales;        // [rows]; integers only
+    const float* row_scales;      // [rows]: of the int8 inputs; null with group_scales, and for floats
+    const float* group_scales;    // [rows][groups], or null
     const int32_t* x_sums;        // [rows][groups]: sums of the int8 inputs; integers only
     const void* residual;         // [rows][num_out] or null
     void* out;                    // [rows][num_out]
@@ -128,16 +129,49 @@ UNROLLED
         for (int j = 0; j < V; j++) F32::store(sums + r * kTile + j * 16, s[r][j]);
 }
 
-// One group of k: sums += scale * (sum of w x - zero * sum of x); the inner sums are exact.
+#if defined(HAS_BYTE_PAIRS)
+constexpr bool kHasBytePairs = true;
+constexpr long kPairQuads = 8;  // products of 4 and 8 bits, two by two, that an int16 holds: 8 * 2 * 15 * 127 < 2^15
+#else
+constexpr bool kHasBytePairs = false;
+#endif
+
+// Words of x per quad of k.
+constexpr long quad_words(bool is_int4) { return is_int4 && kHasBytePairs ? 1 : kQuadWords; }
+
+// s[R][V vectors of a tile] += w x over some quads of k.
 template <bool IsInt4, int R, int V>
-void int_panel(const char* w, const int32_t* x, long stride, long quads, float* sums,
-               const float* scale, const float* zero, const float* zero_dot) {
-    i32x16 s[R][V];
-UNROLLED
-    for (int r = 0; r < R; r++)
-UNROLLED
-        for (int j = 0; j < V; j++) s[r][j] = splat(0);
+void int_products(const char* w, const int32_t* x, long stride, long quads, i32x16 (&s)[R][V]) {
     const i32x16 nibbles = splat(0x0F0F0F0F);
+#if defined(HAS_BYTE_PAIRS)
+    if constexpr (IsInt4) {
+        for (long k = 0; k < quads;) {
+            const long end = k + kPairQuads < quads ? k + kPairQuads : quads;
+            i32x16 pairs[R][V];
+UNROLLED
+            for (int r = 0; r < R; r++)
+UNROLLED
+                for (int j = 0; j < V; j++) pairs[r][j] = splat(0);
+            for (; k < end; k += 2, w += kWordBytes)
+UNROLLED
+                for (int j = 0; j < V; j++) {
+                    const i32x16 v = load_words(w + j * 64);
+                    const i32x16 low = v & nibbles, high = (v >> 4) & nibbles;
+UNROLLED
+                    for (int r = 0; r < R; r++) {
+                        const int32_t* of_row = x + r * stride + k;
+                        pairs[r][j] = add_byte_pairs(pairs[r][j], low, of_row[0]);
+                        pairs[r][j] = add_byte_pairs(pairs[r][j], high, of_row[1]);
+                    }
+                }
+UNROLLED
+            for (int r = 0; r < R; r++)
+UNROLLED
+                for (int j = 0; j < V; j++) s[r][j] = add_pairs(s[r][j], pairs[r][j]);
+        }
+        return;
+    }
+#endif
     for (long k = 0; k < quads; k += IsInt4 ? 2 : 1, w += kWordBytes) {
 UNROLLED
         for (int j = 0; j < V; j++) {
@@ -153,13 +187,26 @@ UNROLLED
             }
         }
     }
+}
+
+// One group of k: sums += scale * x's scale * (sum of w x - zero * sum of x); the inner sums are exact. x_scale: 1
+// where a row has one scale.
+template <bool IsInt4, int R, int V>
+void int_panel(const char* w, const int32_t* x, long stride, long quads, float* sums, const float* scale,
+               const float* zero, const float* zero_dot, const float* x_scale) {
+    i32x16 s[R][V];
+UNROLLED
+    for (int r = 0; r < R; r++)
+UNROLLED
+        for (int j = 0; j < V; j++) s[r][j] = splat(0);
+    int_products<IsInt4, R, V>(w, x, stride, quads, s);
 UNROLLED
     for (int r = 0; r < R; r++)
 UNROLLED
         for (int j = 0; j < V; j++) {
             const f32x16 centred = fnma(F32::load(zero + j * 16), splat(zero_dot[r]), to_float(s[r][j]));
             float* at = sums + r * kTile + j * 16;
-            F32::store(at, fma(centred, F32::load(scale + j * 16), F32::load(at)));
+            F32::store(at, fma(centred * splat(x_scale[r]), F32::load(scale + j * 16), F32::load(at)));
         }
 }
 
@@ -284,13 +331,17 @@ void int_tile(const Call& c, long tile, long first, long rows, float* sums) {
         const float* zero = c.w->zeros ? c.w->zeros + at : constant_zero;
         for_panels(rows, kMaxIntRows, [&](long row, auto r) {
             constexpr int R = decltype(r)::value, V = vectors_of(R);
-            float dots[R];
-            for (int i = 0; i < R; i++) dots[i] = (float)c.x_sums[(first + row + i) * groups + g];
-            const int32_t* x = c.x + (first + row) * c.stride + g * group_quads * kQuadWords;
+            float dots[R], x_scale[R];
+            for (int i = 0; i < R; i++) {
+                const long of_group = (first + row + i) * groups + g;
+                dots[i] = (float)c.x_sums[of_group];
+                x_scale[i] = c.group_scales ? c.group_scales[of_group] : 1.0f;
+            }
+            const int32_t* x = c.x + (first + row) * c.stride + g * group_quads * quad_words(IsInt4);
             for (int j = 0; j < kVectors; j += V)
                 int_panel<IsInt4, R, V>(w + g * group_bytes + j * 64, x, c.stride, group_quads,
                                         sums + row * kTile + j * 16, c.w->scales + at + j * 16,
-                                        zero + j * 16, dots);
+                                        zero + j * 16, dots, x_scale);
         });
     }
 }
@@ -308,7 +359,7 @@ void finish(const Call& c, long tile, long first, long rows, const float* sums) 
         const long ahead = (first + r + kRowsAhead) * num_out + tile * kTile;
         if (r + kRowsAhead < rows) fetch_tile((typename Out::element*)c.out + ahead);
         if (r + kRowsAhead < rows && c.residual) fetch_tile((const typename T::element*)c.residual + ahead);
-        const f32x16 scale = splat(c.x_scales ? c.x_scales[first + r] : 1.0f);
+        const f32x16 scale = splat(c.row_scales ? c.row_scales[first + r] : 1.0f);
         for (long n = tile * kTile; n < num_out && n < (tile + 1) * kTile; n += 16) {
             const long count = num_out - n, at = (first + r) * num_out + n;
             f32x16 y = F32::load(sums + r * kTile + n % kTile) * scale;
@@ -334,17 +385,22 @@ void run_task(const Call& c, long tile, long first, long rows) {
         finish<T, T>(c, tile, first, rows, sums);
 }
 
-// Symmetric int8 per row: x is about q * scale with |q| <= 127.
+// Symmetric int8 of some values: x is about q * scale with |q| <= 127.
 template <class T>
-void quantize_row(const typename T::element* x, long num_in, long group_size, int8_t* q,
-                  float* scale, int32_t* sums) {
+float quantize_run(const typename T::element* x, long count, int8_t* q) {
     f32x16 top = zeros();
-    for (long k = 0; k < num_in; k += 16) top = max(top, abs(T::load(x + k, num_in - k)));
+    for (long k = 0; k < count; k += 16) top = max(top, abs(T::load(x + k, count - k)));
     const float largest = reduce_max(top);
-    *scale = largest / 127.0f;
     const f32x16 factor = splat(largest > 0 ? 127.0f / largest : 0.0f);
-    for (long k = 0; k < num_in; k += 16)
-        store_i8(q + k, to_int(T::load(x + k, num_in - k) * factor), num_in - k);
+    for (long k = 0; k < count; k += 16) store_i8(q + k, to_int(T::load(x + k, count - k) * factor), count - k);
+    return largest / 127.0f;
+}
+
+// A row in runs of run_size, each with a scale.
+template <class T>
+void quantize_row(const typename T::element* x, long num_in, long group_size, long run_size, int8_t* q,
+                  float* scales, int32_t* sums) {
+    for (long k = 0; k < num_in; k += run_size) *scales++ = quantize_run<T>(x + k, run_size, q + k);
     for (long g = 0; g * group_size < num_in; g++) {
         int32_t sum = 0;
         for (long k = g * group_size; k < (g + 1) * group_size; k++) sum += q[k];
@@ -354,28 +410,32 @@ void quantize_row(const typename T::element* x, long num_in, long group_size, in
 
 // Words of scratch memory per row of x, in the layout of the product.
 long row_words(const Weights& w) {
-    return (w.format >= kI8 ? w.num_in / 4 * kQuadWords : w.num_in) + kRowPad;
+    return (w.format >= kI8 ? w.num_in / 4 * quad_words(w.format == kI4) : w.num_in) + kRowPad;
 }
 
 long groups_of(const Weights& w) { return w.group_size ? w.num_in / w.group_size : 0; }
 
+// Scales of a quantised row of x.
+long x_scales_of(const Weights& w) { return w.has_group_inputs ? groups_of(w) : 1; }
+
 template <class T>
 void quantize(Call& c, const typename T::element* x, char* scratch, int threads) {
     const Weights& w = *c.w;
-    const long groups = groups_of(w), stride = row_words(w);
+    const long groups = groups_of(w), stride = row_words(w), num_scales = x_scales_of(w);
     int32_t* words = (int32_t*)scratch;
     float* scales = (float*)(words + c.rows * stride);
-    int32_t* sums = (int32_t*)(scales + c.rows);
+    int32_t* sums = (int32_t*)(scales + c.rows * num_scales);
     int8_t* bytes = (int8_t*)(sums + c.rows * groups);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && c.rows > 8)
     for (long r = 0; r < c.rows; r++) {
         int8_t* q = bytes + r * w.num_in;
-        quantize_row<T>(x + r * w.num_in, w.num_in, w.group_size, q, scales + r, sums + r * groups);
-        spread_quads(q, w.num_in / 4, words + r * stride);
+        quantize_row<T>(x + r * w.num_in, w.num_in, w.group_size, w.num_in / num_scales, q,
+                        scales + r * num_scales, sums + r * groups);
+        spread_quads(q, w.num_in / 4, words + r * stride, quad_words(w.format == kI4));
     }
     c.x = words;
     c.stride = stride;
-    c.x_scales = scales;
+    (w.has_group_inputs ? c.group_scales : c.row_scales) = scales;
     c.x_sums = sums;
 }
 
@@ -433,7 +493,7 @@ void linear(Call& c, const void* x_, char* scratch, int threads) {
 extern "C" void baton_linear_scratch(const Weights* w, int64_t* row_bytes) {
     const bool is_quantized = w->format >= kI8;
     const bool is_widened = (w->format == kBF16 && Factors<BF16>::steps > 1) || w->format == kF16;
-    const long quantized = 4 + 4 * groups_of(*w) + w->num_in;
+    const long quantized = 4 * x_scales_of(*w) + 4 * groups_of(*w) + w->num_in;
     *row_bytes = (is_quantized || is_widened ? row_words(*w) * 4 : 0) + (is_quantized ? quantized : 0);
 }
 
@@ -455,6 +515,6 @@ extern "C" void baton_pack(const int32_t* words, long num_out, long num_words, i
 
 extern "C" void baton_linear(const Weights* w, const void* x, const void* residual, void* out,
                              long rows, int dtype, int out_is_f32, void* scratch, int threads) {
-    Call c{w, nullptr, 0, nullptr, nullptr, residual, out, rows, out_is_f32 != 0};
+    Call c{w, nullptr, 0, nullptr, nullptr, nullptr, residual, out, rows, out_is_f32 != 0};
     with_type(dtype, [&](auto t) { linear<decltype(t)>(c, x, (char*)scratch, threads); });
 }

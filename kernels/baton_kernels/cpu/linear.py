@@ -43,6 +43,7 @@ class Weights(ctypes.Structure):
         *((name, _POINTER) for name in ("data", "scales", "zeros")),
         ("zero", _FLOAT),
         ("bias", _POINTER),
+        ("has_group_inputs", _LONG),
     )
 
 

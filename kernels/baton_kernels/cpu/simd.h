@@ -19,6 +19,7 @@ constexpr float kLog2E = 1.44269504f;
 // Each level defines: kPartLanes, kNumRegisters, PartF (float), PartI (int32), PartMask, Half (16 values of 16 bits),
 // and operations on these. HAS_BF16_DOT: defines part_dot_bf16, products of pairs of bfloat16 in one instruction.
 // HAS_QUAD_DOT: defines part_dot_quads, the same for four bytes; levels without it define part_dot_pairs.
+// HAS_BYTE_PAIRS: defines part_dot_byte_pairs and part_add_pairs, for bytes of four bits.
 #if defined(__AVX512F__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__)
@@ -446,8 +447,19 @@ ALWAYS_INLINE i32x16 dot(i32x16 sum, const Quads& w, const int32_t* x) {
     }
     return sum;
 }
-static inline void spread_quads(const int8_t* bytes, long num_quads, int32_t* words) {
-    if constexpr (kQuadWords == 1) {
+#if defined(HAS_BYTE_PAIRS)
+// pairs: two int16 in each lane; bytes: four unsigned ones; x: four signed ones.
+ALWAYS_INLINE i32x16 add_byte_pairs(i32x16 pairs, i32x16 bytes, int32_t x) {
+    FOR_PARTS pairs.part[i] = part_add_pairs(pairs.part[i], part_dot_byte_pairs(bytes.part[i], part_splat(x)));
+    return pairs;
+}
+ALWAYS_INLINE i32x16 add_pairs(i32x16 sum, i32x16 pairs) {
+    FOR_PARTS sum.part[i] = sum.part[i] + part_dot_pairs(pairs.part[i], part_splat(0x00010001));
+    return sum;
+}
+#endif
+static inline void spread_quads(const int8_t* bytes, long num_quads, int32_t* words, long quad_words) {
+    if (quad_words == 1) {
         memcpy(words, bytes, num_quads * 4);
     } else {
         int16_t* out = (int16_t*)words;

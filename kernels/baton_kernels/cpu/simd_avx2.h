@@ -99,6 +99,14 @@ ALWAYS_INLINE Half half_of_floats_f16(const PartF (&v)[2]) {
                             _mm256_cvtps_ph(v[0], _MM_FROUND_TO_NEAREST_INT));
 }
 
+// a0 * b0 + a1 * b1 and a2 * b2 + a3 * b3 of four unsigned and four signed bytes in each lane: two int16, saturated
+#define HAS_BYTE_PAIRS
+ALWAYS_INLINE PartI part_dot_byte_pairs(PartI a, PartI b) {
+    return (PartI)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+}
+ALWAYS_INLINE PartI part_add_pairs(PartI a, PartI b) {
+    return (PartI)_mm256_add_epi16((__m256i)a, (__m256i)b);
+}
 // a0 * b0 + a1 * b1 of the two int16 in each lane
 ALWAYS_INLINE PartI part_dot_pairs(PartI a, PartI b) {
     return (PartI)_mm256_madd_epi16((__m256i)a, (__m256i)b);

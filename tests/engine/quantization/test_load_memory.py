@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.errors import UnsupportedModel
 from baton_kernels.quantized_linear import Float8Linear
 from engine.families.read import parse_config, read_config
 from engine.quantization.weight import Float8Weight, StoredWeight
@@ -137,7 +136,7 @@ def test_a_part_of_a_weight_does_not_keep_the_whole() -> None:
     assert part.scales.untyped_storage().nbytes() == 2 * 4
 
 
-def test_layers_that_run_as_one_are_quantised_together_or_not_at_all(tmp_path: Path) -> None:
+def test_of_layers_that_run_as_one_and_are_quantised_in_part_all_are_dense(tmp_path: Path) -> None:
     path = quantize(
         make_tiny_model(tmp_path / "dense"),
         tmp_path / "quantized",
@@ -148,5 +147,8 @@ def test_layers_that_run_as_one_are_quantised_together_or_not_at_all(tmp_path: P
     config = read_config(path)
     parameters = empty_parameters(config, torch.bfloat16, torch.device("cpu"))
     packing = CountedPacking(torch.device("cpu"), parameters)
-    with pytest.raises(UnsupportedModel, match="some are quantised and some are not"):
-        load_weights(path, parameters, None, config.quantization, packing)
+    load_weights(path, parameters, None, config.quantization, packing)
+    for layer in pack_parameters(parameters, packing).layers:
+        first, *_ = layer.linears
+        assert not isinstance(first, Float8Linear)
+        assert isinstance(layer.mlp.down, Float8Linear)

@@ -174,3 +174,15 @@ async def test_words_are_told_in_every_way_that_the_text_may_hold_them() -> None
 async def test_a_word_of_nothing_that_the_tokenizer_knows_has_no_tokens() -> None:
     words = Tokenizer(HfTokenizer(models.BPE({"a": 0}, [])), FACTS)
     assert await words.encode_word_variants(["?"]) == (((),),)
+
+
+def test_a_chat_template_of_another_file(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("own")
+    other = tmp_path / "other.jinja"
+    other.write_text("{{ messages }}")
+    assert load_tokenizer(str(tmp_path)).facts.chat_template == "own"
+    made = load_tokenizer(str(tmp_path), chat_template=str(other))
+    assert made.facts.chat_template == "{{ messages }}"
+    with pytest.raises(ConfigError, match=r"chat_template.*name a file"):
+        load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "absent"))

@@ -29,10 +29,11 @@ def make(
     return layer, weight, bias
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """What int8 with one scale a row makes of x."""
-    scale = x.double().abs().amax(-1, keepdim=True) / 127
-    return (x.double() / scale).round() * scale
+def rounded(x: torch.Tensor, group_size: int) -> torch.Tensor:
+    """What int8 with one scale a row and group makes of x."""
+    groups = x.double().view(len(x), -1, group_size)
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    return ((groups / scale).round() * scale).view(x.shape)
 
 
 @pytest.mark.usefixtures("num_threads")
@@ -51,7 +52,7 @@ def test_products(
         generator = torch.Generator().manual_seed(num_rows)
         x = torch.randn(num_rows, num_in, generator=generator).to(dtype)
         residual = torch.randn(num_rows, num_out, generator=generator).to(dtype)
-        wanted = rounded(x) @ weight.T + bias.double() + residual.double()
+        wanted = rounded(x, group_size) @ weight.T + bias.double() + residual.double()
         got = layer(x, residual, torch.float32).double()
         # A value halfway between two levels may go either way.
         assert (got - wanted).abs().max() < 1e-2 * wanted.abs().max()
@@ -61,8 +62,31 @@ def test_products(
 def test_inputs_that_are_levels_give_exact_products() -> None:
     layer, weight, _ = make(4, 66, 64, 32, has_zeros=True)
     x = torch.randint(-127, 128, (5, 64), generator=torch.Generator().manual_seed(0)).float()
-    x[:, 0] = 127
+    x[:, ::32] = 127
     torch.testing.assert_close(layer(x).double(), x.double() @ weight.T, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_outlier_harms_only_its_group(bits: int) -> None:
+    """Products with the other groups keep their precision."""
+    layer, weight, _ = make(bits, 64, 96, 32, has_zeros=False)
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
+    x[:, :32] = 0
+    plain = layer(x).double()
+    assert (plain - x.double() @ weight.T).abs().max() < 1e-2 * plain.abs().max()
+    spike = torch.zeros_like(x)
+    spike[:, 5] = 1e5
+    assert (layer(x + spike).double() - layer(spike).double() - plain).abs().max() < 1.0
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_levels_and_inputs_do_not_overflow(bits: int) -> None:
+    top = torch.full((64, 256), (1 << bits) - 1, dtype=torch.uint8)
+    full = NativeIntLinear(top, torch.ones(64, 4), torch.zeros(64, 4), bits, None)
+    for sign in (1.0, -1.0):
+        x = torch.full((5, 256), 127.0 * sign)
+        wanted = torch.full((5, 64), 256 * 127 * sign * ((1 << bits) - 1))
+        assert torch.equal(full(x), wanted)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
