@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -64,6 +64,7 @@ class _Pool(NoKv):
         shape = (num_blocks, 1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         self.tensor = torch.zeros(1, dtype=torch.bfloat16).expand(shape)
         self.scales: torch.Tensor | None = None
+        self.records: Mapping[int, Any] = {}
 
 
 class _NoDecoder:

@@ -154,7 +154,8 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
 
     from baton.config import DecodeOptions
     from engine.host_memory import available_memory_bytes
-    from engine.load import kv_layout, max_window_slots, state_bytes
+    from engine.kv.tensors.state_memory import state_bytes
+    from engine.load import kv_layout, max_window_slots
     from engine.memory_plan import plan_blocks
     from engine.ranks.mesh import ONE_RANK
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import socket
-from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from baton.types import KvLayout
-from engine.cuda.graph_device import CalledGraphs, CudaGraphs
-from engine.interface import Batch
 from engine.kv.interface import KvPool
 from engine.kv.tensors.paged import TorchKvPool
-from engine.kv.tensors.ranks import own_kv_pool, pool_memories
+from engine.kv.tensors.ranks import own_kv_pool
 from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import (
     BestCommand,
@@ -31,21 +30,49 @@ from engine.ranks.commands import (
     read_commands,
 )
 from engine.ranks.exchange import Groups
-from engine.ranks.followers import NoFollowers
 from engine.ranks.link import Link
 from engine.ranks.parts import rank_parts
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
 from engine.ranks.stages import Stages
-from engine.torch.decoder import Decoder
-from engine.torch.device_tables import DeviceTables, table_width
-from engine.torch.divided import LayerDone, forward_divided
-from engine.torch.load import load_parameters
-from engine.torch.native_decoder import make_decoder
-from engine.torch.rope import make_rope
-from engine.torch.step import NOT_APART, WindowedStep, pack_batch
-from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
-from engine.torch.weights import ShardProgress
+from engine.torch.divided import LayerDone
+
+
+class RankSteps(Protocol):
+    """A rank's part of each step. States are [rows, hidden]. All ranks make the same calls."""
+
+    def run(self, command: StepCommand, layer_done: LayerDone | None) -> torch.Tensor:
+        """Write the batch's KV; returns the states of its sample rows, in the first of several
+        stages unfinished ones."""
+        ...
+
+    def collect(self) -> torch.Tensor:
+        """The states of the oldest step that is not collected; in the first of several stages."""
+        ...
+
+    def logits(self, states: torch.Tensor) -> None:
+        """Compute the rank's part of the logits, for rank 0."""
+        ...
+
+    def best(self, states: torch.Tensor) -> None:
+        """Compute the rank's part of the greedy tokens, for rank 0."""
+        ...
+
+
+class LoadedRank(Protocol):
+    """A rank's part of a model. digest: of the whole checkpoint."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def join(self, groups: Groups, stages: Stages) -> RankSteps:
+        """Called once all ranks have loaded."""
+        ...
+
+
+#: Loads a rank's part of a model. pools: of the rank, see pool_sizes; states: memory of all states,
+#: see StateMemory. Raises ModelError.
+LoadRank = Callable[[RankSpec, Sequence[TorchKvPool], torch.Tensor], LoadedRank]
 
 
 def follow(control: socket.socket, link: Link) -> None:
@@ -57,131 +84,68 @@ def follow(control: socket.socket, link: Link) -> None:
             return
         spec = RankSpec.from_line(line)
         link.start()
-        model = LoadedRank(spec)
+        torch.set_num_threads(spec.num_threads)
+        if spec.torch_device.type == "cuda":
+            torch.cuda.set_device(spec.torch_device)
+        load: LoadRank = import_module(spec.code).load_rank
+        pools, states = _memory(spec)
+        model = load(spec, pools, states)
         if spec.kv_service:
-            import_module(spec.kv_service).serve(link, model.kv_pool, spec.host)
+            make_pool = partial(_kv_pool, spec, pools)
+            import_module(spec.kv_service).serve(link, make_pool, spec.host)
         # Before the groups are joined, so that rank 0 has the announcement when all have joined.
         link.announce_loaded()
         control.sendall(json.dumps({"digest": model.digest}).encode() + b"\n")
         backend = BACKENDS[spec.backend]()
-        rank = Rank(model, backend.join(spec), backend.stages(spec))
+        groups, stages = backend.join(spec), backend.stages(spec)
+        rank = _Rank(model.join(groups, stages), stages, pools)
         for command in read_commands(stream):
             rank.follow(command)
 
 
-class LoadedRank:
-    """A rank's part of the model and of the pools."""
-
-    def __init__(self, spec: RankSpec) -> None:
-        """Load the model. Raises ModelError."""
-        torch.set_num_threads(spec.num_threads)
-        if spec.torch_device.type == "cuda":
-            torch.cuda.set_device(spec.torch_device)
-        whole, shard = spec.config, spec.shard
-        dtype = getattr(torch, spec.dtype)
-        self.pools = _pools(spec)
-        self.parameters, self.digest = load_parameters(
-            *(Path(spec.folder), whole, dtype, spec.torch_device, _no_progress, shard, spec.stage),
-            batch_invariant=spec.batch_invariant,
-        )
-        self.config = shard.attention_config(whole).of_layers(spec.stage.layers(whole.num_layers))
-        self._spec = spec
-        self.rope = make_rope(whole, spec.torch_device)
-
-    def record(self, decoder: Decoder) -> StepRunner | None:
-        """Record decode steps, while all other ranks do; None if none are to be recorded."""
-        recording, device = self._spec.recording, self._spec.torch_device
-        if recording is None:
-            return None
-        # Imported here, because it imports Triton, which is optional.
-        from engine.cuda.recording import record_steps
-
-        pool = self.pools[0]
-        width = table_width(recording.max_len, pool.layout.block_size)
-        tables = DeviceTables(recording.max_seqs, width, device)
-        parts = StepModel(self.config, decoder, self.rope, pool)
-        graphs = CudaGraphs(device) if device.type == "cuda" else CalledGraphs(device)
-        eager = EagerSteps(parts, NoFollowers(), tables)
-        return record_steps(
-            *(recording, parts, tables, graphs, eager, NoFollowers()),
-            batch_invariant=self._spec.batch_invariant,
-        )
-
-    def kv_pool(self, layout: KvLayout) -> KvPool:
-        """The rank's part of the model's KV. layout: of the whole model."""
-        parts = rank_parts(layout, self._spec.degrees)
-        return own_kv_pool(parts[self._spec.rank], layout, self.pools)
-
-
-class Rank:
+class _Rank:
     """A rank at work. Used by one thread."""
 
-    def __init__(self, model: LoadedRank, groups: Groups, stages: Stages) -> None:
-        self._model, self._context = model, groups.context
-        pool_dtype = model.pools[0].tensor.dtype
-        self._decoder = make_decoder(
-            model.config, model.parameters, pool_dtype, groups.tensor, stages=stages
-        )
-        self._replayed = model.record(self._decoder)
-        self._stage = stages.stage
+    def __init__(self, steps: RankSteps, stages: Stages, pools: Sequence[TorchKvPool]) -> None:
+        self._steps, self._stage, self._pools = steps, stages.stage, pools
         self._states = torch.empty(0)
-        self._in_flight: deque[int] = deque()
-        """Rows of each step that the first of several stages has not collected."""
 
     def follow(self, command: Command) -> None:
         """Execute a command."""
         match command:
-            case StepCommand(replays=True) if self._replayed is not None:
-                self._replayed.run(command.batch, None)
             case StepCommand():
                 # Rank 0 reports the layers of other stages once it has collected a step.
                 is_synced = command.syncs_layers and self._stage.is_first
-                self._states = self._step(command, _meet_only if is_synced else None)
+                self._states = self._steps.run(command, _meet_only if is_synced else None)
             case CollectCommand():
-                self._states = self._decoder.collect(self._in_flight.popleft())
+                self._states = self._steps.collect()
             case LogitsCommand():
-                self._decoder.logits(self._states[torch.tensor(command.rows)])
+                self._steps.logits(self._states[torch.tensor(command.rows)])
             case BestCommand():
-                self._decoder.best(self._states[torch.tensor(command.rows)])
+                self._steps.best(self._states[torch.tensor(command.rows)])
             case CopyCommand():
-                self._model.pools[command.pool].copy_blocks(command.sources, command.targets)
-
-    def _step(self, command: StepCommand, layer_done: LayerDone | None) -> torch.Tensor:
-        model, decoder = self._model, self._decoder
-        pool, *apart = model.pools
-        windowed = NOT_APART
-        if apart:
-            windowed = WindowedStep(command.tables, apart[0].tensor, apart[0].scales)
-
-        def forward(
-            batch: Batch, windowed: WindowedStep, layer_done: LayerDone | None
-        ) -> torch.Tensor:
-            packed = pack_batch(
-                batch, model.config, model.rope, pool.tensor, decoder.dtype, apart=windowed
-            )
-            if self._stage.size > 1 and self._stage.is_first:
-                self._in_flight.append(packed.num_rows)
-            return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
-
-        return forward_divided(self._context, command.batch, windowed, forward, layer_done)
+                self._pools[command.pool].copy_blocks(command.sources, command.targets)
 
 
-def _pools(spec: RankSpec) -> list[TorchKvPool]:
-    """A rank's pools: in memory shared with rank 0, or its own on another node."""
+def _kv_pool(spec: RankSpec, pools: Sequence[TorchKvPool], layout: KvLayout) -> KvPool:
+    """The rank's part of the model's KV. layout: of the whole model."""
+    return own_kv_pool(rank_parts(layout, spec.degrees)[spec.rank], layout, pools)
+
+
+def _memory(spec: RankSpec) -> tuple[list[TorchKvPool], torch.Tensor]:
+    """A rank's pools, and all states: in memory shared with rank 0, or its own on another node."""
     if spec.kv_fd < 0:
-        return [size.own_pool(spec.rank, spec.torch_device) for size in spec.pools]
-    memories, pools = pool_memories(map_segment(spec.kv_fd), spec.pools), []
+        pools = [size.own_pool(spec.rank, spec.torch_device) for size in spec.pools]
+        return pools, torch.zeros(spec.memory_bytes[-1], dtype=torch.uint8)
+    *memories, states = torch.split(map_segment(spec.kv_fd), spec.memory_bytes)
+    pools = []
     for memory, size in zip(memories, spec.pools, strict=True):
         # Each rank touches its own pages: they are allocated on its NUMA node, and no step pays for
         # page faults.
         size.memory_of(memory, spec.rank).zero_()
         pools.append(size.pool_of(memory, spec.rank))
-    return pools
+    return pools, states
 
 
 def _meet_only(_layer: int) -> None:
     """Ranks meet per layer; only rank 0 reports the layer."""
-
-
-def _no_progress(_: ShardProgress) -> None:
-    """Only rank 0 reports loading progress."""

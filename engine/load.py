@@ -27,13 +27,11 @@ from engine.host_memory import available_memory_bytes
 from engine.interface import EngineSpec
 from engine.kv.groups.window import windows_of
 from engine.kv.layout import groups_of
-from engine.kv.tensors.state_memory import STATES_PER_SLOT
-from engine.kv.tensors.stateful import StatefulKvPool
+from engine.kv.tensors.state_memory import state_bytes
 from engine.memory_plan import NO_HEAD, MemoryPlan, plan_blocks
 from engine.model_source import EnginePlan, LoadedModel, ModelSource
 from engine.numerics import numerics_of, sums_of
 from engine.ranks.backends import choose_backend
-from engine.ranks.followers import Followers, TensorPool
 from engine.ranks.mesh import Degrees
 from engine.torch.adapters import Adapter, adapters_digest
 from engine.torch.device_tables import table_bytes, table_width
@@ -61,7 +59,9 @@ def load_engine(
     (on_plan or _log_plan)(memory)
     loaded = _load_weights(settled, memory, config.model.model, progress)
     spec = _spec(settled, memory, loaded, config.model)
-    pool = _make_pool(spec.layout, memory, device, loaded.followers)
+    pool = loaded.followers.make_pool(
+        *(spec.layout, memory.num_blocks, memory.num_window_slots, memory.max_num_seqs), device
+    )
     steps = loaded.steps(pool)
     limits = config.limits
     engine = TorchEngine(
@@ -114,6 +114,12 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
         raise ConfigError.of("block_size", cache.block_size, "must be at least 1")
     check_kv_dtype(kv_dtype, cache.block_size * source.head_dim, device)
     source.check_ranks(degrees, device)
+    if source.num_state_layers and config.device.kv_service:
+        raise ConfigError.of(
+            *("kv_per_rank", True),
+            "the ranks of a model with states share them in memory of one host; leave it out, and "
+            "--nnodes",
+        )
     config.device.nodes.check(degrees)
     graphs = config.graphs
     if graphs is not None:
@@ -243,19 +249,13 @@ def _spec(
 
 def _max_num_launches(plan: EnginePlan) -> int:
     """See EngineSpec."""
+    # Records of one step are kept, so two discarded steps could not run again.
+    if groups_of(plan.layout).cannot_rewind:
+        return 1
     if plan.degrees.pipeline > 1:
         return plan.degrees.pipeline
-    # Followers receive only the batch, not sampled tokens. Records of one step are kept, so two
-    # discarded steps could not run again.
-    return 1 if plan.degrees.num_ranks > 1 or groups_of(plan.layout).cannot_rewind else 2
-
-
-def _make_pool(
-    layout: KvLayout, memory: MemoryPlan, device: torch.device, followers: Followers
-) -> TensorPool:
-    if groups_of(layout).records:
-        return StatefulKvPool(layout, memory.num_blocks, memory.max_num_seqs)
-    return followers.make_pool(layout, memory.num_blocks, memory.num_window_slots, device)
+    # Followers receive only the batch, not sampled tokens.
+    return 1 if plan.degrees.num_ranks > 1 else 2
 
 
 def kv_layout(source: ModelSource, dtype: str, block_size: int) -> KvLayout:
@@ -274,11 +274,6 @@ def kv_layout(source: ModelSource, dtype: str, block_size: int) -> KvLayout:
         num_state_layers=source.num_state_layers,
         state_layer_bytes=source.state_layer_bytes,
     )
-
-
-def state_bytes(layout: KvLayout, max_num_seqs: int) -> int:
-    """Memory of the states of max_num_seqs sequences."""
-    return max_num_seqs * STATES_PER_SLOT * groups_of(layout).record_bytes
 
 
 def max_window_slots(

@@ -20,7 +20,7 @@ from engine.ranks.expert_load import PerExpert, place_experts, read_loads, write
 from engine.ranks.followers import Followers, TensorPool
 from engine.ranks.mesh import Degrees, Stage
 from engine.ranks.parts import kv_holders, rank_parts
-from engine.ranks.rank_spec import Recording
+from engine.ranks.rank_spec import Recording, staging_bytes
 from engine.ranks.start import check_ranks, start_followers
 from engine.torch.adapters import Adapter, load_adapter
 from engine.torch.decoder import Decoder
@@ -128,12 +128,13 @@ class NativeModel:
             plan.dtype,
             pools,
             plan.max_tokens + plan.max_seqs,
-            place_experts(loads, plan.degrees.tensor) if has_whole_experts else (),
             plan.nodes,
+            experts=place_experts(loads, plan.degrees.tensor) if has_whole_experts else (),
             kv_service=plan.kv_service,
-            device=device,
+            device=str(device),
             recording=_recording(plan),
             batch_invariant=plan.batch_invariant,
+            staging_bytes=staging_bytes(config, plan.degrees.tensor, plan.dtype),
         )
         try:
             parameters, digest = load_parameters(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -13,16 +13,19 @@ from engine.interface import Batch
 from engine.kv.interface import KvPool
 from engine.kv.kv_ranks import KvRanks
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
+from engine.kv.tensors.state_memory import state_records
 from engine.ranks.exchange import ALONE, Groups
 from engine.ranks.stages import OneStage, Stages
 from engine.shard import WHOLE, Shard
 
 
 class TensorPool(KvPool, Protocol):
-    """A KV pool over tensors. tensor, scales: this process's part, see TorchKvPool."""
+    """A KV pool over tensors. tensor, scales: this process's part, see TorchKvPool. records: see
+    PackedPool."""
 
     tensor: torch.Tensor
     scales: torch.Tensor | None
+    records: Mapping[int, Any]
 
 
 class Followers(Protocol):
@@ -49,10 +52,16 @@ class Followers(Protocol):
         ...
 
     def make_pool(
-        self, layout: KvLayout, num_blocks: int, num_window_slots: int, device: torch.device
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_window_slots: int,
+        num_state_slots: int,
+        device: torch.device,
     ) -> TensorPool:
-        """The blocks of all ranks. layout: of the whole model. num_window_slots: 0 if blocks hold
-        the KV of all layers, see GroupedKvPool."""
+        """The blocks of all ranks, and the states. layout: of the whole model. num_window_slots: 0
+        if blocks hold the KV of all layers, see GroupedKvPool. num_state_slots: see
+        StateMemory."""
         ...
 
     def kv_ranks(self, pool: TensorPool) -> KvRanks | None:
@@ -101,11 +110,17 @@ class NoFollowers:
         return ALONE
 
     def make_pool(
-        self, layout: KvLayout, num_blocks: int, num_window_slots: int, device: torch.device
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_window_slots: int,
+        num_state_slots: int,
+        device: torch.device,
     ) -> TensorPool:
         if num_window_slots:
             return GroupedTensorPool(layout, num_blocks, num_window_slots, host_pool)
-        return TorchKvPool(layout, num_blocks, device)
+        states = state_records(layout, num_blocks, num_state_slots)
+        return TorchKvPool(layout, num_blocks, device, records=states)
 
     def kv_ranks(self, pool: TensorPool) -> KvRanks | None:  # noqa: ARG002
         return None

@@ -9,7 +9,9 @@ from pydantic import TypeAdapter
 
 from baton.types import DTYPE_BYTES
 from engine.families.config import ModelConfig
+from engine.families.overrides import ConfigOverrides
 from engine.kv.tensors.ranks import PoolSize
+from engine.kv.tensors.state_memory import state_bytes
 from engine.ranks.expert_load import PerExpert
 from engine.ranks.mesh import Degrees, Place, Stage
 from engine.shard import Shard
@@ -28,15 +30,23 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignConfig:
+    """Sizes of a model that another library's code runs, and changes of its config.json."""
+
+    hidden_size: int
+    overrides: ConfigOverrides
+
+
+@dataclass(frozen=True, slots=True)
 class RankSpec:
     """Equal for all ranks of an engine, except for `rank`.
 
     backend: a name of BACKENDS. folder: of the checkpoint. config: parsed config.json, passed
-    because parsing would import transformers. dtype: of weights. pools: see pool_sizes. device:
-    of rank 0; those of the others on a host follow it. num_threads: of this rank. staging_bytes:
-    see `staging_bytes`. max_num_rows: states of all launches in flight. experts: see Shard.
-    recording: decode steps that all ranks record; None: all run op by op. num_nodes: hosts.
-    batch_invariant: see EnginePlan.
+    because parsing would import transformers; a ForeignConfig is for the module `code`. dtype: of
+    weights. pools: see pool_sizes. device: of rank 0; those of the others on a host follow it.
+    num_threads: of this rank. staging_bytes: see `part_bytes`. max_num_rows: states of all launches
+    in flight. experts: see Shard. recording: decode steps that all ranks record; None: all run op
+    by op. num_nodes: hosts. batch_invariant: see EnginePlan.
 
     kv_fd, meeting_fd: inherited segments, for pools (see kv_pool) and for SharedRanks; -1 without.
     host: this rank's address for exchanges over a network. store: host and port of the store of
@@ -44,13 +54,16 @@ class RankSpec:
 
     kv_service: module with `serve(link, make_pool, host)`, which sends and receives the rank's KV;
     empty if rank 0 reaches all KV in shared memory.
+
+    code: module with `load_rank`, see engine.follower. num_state_slots: of the states, which
+    lie behind the pools; 0 without.
     """
 
     rank: int
     degrees: Degrees
     backend: str
     folder: str
-    config: ModelConfig
+    config: ModelConfig | ForeignConfig
     dtype: str
     pools: tuple[PoolSize, ...]
     num_threads: int
@@ -66,6 +79,14 @@ class RankSpec:
     host: str = "127.0.0.1"
     store: tuple[str, int] = ("", 0)
     kv_service: str = ""
+    code: str = "engine.native_rank"
+    num_state_slots: int = 0
+
+    @property
+    def memory_bytes(self) -> list[int]:
+        """Bytes of each pool of all ranks, and of all states: the parts of shared memory."""
+        states = state_bytes(self.pools[0].layout, self.num_state_slots)
+        return [*(sum(pool.rank_bytes) for pool in self.pools), states]
 
     @property
     def place(self) -> Place:
@@ -129,6 +150,12 @@ class RankSpec:
 
 
 _LINES = TypeAdapter(RankSpec)
+
+
+def part_bytes(num_columns: int, size: int, element_bytes: int) -> int:
+    """Bytes for a rank's part of a row of so many columns, of `size` ranks, in whole pages."""
+    own_bytes = element_bytes * (-(-num_columns // size) + 4)
+    return max(_MIN_STAGING_BYTES, -(-own_bytes // 4096) * 4096)
 
 
 def staging_bytes(config: ModelConfig, size: int, dtype: str) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from baton.errors import ConfigError
 from engine.families.config import ModelConfig
 from engine.kv.tensors.ranks import PoolSize
-from engine.ranks.expert_load import PerExpert
 from engine.ranks.followers import Followers, NoFollowers
 from engine.ranks.mesh import Degrees
 from engine.ranks.nodes import ONE_NODE, Nodes
-from engine.ranks.rank_spec import RankSpec, Recording, staging_bytes
+from engine.ranks.rank_spec import ForeignConfig, RankSpec
 from engine.ranks.team import RankTeam
 from engine.shard import check_size
 
@@ -57,23 +57,17 @@ def start_followers(
     degrees: Degrees,
     backend: str,
     folder: Path,
-    config: ModelConfig,
+    config: ModelConfig | ForeignConfig,
     dtype: str,
     pools: tuple[PoolSize, ...],
     max_num_rows: int,
-    experts: PerExpert = (),
     nodes: Nodes = ONE_NODE,
-    kv_service: str = "",
-    device: torch.device = torch.device("cpu"),  # noqa: B008
-    recording: Recording | None = None,
-    *,
-    batch_invariant: bool = False,
+    **more: Any,
 ) -> Followers:
     """Start the processes of all other ranks; they load in parallel, each with as many threads as
     this process.
 
-    backend: a name of BACKENDS. dtype: of the weights. device: of this process. max_num_rows,
-    experts, kv_service, recording, batch_invariant: see RankSpec.
+    backend: a name of BACKENDS. dtype: of the weights. max_num_rows, more: fields of RankSpec.
     """
     if degrees.num_ranks == 1:
         return NoFollowers()
@@ -86,13 +80,8 @@ def start_followers(
         dtype=dtype,
         pools=pools,
         num_threads=torch.get_num_threads(),
-        staging_bytes=staging_bytes(config, degrees.tensor, dtype),
         max_num_rows=max_num_rows,
-        kv_service=kv_service,
-        experts=experts,
-        recording=recording,
-        batch_invariant=batch_invariant,
         num_nodes=nodes.size,
-        device=str(device),
+        **more,
     )
     return RankTeam(spec, nodes)

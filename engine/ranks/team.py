@@ -23,8 +23,9 @@ from baton.types import KvLayout
 from engine.interface import Batch
 from engine.kv.kv_ranks import KvRanks
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool
-from engine.kv.tensors.ranks import ShardedKvPool, own_kv_pool, pool_memories
+from engine.kv.tensors.ranks import ShardedKvPool, own_kv_pool
 from engine.kv.tensors.remote_parts import RemoteParts
+from engine.kv.tensors.state_memory import state_records
 from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import (
     StepEncoder,
@@ -180,9 +181,9 @@ class RankTeam:
             link.start()
 
     def _with_shared_kv(self, spec: RankSpec) -> RankSpec:
-        """The spec with memory for the KV of all ranks of one node."""
-        kv_fd = create_segment("baton-kv", sum(sum(pool.rank_bytes) for pool in spec.pools))
-        self._memories = pool_memories(map_segment(kv_fd), spec.pools)
+        """The spec with memory for the KV and states of all ranks of one node."""
+        kv_fd = create_segment("baton-kv", sum(spec.memory_bytes))
+        *self._memories, self._states = torch.split(map_segment(kv_fd), spec.memory_bytes)
         # Touch the memory now, as each rank does with its own, so that no step pays for page
         # faults.
         for memory, pool in zip(self._memories, spec.pools, strict=True):
@@ -216,6 +217,7 @@ class RankTeam:
         layout: KvLayout,
         num_blocks: int,
         num_window_slots: int,
+        num_state_slots: int,
         device: torch.device,
     ) -> ShardedKvPool | TorchKvPool | RemoteParts | GroupedTensorPool:
         numbers, sizes = itertools.count(), self._spec.pools
@@ -228,7 +230,8 @@ class RankTeam:
                 return RemoteParts(own, part, partial(self._copy, number))
             if size.num_memories == 1:
                 return TorchKvPool(own, num_blocks, device, self._memories[number])
-            return ShardedKvPool(self._memories[number], size, own)
+            states = state_records(own, num_blocks, num_state_slots, self._states.numpy())
+            return ShardedKvPool(self._memories[number], size, own, states)
 
         if num_window_slots:
             return GroupedTensorPool(layout, num_blocks, num_window_slots, make)

@@ -37,6 +37,16 @@ NO_STATES = (
 )
 
 
+class StepDecoder(Protocol):
+    """A decoder after a step's forward; see engine.torch.decoder.Decoder."""
+
+    def collect(self, num_rows: int) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def best(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class StepOutput(Protocol):
     """Result of a forward."""
 
@@ -86,7 +96,7 @@ class EagerStep:
     """states: [rows, hidden] at the batch's sample rows. watched: see Decoder.forward."""
 
     states: torch.Tensor
-    decoder: Decoder
+    decoder: StepDecoder
     followers: Followers
     watched: torch.Tensor | None = None
 
@@ -115,7 +125,7 @@ class FirstStage:
     collected, in the order in which they were run."""
 
     num_rows: int
-    decoder: Decoder
+    decoder: StepDecoder
     followers: Followers
 
     def collect(self) -> EagerStep:

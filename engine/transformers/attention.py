@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from baton_kernels.kv_write import kv_write
 from baton_kernels.paged_attention import AttentionPlan, ScoreTerms, paged_attention
 from engine.torch.sequence_states import SequenceStates
+from engine.transformers.shared import Share
 
 #: Attention names in a model's config: without a mask, so that models create none; and with a mask
 #: that is ignored, for code that modifies its mask first.
@@ -81,7 +82,7 @@ class PlanKey:
 class ForwardContext:
     """Inputs of all layers of a step. rows: see kv_write; layer_done: called with a layer's index
     once its KV is in the pool; states: of each sequence, in the order of their tokens, if the model
-    has any."""
+    has any; first_layer: the layer that is the pool's first."""
 
     pool: torch.Tensor
     scales: torch.Tensor | None
@@ -89,6 +90,7 @@ class ForwardContext:
     plans: Mapping[PlanKey, AttentionPlan]
     layer_done: Callable[[int], None] | None
     states: tuple[SequenceStates, ...] = ()
+    first_layer: int = 0
 
 
 class ForwardContextHolder:
@@ -117,10 +119,17 @@ class LayerAttention:
     """Attention of one layer over the paged pool. See Attention."""
 
     def __init__(
-        self, holder: ForwardContextHolder, layer: int, key: PlanKey, *, is_reader: bool
+        self,
+        holder: ForwardContextHolder,
+        layer: int,
+        key: PlanKey,
+        share: Share,
+        *,
+        is_reader: bool,
     ) -> None:
-        """layer: index in the pool. is_reader: an earlier layer has written this layer's KV."""
-        self._holder, self._layer, self._key = holder, layer, key
+        """layer: index of its KV in the model. share: the heads that this rank computes. is_reader:
+        an earlier layer has written this layer's KV."""
+        self._holder, self._layer, self._key, self._share = holder, layer, key, share
         self._is_reader = is_reader
 
     def __call__(
@@ -132,23 +141,25 @@ class LayerAttention:
         mask: torch.Tensor | None,  # noqa: ARG002
         settings: Mapping[str, Any],
     ) -> torch.Tensor:
-        step = self._holder.step
+        step, share = self._holder.step, self._share
+        layer = self._layer - step.first_layer
         sinks: torch.Tensor | None = settings.get("s_aux")
+        slopes: torch.Tensor | None = settings.get("slopes")
         terms = ScoreTerms(
             softcap=settings.get("softcap"),
-            sinks=None if sinks is None else sinks.float().contiguous(),
-            slopes=settings.get("slopes"),
+            sinks=None if sinks is None else share.heads(sinks).float().contiguous(),
+            slopes=None if slopes is None else share.heads(slopes),
         )
+        num_heads, num_kv_heads = query.shape[1], key.shape[1]
+        own = (share.heads(query[0]), *(share.heads(x[0], num_kv_heads) for x in (key, value)))
         # Models may compute queries and keys wider than values.
-        queries, keys, values = (
-            x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value)
-        )
+        queries, keys, values = (x.transpose(0, 1).to(value.dtype).contiguous() for x in own)
         if not self._is_reader:
-            kv_write(step.pool, self._layer, step.rows, keys, values, step.scales)
+            kv_write(step.pool, layer, step.rows, keys, values, step.scales)
             if step.layer_done is not None:
-                step.layer_done(self._layer)
+                share.meet()
+                step.layer_done(layer)
         plan = step.plans[self._key]
-        out = paged_attention(
-            queries, keys, values, step.pool, self._layer, plan, step.scales, terms
-        )
-        return out[None]
+        out = paged_attention(queries, keys, values, step.pool, layer, plan, step.scales, terms)
+        width = num_heads * out.shape[2]
+        return share.gather(out.flatten(1), width).view(1, -1, num_heads, out.shape[2])

@@ -29,6 +29,7 @@ from baton.errors import UnsupportedModel
 from engine.families.config import DTYPES
 from engine.families.overrides import NO_OVERRIDES, ROPE_FIELDS, ConfigOverrides
 from engine.families.read import read_raw
+from engine.ranks.mesh import Stage
 from engine.transformers import own_attention
 from engine.transformers.attention import PlanKey, register, set_attention
 from engine.transformers.states import (
@@ -73,7 +74,8 @@ class LayerCall:
 class Description:
     """A model that can be served. body: name of the module that computes the inputs of the output
     layer; kv_digest: of all settings that define the KV, without the weights; layer_width:
-    estimated elements per token in a layer; head_weights: weights shared by embeddings and output
+    estimated elements per token in a layer; widest: elements of the widest row that any product
+    takes or makes; head_weights: weights shared by embeddings and output
     layer; state_layers: all of one size; transposed: last parts of the names of layers with weights
     [in, out]."""
 
@@ -89,7 +91,9 @@ class Description:
     max_len: int
     num_weights: int
     head_weights: int
+    num_layers: int
     layer_width: int
+    widest: int
     kv_digest: str
     state_layers: tuple[StateLayer, ...] = ()
     transposed: frozenset[str] = frozenset()
@@ -109,6 +113,19 @@ class Description:
                 None if None in (window, known) else max(window or 0, known or 0)
             )
         return tuple(window for _, window in sorted(widest.items()))
+
+    @property
+    def container(self) -> str:
+        """Name of the module with the numbered layers."""
+        return _numbered(self.layers[0].module)[0]
+
+    def stage_layers(self, stage: Stage) -> range:
+        """Numbers of a stage's layers: those with the stage's part of the KV, and those without any
+        that follow or, in the first stage, precede these."""
+        first_ones = [_numbered(layer.module)[1] for layer in self.layers]
+        own = stage.layers(len(self.windows))
+        start = 0 if stage.is_first else first_ones[own.start]
+        return range(start, self.num_layers if stage.is_last else first_ones[own.stop])
 
     @property
     def plan_keys(self) -> frozenset[PlanKey]:
@@ -268,10 +285,12 @@ def describe_config(config: PreTrainedConfig) -> Description:
         head_dim=first.key.shape[3],
         hidden_size=config.hidden_size,
         layers=layers,
+        num_layers=config.num_hidden_layers,
         max_len=_max_len(kind, config),
         num_weights=sum(weight.numel() for weight in weights.values()),
         head_weights=num_logits * config.hidden_size,
         layer_width=-(-width // len(layers)) + 8 * config.hidden_size,
+        widest=max(max(weight.shape[-2:], default=1) for weight in weights.values()),
         kv_digest=_digest(config),
         state_layers=state_layers,
         transposed=frozenset(
@@ -453,6 +472,14 @@ def _layers(
         if not is_reader:
             written.append(call)
         yield LayerCall(names[call.module], key, kv_layer, is_reader)
+
+
+def _numbered(module: str) -> tuple[str, int]:
+    """The name of a module split at its number: the name of what contains the layer, the layer's
+    number."""
+    parts = module.split(".")
+    at = next(i for i, part in enumerate(parts) if part.isdigit())
+    return ".".join(parts[:at]), int(parts[at])
 
 
 def _max_len(kind: str, config: PreTrainedConfig) -> int:

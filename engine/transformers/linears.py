@@ -3,7 +3,7 @@ order of sums, so that a row's result is bit-identical in any batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from baton_kernels.cpu.memory import Allocate, Arena
 from baton_kernels.linear import Linear, pack_linear
 from engine.transformers.describe import configs_of
+from engine.transformers.shared import Share
 from engine.transformers.states import own_weights
 
 #: Name of `_forward_experts` in transformers' interface for experts.
@@ -27,10 +28,10 @@ _ATTRIBUTE = "baton_experts"
 class PackedLinear(nn.Module):
     """Replaces nn.Linear. x [..., num_in] -> [..., num_out]."""
 
-    def __init__(self, packed: Linear, weight: torch.Tensor) -> None:
-        """weight: the original; only shape and dtype are kept."""
+    def __init__(self, packed: Linear, weight: torch.Tensor, share: Share) -> None:
+        """packed: the rank's part. weight: the original; only shape and dtype are kept."""
         super().__init__()
-        self._packed = packed
+        self._packed, self._share = packed, share
         #: For code that reads the layer's dtype; has no data.
         self.weight = torch.empty_like(weight, device="meta")
 
@@ -38,7 +39,8 @@ class PackedLinear(nn.Module):
         """Raises TypeError if x has another dtype than the weight."""
         if x.dtype != self.weight.dtype:
             raise TypeError(f"a linear layer of {self.weight.dtype} got {x.dtype}")
-        return self._packed(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+        y = self._share.gather(self._packed(x.flatten(0, -2)), self.weight.shape[0])
+        return y.view(*x.shape[:-1], -1)
 
 
 class _RouterWeight(torch.Tensor):
@@ -77,9 +79,9 @@ def _router_weight(weight: torch.Tensor, allocate: Allocate) -> torch.Tensor:
     return made
 
 
-def pack_linears(model: PreTrainedModel) -> None:
-    """Replace the model's linear layers one at a time, dropping each original. On a GPU only the
-    interface for experts is set."""
+def pack_linears(model: PreTrainedModel, share: Share) -> None:
+    """Replace the model's linear layers by the rank's parts, one at a time, dropping each original.
+    On a GPU only the interface for experts is set."""
     allocate = Arena().take
     is_host = model.device.type == "cpu"
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _forward_experts)
@@ -93,10 +95,11 @@ def pack_linears(model: PreTrainedModel) -> None:
             continue
         if _is_plain_linear(module):
             weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
-            bias = module.bias
-            _replace(model, name, PackedLinear(_pack(weight, bias, allocate), weight))
+            bias = None if module.bias is None else share.rows(module.bias)
+            packed = _pack(share.rows(weight), bias, allocate)
+            _replace(model, name, PackedLinear(packed, weight, share))
         elif hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
-            _pack_experts(module, allocate)
+            _pack_experts(module, share, allocate)
         elif _is_router(module):
             weight = module._parameters.pop("weight")
             cast(Any, module).weight = _router_weight(weight, allocate)
@@ -129,19 +132,41 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), own, module)
 
 
-def _pack_experts(module: Any, allocate: Allocate) -> None:
-    """Pack each expert's two layers and drop their weights."""
+class _SharedExperts:
+    """One linear layer of all experts: the rank's part of each."""
+
+    def __init__(self, parts: Sequence[Linear], num_out: int, share: Share) -> None:
+        self._parts, self._num_out, self._share = parts, num_out, share
+
+    @property
+    def num_experts(self) -> int:
+        return len(self._parts)
+
+    def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """x [rows, num_in], the rows of each expert side by side, counts[expert] of them -> [rows,
+        num_out]."""
+        part = x.new_empty(len(x), self._parts[0].num_out)
+        inputs, outputs = torch.split(x, counts), torch.split(part, counts)
+        for own, rows, out in zip(self._parts, inputs, outputs, strict=True):
+            if len(rows):
+                out.copy_(own(rows))
+        return self._share.gather(part, self._num_out)
+
+
+def _pack_experts(module: Any, share: Share, allocate: Allocate) -> None:
+    """Pack the rank's part of each expert's two layers and drop their weights."""
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     layers = []
     for name in names:
         weights = getattr(module, name)
+        if module.is_transposed:
+            weights = weights.transpose(1, 2)
         biases = getattr(module, f"{name}_bias") if module.has_bias else [None] * len(weights)
-        layers.append(
-            [
-                _pack(weight.t() if module.is_transposed else weight, bias, allocate)
-                for weight, bias in zip(weights, biases, strict=True)
-            ]
-        )
+        parts = [
+            _pack(share.rows(weight), None if bias is None else share.rows(bias), allocate)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        layers.append(_SharedExperts(parts, weights.shape[1], share))
         setattr(module, name, None)
     setattr(module, _ATTRIBUTE, layers)
 
@@ -156,17 +181,15 @@ def _forward_experts(
     num_chosen = chosen.shape[-1]
     experts = chosen.reshape(-1)
     first, second = getattr(module, _ATTRIBUTE)
-    results = hidden.new_empty(len(experts), hidden.shape[-1])
     order = torch.argsort(experts, stable=True)
-    counts = torch.bincount(experts, minlength=len(first)).tolist()
-    for expert, places in enumerate(torch.split(order, counts)):
-        if not len(places):
-            continue
-        inner = first[expert](hidden[places // num_chosen])
-        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        result = second[expert](inner)
-        # Older transformers have no such attribute.
-        has_norm = getattr(module, "has_post_expert_norm", False)
-        results[places] = module.post_expert_norm(result) if has_norm else result
+    counts = torch.bincount(experts, minlength=first.num_experts).tolist()
+    inner = first(hidden[order // num_chosen], counts)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    sorted_results = second(inner, counts)
+    # Older transformers have no such attribute.
+    if getattr(module, "has_post_expert_norm", False):
+        sorted_results = module.post_expert_norm(sorted_results)
+    results = torch.empty_like(sorted_results)
+    results[order] = sorted_results
     weighted = results * weights.reshape(-1, 1)
     return weighted.view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)

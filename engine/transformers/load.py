@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,12 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from baton.errors import MissingTensor, ModelError, TensorMismatch, UnsupportedModel
 from baton_kernels.kv_write import first_rows, head_rows
 from baton_kernels.paged_attention import AttentionPlan, AttentionSlice, plan_attention
+from baton_kernels.sampling import checked_argmax
 from engine.families.overrides import NO_OVERRIDES, ConfigOverrides
+from engine.ranks.exchange import Ranks
+from engine.ranks.mesh import ALL_LAYERS, Stage
+from engine.ranks.stages import OneStage, Stages
+from engine.shard import WHOLE, Shard
 from engine.torch.decoder import PackedTokens
 from engine.torch.sequence_states import SequenceStates
 from engine.transformers import own_attention, states
@@ -39,6 +44,8 @@ from engine.transformers.describe import (
     takes_positions,
 )
 from engine.transformers.linears import pack_linears
+from engine.transformers.shared import Share
+from engine.transformers.stages import LayerCut
 
 #: Tokens of the self-check: two steps of one sequence (the first has _FIRST_TOKENS), beside another
 #: sequence.
@@ -55,10 +62,13 @@ def load_model(
     device: torch.device,
     tensors: dict[str, torch.Tensor] | None = None,
     overrides: ConfigOverrides = NO_OVERRIDES,
+    shard: Shard = WHOLE,
+    stage: Stage = ALL_LAYERS,
 ) -> TransformersDecoder:
-    """Load the checkpoint's model on `device`. tensors: the checkpoint's, if transformers cannot
-    read them from `folder`; emptied by this call. Raises ModelError, and UnsupportedModel if
-    results with our attention differ from the model's own."""
+    """Load a rank's part of the checkpoint's model on `device`; to be joined before use, until when
+    it has the layers of all stages. tensors:
+    the checkpoint's, if transformers cannot read them from `folder`; emptied by this call. Raises
+    ModelError."""
     config = read_transformers_config(folder, overrides)
     read: Any = AutoModelForCausalLM.from_pretrained
     source: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
@@ -85,11 +95,9 @@ def load_model(
     model = model.to(device).eval().requires_grad_(False)
     stock = [(config, config._attn_implementation) for config in configs_of(model)]
     prepare(model, device)
-    pack_linears(model)
-    decoder = TransformersDecoder(model, description, dtype)
-    with quietly():
-        decoder.check(stock)
-    return decoder
+    share = Share(shard)
+    pack_linears(model, share)
+    return TransformersDecoder(model, description, dtype, share, stock, stage)
 
 
 def _check_loaded(folder: Path, info: Any) -> None:
@@ -118,14 +126,25 @@ class TransformersDecoder:
     """A model that runs steps. Holds no sequence's data: KV and states are in the pool."""
 
     def __init__(
-        self, model: PreTrainedModel, description: Description, dtype: torch.dtype
+        self,
+        model: PreTrainedModel,
+        description: Description,
+        dtype: torch.dtype,
+        share: Share,
+        stock: Sequence[tuple[PreTrainedConfig, str]],
+        stage: Stage = ALL_LAYERS,
     ) -> None:
-        """model: see load_model; dtype: of its weights."""
+        """model: see load_model; dtype: of its weights. stock: the attention names originally in
+        the model's configs. stage: the layers that this rank runs."""
+        self.stage = stage
+        self._stages: Stages = OneStage()
         self._model, self._description, self.dtype = model, description, dtype
+        self._share, self._stock = share, stock
+        self._num_heads = len(share.shard.part(description.num_heads))
         self._holder = ForwardContextHolder()
         for layer in description.layers:
             attention = LayerAttention(
-                self._holder, layer.kv_layer, layer.key, is_reader=layer.is_reader
+                self._holder, layer.kv_layer, layer.key, share, is_reader=layer.is_reader
             )
             set_attention(model.get_submodule(layer.module), attention)
         states.install(model, description.state_layers, lambda: self._holder.step)
@@ -133,6 +152,7 @@ class TransformersDecoder:
         self._takes_positions = takes_positions(self._body)
         self._forward_body: Callable[..., Any] = self._body.forward
         self._body.forward = self._forward
+        self._cut = LayerCut(model, description) if stage.size > 1 else None
         self._given: torch.Tensor | None = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +172,43 @@ class TransformersDecoder:
     ) -> torch.Tensor:
         """Write the tokens' KV into `pool`, and `scales` if it has any; returns the sampled tokens'
         states [rows, hidden], which `logits` takes. layer_done: as engine.torch.decoder.Decoder;
-        of_sequences: the sequences' states, in order, if the model has state layers."""
+        of_sequences: the sequences' states, in order, if the model has state layers. One of several
+        stages exchanges states with the others, see engine.torch.decoder.Decoder.forward."""
+        incoming = None
+        if not self.stage.is_first:
+            incoming = self._empty_states(len(tokens.token_ids))
+            self._stages.receive(incoming)
+        states = self._run(self.stage, incoming, tokens, pool, layer_done, scales, of_sequences)
+        if self.stage.size > 1:
+            self._stages.send(states)
+        return states
+
+    def collect(self, num_rows: int) -> torch.Tensor:
+        """See engine.torch.decoder.Decoder."""
+        states = self._empty_states(num_rows)
+        self._stages.receive(states)
+        return states
+
+    def _empty_states(self, num_rows: int) -> torch.Tensor:
+        return torch.empty(num_rows, self._description.hidden_size, dtype=self.dtype)
+
+    def _run(
+        self,
+        stage: Stage,
+        incoming: torch.Tensor | None,
+        tokens: PackedTokens,
+        pool: torch.Tensor,
+        layer_done: Callable[[int], None] | None = None,
+        scales: torch.Tensor | None = None,
+        of_sequences: tuple[SequenceStates, ...] = (),
+    ) -> torch.Tensor:
+        """States [tokens, hidden] after a stage's layers; after the last ones and the norm, those
+        of the sampled tokens [rows, hidden]. pool: of the stage's KV. incoming: states [tokens,
+        hidden] before the layers of a later stage."""
+        first_layer = 0
+        if self._cut is not None:
+            self._cut.choose(stage, incoming)
+            first_layer = self._cut.first_kv_layer
         step = ForwardContext(
             pool,
             scales,
@@ -160,19 +216,21 @@ class TransformersDecoder:
             {key: self._plan(key, tokens.slices, pool) for key in self._description.plan_keys},
             layer_done,
             of_sequences,
+            first_layer,
         )
         arguments = {"input_ids": tokens.token_ids[None], "use_cache": False}
         if self._takes_positions:
             arguments["position_ids"] = tokens.positions[None]
         output = self._holder.run(step, lambda: self._body(**arguments))
+        if self._cut is not None and not stage.is_last:
+            return self._cut.outgoing[0].contiguous()
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden if tokens.sampled is None else hidden[tokens.sampled]
 
     def _plan(
         self, key: PlanKey, slices: Sequence[AttentionSlice], pool: torch.Tensor
     ) -> AttentionPlan:
-        found = self._description
-        return plan_attention(slices, pool, found.num_heads, key.scale, key.window, self.dtype)
+        return plan_attention(slices, pool, self._num_heads, key.scale, key.window, self.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] float32 of states [rows, hidden]."""
@@ -185,17 +243,25 @@ class TransformersDecoder:
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
-    def check(self, stock: Sequence[tuple[PreTrainedConfig, str]]) -> None:
-        """Compare with the model's own forward. stock: the attention names originally in the
-        model's configs.
+    def best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """checked_argmax of the logits of states [rows, hidden]."""
+        return checked_argmax(self.logits(hidden))
 
-        Raises UnsupportedModel if the two differ.
-        """
-        device = self._model.device
-        with torch.inference_mode():
-            places = torch.arange(_CHECKED_TOKENS, device=device)
+    def join(self, ranks: Ranks, stages: Stages) -> None:
+        """Exchange results with the other ranks from now on; compare with the model's own forward,
+        on all ranks of a stage at once; then drop the layers of other stages. Raises
+        UnsupportedModel if the two differ."""
+        self._share.join(ranks)
+        self._check()
+        self._stages = stages
+        if self._cut is not None:
+            self._cut.drop_others(self.stage)
+
+    def _check(self) -> None:
+        with torch.inference_mode(), quietly():
+            places = torch.arange(_CHECKED_TOKENS, device=self._model.device)
             ids = (places * 7 + 3) % self._description.vocab_size
-            expected = self._stock_logits(ids, stock)
+            expected = self._stock_logits(ids)
             found = self._checked_logits(ids)
         difference = (expected - found).abs().max() / expected.abs().max().clamp(min=1e-6)
         if not difference <= _CHECKED_SHARE[self.dtype == torch.float32]:
@@ -204,10 +270,9 @@ class TransformersDecoder:
                 f"own by {float(difference):.2g} of their size; it is not served"
             )
 
-    def _stock_logits(
-        self, ids: torch.Tensor, stock: Sequence[tuple[PreTrainedConfig, str]]
-    ) -> torch.Tensor:
-        """Logits [tokens, vocab] computed by the unmodified model."""
+    def _stock_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [tokens, vocab] computed by the model's own attention and layers with a state."""
+        stock = self._stock
         ours = [config._attn_implementation for config, _ in stock]
         for config, name in stock:
             config._attn_implementation_internal = name
@@ -222,8 +287,17 @@ class TransformersDecoder:
     def _checked_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """The same with our attention: in two steps, beside another sequence."""
         found, block_size = self._description, _CHECKED_TOKENS + 1
-        shape = (2, len(found.windows), 2, found.num_kv_heads, block_size, found.head_dim)
-        pool = torch.zeros(shape, dtype=self.dtype, device=ids.device)
+        num_kv_heads = len(self._share.shard.kv_heads(found.num_kv_heads))
+        shape = (2, num_kv_heads, block_size, found.head_dim)
+        stages = [Stage(number, self.stage.size) for number in range(self.stage.size)]
+        pools = [
+            torch.zeros(
+                *(2, len(stage.layers(len(found.windows))), *shape),
+                dtype=self.dtype,
+                device=ids.device,
+            )
+            for stage in stages
+        ]
         # Both sequences' states, before and after a step.
         sizes = (3, 2, len(found.state_layers), found.state_elements)
         kept = torch.zeros(*sizes, dtype=torch.float32, device=ids.device)
@@ -232,11 +306,12 @@ class TransformersDecoder:
             ((0, _FIRST_TOKENS), (_FIRST_TOKENS, _CHECKED_TOKENS))
         ):
             positions = torch.arange(start, end, device=ids.device)
+            places = torch.cat((positions, positions + block_size))
             # The other sequence has these tokens in reverse.
             packed = PackedTokens(
                 token_ids=torch.cat((ids[start:end].flip(0), ids[start:end])),
                 positions=torch.cat((positions, positions)),
-                first_rows=first_rows(torch.cat((positions, positions + block_size)), pool),
+                first_rows=places,  # replaced below: each stage has a pool
                 slices=(
                     AttentionSlice(0, end - start, start, (0,)),
                     AttentionSlice(end - start, end - start, start, (1,)),
@@ -252,5 +327,9 @@ class TransformersDecoder:
                 )
                 for place in (0, 1)
             )
-            hidden.append(self.forward(packed, pool, of_sequences=of_sequences))
+            passed = None
+            for stage, pool in zip(stages, pools, strict=True):
+                own = replace(packed, first_rows=first_rows(places, pool))
+                passed = self._run(stage, passed, own, pool, of_sequences=of_sequences)
+            hidden.append(cast(torch.Tensor, passed))
         return self.logits(torch.cat(hidden))

@@ -10,8 +10,6 @@ that is no power of two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,21 +18,21 @@ import transformers
 from baton.errors import AdapterError, ConfigError, UnsupportedModel
 from baton.types import DTYPE_BYTES, KEY_VALUE
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
-from baton_kernels.sampling import checked_argmax
 from engine.checkpoint import HeadFiles
 from engine.families.overrides import NO_OVERRIDES, ConfigOverrides
 from engine.families.read import read_quantization
-from engine.interface import Batch
-from engine.kv.tensors.stateful import ELEMENT_BYTES, StatefulKvPool
+from engine.kv.tensors.ranks import pool_sizes
 from engine.memory_plan import HeadMemory
 from engine.model_source import EnginePlan, LoadedModel
 from engine.quantization.config import QuantizationConfig
-from engine.ranks.followers import Followers, NoFollowers, TensorPool
-from engine.ranks.mesh import Degrees
+from engine.ranks.followers import Followers, TensorPool
+from engine.ranks.mesh import Degrees, Stage
+from engine.ranks.parts import rank_parts
+from engine.ranks.rank_spec import ForeignConfig, part_bytes
+from engine.ranks.start import start_followers
+from engine.shard import Shard
 from engine.torch.adapters import Adapter
-from engine.torch.divided import LayerDone
-from engine.torch.sequence_states import SequenceStates
-from engine.torch.step import fault, pack_tokens, take_drawn
+from engine.torch.sequence_states import ELEMENT_BYTES
 from engine.torch.step_runner import NO_STATES
 from engine.torch.weights import (
     ProgressHook,
@@ -44,6 +42,10 @@ from engine.torch.weights import (
 )
 from engine.transformers.describe import Description, describe
 from engine.transformers.load import TransformersDecoder, load_model
+from engine.transformers.steps import TransformersSteps
+
+#: See RankSpec.code.
+RANK_MODEL = "engine.transformers.rank_model"
 
 
 class TransformersModel:
@@ -83,13 +85,7 @@ class TransformersModel:
                 f"{self._description.architecture} has layers with a state, which run on a CPU "
                 "alone yet; use cpu",
             )
-        if degrees.num_ranks > 1:
-            raise ConfigError.of(
-                "pipeline_parallel_size" if degrees.pipeline > 1 else "tensor_parallel_size",
-                degrees.num_ranks,
-                f"{self._description.architecture} runs by transformers' code, which no ranks "
-                "share; leave it out",
-            )
+        _check_degrees(self._description, degrees, device)
 
     def choose_attention(
         self,
@@ -132,9 +128,10 @@ class TransformersModel:
 
     def weight_bytes(self, dtype: str, device: torch.device, degrees: Degrees) -> int:  # noqa: ARG002
         """See ModelSource. A tied output layer is a separate copy; quantised weights are
-        dequantised."""
+        dequantised. Each rank has all embeddings."""
         found = self._description
-        return (found.num_weights + found.head_weights) * DTYPE_BYTES[dtype]
+        shared = -(-found.num_weights // (degrees.tensor * degrees.pipeline))
+        return (shared + found.head_weights) * DTYPE_BYTES[dtype]
 
     def activation_bytes(self, dtype: str, num_tokens: int, num_seqs: int, max_len: int) -> int:
         """See ModelSource. Norms and activations may be computed in float32."""
@@ -150,16 +147,53 @@ class TransformersModel:
         raise ConfigError.of("speculative_method", files.method, NO_STATES)
 
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
-        dtype = getattr(torch, plan.dtype)
-        if progress is not None:
-            tensors, digest = self._read(dtype, progress)
-        else:
-            with terminal_progress() as show:
-                tensors, digest = self._read(dtype, show)
-        decoder = load_model(
-            self._folder, self._description, dtype, plan.device, tensors, self._overrides
+        found = self._description
+        config = ForeignConfig(found.hidden_size, self._overrides)
+        followers = start_followers(
+            *(plan.degrees, plan.backend, self._folder, config, plan.dtype),
+            pool_sizes(plan.layout, plan.num_blocks, 0, rank_parts(plan.layout, plan.degrees)),
+            plan.max_tokens + plan.max_seqs,
+            nodes=plan.nodes,
+            kv_service=plan.kv_service,
+            staging_bytes=part_bytes(found.widest, plan.degrees.tensor, 4),
+            code=RANK_MODEL,
+            num_state_slots=plan.max_seqs,
         )
-        return _LoadedTransformers(digest, decoder)
+        stage = Stage(0, plan.degrees.pipeline)
+
+        def load(progress: ProgressHook) -> tuple[TransformersDecoder, str]:
+            dtype = getattr(torch, plan.dtype)
+            return self.load_decoder(dtype, plan.device, progress, followers.shard, stage)
+
+        try:
+            if progress is not None:
+                decoder, digest = load(progress)
+            else:
+                with terminal_progress() as show:
+                    decoder, digest = load(show)
+            groups = followers.wait_ready(digest)
+            decoder.join(groups.tensor, followers.stages)
+        except BaseException:
+            followers.close()
+            raise
+        return _LoadedTransformers(digest, decoder, followers)
+
+    def load_decoder(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: ProgressHook,
+        shard: Shard,
+        stage: Stage,
+    ) -> tuple[TransformersDecoder, str]:
+        """A rank's part of the model, to be joined, and the digest of the whole checkpoint. Raises
+        ModelError."""
+        tensors, digest = self._read(dtype, progress)
+        found = self._description
+        decoder = load_model(
+            *(self._folder, found, dtype, device, tensors, self._overrides, shard, stage)
+        )
+        return decoder, digest
 
     def _read(
         self, dtype: torch.dtype, progress: ProgressHook
@@ -169,6 +203,57 @@ class TransformersModel:
             return None, digest_checkpoint(self._folder, progress)
         transposed = self._description.transposed
         return read_dequantized(self._folder, self._quantization, dtype, transposed, progress)
+
+
+def _check_degrees(found: Description, degrees: Degrees, device: torch.device) -> None:
+    """Raise ConfigError unless ranks can share the model."""
+    others = {
+        "context_parallel_size": degrees.context,
+        "enable_expert_parallel": degrees.whole_experts,
+    }
+    for name, value in others.items():
+        if value > 1 or value is True:
+            raise ConfigError.of(
+                name,
+                value,
+                f"{found.architecture} runs by transformers' code, which ranks share by layers "
+                "(tensor_parallel_size, pipeline_parallel_size) alone; leave it out",
+            )
+    if degrees.num_summands > 1:
+        raise ConfigError.of(
+            *("tensor_parallel_cut", degrees.cut),
+            f"{found.architecture} runs by transformers' code, whose ranks share outputs; leave it out",
+        )
+    size, num_stages, num_layers = degrees.tensor, degrees.pipeline, len(found.windows)
+    if degrees.num_ranks > 1 and device.type != "cpu":
+        raise ConfigError.of(
+            *("device", device.type),
+            f"{degrees.num_ranks} ranks share memory of the host; use cpu, or one rank",
+        )
+    if num_stages > 1 and any(layer.is_reader for layer in found.layers):
+        raise ConfigError.of(
+            *("pipeline_parallel_size", num_stages),
+            f"layers of {found.architecture} read the KV of earlier ones, which another stage may "
+            "have; leave it out",
+        )
+    if num_stages > num_layers:
+        raise ConfigError.of(
+            *("pipeline_parallel_size", num_stages),
+            f"the model has {num_layers} layers with KV, and each stage needs one; use 1 to "
+            f"{num_layers}",
+        )
+    heads, kv_heads = found.num_heads, found.num_kv_heads
+    fitting = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+    ]
+    if size not in fitting:
+        raise ConfigError.of(
+            *("tensor_parallel_size", size),
+            f"num_heads={heads} and num_kv_heads={kv_heads} do not divide by it; this model takes "
+            f"{', '.join(map(str, fitting))}",
+        )
 
 
 def _check_transposed(found: Description, quantization: QuantizationConfig) -> None:
@@ -186,71 +271,14 @@ class _LoadedTransformers:
     """See LoadedModel."""
 
     shared_prompt_limit = None
-    followers: Followers = NoFollowers()
 
-    def __init__(self, digest: str, decoder: TransformersDecoder) -> None:
-        self.digest, self._decoder = digest, decoder
+    def __init__(self, digest: str, decoder: TransformersDecoder, followers: Followers) -> None:
+        self.digest, self._decoder, self.followers = digest, decoder, followers
 
     def steps(self, pool: TensorPool) -> TransformersSteps:
         """See LoadedModel. All steps run eagerly."""
-        return TransformersSteps(self._decoder, pool)
+        return TransformersSteps(self._decoder, pool, self.followers)
 
     def close(self) -> None:
         """See LoadedModel."""
-
-
-class TransformersSteps:
-    """See StepRunner."""
-
-    def __init__(self, decoder: TransformersDecoder, pool: TensorPool) -> None:
-        self._decoder, self._pool = decoder, pool
-
-    def run(
-        self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
-    ) -> TransformersStep:
-        if not batch.slices:
-            return TransformersStep(torch.empty(0, 0), self._decoder)
-        pool = self._pool
-        tokens = pack_tokens(batch, pool.tensor)
-        if drawn is not None:
-            take_drawn(tokens.token_ids, batch, drawn)
-        if not isinstance(pool, StatefulKvPool):
-            hidden = self._decoder.forward(tokens, pool.tensor, layer_done, pool.scales)
-            return TransformersStep(hidden, self._decoder)
-        of_sequences = tuple(_begin_states(pool, batch))
-        hidden = self._decoder.forward(tokens, pool.tensor, layer_done, pool.scales, of_sequences)
-        for part in batch.slices:
-            pool.end_step(part.block_table, part.start, part.start + len(part.token_ids))
-        return TransformersStep(hidden, self._decoder)
-
-
-def _begin_states(pool: StatefulKvPool, batch: Batch) -> Iterator[SequenceStates]:
-    """Yield the states of each slice. Raises EngineFault for a slice with missing earlier
-    states."""
-    first_token = 0
-    for index, part in enumerate(batch.slices):
-        num_tokens = len(part.token_ids)
-        try:
-            before, after = pool.begin_step(part.block_table, part.start)
-        except ValueError as error:
-            raise fault(str(error), [index]) from error
-        yield SequenceStates(first_token, num_tokens, before, after)
-        first_token += num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TransformersStep:
-    """See StepOutput. states: [rows, hidden], at the batch's sample rows."""
-
-    states: torch.Tensor
-    decoder: TransformersDecoder
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.states)
-
-    def logits(self, rows: Sequence[int]) -> torch.Tensor:
-        return self.decoder.logits(self.states if len(rows) == self.num_rows else self.states[rows])
-
-    def best(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return checked_argmax(self.logits(rows))
+        self.followers.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from engine.kv.layout import groups_of
 from engine.kv.part import KvPart
 from engine.kv.range import KvRange
 from engine.kv.tensors.grouped import GroupedKvPool, SlotsPool
-from engine.kv.tensors.packed import ALL_HEADS, PackedPart, PackedPool
+from engine.kv.tensors.packed import ALL_HEADS, NO_RECORDS, PackedPart, PackedPool, RecordMemory
 from engine.kv.tensors.paged import TorchKvPool
 
 _CPU = torch.device("cpu")
@@ -108,11 +108,6 @@ def own_kv_pool(
     return GroupedKvPool(own, in_blocks.num_blocks, table.num_slots, lambda *_: next(given), table)
 
 
-def pool_memories(memory: torch.Tensor, pools: Sequence[PoolSize]) -> tuple[torch.Tensor, ...]:
-    """Split the memory of all ranks, uint8, by pool, in order."""
-    return memory.split([sum(pool.rank_bytes) for pool in pools])  # type: ignore[no-any-return, no-untyped-call]
-
-
 class ShardedKvPool(HostOrdered, PackedPool):
     """See engine.kv.interface.KvPool: the blocks of all ranks, used by rank 0. Packed data has all
     layers and heads.
@@ -122,9 +117,16 @@ class ShardedKvPool(HostOrdered, PackedPool):
     are no block views. Copies run in the calling thread, without the GIL, as in TorchKvPool.
     """
 
-    def __init__(self, memory: torch.Tensor, size: PoolSize, layout: KvLayout) -> None:
-        """memory: of all ranks' parts, uint8. layout: that of `size`, with its fingerprint."""
-        super().__init__(layout, size.num_blocks)
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        size: PoolSize,
+        layout: KvLayout,
+        records: Mapping[int, RecordMemory] = NO_RECORDS,
+    ) -> None:
+        """memory: of all ranks' parts, uint8. layout: that of `size`, with its fingerprint.
+        records: of all ranks, see PackedPool."""
+        super().__init__(layout, size.num_blocks, records)
         parts = size.parts
         held = {rank: size.pool_of(memory, rank) for rank in sorted(set(size.holders))}
         self._pools = [(parts[rank], pool) for rank, pool in held.items()]

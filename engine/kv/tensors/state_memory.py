@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.types import KvLayout
 from engine.kv.groups.group import SlotTable
+from engine.kv.groups.state import STATE
+from engine.kv.layout import groups_of
 from engine.kv.range import KvRange
 
 #: States per slot: after the last step, and before it.
@@ -20,6 +23,11 @@ class StatePlace(NamedTuple):
 
     slot: int
     at: int
+
+    @property
+    def number(self) -> int:
+        """Its number among the places of all slots."""
+        return self.slot * STATES_PER_SLOT + self.at
 
 
 class StateMemory:
@@ -33,12 +41,19 @@ class StateMemory:
     in place by steps.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, num_slots: int) -> None:
-        """layout: with state layers. num_blocks: of the pool next to it."""
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_slots: int,
+        memory: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """layout: with state layers. num_blocks: of the pool next to it. memory: state_bytes of
+        `num_slots`; allocated if not given."""
         self.slots = SlotTable.empty(num_blocks, num_slots)
         self._layout = layout
         shape = (num_slots, STATES_PER_SLOT, layout.num_state_layers, layout.state_layer_bytes)
-        self.data = np.zeros(shape, dtype=np.uint8)
+        self.data = np.zeros(shape, np.uint8) if memory is None else memory.reshape(shape)
         self._num_tokens = np.full(shape[:2], -1, dtype=np.int64)
         """Number of tokens that the states follow; -1 if there are none."""
 
@@ -107,3 +122,17 @@ class StateMemory:
         if data.nbytes != piece.num_bytes(layout.state_layer_bytes):
             raise ValueError(f"{data.nbytes} bytes do not hold {piece}")
         return slice(piece.first_layer, piece.end_layer)
+
+
+def state_bytes(layout: KvLayout, num_slots: int) -> int:
+    """Memory of the states of so many slots."""
+    return num_slots * STATES_PER_SLOT * groups_of(layout).record_bytes
+
+
+def state_records(
+    layout: KvLayout, num_blocks: int, num_slots: int, memory: NDArray[np.uint8] | None = None
+) -> Mapping[int, StateMemory]:
+    """Records of a pool (see PackedPool): the states, if the layout has any. See StateMemory."""
+    if not layout.num_state_layers:
+        return {}
+    return {STATE: StateMemory(layout, num_blocks, num_slots, memory)}

@@ -238,15 +238,18 @@ def test_a_prompt_is_found_by_no_other(case_of: CaseOf) -> None:
 
 
 @pytest.mark.slow
-def test_devices_and_ranks_that_such_layers_have_no_code_for_are_refused(case_of: CaseOf) -> None:
+def test_devices_and_ranks_that_such_layers_cannot_use_are_refused(case_of: CaseOf) -> None:
     from engine.transformers.source import TransformersModel
 
     source = TransformersModel(case_of(FEW[0]).path)
     source.check_ranks(Degrees(1), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"device=cuda: .* layers with a state.*; use cpu"):
         source.check_ranks(Degrees(1), torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: .*; leave it out"):
-        source.check_ranks(Degrees(2), torch.device("cpu"))
+    source.check_ranks(Degrees(2), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"context_parallel_size=2: .*; leave it out"):
+        source.check_ranks(Degrees(context=2), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="kv_per_rank=True: .*leave it out"):
+        load(case_of(FEW[0]).path, tensor_parallel_size=2, kv_service="any")
 
 
 @pytest.mark.slow

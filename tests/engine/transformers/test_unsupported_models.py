@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -93,10 +94,27 @@ def test_a_quantised_layer_that_lacks_a_tensor_is_refused(rounded: Path) -> None
         load(rounded)
 
 
-def test_ranks_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensor_parallel_size": 3}, "this model takes 1, 2, 4"),
+        ({"pipeline_parallel_size": 3}, "the model has 2 layers with KV"),
+        ({"context_parallel_size": 2}, "GPT2LMHeadModel"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "GPT2LMHeadModel"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused(
+    options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     path = make_checkpoint(tmp_path, "gpt2")
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel"):
-        load(path, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=reason):
+        load(path, **options)
+
+
+def test_stages_that_would_read_the_kv_of_others_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "gemma4_text")
+    with pytest.raises(ConfigError, match="read the KV of earlier ones"):
+        load(path, pipeline_parallel_size=2)
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:

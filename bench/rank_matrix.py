@@ -1,0 +1,224 @@
+"""Whether tokens are those of one process, for tiers of many degrees of parallelism, equal or not,
+on models of each kind of layers.
+
+    python -m bench.rank_matrix [--model NAME ...] [--requests 16] [--pairs 6] [--write]
+
+Models are small and random; each is checked as by `baton check`, against one process, with pairs of
+degrees: tensor parallel 1, 2 and 4 by 1 and 2 stages. In six pairs each of the six degrees is once
+on either tier; which ones meet differs by model, so that five models have 30 of the 36 pairs.
+Ranks exchange results through shared memory or over gloo, by turns; KV leaves from rank 0 or, with
+--kv-per-rank, from each rank. --write: renews the table of docs/parallelism.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from baton.check.run import Shape, Verdict, check
+from bench.machine import BUNDLED_MODEL, ROOT, document_of, now, publish
+from bench.suite.markdown import about, replaced, table
+from engine.ranks.mesh import Degrees
+
+PAGE = ROOT / "docs" / "parallelism.md"
+ALL = tuple(Degrees(tensor, pipeline) for pipeline in (1, 2) for tensor in (1, 2, 4))
+_LENGTH = 512
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": _LENGTH,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_EXPERTS: Mapping[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
+_MAMBA: Mapping[str, Any] = {
+    "layer_types": ["mamba", "attention"] * 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 4,
+}
+#: By name: kind of layers, class of transformers, fields of its config.
+MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "dense": ("Llama", "Llama", {}),
+    "windows": ("Gemma 3", "Gemma3Text", {"sliding_window": 24}),
+    "latent": ("DeepSeek-V3", "DeepseekV3", _LATENT),
+    "mixture": ("Qwen 3 MoE", "Qwen3Moe", _EXPERTS),
+    "states": ("Granite 4 hybrid", "GraniteMoeHybrid", _MAMBA),
+}
+
+
+def make_model(name: str, folder: Path) -> Path:
+    """Write a random checkpoint."""
+    import torch
+    import transformers
+
+    _, kind, fields = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**{**_COMMON, **fields})
+    torch.manual_seed(0)
+    of_text = kind.removesuffix("Text")
+    getattr(transformers, f"{of_text}ForCausalLM")(config).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(BUNDLED_MODEL) / file, folder)
+    return folder
+
+
+def pairs(index: int, num: int) -> Iterator[tuple[Degrees, Degrees]]:
+    """Degrees of prefill and decode workers, for the model with this index."""
+    for at in range(num):
+        shift = index + 1 + at // len(ALL)
+        yield ALL[at % len(ALL)], ALL[(at + shift) % len(ALL)]
+
+
+def shape_of(name: str, number: int, prefill: Degrees, decode: Degrees) -> Shape:
+    """The number-th pair of a model."""
+    backend = ("shm", "gloo")[number % 2]
+    is_per_rank = number % 3 == 1 and name != "states"
+    degrees = {
+        f"{tier}_{kind}_parallel_size": getattr(own, kind)
+        for tier, own in (("prefill", prefill), ("decode", decode))
+        for kind in ("tensor", "pipeline")
+    }
+    return Shape(
+        f"{name}: {text_of(prefill)} to {text_of(decode)} over {backend}"
+        + (", KV per rank" if is_per_rank else ""),
+        {
+            **degrees,
+            "distributed_backend": backend,
+            "kv_per_rank": is_per_rank,
+            "prefill_block_size": (16, 32, 8)[number % 3],
+            "decode_block_size": (16, 8)[number % 2],
+            "max_num_batched_tokens": 64,
+        },
+        concurrency=8,
+    )
+
+
+def text_of(degrees: Degrees) -> str:
+    """For a table."""
+    return f"{degrees.tensor}x{degrees.pipeline}"
+
+
+def check_model(
+    name: str, folder: Path, num_pairs: int, num_requests: int, on: Callable[[Verdict], None]
+) -> None:
+    """Check one model. on: called with each verdict."""
+    options = {
+        "model": str(make_model(name, folder)),
+        "dtype": "float32",
+        "log_level": "error",
+        "kv_cache_memory_bytes": "64MiB",
+        "max_num_seqs": 8,
+        "max_local_prefill_tokens": 0,
+    }
+    numbered = enumerate(pairs(list(MODELS).index(name), num_pairs))
+    shapes = [shape_of(name, number, *pair) for number, pair in numbered]
+    asyncio.run(check(options, shapes, num_requests=num_requests, seed=1, on_verdict=on))
+
+
+def matrix_table(document: Mapping[str, Any]) -> str:
+    """Markdown: a line for each model, with the pairs that were equal and those that were not."""
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for row in document["rows"]:
+        rows.setdefault(row["model"], []).append(row)
+    lines = [
+        [
+            f"{MODELS[name][0]} ({name})",
+            " · ".join(row["pair"] for row in found if row["is_equal"]) or "none",
+            " · ".join(row["pair"] for row in found if not row["is_equal"]) or "none",
+            f"{sum(row['num_handed_over'] for row in found)} of "
+            f"{sum(row['num_requests'] for row in found)}",
+        ]
+        for name, found in rows.items()
+    ]
+    text = table(("Model", "Equal", "Different", "Handed over"), lines)
+    note = (
+        "A pair is the degrees of prefill and of decode workers, each tensor x pipeline; g: over "
+        "gloo, else shared memory; r: KV per rank."
+    )
+    return "\n\n".join((about(document), text, note))
+
+
+def row_of(name: str, verdict: Verdict) -> dict[str, Any]:
+    """A verdict for the document."""
+    options = verdict.shape.options
+    degrees = [
+        "x".join(str(options[f"{tier}_{kind}_parallel_size"]) for kind in ("tensor", "pipeline"))
+        for tier in ("prefill", "decode")
+    ]
+    marks = ("g" if options["distributed_backend"] == "gloo" else "") + (
+        "r" if options["kv_per_rank"] else ""
+    )
+    return {
+        "model": name,
+        "pair": "→".join(degrees) + (f" {marks}" if marks else ""),
+        "is_equal": verdict.is_equal,
+        "num_handed_over": verdict.num_handed_over,
+        "num_requests": verdict.num_requests,
+        "seconds": verdict.seconds,
+    }
+
+
+def main() -> None:
+    """Check and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=len(ALL), help="of each model")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    started, rows = now(), list[dict[str, Any]]()
+
+    def report(name: str, verdict: Verdict) -> None:
+        rows.append(row_of(name, verdict))
+        text = "equal" if verdict.is_equal else "DIFFERENT"
+        moved = f"{verdict.num_handed_over} of {verdict.num_requests} handed over"
+        print(f"{text}  {verdict.shape.name}: {moved}, {verdict.seconds:.1f} s", flush=True)
+
+    for name in given.model:
+        with tempfile.TemporaryDirectory() as folder:
+            check_model(name, Path(folder), given.pairs, given.requests, partial(report, name))
+    document = document_of("bench.rank_matrix", started, {"rows": rows})
+    publish(document, given.json, matrix_table)
+    if given.write:
+        PAGE.write_text(replaced(PAGE.read_text(), "rank-matrix", matrix_table(document)))
+    raise SystemExit(0 if all(row["is_equal"] for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""A rank's part of a model of Baton's own families: see engine.follower."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.cuda.graph_device import CalledGraphs, CudaGraphs
+from engine.families.config import ModelConfig
+from engine.interface import Batch
+from engine.kv.tensors.paged import TorchKvPool
+from engine.ranks.commands import StepCommand
+from engine.ranks.exchange import Groups
+from engine.ranks.followers import NoFollowers
+from engine.ranks.rank_spec import RankSpec
+from engine.ranks.stages import Stages
+from engine.torch.decoder import Decoder
+from engine.torch.device_tables import DeviceTables, table_width
+from engine.torch.divided import LayerDone, forward_divided
+from engine.torch.load import load_parameters
+from engine.torch.native_decoder import make_decoder
+from engine.torch.packed import PackedParameters
+from engine.torch.rope import Rope, make_rope
+from engine.torch.step import NOT_APART, WindowedStep, pack_batch
+from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
+from engine.torch.weights import ShardProgress
+
+
+def load_rank(spec: RankSpec, pools: Sequence[TorchKvPool], states: torch.Tensor) -> _Loaded:  # noqa: ARG001
+    """See engine.follower.LoadRank. Raises ModelError."""
+    whole = spec.config
+    if not isinstance(whole, ModelConfig):
+        raise TypeError(f"{spec.name} has no config of Baton's own families")
+    dtype, shard = getattr(torch, spec.dtype), spec.shard
+    parameters, digest = load_parameters(
+        *(Path(spec.folder), whole, dtype, spec.torch_device, _no_progress, shard, spec.stage),
+        batch_invariant=spec.batch_invariant,
+    )
+    config = shard.attention_config(whole).of_layers(spec.stage.layers(whole.num_layers))
+    return _Loaded(spec, config, parameters, digest, make_rope(whole, spec.torch_device), pools)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """See engine.follower.LoadedRank. config: with the rank's layers and heads."""
+
+    spec: RankSpec
+    config: ModelConfig
+    parameters: PackedParameters
+    digest: str
+    rope: Rope
+    pools: Sequence[TorchKvPool]
+
+    def join(self, groups: Groups, stages: Stages) -> _Steps:
+        """See LoadedRank."""
+        return _Steps(self, groups, stages)
+
+    def record(self, decoder: Decoder) -> StepRunner | None:
+        """Record decode steps, while all other ranks do; None if none are to be recorded."""
+        recording, device = self.spec.recording, self.spec.torch_device
+        if recording is None:
+            return None
+        # Imported here, because it imports Triton, which is optional.
+        from engine.cuda.recording import record_steps
+
+        pool = self.pools[0]
+        width = table_width(recording.max_len, pool.layout.block_size)
+        tables = DeviceTables(recording.max_seqs, width, device)
+        parts = StepModel(self.config, decoder, self.rope, pool)
+        graphs = CudaGraphs(device) if device.type == "cuda" else CalledGraphs(device)
+        eager = EagerSteps(parts, NoFollowers(), tables)
+        return record_steps(
+            *(recording, parts, tables, graphs, eager, NoFollowers()),
+            batch_invariant=self.spec.batch_invariant,
+        )
+
+
+class _Steps:
+    """See engine.follower.RankSteps."""
+
+    def __init__(self, model: _Loaded, groups: Groups, stages: Stages) -> None:
+        self._model, self._context = model, groups.context
+        pool_dtype = model.pools[0].tensor.dtype
+        self._decoder = make_decoder(
+            model.config, model.parameters, pool_dtype, groups.tensor, stages=stages
+        )
+        self._replayed = model.record(self._decoder)
+        self._stage = stages.stage
+        self._in_flight: deque[int] = deque()
+        """Rows of each step that the first of several stages has not collected."""
+
+    def run(self, command: StepCommand, layer_done: LayerDone | None) -> torch.Tensor:
+        """See RankSteps. A replayed step leaves its states to the records."""
+        if command.replays and self._replayed is not None:
+            self._replayed.run(command.batch, None)
+            return torch.empty(0)
+        model, decoder = self._model, self._decoder
+        pool, *apart = model.pools
+        windowed = NOT_APART
+        if apart:
+            windowed = WindowedStep(command.tables, apart[0].tensor, apart[0].scales)
+
+        def forward(
+            batch: Batch, windowed: WindowedStep, layer_done: LayerDone | None
+        ) -> torch.Tensor:
+            packed = pack_batch(
+                batch, model.config, model.rope, pool.tensor, decoder.dtype, apart=windowed
+            )
+            if self._stage.size > 1 and self._stage.is_first:
+                self._in_flight.append(packed.num_rows)
+            return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
+
+        return forward_divided(self._context, command.batch, windowed, forward, layer_done)
+
+    def collect(self) -> torch.Tensor:
+        """See RankSteps."""
+        return self._decoder.collect(self._in_flight.popleft())
+
+    def logits(self, states: torch.Tensor) -> None:
+        """See RankSteps."""
+        self._decoder.logits(states)
+
+    def best(self, states: torch.Tensor) -> None:
+        """See RankSteps."""
+        self._decoder.best(states)
+
+
+def _no_progress(_: ShardProgress) -> None:
+    """Only rank 0 reports loading progress."""

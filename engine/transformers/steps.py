@@ -1,0 +1,86 @@
+"""Steps of a transformers model: on one process, and each rank's part of them on several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.interface import Batch
+from engine.kv.groups.state import STATE
+from engine.kv.tensors.state_memory import StateMemory
+from engine.ranks.followers import Followers, TensorPool
+from engine.torch.divided import LayerDone
+from engine.torch.sequence_states import NO_PLACE, StepStates
+from engine.torch.step import fault, pack_tokens, sample_rows, take_drawn
+from engine.torch.step_runner import EagerStep, FirstStage
+from engine.transformers.load import TransformersDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class RankForward:
+    """A rank's part of a forward. pool, scales: of the rank's KV; states: None without layers that
+    have any."""
+
+    decoder: TransformersDecoder
+    pool: torch.Tensor
+    scales: torch.Tensor | None
+    states: StepStates | None
+
+    def run(
+        self,
+        batch: Batch,
+        places: Sequence[Sequence[int]],
+        layer_done: LayerDone | None,
+        drawn: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """States [rows, hidden] of the sample rows. places: of the sequences' states, see
+        StepStates. drawn: see StepRunner."""
+        tokens = pack_tokens(batch, self.pool)
+        if drawn is not None:
+            take_drawn(tokens.token_ids, batch, drawn)
+        of_sequences = tuple(self.states.of_step(batch, places)) if self.states else ()
+        return self.decoder.forward(tokens, self.pool, layer_done, self.scales, of_sequences)
+
+
+class TransformersSteps:
+    """See StepRunner."""
+
+    def __init__(
+        self, decoder: TransformersDecoder, pool: TensorPool, followers: Followers
+    ) -> None:
+        self._decoder, self._followers = decoder, followers
+        self._memory: StateMemory | None = pool.records.get(STATE)
+        states = None
+        if self._memory is not None:
+            states = StepStates(torch.from_numpy(self._memory.data), pool.layout)
+        self._forward = RankForward(decoder, pool.tensor, pool.scales, states)
+
+    def run(
+        self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
+    ) -> EagerStep | FirstStage:
+        """See StepRunner."""
+        if not batch.slices:
+            return EagerStep(torch.empty(0, 0), self._decoder, self._followers)
+        memory = self._memory
+        places = tuple(_begin(memory, batch)) if memory else ()
+        with self._followers.step(batch, places, syncs_layers=layer_done is not None):
+            hidden = self._forward.run(batch, places, layer_done, drawn)
+        if memory:
+            for part in batch.slices:
+                memory.end_step(part.block_table, part.start, part.start + len(part.token_ids))
+        if self._decoder.stage.size > 1:
+            return FirstStage(len(sample_rows(batch)[0]), self._decoder, self._followers)
+        return EagerStep(hidden, self._decoder, self._followers)
+
+
+def _begin(memory: StateMemory, batch: Batch) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of the places before and after each slice. Raises EngineFault for a slice
+    with missing earlier states."""
+    for index, part in enumerate(batch.slices):
+        try:
+            before, after = memory.begin_step(part.block_table, part.start)
+        except ValueError as error:
+            raise fault(str(error), [index]) from error
+        yield NO_PLACE if before is None else before.number, after.number
