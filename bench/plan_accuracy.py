@@ -6,7 +6,8 @@ rank and by two.
 
 The device is measured before each round of the same run (engine.plan.host). Both sides are the best
 of all rounds, which others on the machine disturb least. Where they disturb too much, --cpu-time
-compares CPU time, of one rank with one thread. --write: renews the table of docs/planning.md.
+compares the CPU time of rank 0, each rank having one thread: what it waits for others does not
+count. --write: renews the table of docs/planning.md.
 Models: see bench/peers/models.py.
 """
 
@@ -16,8 +17,9 @@ import argparse
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +90,12 @@ def best_of(devices: Sequence[Device]) -> Device:
 def rows_of(
     name: str,
     sizes: ModelSizes,
-    device: Device,
+    devices: Callable[[int], Device],
     answers: Mapping[int, Mapping[Task, Sequence[Answer]]],
 ) -> Iterator[Row]:
-    """Rows of one model. device: the whole machine. answers: by number of ranks."""
+    """Rows of one model. devices: what each rank has, by number of ranks, as are the answers."""
     for num_ranks, by_task in answers.items():
-        degrees, own = Degrees(num_ranks), share_of(device, num_ranks)
+        degrees, own = Degrees(num_ranks), devices(num_ranks)
         for task, found in by_task.items():
             # A sequence grows while it is timed: on average by half of its new tokens.
             context = task.context + task.num_tokens // 2
@@ -121,24 +123,24 @@ def sizes_of(folder: Path) -> tuple[ModelSizes, int]:
     return sizes, round(sum(sizes.storage.read_bytes(layer.total) for layer in sizes.layers))
 
 
-def measure_cpu_time(name: str, num_rounds: int) -> list[Row]:
-    """Run one model here, by one thread, in CPU time."""
+def measure_cpu_time(name: str, ranks: Sequence[int], num_rounds: int) -> list[Row]:
+    """Run one model by each number of ranks, rank 0 here, with one thread each, in CPU time."""
     folder = checkpoint(name, "bfloat16")
     sizes, weight_bytes = sizes_of(folder)
     dtype, clock = sizes.storage.dtype, time.process_time
     torch.set_num_threads(1)
-    probe, engine = (
-        CpuProbe(weight_bytes, dtype, clock),
-        BatonContender(str(folder), dtype, clock=clock),
-    )
-    devices: list[Device] = []
-    answers: dict[Task, list[Answer]] = {task: [] for task in _TASKS[name]}
-    for task, found in answers.items():
-        engine.run(replace(task, num_tokens=2))
-        for _ in range(num_rounds):
-            devices.append(probe.measure())
-            found.append(engine.run(task))
-    return list(rows_of(name, sizes, best_of(devices), {1: answers}))
+    probe, devices = CpuProbe(weight_bytes, dtype, clock), list[Device]()
+    answers: dict[int, dict[Task, list[Answer]]] = {}
+    for num_ranks in ranks:
+        engine = BatonContender(str(folder), dtype, num_ranks, clock)
+        answers[num_ranks] = {task: [] for task in _TASKS[name]}
+        for task, found in answers[num_ranks].items():
+            engine.run(task)
+            for _ in range(num_rounds):
+                devices.append(probe.measure())
+                found.append(engine.run(task))
+    device = best_of(devices)
+    return list(rows_of(name, sizes, lambda _: device, answers))
 
 
 def measure(name: str, ranks: Sequence[int], num_rounds: int, num_threads: int) -> list[Row]:
@@ -156,7 +158,7 @@ def measure(name: str, ranks: Sequence[int], num_rounds: int, num_threads: int) 
     for failed, reason in asked.failures.items():
         raise SystemExit(f"{name} by {failed} ranks: {reason}")
     answers = {int(n): by_task for n, by_task in asked.answers.items()}
-    return list(rows_of(name, sizes, best_of(devices), answers))
+    return list(rows_of(name, sizes, partial(share_of, best_of(devices)), answers))
 
 
 def accuracy_table(document: Mapping[str, Any]) -> str:
@@ -193,7 +195,7 @@ def main() -> None:
         row
         for model in given.model
         for row in (
-            measure_cpu_time(model, given.rounds)
+            measure_cpu_time(model, given.ranks, given.rounds)
             if given.cpu_time
             else measure(model, given.ranks, given.rounds, given.threads)
         )

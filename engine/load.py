@@ -169,7 +169,8 @@ def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
         dtype=plan.dtype,
         weights=source.weight_bytes(plan.dtype, where, plan.degrees)
         + sum(adapter.num_bytes for adapter in plan.adapters.values()),
-        states=state_bytes(sizes, max_num_seqs),
+        # Ranks share the memory of all states.
+        states=-(-state_bytes(sizes, max_num_seqs) // plan.degrees.num_ranks),
         activations=source.activation_bytes(
             plan.dtype, max_num_batched_tokens, max_num_seqs, plan.max_len
         )

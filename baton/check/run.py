@@ -109,18 +109,27 @@ async def check(
 ) -> bool:
     """Return whether every shape's outputs equal the reference's. options: for all clusters; a
     shape's own override them. is_long: prompts up to the model's length."""
-    requests, choices = await reference(options, num_requests, seed, is_long=is_long)
-    expected = _flat(choices)
+    requests, expected = await reference(options, num_requests, seed, is_long=is_long)
     is_equal = True
     for shape in shapes:
-        start = time.monotonic()
-        async with cluster_of(options, shape) as cluster, AsyncClient(cluster.address) as client:
-            choices, num_handed_over = await _run_all(client, requests, shape.concurrency)
-        seconds = time.monotonic() - start
-        verdict = _compare(shape, expected, _flat(choices), num_handed_over, seconds)
+        verdict = await check_shape(options, shape, requests, expected)
         on_verdict(verdict)
         is_equal = is_equal and verdict.is_equal
     return is_equal
+
+
+async def check_shape(
+    options: Mapping[str, object],
+    shape: Shape,
+    requests: Sequence[CheckRequest],
+    expected: Choices,
+) -> Verdict:
+    """Run the requests in a cluster of this shape. expected: see reference."""
+    start = time.monotonic()
+    async with cluster_of(options, shape) as cluster, AsyncClient(cluster.address) as client:
+        choices, num_handed_over = await _run_all(client, requests, shape.concurrency)
+    seconds = time.monotonic() - start
+    return _compare(shape, _flat(expected), _flat(choices), num_handed_over, seconds)
 
 
 async def reference(

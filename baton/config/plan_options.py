@@ -7,7 +7,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from baton.config.fields import BlockSize, Count, Dtype, KvDtype, ModelImpl, NonEmpty
+from baton.config.fields import (
+    BlockSize,
+    Count,
+    Dtype,
+    JsonObject,
+    KvDtype,
+    ModelImpl,
+    NonEmpty,
+)
 from baton.config.options import Options
 
 Milliseconds = Annotated[float, Field(gt=0)]
@@ -34,6 +42,10 @@ class PlanOptions(Options):
     """Data type of the KV cache; auto takes --dtype."""
     model_impl: ModelImpl = "auto"
     """Implementation of the model, as for baton serve."""
+    rope_scaling: JsonObject | None = None
+    """Rotary scaling that replaces the one in config.json, as for baton serve."""
+    hf_overrides: JsonObject | None = None
+    """Fields that replace those in config.json, as for baton serve."""
     block_size: BlockSize = 16
     """Tokens per KV block."""
     max_num_seqs: Count = 256

@@ -195,7 +195,10 @@ class Planner:
             f"the weights of {sizes.name} take {format_bytes(least)} of each device and a step "
             f"{format_bytes(reserved)}, and {format_bytes(self._available_bytes)} is free"
         )
-        for num_devices in range(given + 1, _MOST_DEVICES + 1):
+        # A rank has the least of a model where each layer is a stage; embeddings, activations and a
+        # block of KV stay.
+        most = _MOST_DEVICES if self._fits(Degrees(_MOST_DEVICES, len(sizes.layers))) else 0
+        for num_devices in range(given + 1, most + 1):
             if found := self._shapes(num_devices)[0]:
                 fix = f"use at least {num_devices} ({name_of(found[0])})"
                 return ConfigError.of("gpus", given, f"{text}; {fix}")

@@ -22,6 +22,7 @@ from engine.choose_source import model_source
 from engine.cuda.graph_device import GraphDevice
 from engine.dtype import choose_dtype
 from engine.families.config import ModelConfig
+from engine.families.overrides import ConfigOverrides
 from engine.families.read import choose_implementation, read_config
 from engine.load import check_kv_dtype, kv_layout, max_window_slots
 from engine.model_source import EnginePlan, Graphs, ModelSource
@@ -64,7 +65,8 @@ def read_model(options: PlanOptions, kind: str, *, has_float8: bool) -> PlannedM
 
 
 def _read(folder: Path, options: PlanOptions, kind: str, *, has_float8: bool) -> PlannedModel:
-    source, device = model_source(folder, options.model_impl), torch.device(kind)
+    overrides = ConfigOverrides.parse(options.hf_overrides, options.rope_scaling)
+    source, device = model_source(folder, options.model_impl, overrides), torch.device(kind)
     dtype = choose_dtype(options.dtype, source.dtype, device).name
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     if kv_dtype == "fp8" and not (has_float8 or kind == "cpu"):
@@ -72,13 +74,13 @@ def _read(folder: Path, options: PlanOptions, kind: str, *, has_float8: bool) ->
     check_kv_dtype(kv_dtype, options.block_size * source.head_dim, torch.device("cpu"))
     layout = kv_layout(source, kv_dtype, options.block_size)
     limits = options.max_num_seqs, options.max_num_batched_tokens
-    if choose_implementation(folder, options.model_impl).name == "baton":
-        config = read_config(folder)
+    if choose_implementation(folder, options.model_impl, overrides).name == "baton":
+        config = read_config(folder, overrides)
         sizes = _native(config, source, dtype, layout, device, has_float8=has_float8)
     else:
         from engine.transformers.describe import describe
 
-        sizes = described_sizes(describe(folder), dtype, layout)
+        sizes = described_sizes(describe(folder, overrides), dtype, layout)
     return PlannedModel(
         sizes,
         # Whether GPUs run such ranks, too, is not asked.

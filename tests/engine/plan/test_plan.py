@@ -12,6 +12,7 @@ import pytest
 from baton.config.load import build_options
 from baton.config.plan_options import PlanOptions
 from baton.errors import ConfigError, ModelError
+from engine.plan.degrees import candidates
 from engine.plan.devices import DEVICES, find_device
 from engine.plan.goodput import Split
 from engine.plan.plan import Plan, Planner
@@ -75,6 +76,27 @@ def test_a_model_that_is_too_large_says_how_many_devices_hold_it(plan: Planning)
     assert plan(large, gpu="l40s", gpus=number).shapes
     with pytest.raises(ConfigError, match=f"use at least {number} "):
         plan(large, gpu="l40s", gpus=number - 1)
+
+
+def test_a_model_that_no_number_of_devices_holds_is_refused_at_once(
+    plan: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's activations alone are more than one has: no shape is tried."""
+    tried = []
+    monkeypatch.setattr(
+        "engine.plan.plan.candidates", lambda num: tried.append(num) or candidates(num)
+    )
+    with pytest.raises(ConfigError, match=r"use a larger --gpu or smaller weights"):
+        plan(LLAMA_8B, gpu="l4", max_num_batched_tokens=1 << 20)
+    assert tried == [1]
+
+
+def test_a_plan_follows_the_rotary_scaling(plan: Planning) -> None:
+    plain = plan(LLAMA_8B)
+    scaled = plan(LLAMA_8B, rope_scaling='{"rope_type": "linear", "factor": 4.0}')
+    assert scaled.max_len == 4 * plain.max_len
+    with pytest.raises(ModelError, match="rope_type='curly'"):
+        plan(LLAMA_8B, rope_scaling='{"rope_type": "curly"}')
 
 
 @pytest.mark.parametrize(
