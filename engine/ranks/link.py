@@ -117,10 +117,13 @@ class Link:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         next_beat = heard_at = time.monotonic()
-        max_silence_s = FIRST_MESSAGE_S
+        max_silence_s, is_first, has_beaten = FIRST_MESSAGE_S, True, False
         while not self._is_closing.is_set():
             if time.monotonic() >= next_beat:
-                self.send(HEARTBEAT)
+                # A peer that has sent nothing yet may not read, either: beats would fill the link.
+                if not (is_first and has_beaten):
+                    self.send(HEARTBEAT)
+                has_beaten = True
                 next_beat = time.monotonic() + HEARTBEAT_S
             # What has come is read before silence is judged: this process may have been frozen.
             if poll.poll(max(0.0, next_beat - time.monotonic()) * 1e3):
@@ -134,6 +137,7 @@ class Link:
                 if handler := self._handlers.get(kind):
                     handler(payload)
                 heard_at, max_silence_s = time.monotonic(), self._max_silence_s
+                is_first = False
             elif time.monotonic() > heard_at + max_silence_s:
                 return max_silence_s
         return 0.0

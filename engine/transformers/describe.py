@@ -75,9 +75,8 @@ class Description:
     """A model that can be served. body: name of the module that computes the inputs of the output
     layer; kv_digest: of all settings that define the KV, without the weights; layer_width:
     estimated elements per token in a layer; widest: elements of the widest row that any product
-    takes or makes; head_weights: weights shared by embeddings and output
-    layer; state_layers: all of one size; transposed: last parts of the names of layers with weights
-    [in, out]."""
+    takes or makes; head_weights: weights shared by embeddings and output layer; state_layers: all
+    of one size; transposed: last parts of the names of layers with weights [in, out]."""
 
     architecture: str
     body: str

@@ -65,10 +65,9 @@ def load_model(
     shard: Shard = WHOLE,
     stage: Stage = ALL_LAYERS,
 ) -> TransformersDecoder:
-    """Load a rank's part of the checkpoint's model on `device`; to be joined before use, until when
-    it has the layers of all stages. tensors:
-    the checkpoint's, if transformers cannot read them from `folder`; emptied by this call. Raises
-    ModelError."""
+    """Load a rank's part of the checkpoint's model on `device`, with the layers of all stages until
+    it is joined, which precedes any use. tensors: the checkpoint's, if transformers cannot read
+    them from `folder`; emptied by this call. Raises ModelError."""
     config = read_transformers_config(folder, overrides)
     read: Any = AutoModelForCausalLM.from_pretrained
     source: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}

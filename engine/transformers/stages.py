@@ -59,7 +59,7 @@ class LayerCut:
             embeddings = self._model.get_input_embeddings()
             like, size = embeddings.weight.new_zeros(()), embeddings.weight.shape[1]
             _empty(embeddings)
-            embeddings.forward = lambda ids, *_, **__: like.expand(*ids.shape, size)
+            embeddings.forward = lambda ids, *_, **__: like.new_zeros(*ids.shape, size)
 
     def _run(self, number: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if number not in self._own:

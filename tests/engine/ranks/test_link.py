@@ -57,6 +57,22 @@ def test_a_peer_that_closes_is_reported_to_the_other_alone(
     assert ends.empty()
 
 
+def test_a_peer_may_begin_late(ends: queue.SimpleQueue[str]) -> None:
+    """Its process imports torch first, and reads nothing meanwhile: the link must not fill."""
+    connection, its_connection = socket.socketpair()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    one, other = link_over(connection, "a", ends), link_over(its_connection, "b", ends)
+    one.start()
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=1.0)
+    other.start()
+    other.announce_loaded()
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=0.1)
+    one.close()
+    other.close()
+
+
 def test_silence_is_short_once_the_peer_has_loaded(ends: queue.SimpleQueue[str]) -> None:
     ours, theirs = socket.socketpair()
     link = link_over(ours, "a", ends)
