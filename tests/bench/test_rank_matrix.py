@@ -49,7 +49,7 @@ def test_a_table_names_pairs_that_differ() -> None:
 async def test_tokens_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     """Pairs of workers of at most two ranks."""
     verdicts: list[Verdict] = []
-    await check_model(name, tmp_path, 2, 8, verdicts.append)
+    assert not await check_model(name, tmp_path, 2, 8, verdicts.append)
     assert verdicts
     for verdict in verdicts:
         assert verdict.is_equal, verdict.shape.name
