@@ -3,6 +3,7 @@ states included."""
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from baton.types import Sampling, SequenceSpec
 from baton_kernels.cpu.library import library
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.layout import groups_of
 from engine.torch.engine import TorchEngine
 from engine.transformers.source import TransformersModel
+from kv_transfer.transport.loopback import LoopbackHub
 from tests.engine.ranks.conftest import LoadRanks
 from tests.engine.ranks.test_ranks_same_as_one import SAMPLED, kv_of
 from tests.support.architectures import make_checkpoint
+from tests.support.sim_client import Choice, SimClient
+from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 
 PROMPTS = [tuple((7 * i + 3 * j) % 96 for i in range(n)) for j, n in enumerate((1, 30, 13))]
 #: Tokens of each prompt in the first of two steps.
@@ -102,3 +107,45 @@ def test_ranks_compute_what_one_computes(
     assert torch.equal(found, expected)
     assert kv_of(several) == kv_of(one)
     assert states_of(several) == states_of(one)
+
+
+SHAPE = SimShape(
+    num_blocks=60, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_num_launches=1
+)
+NUM_TOKENS = 8
+
+
+@pytest.mark.slow
+def test_states_go_between_workers_of_unequal_degrees(
+    tmp_path: Path, load_ranks: LoadRanks
+) -> None:
+    """From two ranks to two stages and back: sequences also move between decode workers."""
+    path = make_checkpoint(tmp_path, "falcon_h1")
+    limits = {
+        name: getattr(SHAPE, name)
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
+    }
+
+    def load(tensor: int, pipeline: int) -> TorchEngine:
+        options = {"model_impl": "transformers", "pipeline_parallel_size": pipeline, **limits}
+        return load_ranks(path, tensor, **options)
+
+    def outputs(*engines: TorchEngine) -> list[list[int]]:
+        client, hub = SimClient(random.Random(1), [], [], move_rate=0.1), LoopbackHub()
+        client.prefills.append(SimPrefill(hub, lambda: client.now, SHAPE, given_engine=engines[0]))
+        client.decodes += [
+            SimDecode(hub, lambda: client.now, SHAPE, f"d{index}", given_engine=engine)
+            for index, engine in enumerate(engines[1:])
+        ]
+        sampling = Sampling(max_tokens=NUM_TOKENS)
+        client.waiting += [
+            SequenceSpec(f"r{i}", prompt, sampling, arrival_ns=i)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        client.run()
+        client.quiet()
+        assert not client.failed
+        assert "Committed" in client.seen
+        return [list(client.output_of(Choice(f"r{i}", 0))) for i in range(len(PROMPTS))]
+
+    assert outputs(load(2, 1), load(1, 2), load(2, 1)) == outputs(load(1, 1), load(1, 1))
