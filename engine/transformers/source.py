@@ -222,7 +222,8 @@ def _check_degrees(found: Description, degrees: Degrees, device: torch.device) -
     if degrees.num_summands > 1:
         raise ConfigError.of(
             *("tensor_parallel_cut", degrees.cut),
-            f"{found.architecture} runs by transformers' code, whose ranks share outputs; leave it out",
+            f"{found.architecture} runs by transformers' code, of which ranks share the outputs; "
+            "leave it out",
         )
     size, num_stages, num_layers = degrees.tensor, degrees.pipeline, len(found.windows)
     if degrees.num_ranks > 1 and device.type != "cpu":
