@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 from baton.types import Sampling
 from baton_kernels import linear
 from bench.gpu.interpreter import kernels_on_cpu
-from engine import follower
+from engine import native_rank
 from engine.ranks import process_groups, start
 from engine.ranks.process_groups import NcclRanks
 from engine.ranks.team import RankTeam
@@ -68,7 +68,7 @@ def test_all_ranks_replay_what_each_has_recorded(
 ) -> None:
     path = make_tiny_model(tmp_path, "llama")
     first, others = CountedGraphs(CPU), CountedGraphs(CPU)
-    monkeypatch.setattr(follower, "CalledGraphs", lambda _: others)
+    monkeypatch.setattr(native_rank, "CalledGraphs", lambda _: others)
 
     def load(size: int, **options: Any) -> TorchEngine:
         return load_engine(
