@@ -19,8 +19,26 @@ if TYPE_CHECKING:
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="Local directory or Hub id.", metavar="MODEL")],
-    num_requests: Annotated[int, typer.Option(min=1, help="Requests to compare.")] = 200,
+    model: Annotated[
+        str | None, typer.Argument(help="Local directory or Hub id.", metavar="[MODEL]")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Check any server of OpenAI's HTTP API instead, such as http://127.0.0.1:8000.",
+            metavar="URL",
+        ),
+    ] = None,
+    served_model: Annotated[
+        str | None, typer.Option("--model", help="With --against: the model; the first if none.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="With --against.", envvar="BATON_API_KEY")
+    ] = None,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests to compare.  [default: 200; 24 with --against]"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the requests.")] = 0,
     kv_transport: Annotated[
         list[str] | None,
@@ -122,7 +140,23 @@ def check(
     With --soak, verify that memory, blocks, file descriptors and threads stay constant under hours
     of streams, some of them cancelled or disconnected, and that nothing is held at the end. Exit
     status 1 if not.
+
+    With --against, verify any server of OpenAI's HTTP API by its answers: streams, usage, answers
+    under load, cancels, cache hits, choices, log probabilities, and that no answer has another
+    prompt's content. Exit status 1 if a check fails.
     """
+    if against is not None:
+        from baton.cli import check_against as server_check
+
+        num_asked = num_requests or server_check.NUM_REQUESTS
+        raise SystemExit(
+            server_check.check_against(
+                against, served_model or model, api_key, num_requests=num_asked, seed=seed
+            )
+        )
+    if model is None:
+        raise typer.BadParameter("give a model, or a server with --against", param_hint="MODEL")
+    num_requests = num_requests or 200
     if long and (faults or soak):
         raise typer.BadParameter("--long: goes with neither --faults nor --soak; leave it out")
     from baton.check.run import check as run_check
