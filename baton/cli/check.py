@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.kv_transports import AUTOMATIC
+from baton.rpc.address import is_address
 
 if TYPE_CHECKING:
     from baton.check.faults import FaultVerdict
@@ -34,6 +36,14 @@ def check(
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="With --against.", envvar="BATON_API_KEY")
+    ] = None,
+    receipt: Annotated[
+        Path | None,
+        typer.Option(
+            help="Ask again for this answer, which has a receipt, of MODEL or of the gateway that "
+            "--against names by its gRPC port.",
+            metavar="FILE",
+        ),
     ] = None,
     num_requests: Annotated[
         int | None,
@@ -144,8 +154,11 @@ def check(
     With --against, verify any server of OpenAI's HTTP API by its answers: streams, usage, answers
     under load, cancels, cache hits, choices, log probabilities, and that no answer has another
     prompt's content. Exit status 1 if a check fails.
+
+    With --receipt, ask again for one answer, with the receipt's dtype, and compare its tokens and
+    log probabilities. Exit status 1 if they differ.
     """
-    if against is not None:
+    if against is not None and receipt is None:
         from baton.cli import check_against as server_check
 
         num_asked = num_requests or server_check.NUM_REQUESTS
@@ -154,7 +167,7 @@ def check(
                 against, served_model or model, api_key, num_requests=num_asked, seed=seed
             )
         )
-    if model is None:
+    if model is None and against is None:
         raise typer.BadParameter("give a model, or a server with --against", param_hint="MODEL")
     num_requests = num_requests or 200
     if long and (faults or soak):
@@ -164,7 +177,7 @@ def check(
     from baton.config import ServeOptions
     from baton.config.load import build_options
 
-    options: dict[str, object] = {"model": model, "dtype": dtype, "engine": engine}
+    options: dict[str, object] = {"model": model or "-", "dtype": dtype, "engine": engine}
     options |= {"kv_cache_dtype": kv_cache_dtype, "model_impl": model_impl, "log_level": "warning"}
     if tensor_parallel_cut != "outputs":
         sizes = {prefill_tensor_parallel_size, decode_tensor_parallel_size}
@@ -182,6 +195,17 @@ def check(
         "lora_modules": tuple(lora_modules) if lora_modules else None,
     }
     options |= {name: value for name, value in changes.items() if value is not None}
+    if receipt is not None:
+        from baton.cli.check_receipt import check_receipt
+
+        if against is not None and not is_address(against):
+            text = f"{against}: with --receipt, the gateway's gRPC port, such as 127.0.0.1:50051"
+            raise typer.BadParameter(text, param_hint="--against")
+        degrees = {
+            "tensor_parallel_size": decode_tensor_parallel_size,
+            "pipeline_parallel_size": decode_pipeline_parallel_size,
+        }
+        raise SystemExit(check_receipt(receipt, options, against, api_key, degrees))
     transports = kv_transport or AUTOMATIC
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})
