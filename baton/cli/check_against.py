@@ -46,7 +46,5 @@ def _row(check: Check, finding: Finding) -> str:
 
 def _first_failure(server: Server, check: Check, finding: Finding) -> str:
     first = finding.failures[0]
-    return (
-        f"\n{check.name}: {len(finding.failures)} failures. The first, {first.how}: {first.what}\n"
-        f"  {server.command(first.path, first.body)}"
-    )
+    text = f"\n{check.name}: {len(finding.failures)} failures. The first, {first.how}: {first.what}"
+    return f"{text}\n  {server.command(first.path, first.body)}" if first.body else text

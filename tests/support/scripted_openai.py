@@ -50,6 +50,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         server = self.server
+        if server.fault == "no chats" and "messages" in body:
+            self._send_json({"error": {"message": "not here"}}, 404)
+            return
         prompt = str(body.get("prompt") or body["messages"])
         with server.lock:
             server.num_running += 1
@@ -147,12 +150,12 @@ class Handler(BaseHTTPRequestHandler):
         if readable and not self.connection.recv(1, socket.MSG_PEEK):
             raise ConnectionError
 
-    def _send_json(self, document: Any) -> None:
-        self._begin("application/json")
+    def _send_json(self, document: Any, status: int = 200) -> None:
+        self._begin("application/json", status)
         self.wfile.write(json.dumps(document).encode())
 
-    def _begin(self, kind: str) -> None:
-        self.send_response(200)
+    def _begin(self, kind: str, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("content-type", kind)
         self.end_headers()
 

@@ -78,7 +78,11 @@ def assemble(events: Iterable[str], *, is_cut: bool = False) -> Answer:
         if data == "[DONE]":
             is_over = True
             continue
-        document = json.loads(data)
+        try:
+            document = json.loads(data)
+        except ValueError:
+            faults.append(f"an event is no JSON: {data!r}")
+            continue
         if "error" in document:
             faults.append(f"an error within the stream: {json.dumps(document['error'])}")
             continue

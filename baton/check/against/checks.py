@@ -153,10 +153,10 @@ def cache(trial: Trial) -> Finding:
 def choices(trial: Trial) -> Finding:
     """n choices: all there, by number; greedy ones equal; counted; the same when asked again and
     when streamed."""
-    failures = []
-    prompts = trial.prompts.mixed(max(1, trial.num_requests // 2))
+    failures, has_greedy = [], _has_greedy_choices(trial)
+    prompts = trial.prompts.mixed(max(2, trial.num_requests // 2))
     for index, prompt in enumerate(prompts):
-        is_greedy = index % 2 == 0
+        is_greedy = has_greedy and index % 2 == 0
         body = (
             greedy(prompt, trial.max_tokens, n=_NUM_CHOICES, **trial.more)
             if is_greedy
@@ -173,7 +173,18 @@ def choices(trial: Trial) -> Finding:
         if shown and answer.usage and not 0 <= answer.usage.completion - shown <= ended:
             faults.append(f"{answer.usage.completion} tokens are charged for {shown}")
         failures += [Failure(fault, ALONE, COMPLETIONS, body) for fault in faults if fault]
-    return Finding(len(prompts), tuple(failures))
+    return Finding(len(prompts), tuple(failures), "" if has_greedy else "none greedy, as refused")
+
+
+def _has_greedy_choices(trial: Trial) -> bool:
+    """Whether the server takes n with temperature 0, which some refuse."""
+    try:
+        trial.ask(greedy("def", 1, n=_NUM_CHOICES))
+    except Refused as error:
+        if not error.is_unserved:
+            raise
+        return False
+    return True
 
 
 def logprobs(trial: Trial) -> Finding:
@@ -249,8 +260,11 @@ CHECKS = (
 
 
 def run_check(check: Check, trial: Trial) -> Finding:
-    """A check's finding; a request that is refused leaves it untried."""
+    """A check's finding. A request that the server does not take leaves it untried; one that it
+    takes and does not answer is a failure."""
     try:
         return check.run(trial)
     except Refused as error:
-        return Finding(0, untried=error.message)
+        if error.is_unserved:
+            return Finding(0, untried=error.message)
+        return Finding(1, (Failure(error.message, "one of its requests", COMPLETIONS, {}),))

@@ -35,6 +35,11 @@ class Refused(BatonError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def is_unserved(self) -> bool:
+        """Whether the server does not serve such a request, however often it is asked."""
+        return self.status // 100 == 4 and self.status not in _FULL
+
 
 class Server:
     """One model at one address. Used by several threads; each request has a connection."""

@@ -62,12 +62,22 @@ def test_a_failure_can_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"curl {server.url}/v1/completions" in printed
 
 
-def test_an_error_leaves_a_check_untried() -> None:
+def trial_of(url: str) -> Trial:
+    return Trial(Server(url), num_requests=2, concurrency=2, seed=1)
+
+
+def test_a_server_that_is_gone_has_failed() -> None:
     with scripted_server() as server:
-        trial = Trial(Server(server.url), num_requests=2, concurrency=2, seed=1)
-    finding = run_check(CHECKS[0], trial)
-    assert (finding.has_held, finding.failures) == (False, ())
-    assert server.url in finding.untried
+        trial = trial_of(server.url)
+    (failure,) = run_check(CHECKS[0], trial).failures
+    assert server.url in failure.what
+
+
+def test_what_a_server_does_not_serve_is_not_tried() -> None:
+    with scripted_server("no chats") as server:
+        findings = [run_check(check, trial_of(server.url)) for check in CHECKS[:2]]
+    assert [finding.has_held for finding in findings] == [True, False]
+    assert (findings[1].failures, findings[1].untried) == ((), "404: not here")
 
 
 def piece(**choice: Any) -> str:
@@ -83,4 +93,5 @@ def test_what_a_stream_must_not_do() -> None:
     assert assemble(right[:1]).faults == ("choice 0 has no end", "the stream has no [DONE]")
     assert assemble(right[:1], is_cut=True).faults == ()
     assert assemble([piece(index=1, text="", finish_reason="stop"), "[DONE]"]).faults
+    assert assemble(["{", *right]).faults == ("an event is no JSON: '{'",)
     assert "an error within" in assemble([json.dumps({"error": "x"}), *right]).faults[0]
