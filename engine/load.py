@@ -174,7 +174,7 @@ def _reserve_memory(
         try:
             reservations = stack.enter_context(Reservations.of_user())
         except OSError as error:
-            _log.warning("memory that other workers have planned counts as free: %s", error)
+            _log.info("memory that other workers have planned counts as free: %s", error)
         host = host_budget(share, reservations.pending_bytes() if reservations else 0)
         memory = _plan_memory(settled, config, host.available_bytes, host.default_kv_bytes)
         if reservations is None:
