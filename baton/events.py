@@ -78,6 +78,7 @@ class Committed:
 
     transfer_exposed_ms: float
     transfer_bytes: int
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
     import torch
 
     from baton.config import DecodeOptions
-    from engine.host_memory import available_memory_bytes
+    from engine.host_memory import host_budget
     from engine.kv.tensors.state_memory import state_bytes
     from engine.load import kv_layout, max_window_slots
     from engine.memory_plan import plan_blocks
@@ -163,6 +163,7 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
     num_seqs, longest = options.max_num_seqs, source.max_len
     layout = kv_layout(source, dtype, block_size)
     device, num_batched = torch.device("cpu"), options.max_num_batched_tokens
+    host = host_budget(options.gpu_memory_utilization)
     plan = plan_blocks(
         layout,
         dtype=dtype,
@@ -174,7 +175,8 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
         graphs=0,
         max_model_len=longest,
         max_num_seqs=num_seqs,
-        available_bytes=int(available_memory_bytes() * options.gpu_memory_utilization),
+        available_bytes=host.available_bytes,
+        default_kv_bytes=host.default_kv_bytes,
         degrees=ONE_RANK,
         kv_cache_memory_bytes=None,
         num_blocks=None,

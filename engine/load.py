@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,13 @@ from engine.config import DeviceConfig, EngineConfig, LoraConfig, ModelChoice
 from engine.cuda.warm_up import warm_up
 from engine.dtype import choose_dtype
 from engine.families.config import DTYPES
-from engine.host_memory import available_memory_bytes
+from engine.host_memory import host_budget
 from engine.interface import EngineSpec
 from engine.kv.groups.window import windows_of
 from engine.kv.layout import groups_of
 from engine.kv.tensors.state_memory import state_bytes
 from engine.memory_plan import NO_HEAD, MemoryPlan, plan_blocks
+from engine.memory_reservations import Reservations
 from engine.model_source import EnginePlan, LoadedModel, ModelSource
 from engine.numerics import numerics_of, sums_of
 from engine.ranks.backends import choose_backend
@@ -55,7 +57,7 @@ def load_engine(
     _set_threads(config.device)
     device = _device(config.device.device)
     settled = _settle(_open_checkpoint(config.model), config, device)
-    memory = _plan_memory(settled, config)
+    memory, release = _reserve_memory(settled, config)
     (on_plan or _log_plan)(memory)
     loaded = _load_weights(settled, memory, config.model.model, progress)
     spec = _spec(settled, memory, loaded, config.model)
@@ -64,9 +66,14 @@ def load_engine(
     )
     steps = loaded.steps(pool)
     limits = config.limits
+
+    def close() -> None:
+        loaded.close()
+        release()
+
     engine = TorchEngine(
         *(spec, pool, steps, limits.layer_group_size, loaded.followers, waiting_for(device)),
-        loaded.close,
+        close,
     )
     if device.type == "cuda":
         warm_up(engine, limits.max_num_batched_tokens, limits.max_num_seqs, _report_warm_up)
@@ -158,8 +165,34 @@ def _choose_attention(
     return attention
 
 
-def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
-    """Plan memory. Raises ConfigError if the model, or max_model_len tokens of KV, do not fit."""
+def _reserve_memory(
+    settled: _Settled, config: EngineConfig
+) -> tuple[MemoryPlan, Callable[[], None]]:
+    """Plan memory; on a CPU, make it known to other workers until the function is called. Raises
+    ConfigError."""
+    device, share = settled.plan.device, config.cache.memory_share
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return _plan_memory(settled, config, min(free, int(total * share)), None), lambda: None
+    num_ranks = settled.plan.degrees.num_ranks // settled.plan.nodes.size
+    with ExitStack() as stack:
+        reservations = None
+        try:
+            reservations = stack.enter_context(Reservations.of_user())
+        except OSError as error:
+            _log.info("memory that other workers have planned counts as free: %s", error)
+        host = host_budget(share, reservations.pending_bytes() if reservations else 0)
+        memory = _plan_memory(settled, config, host.available_bytes, host.default_kv_bytes)
+        if reservations is None:
+            return memory, lambda: None
+        return memory, reservations.reserve(memory.rank_bytes * num_ranks).close
+
+
+def _plan_memory(
+    settled: _Settled, config: EngineConfig, available_bytes: int, default_kv_bytes: int | None
+) -> MemoryPlan:
+    """Plan memory. available_bytes: of this node. default_kv_bytes: see plan_blocks. Raises
+    ConfigError if the model, or max_model_len tokens of KV, do not fit."""
     source, plan = settled.source, settled.plan
     where, sizes, head = plan.device, plan.layout, config.draft_head
     limits = config.limits
@@ -180,8 +213,9 @@ def _plan_memory(settled: _Settled, config: EngineConfig) -> MemoryPlan:
         transfers=planned_device_bytes() if where.type == "cuda" else 0,
         max_model_len=plan.max_len,
         max_num_seqs=max_num_seqs,
-        available_bytes=_available_bytes(where, config.cache.memory_share)
+        available_bytes=available_bytes
         * (plan.nodes.size if where.type == "cpu" else plan.degrees.num_ranks),
+        default_kv_bytes=default_kv_bytes and default_kv_bytes * plan.nodes.size,
         degrees=plan.degrees,
         kv_cache_memory_bytes=config.cache.memory_bytes,
         num_blocks=config.cache.num_blocks,
@@ -399,12 +433,3 @@ def _max_len(asked: int | None, source: ModelSource) -> int:
             "max_model_len", asked, f"the model's context is {longest} tokens; use 1 to {longest}"
         )
     return asked
-
-
-def _available_bytes(device: torch.device, share: float) -> int:
-    """Bytes available: on a GPU, a share of its total memory, limited by free memory; else a share
-    of the free host memory within the process's cgroup."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return min(free, int(total * share))
-    return int(available_memory_bytes() * share)

@@ -24,6 +24,16 @@ class HeadMemory:
 
 NO_HEAD = HeadMemory()
 
+#: By default, a worker on a CPU has KV for so many sequences of the model's length, of which so
+#: many tokens count; and for at least one of the whole length.
+DEFAULT_NUM_SEQS, DEFAULT_MAX_LEN = 16, 8192
+#: Default KV at most, as a part of the memory that is available at the start.
+DEFAULT_PART = 4
+_DEFAULT_RULE = (
+    f"for {DEFAULT_NUM_SEQS} sequences of up to {DEFAULT_MAX_LEN} tokens, in at most a quarter of "
+    "the memory that was free; --kv-cache-memory-bytes gives more"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -50,6 +60,8 @@ class MemoryPlan:
     slot_bytes: int = 0
     state_bytes: int = 0
     """States of max_num_seqs sequences."""
+    is_kv_default: bool = False
+    """The default of a CPU set the size of the KV cache, not an option."""
 
     @property
     def head_bytes(self) -> int:
@@ -60,6 +72,12 @@ class MemoryPlan:
     @property
     def kv_bytes(self) -> int:
         return self.block_bytes * self.num_blocks + self.slot_bytes * self.num_window_slots
+
+    @property
+    def rank_bytes(self) -> int:
+        """All that one rank may come to use."""
+        used = (self.weight_bytes, self.activation_bytes, self.state_bytes, self.transfer_bytes)
+        return sum(used) + self.graph_bytes + self.head_bytes + self.kv_bytes
 
     @property
     def num_kv_tokens(self) -> int:
@@ -103,6 +121,7 @@ class MemoryPlan:
                 f"{self.layout.block_size} tokens, {format_bytes(self.block_bytes)} each "
                 f"({self.layout.dtype}){slots}{sharing}",
             ),
+            *((("KV cache by default", _DEFAULT_RULE),) if self.is_kv_default else ()),
             ("longest context", f"{self.longest_context} tokens"),
             (
                 "sequences at that length",
@@ -240,9 +259,12 @@ def plan_blocks(
     head: HeadMemory = NO_HEAD,
     max_window_slots: int = 0,
     states: int = 0,
+    default_kv_bytes: int | None = None,
 ) -> MemoryPlan:
     """Plan the number of KV blocks: `num_blocks`, else what fits in `kv_cache_memory_bytes`, else
     enough for max_num_seqs sequences of max_model_len tokens within the rest of `available_bytes`.
+
+    default_kv_bytes: bounds that last case, then also limited to default_kv_tokens; None on a GPU.
 
     max_window_slots: maximum slots of running sequences, see LayerGroups.max_slots; 0 if groups
     cannot lie apart. They lie apart only if there are more blocks than slots; sequences then never
@@ -279,12 +301,15 @@ def plan_blocks(
             f"the states of so many sequences need {format_bytes(states)} beside the weights' "
             f"{format_bytes(weights)}, and {format_bytes(available_bytes)} is free; lower it",
         )
-    num_apart = num_blocks or 0
+    num_apart, is_default = num_blocks or 0, False
     if num_blocks is None:
         others = weights + activations + graphs + states + transfers + head.weight_bytes
         if kv_cache_memory_bytes is None:
             budget = max(0, available_bytes - others) * degrees.context
             most = max_num_seqs * -(-max_model_len // block_size)
+            if is_default := default_kv_bytes is not None:
+                most = min(most, -(-default_kv_tokens(max_model_len) // block_size))
+                budget = min(budget, default_kv_bytes * degrees.context // degrees.num_ranks)
         else:
             budget = kv_cache_memory_bytes * degrees.context // degrees.num_ranks
             most = budget // (full_bytes or whole_bytes)
@@ -318,4 +343,10 @@ def plan_blocks(
         num_window_slots=max_window_slots if is_apart else 0,
         slot_bytes=slot_bytes if is_apart else 0,
         state_bytes=states,
+        is_kv_default=is_default,
     )
+
+
+def default_kv_tokens(max_model_len: int) -> int:
+    """Tokens of KV that a worker on a CPU has by default, where memory allows."""
+    return max(DEFAULT_NUM_SEQS * min(max_model_len, DEFAULT_MAX_LEN), max_model_len)

@@ -49,6 +49,7 @@ from gateway.intake.validator import (
 )
 from gateway.long_work import Turns, let_others_run
 from gateway.output.delivery import Write
+from gateway.output.receipt import ReceiptWriter
 from gateway.request.driver import (
     OnAdmitted,
     RequestDeps,
@@ -159,10 +160,17 @@ class Serving:
             deps = self._deps
             outputs = await resumed_outputs_of(validated, deps.decodings)
             await deps.dispatcher.prepare(starting_specs_of(validated))
-            driver = RequestDriver(
-                deps, validated, outputs, call.write, deadline_s, record.timeline
-            )
+            write = call.write
+            if request.return_receipt:
+                write = ReceiptWriter(
+                    *(write, request, validated, record.timeline, self._infos_by_name)
+                )
+            driver = RequestDriver(deps, validated, outputs, write, deadline_s, record.timeline)
             await driver.run(call.on_admitted)
+
+    def _infos_by_name(self) -> Mapping[str, WorkerInfo]:
+        infos = (worker.info for worker in self._fleet.workers.values())
+        return {info.identity.worker_id: info for info in infos if info}
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
         """Tokenize a prompt exactly as `generate` does."""

@@ -311,6 +311,8 @@ class TicketCommitted:
     whole_start: int = 0
     parked: tuple[ParkedChunk, ...] = ()
     """Chunks that came before their blocks; empty unless the ticket was late."""
+    checksum: int = 0
+    """Sum of the checksums of all chunks, modulo 2**64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -562,6 +564,7 @@ class Ticket:
             self.receiving_s,
             max(each.whole_start for each in parts),
             tuple(self.parked),
+            sum(each.checksum for each in parts) & CHECKSUM_MASK,
         )
 
     def abort(self, reason: str, message: str) -> TicketAborted | None:

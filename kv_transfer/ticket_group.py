@@ -20,6 +20,7 @@ from typing import Protocol
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import SequenceSpec
+from kv_transfer.frame import CHECKSUM_MASK
 from kv_transfer.send_connection import Cancel, FetchPrefix, LaterTask, SendDone
 from kv_transfer.sender import KvSender
 from kv_transfer.ticket import (
@@ -187,6 +188,7 @@ def _end_of(ends: Sequence[TicketCommitted | TicketAborted]) -> TicketCommitted 
         reserved_s=min(end.reserved_s for end in committed),
         receiving_s=min(end.receiving_s for end in committed),
         whole_start=max(end.whole_start for end in committed),
+        checksum=sum(end.checksum for end in committed) & CHECKSUM_MASK,
     )
 
 

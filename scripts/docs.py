@@ -102,6 +102,12 @@ chat template.
 `/v1/responses`, too): milliseconds to the first token and their parts, the bytes handed over, and
 the workers.
 
+`return_receipt: true` adds `receipt` in the same places: digest of the weights and adapters, type
+of KV, the prompt's token ids, the sampling as resolved with its seed, the tokens and (with
+`logprobs`) log probabilities of each choice, the workers with their versions and numerics, and the
+handoffs with their checksums. `baton check --receipt` asks again for the answer in a file and
+compares: see [reliability.md](reliability.md#receipts).
+
 ## Resuming a stream
 
 To continue a broken stream, at any gateway of the model, send the same request with `resume_from`:

@@ -429,7 +429,7 @@ class Admission:
             return None
         if committed.first_tokens:  # a complete prefill, not a migration
             self._costs.handoff.observe(num_missing, waited_s)
-        event = Committed(committed.transfer_exposed_ms, committed.num_bytes)
+        event = Committed(committed.transfer_exposed_ms, committed.num_bytes, committed.checksum)
         self._state.emit(sequence, event)
         return sequence
 

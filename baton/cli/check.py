@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.kv_transports import AUTOMATIC
+from baton.rpc.address import is_address
 
 if TYPE_CHECKING:
     from baton.check.faults import FaultVerdict
@@ -19,8 +21,34 @@ if TYPE_CHECKING:
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="Local directory or Hub id.", metavar="MODEL")],
-    num_requests: Annotated[int, typer.Option(min=1, help="Requests to compare.")] = 200,
+    model: Annotated[
+        str | None, typer.Argument(help="Local directory or Hub id.", metavar="[MODEL]")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Check any server of OpenAI's HTTP API instead, such as http://127.0.0.1:8000.",
+            metavar="URL",
+        ),
+    ] = None,
+    served_model: Annotated[
+        str | None, typer.Option("--model", help="With --against: the model; the first if none.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="With --against.", envvar="BATON_API_KEY")
+    ] = None,
+    receipt: Annotated[
+        Path | None,
+        typer.Option(
+            help="Ask again for this answer, which has a receipt, of MODEL or of the gateway that "
+            "--against names by its gRPC port.",
+            metavar="FILE",
+        ),
+    ] = None,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests to compare.  [default: 200; 24 with --against]"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the requests.")] = 0,
     kv_transport: Annotated[
         list[str] | None,
@@ -122,7 +150,26 @@ def check(
     With --soak, verify that memory, blocks, file descriptors and threads stay constant under hours
     of streams, some of them cancelled or disconnected, and that nothing is held at the end. Exit
     status 1 if not.
+
+    With --against, verify any server of OpenAI's HTTP API by its answers: streams, usage, answers
+    under load, cancels, cache hits, choices, log probabilities, and that no answer has another
+    prompt's content. Exit status 1 if a check fails.
+
+    With --receipt, ask again for one answer, with the receipt's dtype, and compare its tokens and
+    log probabilities. Exit status 1 if they differ.
     """
+    if against is not None and receipt is None:
+        from baton.cli import check_against as server_check
+
+        num_asked = num_requests or server_check.NUM_REQUESTS
+        raise SystemExit(
+            server_check.check_against(
+                against, served_model or model, api_key, num_requests=num_asked, seed=seed
+            )
+        )
+    if model is None and against is None:
+        raise typer.BadParameter("give a model, or a server with --against", param_hint="MODEL")
+    num_requests = num_requests or 200
     if long and (faults or soak):
         raise typer.BadParameter("--long: goes with neither --faults nor --soak; leave it out")
     from baton.check.run import check as run_check
@@ -130,7 +177,7 @@ def check(
     from baton.config import ServeOptions
     from baton.config.load import build_options
 
-    options: dict[str, object] = {"model": model, "dtype": dtype, "engine": engine}
+    options: dict[str, object] = {"model": model or "-", "dtype": dtype, "engine": engine}
     options |= {"kv_cache_dtype": kv_cache_dtype, "model_impl": model_impl, "log_level": "warning"}
     if tensor_parallel_cut != "outputs":
         sizes = {prefill_tensor_parallel_size, decode_tensor_parallel_size}
@@ -148,6 +195,17 @@ def check(
         "lora_modules": tuple(lora_modules) if lora_modules else None,
     }
     options |= {name: value for name, value in changes.items() if value is not None}
+    if receipt is not None:
+        from baton.cli.check_receipt import check_receipt
+
+        if against is not None and not is_address(against):
+            text = f"{against}: with --receipt, the gateway's gRPC port, such as 127.0.0.1:50051"
+            raise typer.BadParameter(text, param_hint="--against")
+        degrees = {
+            "tensor_parallel_size": decode_tensor_parallel_size,
+            "pipeline_parallel_size": decode_pipeline_parallel_size,
+        }
+        raise SystemExit(check_receipt(receipt, options, against, api_key, degrees))
     transports = kv_transport or AUTOMATIC
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})

@@ -93,11 +93,12 @@ class EngineOptions(ModelOptions):
     block_size: BlockSize = 16
     """Tokens per KV block. The two tiers may differ."""
     kv_cache_memory_bytes: ByteSize | None = None
-    """Memory for KV blocks, such as 512MiB or 2GB; if not given, enough for --max-num-seqs
-    sequences of --max-model-len tokens, within --gpu-memory-utilization."""
+    """Memory for KV blocks, such as 512MiB or 2GB. If not given, on a GPU enough for --max-num-seqs
+    sequences of --max-model-len tokens, within --gpu-memory-utilization; on a CPU enough for 16 of
+    them of up to 8,192 tokens, in at most a quarter of that."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Fraction of the free memory at start, of the GPU or else of the machine, for weights,
-    activations and KV blocks."""
+    """Fraction of the free memory at start, of the GPU or else of the machine and the control
+    group, for weights, activations and KV blocks."""
     num_gpu_blocks_override: Count | None = None
     """Number of KV blocks, on any device; overrides the number computed from memory."""
     enable_prefix_caching: bool = True

@@ -246,6 +246,7 @@ class GenerateRequest(message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     RESUME_FROM_FIELD_NUMBER: builtins.int
+    RETURN_RECEIPT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Name of the model, or of a LoRA adapter that its workers have; empty means the model that is served."""
     priority: builtins.int
@@ -255,6 +256,8 @@ class GenerateRequest(message.Message):
     """
     cache_salt: builtins.str
     """Requests with different salts never share cached prefixes. At most 256 characters."""
+    return_receipt: builtins.bool
+    """Whether the last piece has a receipt. Default false."""
     @builtins.property
     def prompt(self) -> Prompt:
         """What is to be completed; 1 token to max_model_len - 1 tokens."""
@@ -278,10 +281,11 @@ class GenerateRequest(message.Message):
         priority: builtins.int = ...,
         cache_salt: builtins.str = ...,
         resume_from: abc.Iterable[ChoiceSoFar] | None = ...,
+        return_receipt: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "resume_from", b"resume_from", "return_receipt", b"return_receipt", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -338,6 +342,7 @@ class GenerateResponse(message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     SCORE_FIELD_NUMBER: builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Identifies the request in logs, traces and errors."""
     choice: builtins.int
@@ -378,6 +383,10 @@ class GenerateResponse(message.Message):
     def prompt_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """In the first piece of a choice whose text echoes the prompt: the prompt's tokens."""
 
+    @builtins.property
+    def receipt(self) -> Receipt:
+        """In the last piece of the stream, if it was asked for."""
+
     def __init__(
         self,
         *,
@@ -394,14 +403,179 @@ class GenerateResponse(message.Message):
         prompt_logprobs: abc.Iterable[sampling_pb2.PositionLogprobs] | None = ...,
         score: builtins.float | None = ...,
         prompt_token_ids: abc.Iterable[builtins.int] | None = ...,
+        receipt: Receipt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_score", b"_score", "score", b"score", "stop_cause", b"stop_cause", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_score", b"_score", "receipt", b"receipt", "score", b"score", "stop_cause", b"stop_cause", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_score", b"_score", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "score", b"score", "stop_cause", b"stop_cause", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "token_index", b"token_index", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_score", b"_score", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "receipt", b"receipt", "request_id", b"request_id", "score", b"score", "stop_cause", b"stop_cause", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "token_index", b"token_index", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = typing.Literal["_score", b"_score"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+
+@typing.final
+class Receipt(message.Message):
+    """What an answer came from: enough to ask again, and to see whether the same comes out."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    KV_DTYPE_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    SAMPLING_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    HANDOFFS_FIELD_NUMBER: builtins.int
+    NUM_RESUMES_FIELD_NUMBER: builtins.int
+    GATEWAY_VERSION_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """Name of the model."""
+    adapter: builtins.str
+    """Name of the LoRA adapter; empty for none."""
+    digest: builtins.str
+    """Digest of the weights, of what computes KV, and of all adapters of the worker that wrote the last tokens."""
+    kv_dtype: builtins.str
+    """Type of that worker's KV."""
+    num_resumes: builtins.int
+    """As in RequestTiming."""
+    gateway_version: builtins.str
+    """Version of the gateway's software."""
+    @builtins.property
+    def prompt_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The prompt as it was read."""
+
+    @builtins.property
+    def sampling(self) -> sampling_pb2.SamplingParams:
+        """The sampling as it was resolved: with the model's own defaults, and with the seed, which may have been drawn."""
+
+    @builtins.property
+    def choices(self) -> containers.RepeatedCompositeFieldContainer[ReceiptChoice]:
+        """One for each choice that was returned, in order."""
+
+    @builtins.property
+    def workers(self) -> containers.RepeatedCompositeFieldContainer[ReceiptWorker]:
+        """The workers that it was placed on, in order."""
+
+    @builtins.property
+    def handoffs(self) -> containers.RepeatedCompositeFieldContainer[ReceiptHandoff]:
+        """The handoffs of KV between them that were committed, in order."""
+
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        adapter: builtins.str = ...,
+        digest: builtins.str = ...,
+        kv_dtype: builtins.str = ...,
+        prompt_token_ids: abc.Iterable[builtins.int] | None = ...,
+        sampling: sampling_pb2.SamplingParams | None = ...,
+        choices: abc.Iterable[ReceiptChoice] | None = ...,
+        workers: abc.Iterable[ReceiptWorker] | None = ...,
+        handoffs: abc.Iterable[ReceiptHandoff] | None = ...,
+        num_resumes: builtins.int = ...,
+        gateway_version: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["adapter", b"adapter", "choices", b"choices", "digest", b"digest", "gateway_version", b"gateway_version", "handoffs", b"handoffs", "kv_dtype", b"kv_dtype", "model", b"model", "num_resumes", b"num_resumes", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ReceiptChoice(message.Message):
+    """The output of one choice."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Its tokens."""
+
+    @builtins.property
+    def logprobs(self) -> containers.RepeatedScalarFieldContainer[builtins.float]:
+        """The log probability of each, if log probabilities were asked for; without those of a stream that was taken up."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: abc.Iterable[builtins.int] | None = ...,
+        logprobs: abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ReceiptWorker(message.Message):
+    """A worker that an answer was placed on."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    SOFTWARE_VERSION_FIELD_NUMBER: builtins.int
+    NUMERICS_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    """Its name."""
+    tier: builtins.str
+    """"prefill" or "decode", as it was started."""
+    software_version: builtins.str
+    """Version of its software."""
+    @builtins.property
+    def numerics(self) -> numerics_pb2.NumericsClass:
+        """How it rounds."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        tier: builtins.str = ...,
+        software_version: builtins.str = ...,
+        numerics: numerics_pb2.NumericsClass | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["numerics", b"numerics"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["numerics", b"numerics", "software_version", b"software_version", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ReceiptHandoff(message.Message):
+    """A handoff of KV."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    """Worker that sent it."""
+    target: builtins.str
+    """Worker that received and verified it."""
+    num_bytes: builtins.int
+    """Bytes of KV sent."""
+    checksum: builtins.int
+    """Sum of the checksums of all chunks, as sender and receiver both computed it. Checksums are keyed by ticket."""
+    def __init__(
+        self,
+        *,
+        source: builtins.str = ...,
+        target: builtins.str = ...,
+        num_bytes: builtins.int = ...,
+        checksum: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["checksum", b"checksum", "num_bytes", b"num_bytes", "source", b"source", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class StopCause(message.Message):

@@ -26,7 +26,7 @@ from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 from baton.v1 import sequence_pb2 as baton_dot_v1_dot_sequence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61ton/v1/sequence_service.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\x1a\x17\x62\x61ton/v1/sequence.proto\"\x9b\x02\n\x0cServeRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.baton.v1.OpenSequenceH\x00\x12(\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x17.baton.v1.AbortSequenceH\x00\x12(\n\x05pause\x18\x03 \x01(\x0b\x32\x17.baton.v1.PauseSequenceH\x00\x12-\n\x08hand_off\x18\x04 \x01(\x0b\x32\x19.baton.v1.HandOffSequenceH\x00\x12*\n\x06resume\x18\x05 \x01(\x0b\x32\x18.baton.v1.ResumeSequenceH\x00\x12)\n\x05known\x18\x06 \x01(\x0b\x32\x18.baton.v1.KnownSequencesH\x00\x42\t\n\x07\x63ommand\"~\n\x0cOpenSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x08sequence\x18\x02 \x01(\x0b\x32\x17.baton.v1.SequenceState\x12\"\n\x06source\x18\x03 \x01(\x0e\x32\x12.baton.v1.KvSource\x12\x0f\n\x07send_to\x18\x04 \x01(\x0c\"\x1f\n\rPauseSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"1\n\x0fHandOffSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"!\n\x0eKnownSequences\x12\x0f\n\x07handles\x18\x01 \x03(\x04\" \n\x0eResumeSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"\x1f\n\rAbortSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"^\n\rServeResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.baton.v1.SequenceEvent\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.baton.v1.StepTokens\"\xda\x03\n\rSequenceEvent\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12*\n\x07offered\x18\x02 \x01(\x0b\x32\x17.baton.v1.TicketOfferedH\x00\x12/\n\rlocal_prefill\x18\x03 \x01(\x0b\x32\x16.baton.v1.LocalPrefillH\x00\x12&\n\x08\x64\x65\x66\x65rred\x18\x04 \x01(\x0b\x32\x12.baton.v1.DeferredH\x00\x12(\n\tcommitted\x18\x05 \x01(\x0b\x32\x13.baton.v1.CommittedH\x00\x12(\n\tpreempted\x18\x06 \x01(\x0b\x32\x13.baton.v1.PreemptedH\x00\x12*\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x18.baton.v1.SequenceFailedH\x00\x12(\n\tprefilled\x18\x08 \x01(\x0b\x32\x13.baton.v1.PrefilledH\x00\x12\"\n\x06paused\x18\t \x01(\x0b\x32\x10.baton.v1.PausedH\x00\x12)\n\nhanded_off\x18\n \x01(\x0b\x32\x13.baton.v1.HandedOffH\x00\x12\x32\n\x0fhand_off_failed\x18\x0b \x01(\x0b\x32\x17.baton.v1.HandOffFailedH\x00\x42\x07\n\x05\x65vent\":\n\rTicketOffered\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\")\n\x0cLocalPrefill\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\"\x1a\n\x08\x44\x65\x66\x65rred\x12\x0e\n\x06reason\x18\x01 \x01(\t\"@\n\tCommitted\x12\x1b\n\x13transfer_exposed_ms\x18\x01 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\"\x0b\n\tPreempted\"\x9d\x01\n\tPrefilled\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1a\n\x12num_fetched_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\ncompute_ms\x18\x04 \x01(\x01\x12\x33\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"\x08\n\x06Paused\"\x0b\n\tHandedOff\"0\n\rHandOffFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"D\n\x0eSequenceFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretriable\x18\x03 \x01(\x08\"\xf9\x01\n\nStepTokens\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x15\n\rtoken_indices\x18\x02 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x0e\x66inish_reasons\x18\x05 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.EntryLogprobs\x12\x18\n\x10num_draft_tokens\x18\x07 \x03(\r\x12\x1b\n\x13num_accepted_tokens\x18\x08 \x03(\r\x12\x0e\n\x06scores\x18\t \x03(\x01\"M\n\rEntryLogprobs\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12-\n\tpositions\x18\x02 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs*h\n\x08KvSource\x12\x19\n\x15KV_SOURCE_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_SOURCE_PREFILL\x10\x01\x12\x13\n\x0fKV_SOURCE_LOCAL\x10\x02\x12\x15\n\x11KV_SOURCE_HANDOFF\x10\x03\x32O\n\x0fSequenceService\x12<\n\x05Serve\x12\x16.baton.v1.ServeRequest\x1a\x17.baton.v1.ServeResponse(\x01\x30\x01\x42\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61ton/v1/sequence_service.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\x1a\x17\x62\x61ton/v1/sequence.proto\"\x9b\x02\n\x0cServeRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.baton.v1.OpenSequenceH\x00\x12(\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x17.baton.v1.AbortSequenceH\x00\x12(\n\x05pause\x18\x03 \x01(\x0b\x32\x17.baton.v1.PauseSequenceH\x00\x12-\n\x08hand_off\x18\x04 \x01(\x0b\x32\x19.baton.v1.HandOffSequenceH\x00\x12*\n\x06resume\x18\x05 \x01(\x0b\x32\x18.baton.v1.ResumeSequenceH\x00\x12)\n\x05known\x18\x06 \x01(\x0b\x32\x18.baton.v1.KnownSequencesH\x00\x42\t\n\x07\x63ommand\"~\n\x0cOpenSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x08sequence\x18\x02 \x01(\x0b\x32\x17.baton.v1.SequenceState\x12\"\n\x06source\x18\x03 \x01(\x0e\x32\x12.baton.v1.KvSource\x12\x0f\n\x07send_to\x18\x04 \x01(\x0c\"\x1f\n\rPauseSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"1\n\x0fHandOffSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"!\n\x0eKnownSequences\x12\x0f\n\x07handles\x18\x01 \x03(\x04\" \n\x0eResumeSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"\x1f\n\rAbortSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"^\n\rServeResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.baton.v1.SequenceEvent\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.baton.v1.StepTokens\"\xda\x03\n\rSequenceEvent\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12*\n\x07offered\x18\x02 \x01(\x0b\x32\x17.baton.v1.TicketOfferedH\x00\x12/\n\rlocal_prefill\x18\x03 \x01(\x0b\x32\x16.baton.v1.LocalPrefillH\x00\x12&\n\x08\x64\x65\x66\x65rred\x18\x04 \x01(\x0b\x32\x12.baton.v1.DeferredH\x00\x12(\n\tcommitted\x18\x05 \x01(\x0b\x32\x13.baton.v1.CommittedH\x00\x12(\n\tpreempted\x18\x06 \x01(\x0b\x32\x13.baton.v1.PreemptedH\x00\x12*\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x18.baton.v1.SequenceFailedH\x00\x12(\n\tprefilled\x18\x08 \x01(\x0b\x32\x13.baton.v1.PrefilledH\x00\x12\"\n\x06paused\x18\t \x01(\x0b\x32\x10.baton.v1.PausedH\x00\x12)\n\nhanded_off\x18\n \x01(\x0b\x32\x13.baton.v1.HandedOffH\x00\x12\x32\n\x0fhand_off_failed\x18\x0b \x01(\x0b\x32\x17.baton.v1.HandOffFailedH\x00\x42\x07\n\x05\x65vent\":\n\rTicketOffered\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\")\n\x0cLocalPrefill\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\"\x1a\n\x08\x44\x65\x66\x65rred\x12\x0e\n\x06reason\x18\x01 \x01(\t\"R\n\tCommitted\x12\x1b\n\x13transfer_exposed_ms\x18\x01 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x04\"\x0b\n\tPreempted\"\x9d\x01\n\tPrefilled\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1a\n\x12num_fetched_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\ncompute_ms\x18\x04 \x01(\x01\x12\x33\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"\x08\n\x06Paused\"\x0b\n\tHandedOff\"0\n\rHandOffFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"D\n\x0eSequenceFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretriable\x18\x03 \x01(\x08\"\xf9\x01\n\nStepTokens\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x15\n\rtoken_indices\x18\x02 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x0e\x66inish_reasons\x18\x05 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.EntryLogprobs\x12\x18\n\x10num_draft_tokens\x18\x07 \x03(\r\x12\x1b\n\x13num_accepted_tokens\x18\x08 \x03(\r\x12\x0e\n\x06scores\x18\t \x03(\x01\"M\n\rEntryLogprobs\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12-\n\tpositions\x18\x02 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs*h\n\x08KvSource\x12\x19\n\x15KV_SOURCE_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_SOURCE_PREFILL\x10\x01\x12\x13\n\x0fKV_SOURCE_LOCAL\x10\x02\x12\x15\n\x11KV_SOURCE_HANDOFF\x10\x03\x32O\n\x0fSequenceService\x12<\n\x05Serve\x12\x16.baton.v1.ServeRequest\x1a\x17.baton.v1.ServeResponse(\x01\x30\x01\x42\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.sequence_service_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\020baton/v1;batonv1'
-  _globals['_KVSOURCE']._serialized_start=2112
-  _globals['_KVSOURCE']._serialized_end=2216
+  _globals['_KVSOURCE']._serialized_start=2130
+  _globals['_KVSOURCE']._serialized_end=2234
   _globals['_SERVEREQUEST']._serialized_start=96
   _globals['_SERVEREQUEST']._serialized_end=379
   _globals['_OPENSEQUENCE']._serialized_start=381
@@ -61,23 +61,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DEFERRED']._serialized_start=1371
   _globals['_DEFERRED']._serialized_end=1397
   _globals['_COMMITTED']._serialized_start=1399
-  _globals['_COMMITTED']._serialized_end=1463
-  _globals['_PREEMPTED']._serialized_start=1465
-  _globals['_PREEMPTED']._serialized_end=1476
-  _globals['_PREFILLED']._serialized_start=1479
-  _globals['_PREFILLED']._serialized_end=1636
-  _globals['_PAUSED']._serialized_start=1638
-  _globals['_PAUSED']._serialized_end=1646
-  _globals['_HANDEDOFF']._serialized_start=1648
-  _globals['_HANDEDOFF']._serialized_end=1659
-  _globals['_HANDOFFFAILED']._serialized_start=1661
-  _globals['_HANDOFFFAILED']._serialized_end=1709
-  _globals['_SEQUENCEFAILED']._serialized_start=1711
-  _globals['_SEQUENCEFAILED']._serialized_end=1779
-  _globals['_STEPTOKENS']._serialized_start=1782
-  _globals['_STEPTOKENS']._serialized_end=2031
-  _globals['_ENTRYLOGPROBS']._serialized_start=2033
-  _globals['_ENTRYLOGPROBS']._serialized_end=2110
-  _globals['_SEQUENCESERVICE']._serialized_start=2218
-  _globals['_SEQUENCESERVICE']._serialized_end=2297
+  _globals['_COMMITTED']._serialized_end=1481
+  _globals['_PREEMPTED']._serialized_start=1483
+  _globals['_PREEMPTED']._serialized_end=1494
+  _globals['_PREFILLED']._serialized_start=1497
+  _globals['_PREFILLED']._serialized_end=1654
+  _globals['_PAUSED']._serialized_start=1656
+  _globals['_PAUSED']._serialized_end=1664
+  _globals['_HANDEDOFF']._serialized_start=1666
+  _globals['_HANDEDOFF']._serialized_end=1677
+  _globals['_HANDOFFFAILED']._serialized_start=1679
+  _globals['_HANDOFFFAILED']._serialized_end=1727
+  _globals['_SEQUENCEFAILED']._serialized_start=1729
+  _globals['_SEQUENCEFAILED']._serialized_end=1797
+  _globals['_STEPTOKENS']._serialized_start=1800
+  _globals['_STEPTOKENS']._serialized_end=2049
+  _globals['_ENTRYLOGPROBS']._serialized_start=2051
+  _globals['_ENTRYLOGPROBS']._serialized_end=2128
+  _globals['_SEQUENCESERVICE']._serialized_start=2236
+  _globals['_SEQUENCESERVICE']._serialized_end=2315
 # @@protoc_insertion_point(module_scope)

@@ -430,19 +430,23 @@ class Committed(message.Message):
 
     TRANSFER_EXPOSED_MS_FIELD_NUMBER: builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     transfer_exposed_ms: builtins.float
     """From the end of the prefill, by the sender's clock, to the commit, in milliseconds."""
     transfer_bytes: builtins.int
     """Bytes of KV received."""
+    checksum: builtins.int
+    """Sum of the checksums of all chunks received; 0 from workers that do not say."""
     def __init__(
         self,
         *,
         transfer_exposed_ms: builtins.float = ...,
         transfer_bytes: builtins.int = ...,
+        checksum: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["transfer_bytes", b"transfer_bytes", "transfer_exposed_ms", b"transfer_exposed_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["checksum", b"checksum", "transfer_bytes", b"transfer_bytes", "transfer_exposed_ms", b"transfer_exposed_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol
 
+from google.protobuf.json_format import MessageToDict
+
 from baton.v1 import inference_pb2
 from gateway.chat.style import ChatStyle
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
@@ -180,6 +182,11 @@ def timing_of(chunk: Chunk) -> dict[str, Any]:
         "decode_worker": timing.decode_worker,
         "num_resumes": timing.num_resumes,
     }
+
+
+def receipt_of(chunk: Chunk) -> dict[str, Any]:
+    """The receipt of the last piece, as protobuf writes it in JSON: numbers of 64 bits as text."""
+    return MessageToDict(chunk.receipt, preserving_proto_field_name=True)
 
 
 FINISHES: Mapping[int, str | None] = {0: None, 1: "stop", 2: "length"}

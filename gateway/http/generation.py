@@ -11,7 +11,7 @@ import secrets
 import time
 import zlib
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from baton.sampling_params import MAX_CHOICES
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.errors import invalid, shown_value
-from gateway.http.format import Answer, Chunk, Format, timing_of
+from gateway.http.format import Answer, Chunk, Format, receipt_of, timing_of
 from gateway.http.json_body import MAX_PROMPTS
 from gateway.intake.request import ValidatedRequest
 from gateway.long_work import Pacer
@@ -76,6 +76,7 @@ class Generation:
         self._chunks: list[list[Chunk]] = [[] for _ in form.requests]
         """Pieces by prompt, unless streamed."""
         self._has_timing = bool(form.body.return_timing)
+        self._has_receipt = bool(form.body.return_receipt)
         self._has_usage = form.body.has_usage_everywhere
         """Whether each piece has usage; if only the last has it, other pieces say null."""
         self._no_usage = ',"usage":null' if form.body.has_usage_chunk else ""
@@ -92,8 +93,9 @@ class Generation:
         if not self._form.body.is_streamed:
             document = self._form.document(self._chunks, self._usage.fields())
             if self._has_timing:
-                timings = [timing_of(chunks[-1]) for chunks in self._chunks if chunks]
-                document["timing"] = timings if len(self._chunks) > 1 else next(iter(timings), None)
+                document["timing"] = self._of_each_prompt(timing_of)
+            if self._has_receipt:
+                document["receipt"] = self._of_each_prompt(receipt_of)
             await self._response.send(200, JSON, json.dumps(document).encode())
             return
         if self._event_ids is not None:
@@ -101,6 +103,11 @@ class Generation:
         if not self._response.has_started:  # only the end was left to send
             self._response.start(EVENTS)
         await self._response.end(self._form.end(self._usage.fields()).encode())
+
+    def _of_each_prompt(self, made: Callable[[Chunk], Any]) -> Any:
+        """What the last piece gives: a list for several prompts."""
+        found = [made(chunks[-1]) for chunks in self._chunks if chunks]
+        return found if len(self._chunks) > 1 else next(iter(found), None)
 
     async def _run_all(self) -> None:
         """Run all prompts concurrently; the first failure cancels the others."""
@@ -171,6 +178,8 @@ class Generation:
         usage = self._usage_text = self._usage_so_far()
         if self._has_timing and chunk.HasField("timing"):
             usage += f',"timing":{json.dumps(timing_of(chunk))}'
+        if chunk.HasField("receipt"):
+            usage += f',"receipt":{json.dumps(receipt_of(chunk))}'
         return self._form.event(index, chunk, usage, usage_before)
 
     def _usage_so_far(self) -> str:
@@ -319,7 +328,7 @@ def _cut(chunk: Chunk, num_tokens: int, num_chars: int) -> tuple[Chunk, Chunk]:
     del second.token_ids[:num_tokens], second.logprobs[:num_tokens]
     first.text, second.text = chunk.text[:num_chars], chunk.text[num_chars:]
     first.finish_reason = sampling_pb2.FINISH_REASON_UNSPECIFIED
-    for name in ("stop_cause", "score", "usage", "timing"):
+    for name in ("stop_cause", "score", "usage", "timing", "receipt"):
         first.ClearField(name)
     second.ClearField("prompt_token_ids")
     second.ClearField("prompt_logprobs")

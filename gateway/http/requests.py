@@ -204,6 +204,8 @@ class SamplingBody(ModelBody):
     """Name tokens `token_id:ID` in log probabilities."""
     return_timing: bool | None = None
     """Return `timing`: milliseconds by phase, and the workers."""
+    return_receipt: bool | None = None
+    """Return `receipt`: what the answer came from, for `baton check --receipt`."""
     priority: Annotated[int | None, WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY))] = None
     """Lower values are served first, among requests of the same API key, or of the same cache_salt
     without keys; default: 0."""
@@ -403,6 +405,7 @@ def generate_request(
     request = inference_pb2.GenerateRequest(
         model=body.model or "", sampling=sampling, cache_salt=body.cache_salt or ""
     )
+    request.return_receipt = bool(body.return_receipt)
     try:
         request.priority = body.priority or 0
     except ValueError:

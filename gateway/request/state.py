@@ -197,10 +197,10 @@ class RequestState:
                 self._on_local_prefill(assignment, num_cached_tokens, now_s)
             case Prefilled():
                 self._on_prefilled(assignment, event, now_s)
-            case Committed(transfer_exposed_ms, transfer_bytes):
+            case Committed(transfer_exposed_ms, transfer_bytes, checksum):
                 placement, origin = _placement_of(assignment), assignment.origin
                 source = _placement_of(origin).decode_name if origin else placement.prefill_name
-                handoff = Handoff(source, placement.decode_name, transfer_bytes)
+                handoff = Handoff(source, placement.decode_name, transfer_bytes, checksum)
                 self._timeline.on_committed(handoff, transfer_exposed_ms, now_s)
                 self._on_kv(assignment, now_s)
                 if not self._is_search:

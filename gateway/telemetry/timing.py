@@ -12,11 +12,13 @@ from baton.v1 import inference_pb2
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """A completed KV transfer. source, target: worker ids. num_bytes: bytes sent."""
+    """A completed KV transfer. source, target: worker ids. num_bytes: bytes sent. checksum: see
+    TicketCommitted; 0 if unknown."""
 
     source: str
     target: str
     num_bytes: int
+    checksum: int = 0
 
 
 @dataclass(slots=True)
@@ -56,6 +58,10 @@ class Timeline:
     """Whether several choices wait independently. New phases then begin only with sent tokens."""
     on_handoff: Callable[[Handoff], None] | None = None
     """Called with each successful handoff."""
+    handoffs: list[Handoff] = field(default_factory=list)
+    """Successful handoffs, in order."""
+    workers: dict[str, None] = field(default_factory=dict)
+    """Names of all workers that it was placed on, in order."""
     events: list[tuple[RequestEvent, float]] = field(default_factory=list)
     """Events with their times."""
     _phases: list[tuple[Phase, float]] = field(default_factory=list)
@@ -93,6 +99,7 @@ class Timeline:
         """Record a completed transfer. exposed_ms: transfer time not overlapped with compute."""
         self.transfer_exposed_ms += exposed_ms
         self.transfer_bytes += handoff.num_bytes
+        self.handoffs.append(handoff)
         self.note(RequestEvent.COMMITTED, now_s)
         if self.on_handoff is not None:
             self.on_handoff(handoff)
@@ -141,6 +148,7 @@ class Timeline:
 
     def name_workers(self, prefill: str, decode: str) -> None:
         """Record the serving workers; the last ones are kept."""
+        self.workers |= dict.fromkeys(filter(None, (prefill, decode)))
         self.prefill_worker = prefill or self.prefill_worker
         self.decode_worker = decode or self.decode_worker
 

@@ -219,9 +219,8 @@ def test_workers_on_gpus_keep_compiled_kernels_in_one_volume_where_their_image_h
     assert "gpu-kernels" in load_compose()["volumes"]
 
 
-def test_each_tier_has_a_gpu_of_its_own_and_maps_memory_of_the_others() -> None:
+def test_both_tiers_run_where_there_is_one_gpu_and_map_memory_of_each_other() -> None:
     services = services_of("gpu")
-    own = []
     for service in baton_services_of("gpu").values():
         if service["command"][0] == "gateway":
             assert "deploy" not in service
@@ -229,12 +228,10 @@ def test_each_tier_has_a_gpu_of_its_own_and_maps_memory_of_the_others() -> None:
             continue
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
-        visible = service["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
-        assert sorted(visible) == ["0", "1"]
-        own.append(visible[0])
+        # CUDA shows no device from the first id on that is not there.
+        assert service["environment"]["CUDA_VISIBLE_DEVICES"] == "0"
         assert service["ipc"] == service["pid"] == "service:gpu-namespaces"
         assert service["depends_on"]["gpu-namespaces"] == STARTED
         assert "redis" in service["depends_on"]
-    assert len(set(own)) == 2
     assert services["gpu-namespaces"]["ipc"] == "shareable"
     assert "gpu-namespaces" not in services_of("cpu")

@@ -96,3 +96,45 @@ def test_stages_have_all_layers_once(config: ModelConfig, num_stages: int) -> No
     most = weight_bytes(config, "bfloat16", False, Degrees(pipeline=num_stages))
     # Only the first stage has embeddings and an output layer.
     assert most == max(first, *(each - embeddings for each in others))
+
+
+def plan_default(
+    max_model_len: int, default_kv_bytes: int, degrees: Degrees = ONE_RANK, max_num_seqs: int = 64
+) -> MemoryPlan:
+    return plan_blocks(
+        LAYOUT,
+        dtype="bfloat16",
+        weights=64 * MIB,
+        activations=MIB,
+        graphs=0,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        available_bytes=1 << 40,
+        degrees=degrees,
+        kv_cache_memory_bytes=None,
+        num_blocks=None,
+        default_kv_bytes=default_kv_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_num_seqs", "num_tokens"),
+    [
+        (2048, 64, 16 * 2048),
+        (2048, 4, 4 * 2048),
+        (40_000, 64, 16 * 8192),
+        (200_000, 64, 200_000),
+    ],
+)
+def test_by_default_a_cpu_has_kv_for_sixteen_sequences(
+    max_model_len: int, max_num_seqs: int, num_tokens: int
+) -> None:
+    found = plan_default(max_model_len, 1 << 40, max_num_seqs=max_num_seqs)
+    assert found.num_kv_tokens == num_tokens
+    assert any("--kv-cache-memory-bytes" in text for _, text in found.rows())
+
+
+@pytest.mark.parametrize("degrees", [ONE_RANK, Degrees(tensor=2), Degrees(pipeline=2)])
+def test_by_default_kv_takes_a_bounded_part_of_memory(degrees: Degrees) -> None:
+    found = plan_default(8192, 10 * MIB, degrees)
+    assert 9 * MIB < found.kv_bytes * degrees.num_ranks <= 10 * MIB

@@ -598,6 +598,17 @@ def _(result: Any, world: World) -> None:
     assert result.choices[0].text == world.completion(PROMPT)
 
 
+@extra("vLLM's fields", "Baton's `return_receipt`", return_receipt=True)
+def _(result: Any, world: World) -> None:
+    receipt = result.model_extra["receipt"]
+    assert receipt["sampling"]["temperature"] == 0
+    assert int(receipt["sampling"]["seed"]) >= 0
+    (choice,) = receipt["choices"]
+    assert len(choice["token_ids"]) == result.usage.completion_tokens
+    assert receipt["digest"]
+    assert receipt["workers"]
+
+
 @extra("vLLM's fields", "`priority` and `cache_salt`", priority=-3, cache_salt="mine")
 def _(result: Any, world: World) -> None:
     assert result.choices[0].text == world.completion(PROMPT)

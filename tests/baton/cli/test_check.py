@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 import baton.check.faults
 import baton.check.run
 import baton.check.soak
+import baton.cli.check_against
+import baton.cli.check_receipt
 from baton.check.fault_load import FaultResult
 from baton.check.faults import FaultVerdict
 from baton.check.run import Shape, Verdict
@@ -95,6 +98,40 @@ def test_with_sums_all_have_equal_degrees(run: Run, monkeypatch: pytest.MonkeyPa
     assert run("check", "m", *flags, "--decode-tensor-parallel-size", "2").exit_code == 0
     degrees = fake.options["tensor_parallel_cut"], fake.options["tensor_parallel_size"]
     assert degrees == ("sums", 2)
+
+
+def test_a_server_or_a_receipt_is_checked_instead_of_a_model(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def against(*given: object, num_requests: int, seed: int) -> int:
+        asked.append((*given, num_requests, seed))
+        return 1
+
+    def receipt(*given: object) -> int:
+        asked.append(given)
+        return 0
+
+    monkeypatch.setattr(baton.cli.check_against, "check_against", against)
+    monkeypatch.setattr(baton.cli.check_receipt, "check_receipt", receipt)
+    url = "http://127.0.0.1:8000"
+    assert run("check", "--against", url, "--model", "m", "--api-key", "k").exit_code == 1
+    assert asked.pop() == (url, "m", "k", 24, 0)
+    assert run("check", "m", "--receipt", "f", "--decode-tensor-parallel-size", "2").exit_code == 0
+    path, options, *others, degrees = asked.pop()
+    assert (path, others, degrees) == (
+        Path("f"),
+        [None, None],
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 1},
+    )
+    assert isinstance(options, dict)
+    assert options["model"] == "m"
+    assert run("check", "--receipt", "f", "--against", "127.0.0.1:50051").exit_code == 0
+    assert asked.pop()[2] == "127.0.0.1:50051"
+    for wrong in ((), ("--receipt", "f"), ("--receipt", "f", "--against", url)):
+        assert run("check", *wrong).exit_code == 2
+    assert not asked
 
 
 def test_a_wrong_option_starts_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from baton.errors import (
 from baton_kernels.cpu.library import level
 from engine.checkpoint import find_shards
 from engine.memory_plan import MemoryPlan
+from engine.memory_reservations import Reservations
 from engine.torch import weights
 from engine.torch.weights import (
     ShardProgress,
@@ -330,3 +331,16 @@ def test_progress_each_second_says_how_fast_weights_come(monkeypatch: pytest.Mon
     now = 12.0
     report(ShardProgress("b", 1, 2, 2 << 20, 4 << 20))
     assert phases == ["loading weights (2 MiB of 4 MiB, file 2 of 2, 3 MiB/s)"]
+
+
+def test_memory_is_reserved_until_the_engine_is_closed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    plans: list[MemoryPlan] = []
+    engine = load_engine(str(checkpoint), on_plan=plans.append)
+    (plan,) = plans
+    assert plan.is_kv_default
+    assert 0 < Reservations.of_user().pending_bytes() <= plan.rank_bytes
+    engine.close()
+    assert Reservations.of_user().pending_bytes() == 0
