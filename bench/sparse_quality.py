@@ -35,10 +35,8 @@ from engine.load import load_engine
 from engine.torch.engine import TorchEngine
 
 PAGE = ROOT / "docs" / "long_context.md"
-BACKENDS = (
-    *("auto", "sink-window:512", "pages:512", "sink-window:256", "pages:256"),
-    *("sink-window:128", "pages:128"),
-)
+BACKENDS = ("auto", "sink-window:512", "pages:512", "sink-window:128", "pages:128")
+_WORDS = ("socket", "window", "index", "parser", "thread", "buffer", "module", "signal", "header")
 _BLOCK_SIZE, _NUM_REPEATED, _NUM_TEXT = 16, 24, 96
 
 
@@ -78,14 +76,14 @@ def cases_of(num_cases: int, num_tokens: int, seed: int = 0) -> Iterator[Case]:
         yield Case("repeat", tuple(filler + cue), tuple(again))
         for task, num_keys in (("needle", 1), ("keys", 8)):
             names = [f"KEY_{rng.randrange(10**4):04}" for _ in range(num_keys)]
-            values = {name: f'"{rng.randrange(10**6):06}"\n' for name in names}
+            values = {name: f'"{rng.choice(_WORDS)}_{rng.choice(_WORDS)}"\n' for name in names}
             prompt, places = [], sorted(rng.randrange(num_tokens) for _ in names)
             for name, start, end in zip(names, [0, *places], places, strict=False):
                 prompt += filler[start:end] + encode(f"\n{name} = {values[name]}")
             prompt += filler[places[-1] :]
             wanted = rng.choice(names)
-            prompt += encode(f"\n{wanted} = ")
-            yield Case(task, tuple(prompt), tuple(encode(values[wanted])))
+            cue, whole = encode(f"\n{wanted} ="), encode(f"\n{wanted} = {values[wanted]}")
+            yield Case(task, tuple(prompt + cue), tuple(whole[len(cue) :]))
 
 
 def load(backend: str, num_tokens: int) -> TorchEngine:

@@ -2,11 +2,11 @@
 
     python -m bench.train_short [--windows 3] [--minutes 1] [--json FILE] [--write]
 
-Rotary models: the bundled one, trained on up to 2,048 tokens, reads 8,192 with each way to stretch
-it by 4. ALiBi: a small model with ALiBi and one with RoPE are trained for 128 tokens here, for
---minutes of processor time each, and read 2,048. Perplexity at a length is that of the last
-tokens of a prompt of it, 256 or 64 of them, in text that was held out from training. --write:
-renews the table of docs/long_context.md and docs/figures/train_short.png.
+Rotary models: the bundled draft model, trained on up to 2,048 tokens, reads 8,192 with each way to
+stretch it by 4. ALiBi: a small model with ALiBi and one with RoPE are trained for 128 tokens here,
+for --minutes of processor time each, and read 1,024. Perplexity at a length is that of the last
+tokens of a prompt of it, 255 or 63 of them, the same at each length, in text that was held out from
+training. --write: renews the table of docs/long_context.md and docs/figures/train_short.png.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +36,27 @@ from engine.torch.engine import TorchEngine
 from models.corpus import encode_documents, read_corpus, training_stream
 
 PAGE, PICTURE = ROOT / "docs" / "long_context.md", ROOT / "docs" / "figures" / "train_short.png"
+ROTARY_MODEL = f"{BUNDLED_MODEL}-draft"
 _CHUNK, _BLOCK_SIZE = 1024, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """trained: longest window of the training. read: lengths at which perplexity is taken, of the
-    last num_scored tokens each."""
+    """trained: longest window of the training. read: lengths of the prompts; num_scored:
+    tokens at their end that perplexity is of."""
 
     trained: int
     read: tuple[int, ...]
     num_scored: int
 
 
-ROTARY = Lengths(2048, (512, 1024, 2048, 3072, 4096, 6144, 8192), 256)
-TRAINED_HERE = Lengths(128, (64, 128, 256, 512, 1024, 2048), 64)
+ROTARY = Lengths(2048, (512, 1024, 2048, 3072, 4096, 8192), 255)
+TRAINED_HERE = Lengths(128, (64, 128, 256, 512, 1024), 63)
 _FACTOR = ROTARY.read[-1] // ROTARY.trained
 
 
 def stretches(head_dim: int = 32, theta: float = 10_000.0) -> dict[str, ConfigOverrides]:
-    """Ways to stretch the bundled model, by name."""
+    """Ways to stretch the bundled draft model, by name."""
     longer = {"max_position_embeddings": ROTARY.read[-1]}
     original = {"original_max_position_embeddings": ROTARY.trained}
     ntk = theta * _FACTOR ** (head_dim / (head_dim - 2))
@@ -89,38 +91,25 @@ class Curve:
 
 
 def curve(name: str, engine: TorchEngine, texts: Sequence[Sequence[int]], of: Lengths) -> Curve:
-    """Perplexity over texts, each at least as long as the longest length."""
-    losses = dict.fromkeys(of.read, 0.0)
-    for text in texts:
-        if engine.spec.shared_prompt_limit is None:
-            scored = _losses(engine, text[: of.read[-1]], of.read, of.num_scored)
-        else:  # Rotations depend on the prompt's length: a pass for each.
-            passes = (_losses(engine, text[:n], (n,), of.num_scored) for n in of.read)
-            scored = {length: loss for each in passes for length, loss in each.items()}
-        for length, loss in scored.items():
-            losses[length] += loss
+    """Perplexity over texts of the longest length. The scored tokens are the last ones at each
+    length: longer prompts begin earlier."""
+    losses = {n: sum(_loss(engine, text[-n:], of.num_scored) for text in texts) for n in of.read}
     num_scored = len(texts) * of.num_scored
     return Curve(name, of.trained, {n: math.exp(x / num_scored) for n, x in losses.items()})
 
 
-def _losses(
-    engine: TorchEngine, prompt: Sequence[int], lengths: Sequence[int], num_scored: int
-) -> dict[int, float]:
-    """Sum of the losses, in nats, of the num_scored tokens before each length."""
-    blocks = tuple(range(-(-len(prompt) // _BLOCK_SIZE)))
-    losses = torch.zeros(len(prompt))
-    wanted = {at for n in lengths for at in range(n - num_scored - 1, n - 1)}
-    for start in range(0, len(prompt), _CHUNK):
-        tokens = prompt[start : start + _CHUNK]
-        offsets = [i for i in range(len(tokens)) if start + i in wanted]
-        rows = tuple(SampleRow(i, Sampling(), prompt, len(prompt)) for i in offsets)
-        part = SequenceSlice(tokens, start, blocks, rows, num_prompt_tokens=len(prompt))
+def _loss(engine: TorchEngine, prompt: Sequence[int], num_scored: int) -> float:
+    """Sum of the losses of a prompt's last tokens, in nats."""
+    blocks, end = tuple(range(-(-len(prompt) // _BLOCK_SIZE))), len(prompt)
+    bounds = [*range(0, end - num_scored - 1, _CHUNK), end - num_scored - 1, end - 1]
+    for start, stop in pairwise(bounds):
+        tokens = prompt[start:stop]
+        rows = [SampleRow(i, Sampling(), prompt, end) for i in range(len(tokens))]
+        scored = tuple(rows) if stop == end - 1 else ()
+        part = SequenceSlice(tokens, start, blocks, scored, num_prompt_tokens=end)
         logits = engine.logits(Batch((part,)))
-        if offsets:
-            after = torch.tensor([start + i + 1 for i in offsets])
-            expected = torch.tensor(prompt)[after]
-            losses[after] = F.cross_entropy(logits.float(), expected, reduction="none")
-    return {n: float(losses[n - num_scored : n].sum()) for n in lengths}
+    expected = torch.tensor(prompt[-num_scored:])
+    return float(F.cross_entropy(logits.float(), expected, reduction="sum"))
 
 
 def load(model: str, of: Lengths, overrides: ConfigOverrides = NO_OVERRIDES) -> TorchEngine:
@@ -186,10 +175,10 @@ def texts_of(num_windows: int, num_tokens: int) -> list[list[int]]:
 
 
 def curves(num_windows: int, minutes: float) -> Iterator[Curve]:
-    """All curves, first those of the bundled model. minutes: 0 trains nothing."""
+    """All curves, first those of the bundled draft model. minutes: 0 trains nothing."""
     texts = texts_of(num_windows, ROTARY.read[-1])
     for name, overrides in stretches().items():
-        yield curve(name, load(BUNDLED_MODEL, ROTARY, overrides), texts, ROTARY)
+        yield curve(name, load(ROTARY_MODEL, ROTARY, overrides), texts, ROTARY)
     if not minutes:
         return
     short = texts_of(8 * num_windows, TRAINED_HERE.read[-1])

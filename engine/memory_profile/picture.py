@@ -38,8 +38,10 @@ def draw_users(runs: Sequence[UserRun], path: Path) -> None:
         for axis, run in zip(columns[1], runs, strict=True):
             _draw_memory(axis, run.memory)
             axis.set_xlabel("time, s")
-        for row in columns:
-            row[0].set_ylim(0)
+        most = max(peak_bytes(run.memory) for run in runs) / _MIB
+        columns[0][0].set_ylim(0)
+        # Less than this is noise.
+        columns[1][0].set_ylim(0, max(16, 1.1 * most))
         columns[0][0].set_ylabel("KV, tokens")
         columns[1][0].set_ylabel("growth of memory in use, MiB")
         figure.legend(
