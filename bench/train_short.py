@@ -117,7 +117,7 @@ def load(model: str, of: Lengths, overrides: ConfigOverrides = NO_OVERRIDES) -> 
     longest = of.read[-1]
     choice = ModelChoice(model, max_model_len=longest, overrides=overrides)
     cache = CacheConfig(_BLOCK_SIZE, num_blocks=-(-longest // _BLOCK_SIZE))
-    return load_engine(EngineConfig(choice, cache, device=DeviceConfig(num_threads=2)))
+    return load_engine(EngineConfig(choice, cache, device=DeviceConfig(num_threads=1)))
 
 
 def trained_models(folder: Path, minutes: float) -> Iterator[tuple[str, Path]]:
@@ -217,6 +217,8 @@ def draw(found: Sequence[Curve], path: Path) -> None:
         ticks = list(some[0].perplexity)
         axis.set_xticks(ticks, [f"{n:,}" for n in ticks], fontsize="small")
         axis.xaxis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.grid(alpha=0.3, which="both")
         axis.legend()
     figure.savefig(path, format="png", dpi=90)

@@ -94,16 +94,18 @@ def draw_attention(runs: Sequence[AttentionRun], path: Path) -> None:
                 if run.num_tokens == length and run.points:
                     _draw_memory(axis, run.points, run.kind)
             axis.set(title=f"{length:,} tokens", xlabel="time, s")
-            axis.set_yscale("symlog", linthresh=16)
+            axis.yaxis.set_major_formatter("{x:,.0f}")
         for axis in columns:
             axis.set_ylim(0)
         columns[0].set_ylabel("growth of memory in use, MiB")
         columns[0].legend()
         for kind in dict.fromkeys(run.kind for run in runs):
             some = [run for run in runs if run.kind == kind and run.points]
-            peaks = [max(0.1, peak_bytes(run.points) / _MIB) for run in some]
+            peaks = [max(1, peak_bytes(run.points) / _MIB) for run in some]
             last.plot([run.num_tokens for run in some], peaks, marker="o", label=kind)
-        last.set(title="peaks", xlabel="prompt, tokens", xscale="log", yscale="log")
+        last.set(
+            title="peaks, of a MiB at least", xlabel="prompt, tokens", xscale="log", yscale="log"
+        )
         last.set_xticks(lengths, [f"{length:,}" for length in lengths])
         last.xaxis.minorticks_off()
         last.grid(alpha=0.3)

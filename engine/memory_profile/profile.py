@@ -15,6 +15,7 @@ from baton.config.profile_options import ProfileOptions
 from baton.errors import ConfigError
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelChoice, StepLimits
 from engine.host_memory import available_memory_bytes
+from engine.kv.tensors.prefault import wait_until_backed
 from engine.load import load_engine
 from engine.memory_profile import picture, report
 from engine.memory_profile.attention import KINDS, AttentionShape, record_attention
@@ -64,6 +65,7 @@ class MemoryProfile:
 
     def _users(self) -> Part:
         given, engine = self._options, load_engine(_engine_config(self._options))
+        wait_until_backed()
         lengths = given.input_tokens, given.output_tokens
         runs = []
         for num_users in (1, *given.users):  # The first run pays the one-time costs.

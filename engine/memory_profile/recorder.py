@@ -35,7 +35,7 @@ class MemoryRecorder(AbstractContextManager["MemoryRecorder", None], Protocol):
 
 
 class ResidentRecorder(MemoryRecorder):
-    """Growth of resident memory, read every 5 ms by a thread of its own."""
+    """Growth of resident memory, read every 5 ms by a thread; a point for each change."""
 
     def __enter__(self) -> ResidentRecorder:
         self._points: list[Point] = []
@@ -57,7 +57,8 @@ class ResidentRecorder(MemoryRecorder):
         is_last = False
         while True:
             grown = max(0, resident_bytes() - self._base)
-            self._points.append(Point(time.monotonic() - self._begun_s, grown, grown))
+            if is_last or not self._points or self._points[-1].used_bytes != grown:
+                self._points.append(Point(time.monotonic() - self._begun_s, grown, grown))
             if is_last:
                 return
             is_last = self._ends.wait(_PERIOD_S)

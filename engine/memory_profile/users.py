@@ -94,13 +94,10 @@ def record_users(engine: Engine, load: UserLoad, recorder: MemoryRecorder) -> Us
 
 
 def _check(engine: Engine, pool: BlockPool, num_tokens: int) -> None:
-    if num_tokens > engine.spec.max_model_len:
-        fix = f"lower it: the model reads {engine.spec.max_model_len} tokens, answer included"
+    most = min(engine.spec.max_model_len, pool.num_blocks * pool.block_size)
+    if num_tokens > most:
+        fix = f"lower it: {most} tokens, answer included, are what model and KV memory take"
         raise ConfigError.of("input_tokens", num_tokens, fix)
-    if pool.num_blocks_for(num_tokens) > pool.num_blocks:
-        held = pool.num_blocks * pool.block_size
-        fix = f"raise it: it holds {held} tokens, and a user needs {num_tokens}"
-        raise ConfigError.of("kv_cache_memory_bytes", pool.num_blocks, fix)
 
 
 def _step(engine: Engine, pool: BlockPool, load: UserLoad, running: Sequence[_User]) -> None:
