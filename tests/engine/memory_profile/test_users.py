@@ -36,5 +36,5 @@ def test_more_users_hold_more_and_wait_where_there_is_no_room() -> None:
 
 
 def test_a_user_that_never_fits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="input_tokens=16.*12 tokens"):
+    with pytest.raises(ConfigError, match=r"input_tokens=16.*12 tokens"):
         run(1, num_blocks=3)
