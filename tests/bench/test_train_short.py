@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.machine import BUNDLED_MODEL
 from bench.train_short import Curve, Lengths, curve, draw, load, stretches, tables_of
+from distill.training import make_optimizers
 from engine.families.overrides import ConfigOverrides
 from engine.families.read import parse_config
 from tests.support.tiny_models import make_tiny_model
@@ -23,6 +25,13 @@ def test_each_stretch_lets_the_bundled_model_read_four_times_its_length(name: st
     raw = json.loads((Path(BUNDLED_MODEL) / "config.json").read_text())
     config = parse_config(parsed.applied(raw, frozenset()))
     assert config.longest_len == 4 * raw["max_position_embeddings"]
+
+
+def test_layers_of_a_bloom_model_are_trained_as_layers() -> None:
+    model = torch.nn.ModuleDict({"transformer": torch.nn.ModuleDict({"h": torch.nn.Linear(2, 2)})})
+    matrices, others = make_optimizers(model)
+    assert [p.ndim for p in matrices.param_groups[0]["params"]] == [2]
+    assert [p.ndim for p in others.param_groups[0]["params"]] == [1]
 
 
 @pytest.mark.slow
