@@ -105,7 +105,7 @@ def _loss(engine: TorchEngine, prompt: Sequence[int], num_scored: int) -> float:
     for start, stop in pairwise(bounds):
         tokens = prompt[start:stop]
         rows = [SampleRow(i, Sampling(), prompt, end) for i in range(len(tokens))]
-        scored = tuple(rows) if stop == end - 1 else ()
+        scored = tuple(rows if stop == end - 1 else rows[-1:])
         part = SequenceSlice(tokens, start, blocks, scored, num_prompt_tokens=end)
         logits = engine.logits(Batch((part,)))
     expected = torch.tensor(prompt[-num_scored:])
