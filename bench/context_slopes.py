@@ -7,6 +7,9 @@ exponent p of time ~ length^p, is 0. What reads a whole prompt once (opening, ha
 has the slope 1 and is given as time per token. The engine is a stub, because attention reads the
 whole context in each step. With --model, decode steps and the last chunk of a prompt are timed on a
 real model, too, up to its length.
+
+Exit status 1 if a part of the host is steeper: an exponent above 0.25 for what must be flat, or
+above 1.25 for what reads the prompt once. The margin is for the noise of the shortest lengths.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ PER_PROMPT = frozenset(
     {"open", "find a prefix", "check at the gateway", "route", "to the wire", "from the wire"}
 )
 
+_MARGIN = 0.25
+
 _CHUNK = 512
 _NUM_SPARE_BLOCKS = 32
 _NUM_STEPS = 25
@@ -65,6 +70,18 @@ class Slope:
         mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
         square = sum((x - mean_x) ** 2 for x, _ in points)
         return sum((x - mean_x) * (y - mean_y) for x, y in points) / square if square else 0.0
+
+
+def too_steep(slopes: Sequence[Slope]) -> list[str]:
+    """Lines on parts of the host that cost more than they may."""
+    found = []
+    for slope in slopes:
+        bound = int(slope.part in PER_PROMPT) + _MARGIN
+        if slope.exponent > bound:
+            found.append(
+                f"{slope.part}: slope {slope.exponent:.2f}, at most {bound:.2f} is allowed"
+            )
+    return found
 
 
 class _Lookup:
@@ -258,6 +275,7 @@ def main() -> None:
     # Discarded: pays the one-time costs of the process.
     measure([1024], host_parts)
     slopes = measure(arguments.lengths, host_parts)
+    wrong = too_steep(slopes)
     tables = [table(slopes)]
     if arguments.model:
         engine = _load(arguments.model, max(arguments.model_lengths))
@@ -267,6 +285,8 @@ def main() -> None:
     data = {each.part: {"exponent": each.exponent, **each.seconds} for each in slopes}
     text = "\n\n".join(tables)
     publish(document_of("bench.context_slopes", started, data), arguments.json, lambda _: text)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":

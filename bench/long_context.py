@@ -11,6 +11,9 @@ of docs/long_context.md and its picture, docs/figures/long_context.png.
     users    floor((memory - weights) / KV of one), in blocks of 16 tokens
     step     one sequence: (weights + KV) / bandwidth
     switch   KV to the host's memory and another's back: 2 KV / host link
+
+Tiers of KV: a context that comes back is computed anew, or its KV is read from a tier, and no
+faster than over the host link.
 """
 
 from __future__ import annotations
@@ -86,6 +89,13 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "first_k_dense_replace": 32,
         },
     }
+)
+
+
+#: Bytes per second read from a tier of KV below the device; None: as fast as the host link. Disk:
+#: an NVMe drive on PCIe 4 x4; store: Ethernet of 100 Gb/s.
+TIERS: Mapping[str, float | None] = MappingProxyType(
+    {"host memory": None, "disk": 7e9, "shared store": 12.5e9}
 )
 
 
@@ -228,6 +238,31 @@ def _seconds(value: float) -> str:
     return f"{number(value)} s" if value >= 1 else f"{number(value * 1e3)} ms"
 
 
+def return_s(case: Challenge, tier: str) -> float:
+    """Time to bring a context back from a tier."""
+    link = find_device(case.device).host_bytes_per_s
+    return case.kv_bytes / min(link, TIERS[tier] or link)
+
+
+def tier_table(found: Sequence[Challenge]) -> str:
+    """Markdown: a line per layout and shown length: computing anew beside each tier, KV of 16
+    bits."""
+    labels = {length: name for name, length in LENGTHS.items() if name in SHOWN}
+    rows = [
+        [
+            case.layout,
+            labels[case.length],
+            _seconds(case.prefill_s),
+            *(_seconds(return_s(case, tier)) for tier in TIERS),
+            f"{(1 << 40) // case.kv_bytes:,}",
+        ]
+        for case in found
+        if case.length in labels and case.kv_type == KV_TYPES[0] and case.device == found[0].device
+    ]
+    headings = ("Layout", "Context", "Without a tier", *TIERS, "Contexts a TiB of tier holds")
+    return table(headings, rows)
+
+
 def groups_of(found: Sequence[Challenge]) -> dict[str, dict[str, list[Challenge]]]:
     """Cases by title of a table, then by name: each table varies one thing."""
     first = found[0].device
@@ -288,7 +323,8 @@ def tables_of(found: Sequence[Challenge]) -> dict[str, str]:
         if (first in DEVICES)
         else f"On {first} where no device is named."
     )
-    return {"paper": paper_table(paper_figures()), "challenges": "\n\n".join([head, *parts])}
+    made = {"paper": paper_table(paper_figures()), "challenges": "\n\n".join([head, *parts])}
+    return made | ({"tiers": tier_table(found)} if first in DEVICES else {})
 
 
 def _device(name: str) -> Device:

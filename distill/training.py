@@ -17,7 +17,7 @@ WARMUP = 0.02
 DECAY_FROM = 0.4
 
 #: Names of layer parameters: of models, Medusa heads, and EAGLE heads.
-_OF_LAYER = re.compile(r"\.layers\.|^midlayer\.|^fc\.")
+_OF_LAYER = re.compile(r"\.layers\.|\.h\.|^midlayer\.|^fc\.")
 
 #: (inputs, next ids), both int64 [windows, context] -> scalar loss. Called within mixed_precision;
 #: compiled functions must not enter it themselves, which would break their graph.

@@ -16,17 +16,25 @@ from baton_kernels.attention_backends import (
 )
 from baton_kernels.cpu.library import library, why_none
 from engine.families.config import ModelConfig
+from engine.sparse.kinds import choose_sparse
 
 _OPTION = "attention_backend"
 
 
 def choose_attention(
-    name: str, config: ModelConfig, dtype: str, kv_dtype: str, device: torch.device
+    name: str,
+    config: ModelConfig,
+    dtype: str,
+    kv_dtype: str,
+    device: torch.device,
+    block_size: int,
 ) -> AttentionBackend:
     """The backend of this name; auto selects Baton's kernels. Raises ConfigError if the named
     backend cannot compute this model's prompts."""
     if name == "auto":
         return REFERENCE
+    if ":" in name:
+        return choose_sparse(name, config, block_size, is_scaled=kv_dtype != dtype, device=device)
     if name == REFERENCE.name:
         if device.type != "cuda":
             raise ConfigError.of(_OPTION, name, f"there are no such kernels for {device}; use auto")

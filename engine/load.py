@@ -157,7 +157,7 @@ def _choose_attention(
 ) -> AttentionBackend:
     """The attention backend. Raises ConfigError."""
     name = config.model.attention_backend
-    attention = source.choose_attention(name, dtype, kv_dtype, device)
+    attention = source.choose_attention(name, dtype, kv_dtype, device, config.cache.block_size)
     if config.device.degrees.num_ranks > 1 and name != "auto":
         raise ConfigError.of("attention_backend", name, "several ranks have their own; use auto")
     if config.model.batch_invariant:

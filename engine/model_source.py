@@ -127,7 +127,7 @@ class ModelSource(Protocol):
         ...
 
     def choose_attention(
-        self, name: str, dtype: str, kv_dtype: str, device: torch.device
+        self, name: str, dtype: str, kv_dtype: str, device: torch.device, block_size: int
     ) -> AttentionBackend:
         """See engine.attention_choice."""
         ...

@@ -67,9 +67,9 @@ class NativeModel:
         check_ranks(self._config, degrees, device)
 
     def choose_attention(
-        self, name: str, dtype: str, kv_dtype: str, device: torch.device
+        self, name: str, dtype: str, kv_dtype: str, device: torch.device, block_size: int
     ) -> AttentionBackend:
-        return choose_attention(name, self._config, dtype, kv_dtype, device)
+        return choose_attention(name, self._config, dtype, kv_dtype, device, block_size)
 
     def check_batch_invariant(self, dtype: str, device: torch.device) -> None:
         check_batch_invariant(self._config, dtype, device)

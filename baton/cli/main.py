@@ -47,6 +47,11 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "plan_command",
             "Plan memory, degrees, times and tiers of a model on devices.",
         ),
+        "profile-memory": (
+            "profile_memory",
+            "profile_memory_command",
+            "Record where memory goes, and draw it.",
+        ),
         "distill": (
             "distill",
             "distill_command",

@@ -43,7 +43,8 @@ class EngineOptions(ModelOptions):
     attention_backend: AttentionBackendName = "auto"
     """Attention kernels. triton: Baton's own, for prefill and decode on a GPU, chosen by auto. The
     others compute only prefill: sdpa and varlen are torch's; flash-attn and flashinfer need these
-    packages. The chosen backend must be installed and support the model."""
+    packages. The chosen backend must be installed and support the model. sink-window:TOKENS and
+    pages:TOKENS read about so many tokens of context in a decode step, at some cost in quality."""
     batch_invariant: bool = False
     """Make greedy outputs independent of the other sequences in the batch and of prompt chunking.
     On a GPU, sums are computed in a fixed order, which is slower; the native CPU kernels always do

@@ -44,7 +44,9 @@ def parse_byte_size(value: object) -> object:
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "baton", "transformers"]
-AttentionBackendName = Literal["auto", "triton", "sdpa", "varlen", "flash-attn", "flashinfer"]
+_ATTENTION_BACKENDS = ("auto", "triton", "sdpa", "varlen", "flash-attn", "flashinfer")
+#: Kinds of engine.sparse.
+_SPARSE_KINDS = ("sink-window", "pages")
 KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 if TYPE_CHECKING:
     Transport = str
@@ -202,6 +204,18 @@ Devices = Annotated[
     BeforeValidator(split_commas),
     Field(json_schema_extra={"metavar": "N"}),
 ]
+
+
+def _check_attention_backend(name: str) -> str:
+    kind, _, tokens = name.partition(":")
+    is_sparse = kind in _SPARSE_KINDS and tokens.isdecimal() and len(tokens) < 10
+    if name not in _ATTENTION_BACKENDS and not is_sparse:
+        sparse = " or ".join(f"{kind}:TOKENS" for kind in _SPARSE_KINDS)
+        raise ValueError(f"give {', '.join(_ATTENTION_BACKENDS)}, {sparse}")
+    return name
+
+
+AttentionBackendName = Annotated[str, AfterValidator(_check_attention_backend)]
 
 Address = Annotated[NonEmpty, AfterValidator(_check_address)]
 Device = Annotated[str, AfterValidator(_check_device)]

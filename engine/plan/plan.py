@@ -172,7 +172,8 @@ class Planner:
 
     def _memory(self, degrees: Degrees) -> tuple[StageMemory, ...]:
         transfers = planned_device_bytes() if self.device.kind == "cuda" else 0
-        reserved = Reserved(self.model.activation_bytes, self.model.graph_bytes, transfers)
+        activations = self.model.activations(self.model.sizes.max_len)
+        reserved = Reserved(activations, self.model.graph_bytes, transfers)
         return stage_memory(self.model.sizes, degrees, reserved, self._available_bytes)
 
     def _users(self, degrees: Degrees, num_tokens: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -35,13 +36,14 @@ from engine.ranks.mesh import ONE_RANK
 class PlannedModel:
     """A model on one kind of device.
 
-    check: see engine.plan.degrees. activation_bytes: of a step of each rank. graph_bytes: of
-    recorded steps of each rank; None if not known here. keeps_windows_apart: see sequence_bytes.
+    check: see engine.plan.degrees. activations: bytes of a step of each rank, by the longest
+    context. graph_bytes: of recorded steps of each rank; None if not known here.
+    keeps_windows_apart: see sequence_bytes.
     """
 
     sizes: ModelSizes
     check: Check
-    activation_bytes: int
+    activations: Callable[[int], int]
     graph_bytes: int | None
     keeps_windows_apart: bool
 
@@ -85,7 +87,7 @@ def _read(folder: Path, options: PlanOptions, kind: str, *, has_float8: bool) ->
         sizes,
         # Whether GPUs run such ranks, too, is not asked.
         partial(source.check_ranks, device=torch.device("cpu")),
-        source.activation_bytes(dtype, limits[1], limits[0], source.max_len),
+        partial(source.activation_bytes, dtype, limits[1], limits[0]),
         _graph_bytes(source, dtype, layout, options) if kind == "cuda" else 0,
         bool(max_window_slots(source, layout, device, *limits)),
     )

@@ -41,7 +41,7 @@ def make_decoder(
     layer, and other attention backends run op by op.
     """
     embeddings = parameters.embeddings
-    if attention is not REFERENCE:
+    if attention.attend is not REFERENCE.attend:
         return Decoder(config, parameters, ranks, attention, stages)
     is_alone = ranks.shard.size == 1 and embeddings.device.type == "cpu"
     if not is_alone or not can_run(embeddings.dtype, pool_dtype, config.head_dim):

@@ -93,6 +93,7 @@ class TransformersModel:
         dtype: str,  # noqa: ARG002
         kv_dtype: str,  # noqa: ARG002
         device: torch.device,  # noqa: ARG002
+        block_size: int,  # noqa: ARG002
     ) -> AttentionBackend:
         """See ModelSource. Baton's own alone."""
         if name not in ("auto", REFERENCE.name):

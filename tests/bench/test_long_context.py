@@ -12,11 +12,13 @@ from bench.long_context import (
     LAYOUTS,
     LENGTHS,
     PAGE,
+    TIERS,
     Challenge,
     challenge,
     challenges,
     draw,
     paper_figures,
+    return_s,
     sizes_of,
     tables_of,
 )
@@ -56,6 +58,16 @@ def test_layouts_are_of_one_model_and_differ_in_their_kv() -> None:
     assert token["latent"] == 32 * 576 * 2
     far = {name: cases(name)[-1].kv_bytes for name in LAYOUTS}
     assert far["MQA"] < far["windowed"] < far["latent"] < far["GQA"]
+
+
+def test_tiers_pay_more_the_longer_the_context() -> None:
+    for layout in LAYOUTS:
+        for tier in TIERS:
+            gains = [case.prefill_s / return_s(case, tier) for case in cases(layout)]
+            assert gains[-1] > max(1, gains[0])
+    short = challenge(H200, "MHA", "bfloat16", 4096)
+    # A slow tier does not pay everywhere.
+    assert return_s(short, "disk") > short.prefill_s > return_s(short, "host memory")
 
 
 def test_the_papers_figures_are_reproduced() -> None:

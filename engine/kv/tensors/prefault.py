@@ -23,6 +23,7 @@ _CHUNK_BYTES = 256 << 10
 #: low thread priority would not do: preempted while it holds the kernel's lock, such a thread
 #: blocked others for 50 to 100 ms.
 _PAUSE = 3.0
+_NAME = "prefault"
 
 
 def prefault(memory: torch.Tensor) -> threading.Thread | None:
@@ -54,6 +55,13 @@ def prefault(memory: torch.Tensor) -> threading.Thread | None:
         if error != errno.EINVAL:
             _log.warning("KV memory is not backed ahead: %s", os.strerror(error))
         return None
-    thread = threading.Thread(target=run, args=(memory,), name="prefault", daemon=True)
+    thread = threading.Thread(target=run, args=(memory,), name=_NAME, daemon=True)
     thread.start()
     return thread
+
+
+def wait_until_backed() -> None:
+    """Return when all memory given to `prefault` in this process is backed."""
+    for thread in threading.enumerate():
+        if thread.name == _NAME:
+            thread.join()

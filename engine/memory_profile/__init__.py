@@ -1,0 +1,1 @@
+"""Where memory goes, recorded and drawn: `baton profile-memory`."""

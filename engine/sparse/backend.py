@@ -1,0 +1,130 @@
+"""An attention backend that reads chosen blocks where a sequence has one new token.
+
+The kernels take a block table, and a token's position is its place in it plus a rotation that is in
+the keys already. So a table without some blocks, with a start that is less by their tokens, is
+attention over the rest. Prompts, drafts under verification and windowed layers read everything. One
+choice is for all heads of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from baton_kernels.attention_backends import AttentionBackend
+from baton_kernels.paged_attention import (
+    NO_TERMS,
+    AttentionSlice,
+    PlacedTables,
+    ScoreTerms,
+    paged_attention,
+    plan_attention,
+)
+
+
+class BlockChoice(Protocol):
+    """A kind of choice, for a number of blocks at most."""
+
+    @property
+    def most(self) -> int:
+        """Blocks kept; shorter sequences are read whole."""
+        ...
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether choices depend on query and keys, hence differ by layer; else on lengths
+        alone."""
+        ...
+
+    def choose(
+        self, num_blocks: int, query: torch.Tensor | None, keys: torch.Tensor | None
+    ) -> Sequence[int]:
+        """Indices of the `most` blocks to read of num_blocks, which are more; ascending, with the
+        last. query [heads, head_dim], keys [blocks, kv_heads, block_size, head_dim]: None unless
+        reads_keys."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPlan:
+    """What `attend` plans for each layer."""
+
+    slices: tuple[AttentionSlice, ...]
+    num_heads: int
+    scale: float
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class _SparseAttention:
+    choice: BlockChoice
+
+    def plan(
+        self,
+        slices: Sequence[AttentionSlice],
+        pool: torch.Tensor,
+        num_heads: int,
+        scale: float,
+        window: int | None,
+        dtype: torch.dtype | None = None,
+        placed: PlacedTables | None = None,
+    ) -> Any:
+        """See paged_attention.plan_attention."""
+        block_size = pool.shape[4]
+        if window is not None or not any(self._is_sparse(part, block_size) for part in slices):
+            return plan_attention(slices, pool, num_heads, scale, window, dtype, placed)
+        if self.choice.reads_keys:
+            return _LayerPlan(tuple(slices), num_heads, scale, dtype)
+        some = [self._shortened(part, block_size, None, None) for part in slices]
+        return plan_attention(some, pool, num_heads, scale, None, dtype)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        plan: Any,
+        scales: torch.Tensor | None = None,
+        terms: ScoreTerms = NO_TERMS,
+    ) -> torch.Tensor:
+        """See paged_attention.paged_attention."""
+        if isinstance(plan, _LayerPlan):
+            size = pool.shape[4]
+            some = [
+                self._shortened(part, size, query[part.first_row], pool[:, layer, 0])
+                for part in plan.slices
+            ]
+            plan = plan_attention(some, pool, plan.num_heads, plan.scale, None, plan.dtype)
+        return paged_attention(query, key, value, pool, layer, plan, scales, terms)
+
+    def _is_sparse(self, part: AttentionSlice, block_size: int) -> bool:
+        return part.num_tokens == 1 and part.start // block_size + 1 > self.choice.most
+
+    def _shortened(
+        self,
+        part: AttentionSlice,
+        block_size: int,
+        query: torch.Tensor | None,
+        keys: torch.Tensor | None,
+    ) -> AttentionSlice:
+        """The slice with chosen blocks alone. keys: of the layer's whole pool."""
+        if not self._is_sparse(part, block_size):
+            return part
+        table = list(part.block_table)[: part.start // block_size + 1]
+        own = None if keys is None else keys[table]
+        kept = self.choice.choose(len(table), query, own)
+        start = part.start - (len(table) - len(kept)) * block_size
+        return part._replace(start=start, block_table=[table[index] for index in kept])
+
+
+def sparse_backend(name: str, choice: BlockChoice) -> AttentionBackend:
+    """The backend of a choice. name: with all that results depend on; part of the numerics
+    class."""
+    sparse = _SparseAttention(choice)
+    attend = sparse.attend if choice.reads_keys else paged_attention
+    return AttentionBackend(name, name, sparse.plan, attend)
