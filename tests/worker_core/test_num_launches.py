@@ -76,3 +76,11 @@ def test_a_gpu_is_not_asked_for_drafts_unless_told_to() -> None:
     assert num_launches(options(method="auto"), gpu) == 2
     assert speculative_method(options(method="ngram"), gpu) == "ngram"
     assert speculative_method(options(method="auto"), SPEC) == "ngram"
+
+
+def test_sparse_decode_excludes_drafts() -> None:
+    auto = DecodeOptions(model="m", attention_backend="sink-window:64")
+    assert speculative_method(auto, SPEC) == "none"
+    asked = auto.model_copy(update={"speculative_method": "ngram"})
+    with pytest.raises(ConfigError, match="sink-window:64 reads a part"):
+        speculative_method(asked, SPEC)

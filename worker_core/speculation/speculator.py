@@ -69,11 +69,18 @@ def build_speculation(
 def speculative_method(options: DecodeOptions, spec: EngineSpec) -> str:
     """Which one "auto" stands for. Raises ConfigError if another is asked for than can be had."""
     method, cannot_rewind = options.speculative_method, spec.groups.cannot_rewind
+    is_sparse = ":" in options.attention_backend
     if method == "auto":
         is_ahead = options.async_scheduling or spec.numerics.device == "cuda"
         if spec.is_pipelined and options.async_scheduling is None:
             is_ahead = True
-        return "none" if is_ahead or cannot_rewind else "ngram"
+        return "none" if is_ahead or cannot_rewind or is_sparse else "ngram"
+    if is_sparse and method != "none":
+        why = (
+            f"--attention-backend={options.attention_backend} reads a part of the context, and "
+            "drafts would be verified with all of it; give none"
+        )
+        raise ConfigError.of("speculative_method", method, why)
     if cannot_rewind and method != "none":
         raise ConfigError.of(
             "speculative_method",
