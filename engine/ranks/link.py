@@ -28,6 +28,8 @@ FIRST_SERVICE_KIND = 16
 
 #: Kind, and length of the payload.
 _HEADER = struct.Struct("<BI")
+#: Bytes of the longest payload: what announces more is no link.
+MAX_PAYLOAD_BYTES = 64 << 20
 
 #: Called in the link's thread, with the payload.
 Handler = Callable[[bytes], None]
@@ -74,8 +76,10 @@ class Link:
         self._max_silence_s = SILENCE_S
 
     def send(self, kind: int, payload: bytes = b"") -> None:
-        """Send a message. Raises OSError if the peer is gone, or reads nothing for SILENCE_S; the
-        link is then at its end."""
+        """Send a message of at most MAX_PAYLOAD_BYTES. Raises OSError if the peer is gone, or reads
+        nothing for SILENCE_S; the link is then at its end. Raises ValueError for a longer one."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a message of {len(payload)} bytes, of at most {MAX_PAYLOAD_BYTES}")
         with self._sending:
             try:
                 self._connection.sendall(_HEADER.pack(kind, len(payload)) + payload)
@@ -113,7 +117,7 @@ class Link:
 
     def _serve(self) -> float:
         """Serve until the peer closes the link (0.0) or is silent (for so many seconds). Raises
-        OSError, and any error of a handler."""
+        OSError, ValueError, and any error of a handler."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         next_beat = heard_at = time.monotonic()
@@ -131,6 +135,8 @@ class Link:
                 if header is None:
                     return 0.0
                 kind, length = _HEADER.unpack(header)
+                if length > MAX_PAYLOAD_BYTES:
+                    raise ValueError(f"a message of {length} bytes, of at most {MAX_PAYLOAD_BYTES}")
                 payload = self._read(length)
                 if payload is None:
                     return 0.0

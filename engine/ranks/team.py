@@ -159,10 +159,15 @@ class RankTeam:
         self._backend = BACKENDS[spec.backend]()
         self._spec = self._backend.open(spec)
         specs = [replace(self._spec, rank=rank) for rank in range(1, degrees.num_ranks)]
-        self._members = [
-            start_remote(each, remote[each.rank]) if each.rank in remote else start(each)
-            for each in specs
-        ]
+        self._fds = self._spec.fds
+        try:
+            self._members = [
+                start_remote(each, remote[each.rank]) if each.rank in remote else start(each)
+                for each in specs
+            ]
+        except BaseException:
+            self._close_fds()
+            raise
         self._first_group = self._members[: degrees.tensor - 1]
         """The other ranks of rank 0's tensor-parallel group, which have the states of all sample
         rows."""
@@ -205,8 +210,7 @@ class RankTeam:
             )
         groups = self._backend.join(self._spec)
         self.stages = self._backend.stages(self._spec)
-        for fd in self._spec.fds:
-            os.close(fd)
+        self._close_fds()
         for link in self.links:
             with suppress(OSError):  # the rank is gone: its link reports it
                 link.announce_loaded()
@@ -279,7 +283,14 @@ class RankTeam:
         with self._together(encode_copy(pool, sources, targets), self._members):
             pass
 
+    def _close_fds(self) -> None:
+        """Close what other ranks inherit. Idempotent."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = ()
+
     def close(self) -> None:
+        self._close_fds()
         for link in self.links:
             link.close()
         for member in self._members:

@@ -121,6 +121,21 @@ def test_a_message_that_does_not_end_is_silence_too(ends: queue.SimpleQueue[str]
     theirs.close()
 
 
+def test_what_announces_more_than_a_message_ends_the_link(
+    ends: queue.SimpleQueue[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = socket.socketpair()
+    link = link_over(ours, "a", ends)
+    link.start()
+    theirs.sendall(bytes((FIRST_SERVICE_KIND, 1, 0, 0, 4)))
+    assert ends.get() == "a closed"
+    assert "a message of 67108865 bytes, of at most 67108864" in caplog.text
+    with pytest.raises(ValueError, match="of at most 67108864"):
+        link.send(FIRST_SERVICE_KIND, bytes(module.MAX_PAYLOAD_BYTES + 1))
+    link.close()
+    theirs.close()
+
+
 def test_a_handler_that_fails_ends_the_link(
     pair: tuple[Link, Link], ends: queue.SimpleQueue[str], caplog: pytest.LogCaptureFixture
 ) -> None:
