@@ -124,21 +124,18 @@ class Host:
 class Wire:
     """All traffic between two hosts, forwarded by this process's event loop."""
 
-    def __init__(self, name: str, one: Host, other: Host) -> None:
-        """name: of its device on both hosts."""
+    def __init__(self, name: str, hosts: tuple[Host, Host], fds: tuple[int, int]) -> None:
+        """name: of its device on both hosts. fds: of these devices; not blocking, owned from here
+        on."""
         self.name = name
         self.delay_s = 0.0
         """Added to each packet."""
         self.loss = 0.0
         """Share of packets that are lost, each by itself."""
-        self._hosts = one, other
+        self._hosts, self._fds = hosts, fds
         self._rng = random.Random(name)
-        self._fds = tuple(
-            _open_tun(name, here, there) for here, there in (self._hosts, (other, one))
-        )
-        one.wires[other.name] = other.wires[one.name] = self
         loop = asyncio.get_running_loop()
-        for source, target in (self._fds, self._fds[::-1]):
+        for source, target in (fds, fds[::-1]):
             loop.add_reader(source, self._forward, source, target)
 
     def limit(self, rate: str) -> None:
@@ -168,6 +165,13 @@ class Wire:
 def _write(fd: int, packet: bytes) -> None:
     with suppress(OSError):  # the device is down: lost
         os.write(fd, packet)
+
+
+def wire_between(name: str, one: Host, other: Host) -> Wire:
+    """A new wire."""
+    wire = Wire(name, (one, other), (_open_tun(name, one, other), _open_tun(name, other, one)))
+    one.wires[other.name] = other.wires[one.name] = wire
+    return wire
 
 
 def _open_tun(name: str, host: Host, other: Host) -> int:

@@ -54,10 +54,10 @@ async def _ending(
     """Harm host `node` of a worker, and wait until that worker has ended: its host 0, or the other
     one if that was hit itself."""
     worker = target.worker(tier)
-    begin_s = time.monotonic()
     waiting = asyncio.create_task(worker.until_ended([worker.hosts[1 if node == 0 else 0]], ENDS_S))
     await asyncio.sleep(0)  # it waits from here on
     harm(worker)
+    begin_s = time.monotonic()
     end_s = await waiting
     target.ended_after_s[name] = None if end_s is None else end_s - begin_s
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from bench.namespaces import Host, Wire, make_bridge
+from bench.namespaces import Host, Wire, make_bridge, wire_between
 
 _NETWORK = "10.77.0"
 _PORT, _REDIS_PORT = 50051, 6379
@@ -136,7 +136,7 @@ async def site_of(options: SiteOptions) -> AsyncIterator[Site]:
         pairs = (_PREFILL, _DECODE, *product(_PREFILL, (*_DECODE, *_SPARE)))
         wires = {}
         for number, (one, other) in enumerate(pairs):
-            wires[one, other] = Wire(f"wire{number}", hosts[one], hosts[other])
+            wires[one, other] = wire_between(f"wire{number}", hosts[one], hosts[other])
             stack.callback(wires[one, other].close)
         secret = options.log_dir / "secret"
         secret.write_text(secrets.token_hex(32))

@@ -8,7 +8,8 @@ prefill worker, two for a decode worker, one for a decode worker of its own, one
 the gateway. Packets between the hosts of a worker, and between the tiers, go through a wire that
 loses and delays them. Streams of known output run all the time, while ranks and hosts are killed,
 frozen and unplugged, and wires fail. Each stream has to have every token once, in order and
-right, and in the end no block may be held. A worker that is hit has to end within 3 s.
+right, and in the end no block may be held. A worker that is hit has to end within 3 s: host 0 of
+it, which serves, or the other host where host 0 was hit.
 
 Needs Linux, iproute2, util-linux, a redis-server, and root or the right to make namespaces.
 """
@@ -130,7 +131,11 @@ def main() -> int:
         )
         verdict, ended = asyncio.run(run(options, faults, arguments))
     report_faults(verdict)
-    data = {"faults": [asdict(each) for each in verdict.results], "ended_after_s": ended}
+    data = {
+        "faults": [asdict(each) for each in verdict.results],
+        "ended_after_s": ended,
+        "num_leaked_blocks": verdict.num_leaked_blocks,
+    }
     publish(document_of("bench.nodes", started, data), arguments.json, table_of)
     late = [fault for fault, seconds in ended.items() if seconds is None or seconds > MAX_END_S]
     for fault in late:

@@ -36,7 +36,7 @@ from engine.ranks.commands import (
 )
 from engine.ranks.exchange import ExchangeFailed, Groups
 from engine.ranks.followers import TensorPool
-from engine.ranks.link import SILENCE_S, Link
+from engine.ranks.link import PEER_SILENT, SILENCE_S, Link
 from engine.ranks.node_listener import NodeListener, RemoteRank
 from engine.ranks.nodes import ONE_NODE, Nodes, files_digest
 from engine.ranks.parts import rank_parts
@@ -181,8 +181,9 @@ class RankTeam:
             for member in self._members
         ]
         """To ranks 1, 2, ..., in that order."""
-        self._is_ready = False
-        for link in self.links:
+        self._is_ready = self._has_stepped = False
+        for link, member in zip(self.links, self._members, strict=True):
+            link.handle(PEER_SILENT, partial(self._on_peer_silent, member))
             link.start()
 
     def _with_shared_kv(self, spec: RankSpec) -> RankSpec:
@@ -211,9 +212,6 @@ class RankTeam:
         groups = self._backend.join(self._spec)
         self.stages = self._backend.stages(self._spec)
         self._close_fds()
-        for link in self.links:
-            with suppress(OSError):  # the rank is gone: its link reports it
-                link.announce_loaded()
         return groups
 
     def make_pool(
@@ -260,6 +258,11 @@ class RankTeam:
         syncs_layers: bool = False,
         replays: bool = False,
     ) -> Iterator[None]:
+        if not self._has_stepped:
+            self._has_stepped = True
+            for link in self.links:
+                with suppress(OSError):  # the rank is gone: its link reports it
+                    link.end_loading()
         frame = self._steps.encode(batch, tables, syncs_layers=syncs_layers, replays=replays)
         with self._together(frame, self._members):
             yield
@@ -321,6 +324,9 @@ class RankTeam:
 
     def _on_silent(self, member: RankProcess, silent_s: float) -> None:
         self._lose(f"{member.name} has sent nothing for {silent_s:g} s (frozen, or out of reach)")
+
+    def _on_peer_silent(self, member: RankProcess, what: bytes) -> None:
+        self._lose(f"{member.name} {what.decode()} (frozen, or out of reach)")
 
     def _lose(self, reason: str) -> None:
         for member in self._members:

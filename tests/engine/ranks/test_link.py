@@ -86,6 +86,21 @@ def test_silence_is_short_once_the_peer_has_loaded(ends: queue.SimpleQueue[str])
     theirs.close()
 
 
+def test_both_sides_end_loading_at_once(
+    pair: tuple[Link, Link], ends: queue.SimpleQueue[str]
+) -> None:
+    """The one that does so counts from there on, however long the other has been silent."""
+    one, other = pair
+    one.start()
+    other.start()
+    other.send(FIRST_SERVICE_KIND)
+    one.end_loading()
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=0.5)
+    assert one._loaded_s is not None
+    assert other._loaded_s is not None
+
+
 def test_a_peer_that_freezes_while_it_loads_is_silent_later(
     ends: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
