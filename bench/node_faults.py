@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -43,9 +43,6 @@ class SiteTarget:
             for (one, other), wire in self.site.wires.items()
             if one.startswith(some) and other.startswith(others)
         ]
-
-
-Inject = Callable[[SiteTarget], Awaitable[None]]
 
 
 async def _ending(

@@ -40,7 +40,7 @@ from bench.suite.markdown import table
 #: A worker that has lost a rank, or a host, ends within so many seconds.
 MAX_END_S = 3.0
 #: Seconds until all workers are ready for the first time; later the logs of hosts say why not.
-READY_S = 300.0
+READY_S = 600.0
 
 
 async def run(
