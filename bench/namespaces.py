@@ -1,8 +1,8 @@
 """Hosts made of network namespaces: each with its own address and loopback, on one bridge by veth,
 with a rate by tc's tbf; and wires between two hosts, which delay and lose packets.
 
-They need Linux, iproute2, util-linux and root. `in_own_namespaces` moves a command into namespaces
-of its own, with which everything made here ends.
+They need Linux, iproute2, util-linux and root. `run_inside` runs a command in namespaces of its
+own, with which everything made here ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-_IS_INSIDE = "--is-inside"
 _BRIDGE = "hosts"
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 #: Bytes of a wire's packets, so that Python forwards fewer of them.
@@ -27,19 +26,20 @@ _WIRE_MTU = 9000
 _MAX_BURST = 64
 
 
-def in_own_namespaces(module: str) -> int | None:
-    """Run `python -m module`, with this process's arguments, in a network and a process namespace
-    of its own, and return its exit status; None if this process is the one inside."""
-    if _IS_INSIDE in sys.argv:
-        sys.argv.remove(_IS_INSIDE)
-        # The first process of a namespace ignores what it does not handle.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        run("ip", "link", "set", "lo", "up")
-        return None
+def run_inside(module: str) -> int:
+    """Run `python -m module --is-inside`, with this process's arguments after it, in a network and
+    a process namespace of its own. Returns its exit status."""
     users = () if os.geteuid() == 0 else ("--user", "--map-root-user")
     inside = ("--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-    command = (sys.executable, "-m", module, _IS_INSIDE, *sys.argv[1:])
+    command = (sys.executable, "-m", module, "--is-inside", *sys.argv[1:])
     return subprocess.run(("unshare", *users, *inside, *command), check=False).returncode
+
+
+def begin_inside() -> None:
+    """Bring up the loopback of the new namespace, and take signals."""
+    # The first process of a namespace ignores what it does not handle.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run("ip", "link", "set", "lo", "up")
 
 
 def run(*command: str) -> None:

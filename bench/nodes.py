@@ -32,7 +32,7 @@ from baton.check.process_faults import Fault
 from baton.cli.check import report_faults
 from baton.client import AsyncClient
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
-from bench.namespaces import in_own_namespaces
+from bench.namespaces import begin_inside, run_inside
 from bench.node_faults import FAULTS, SiteTarget
 from bench.node_site import SiteOptions, site_of
 from bench.suite.markdown import table
@@ -112,15 +112,16 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit", help="of each host, as tc writes it")
     parser.add_argument("--log-dir", type=Path, help="keep the logs of all hosts there")
     parser.add_argument("--json", type=Path)
-    status = in_own_namespaces("bench.nodes")
-    if status is not None:
-        return status
+    parser.add_argument("--is-inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     faults = [
         fault for fault in FAULTS if any(text in fault.name for text in arguments.only or ("",))
     ]
     if not faults:
         parser.error(f"--only={arguments.only}: no fault has this in its name")
+    if not arguments.is_inside:
+        return run_inside("bench.nodes")
+    begin_inside()
     started = now()
     with tempfile.TemporaryDirectory() as scratch:
         log_dir = arguments.log_dir or Path(scratch)
