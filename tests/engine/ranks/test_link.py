@@ -66,7 +66,7 @@ def test_a_peer_may_begin_late(ends: queue.SimpleQueue[str]) -> None:
     with pytest.raises(queue.Empty):
         ends.get(timeout=1.0)
     other.start()
-    other.announce_loaded()
+    other.send(module.LOADED)
     with pytest.raises(queue.Empty):
         ends.get(timeout=0.1)
     one.close()
