@@ -1,16 +1,18 @@
 """Times of an exchange of two ranks, by turns over each backend: `python -m bench.exchange`.
 
 Prints the median of each backend and shape in microseconds, twice, so that a backend is also
-compared with itself. Rank 1 is a forked process.
+compared with itself. The ranks are forked processes.
 """
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -50,24 +52,34 @@ def _turns(ranks: dict[str, Ranks]) -> Iterator[tuple[tuple[int, int], str, floa
                 yield shape, name, (time.perf_counter() - begin_s) / _NUM_EXCHANGES
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    backends = {name: BACKENDS[name]() for name in _NAMES}
-    specs = {name: backends[name].open(_spec(name)) for name in _NAMES}
-    is_first = os.fork() != 0
-    rank = 0 if is_first else 1
+def _run(rank: int, specs: dict[str, RankSpec]) -> None:
+    """Take all turns; rank 0 prints."""
     own = {name: replace(specs[name], rank=rank) for name in _NAMES}
     ranks = {name: BACKENDS[name]().join(own[name]).tensor for name in _NAMES}
     found: dict[tuple[tuple[int, int], str], list[float]] = {}
     for shape, name, seconds in _turns(ranks):
         found.setdefault((shape, name), []).append(seconds * 1e6)
-    if not is_first:
-        os._exit(0)
-    os.wait()
-    for (shape, name), times in found.items():
+    for (shape, name), times in found.items() if rank == 0 else ():
         halves = (statistics.median(times[half::2]) for half in (0, 1))
-        print(f"{shape[0]} x {shape[1]} {name}:", ", ".join(f"{us:.0f} us" for us in halves))
+        text = ", ".join(f"{us:.0f} us" for us in halves)
+        print(f"{shape[0]} x {shape[1]} {name}: {text}", flush=True)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    backends = {name: BACKENDS[name]() for name in _NAMES}
+    specs = {name: backends[name].open(_spec(name)) for name in _NAMES}
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_run, args=(rank, specs), daemon=True) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    # A rank waits for ever for one that has died: the first failure ends both.
+    while any(each.exitcode is None for each in ranks):
+        wait([each.sentinel for each in ranks if each.exitcode is None])
+        if any(each.exitcode for each in ranks):
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

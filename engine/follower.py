@@ -32,6 +32,7 @@ from engine.ranks.commands import (
 from engine.ranks.exchange import Groups
 from engine.ranks.link import Link
 from engine.ranks.parts import rank_parts
+from engine.ranks.peers import watch_peers
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
 from engine.ranks.stages import Stages
@@ -93,12 +94,11 @@ def follow(control: socket.socket, link: Link) -> None:
         if spec.kv_service:
             make_pool = partial(_kv_pool, spec, pools)
             import_module(spec.kv_service).serve(link, make_pool, spec.host)
-        # Before the groups are joined, so that rank 0 has the announcement when all have joined.
-        link.announce_loaded()
         control.sendall(json.dumps({"digest": model.digest}).encode() + b"\n")
         backend = BACKENDS[spec.backend]()
         groups, stages = backend.join(spec), backend.stages(spec)
         rank = _Rank(model.join(groups, stages), stages, pools)
+        watch_peers(spec, link)
         for command in read_commands(stream):
             rank.follow(command)
 

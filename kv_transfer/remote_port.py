@@ -119,7 +119,10 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """block_ids: of the piece; the sequence's first_block blocks before them are left out."""
+
     key: int
+    first_block: int
     block_ids: tuple[int, ...]
     piece: KvRange
     whole_start: int
@@ -268,8 +271,10 @@ class RemotePort:
             return
         match task:
             case tasks.Send(_, block_ids, piece, _, whole_start):
-                slots = self._slots(block_ids)
-                self._send(Send(number, block_ids, piece, whole_start, slots))
+                size = self._pool.layout.block_size
+                first = piece.first_token // size
+                own = block_ids[first : -(-piece.end_token // size)]
+                self._send(Send(number, first, own, piece, whole_start, self._slots(own)))
             case tasks.Finish(_, num_tokens, first_tokens, prefill_end):
                 age_s = time.monotonic() - prefill_end
                 self._send(Finish(number, num_tokens, first_tokens, age_s))
@@ -372,9 +377,11 @@ class PortServer:
                 self._port.tickets.expire()
             case Begin(key, ticket):
                 self._port.sender.begin(key, bytes.fromhex(ticket))
-            case Send(key, block_ids, piece, whole_start, slots):
+            case Send(key, first_block, block_ids, piece, whole_start, slots):
                 self._set_slots(block_ids, slots)
-                self._port.sender.submit(tasks.Send(key, block_ids, piece, whole_start=whole_start))
+                # Nothing before the piece is read.
+                table = (-1,) * first_block + block_ids
+                self._port.sender.submit(tasks.Send(key, table, piece, whole_start=whole_start))
             case Finish(key, num_tokens, first_tokens, age_s):
                 end = time.monotonic() - age_s
                 self._port.sender.submit(tasks.Finish(key, num_tokens, first_tokens, end))

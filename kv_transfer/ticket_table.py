@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from baton.errors import HandoffFailed, InvalidRequest
+from baton.errors import HandoffFailed, InvalidRequest, StartupError
 from baton.types import KvLayout, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from engine.kv.part import KvPart
 from engine.kv.range import KvRange
 from kv_transfer.ticket import (
+    MAX_TICKET_BYTES,
     Commit,
     Endpoint,
     OfferedTicket,
@@ -93,6 +94,10 @@ class LateTickets(Protocol):
         ...
 
 
+#: Bytes of a ticket for what differs from one to the next: the request's id, its trace, numbers.
+_OWN_BYTES = 1024
+
+
 class TicketMint:
     """Makes the tickets of one boot of a worker. Not thread-safe."""
 
@@ -104,11 +109,19 @@ class TicketMint:
         rules: TicketRules,
         ranks: tuple[OwnerRank, ...] = (),
     ) -> None:
-        """layout: of the whole model. ranks: if there are several; endpoints are then empty."""
+        """layout: of the whole model. ranks: if there are several; endpoints are then empty. Raises
+        StartupError if tickets of so many ranks would be too long."""
         if not 16 <= len(rules.secret) <= 64:
             raise ValueError("the secret must have 16 to 64 bytes")
         self._block_size = layout.block_size
         self._common = common_fields(identity, layout, endpoints, ranks)
+        room, taken = MAX_TICKET_BYTES - _OWN_BYTES, self._common.ByteSize()
+        if taken > room:
+            raise StartupError(
+                f"the addresses of {len(ranks)} ranks take {taken} bytes of each KV ticket, of at "
+                f"most {room}; use at most {len(ranks) * room // taken} ranks a worker, or one "
+                "--kv-transport"
+            )
         self._rules = rules
 
     def reserve(

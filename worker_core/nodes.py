@@ -4,6 +4,8 @@ other than 0."""
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import threading
 from collections.abc import Callable
 
@@ -18,6 +20,8 @@ from engine.ranks.node_agent import NodeAgent, wait_for
 from engine.ranks.nodes import ONE_NODE, Nodes
 from engine.ranks.team import end_process
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
+
+_log = logging.getLogger(__name__)
 
 
 def kv_secret_of(options: WorkerOptions) -> KvSecret | None:
@@ -71,8 +75,12 @@ async def serve_node(
         watching.cancel()
     clock.lap("join")
     on_ready(ReadyReport("", clock.phases))
+    name = f"node {options.node_rank} of {options.nnodes}"
     if reason := await asyncio.to_thread(wait_for, ranks):
-        end_process(f"node {options.node_rank} of {options.nnodes}: {reason}")
+        end_process(f"{name}: {reason}")
+    _log.info("%s: node 0 has ended, and so does this node", name)
+    # Nothing is left to close; the interpreter's own end takes seconds on a busy machine.
+    os._exit(0)
 
 
 async def _set_after(stop: asyncio.Event, cancelled: threading.Event) -> None:

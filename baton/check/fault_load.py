@@ -15,7 +15,6 @@ from baton.check.process_faults import Fault, TargetT
 from baton.check.stream_history import StreamHistory, StreamRequest
 from baton.client import AsyncClient
 from baton.errors import BatonError
-from baton.supervisor import Cluster
 
 #: Seconds within which the gateway detects an ended connection.
 NOTICED_S = 0.5
@@ -171,7 +170,7 @@ async def load_through_faults(
             await asyncio.sleep(CALM_S)
             load.begin_fault(fault.name)
             await fault.inject(target)
-            await until_healed(target.cluster, client)
+            await until_healed(target.num_workers, client)
             await load.end_fault()
             on_fault(fault)
         num_rounds += 1
@@ -179,11 +178,10 @@ async def load_through_faults(
     return num_rounds
 
 
-async def until_healed(cluster: Cluster, client: AsyncClient) -> None:
+async def until_healed(num_workers: int, client: AsyncClient) -> None:
     """Wait until all workers are ready again, after a delay in which the gateway notices the
     fault."""
     await asyncio.sleep(NOTICED_S)
-    num_workers = sum(not name.startswith("gateway") for name in cluster.names)
     while True:
         try:
             workers = (await client.model()).workers

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.check.doors import SdkDoor, SseDoor
+from baton.check.doors import Door, SdkDoor, SseDoor
 from baton.check.fault_load import (
     FaultResult,
     Load,
@@ -19,7 +19,7 @@ from baton.check.fault_load import (
     result_of,
     results_by_fault,
 )
-from baton.check.process_faults import PROCESS_FAULTS, Fault, Target
+from baton.check.process_faults import PROCESS_FAULTS, Fault, Target, TargetT
 from baton.check.run import Shape, cluster_of, reference
 from baton.client import AsyncClient, SamplingParams
 
@@ -97,35 +97,69 @@ async def check_faults(
     occur in turn, for `num_rounds` rounds and until `num_streams` have ended; no round begins after
     `max_hours` hours. on_fault: receives each ended fault, and the number of affected streams so
     far."""
-    requests, outputs = await reference(options, num_requests, seed, MAX_TOKENS)
-    known = [
-        KnownRequest(request.prompt, request.params, right, request.model)
-        for request, right in zip(requests, outputs, strict=True)
-    ]
-    records: list[StreamRecord[KnownRequest]] = []
+    known = await known_requests(options, num_requests, seed, MAX_TOKENS)
     async with (
         cluster_of(options, SHAPE) as cluster,
         AsyncClient(cluster.address, max_retries=MAX_RETRIES) as client,
     ):
-        rng = random.Random(seed)
-        doors = (
-            SdkDoor(client),
-            SseDoor(lambda: cluster.http_address, by_event_id=True),
-            SseDoor(lambda: cluster.http_address, by_event_id=False),
-        )
-        load = Load(client, lambda rng: rng.choice(known), rng, CONCURRENCY, records.append, doors)
         end_s = time.monotonic() + max_hours * 3600
-        num_rounds = await load_through_faults(
-            load,
+        return await run_faults(
+            known,
+            client,
             faults,
             lambda number: Target(cluster, number % 2, 1 - number % 2),
-            client,
-            lambda done: (
-                (done >= num_rounds and len(records) >= num_streams) or time.monotonic() > end_s
+            doors=(
+                SdkDoor(client),
+                SseDoor(lambda: cluster.http_address, by_event_id=True),
+                SseDoor(lambda: cluster.http_address, by_event_id=False),
             ),
-            lambda fault: on_fault(fault.name, load.num_faulted),
+            is_enough=lambda done, num_ended: (
+                (done >= num_rounds and num_ended >= num_streams) or time.monotonic() > end_s
+            ),
+            concurrency=CONCURRENCY,
+            seed=seed,
+            on_fault=on_fault,
         )
-        num_leaked = await leaked_blocks(client)
+
+
+async def known_requests(
+    options: Mapping[str, object], num_requests: int, seed: int, max_tokens: int
+) -> list[KnownRequest]:
+    """Requests of all kinds, with the tokens of one process."""
+    requests, outputs = await reference(options, num_requests, seed, max_tokens)
+    return [
+        KnownRequest(request.prompt, request.params, right, request.model)
+        for request, right in zip(requests, outputs, strict=True)
+    ]
+
+
+async def run_faults(
+    known: Sequence[KnownRequest],
+    client: AsyncClient,
+    faults: Sequence[Fault[TargetT]],
+    target_of: Callable[[int], TargetT],
+    *,
+    doors: Sequence[Door] = (),
+    is_enough: Callable[[int, int], bool],
+    concurrency: int,
+    seed: int,
+    on_fault: Callable[[str, int], None],
+) -> FaultVerdict:
+    """Run streams of `known` requests repeatedly, by all doors, while the faults occur in turn.
+    target_of: see load_through_faults. is_enough: of rounds and of streams that have ended.
+    on_fault: see check_faults."""
+    records: list[StreamRecord[KnownRequest]] = []
+    rng = random.Random(seed)
+    load = Load(client, lambda rng: rng.choice(known), rng, concurrency, records.append, doors)
+    num_rounds = await load_through_faults(
+        load,
+        faults,
+        target_of,
+        client,
+        lambda done: is_enough(done, len(records)),
+        lambda fault: on_fault(fault.name, load.num_faulted),
+    )
+    num_leaked = await leaked_blocks(client)
     for record in records:
         record.compare(record.request.right)
     return _verdict(records, faults, num_rounds, num_leaked)
@@ -133,7 +167,7 @@ async def check_faults(
 
 def _verdict(
     records: Sequence[StreamRecord[KnownRequest]],
-    faults: Sequence[Fault[Target]],
+    faults: Sequence[Fault[TargetT]],
     num_rounds: int,
     num_leaked: int,
 ) -> FaultVerdict:

@@ -10,12 +10,20 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from baton.supervisor import Cluster
 
 #: Seconds for which a process is frozen.
 LASTS_S = 4.0
+
+
+class FaultTarget(Protocol):
+    """What a fault is injected into."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that are ready again once the fault has healed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,10 @@ class Target:
     cluster: Cluster
     first: int
     second: int
+
+    @property
+    def num_workers(self) -> int:
+        return sum(not name.startswith("gateway") for name in self.cluster.names)
 
     def name_of(self, victim: str) -> str:
         """Process name of a victim: "decode" is one of the decode workers, "other decode" the
@@ -39,7 +51,7 @@ class Target:
         os.kill(self.cluster.pid_of(self.name_of(victim)), signum)
 
 
-TargetT = TypeVar("TargetT", bound=Target)
+TargetT = TypeVar("TargetT", bound=FaultTarget)
 
 
 @dataclass(frozen=True)

@@ -284,12 +284,12 @@ def _check_faults(
             num_streams=num_streams,
         )
     )
-    _report_faults(verdict)
+    report_faults(verdict)
     typer.echo(f"{time.monotonic() - began_s:.0f} s in all, --seed {seed}")
     return 0 if verdict.has_held else 1
 
 
-def _report_faults(verdict: FaultVerdict) -> None:
+def report_faults(verdict: FaultVerdict) -> None:
     """Print one line per fault and prompt length, then one per promise."""
     headings = ("times", "streams", "resumed", "errors", "wrong", "gap p50", "p99", "longest, s")
     typer.echo("\n" + _row("lived through", headings))

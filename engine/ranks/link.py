@@ -19,15 +19,19 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
 #: A peer that sends nothing for so long has frozen, or the network to it is down.
 SILENCE_S = 2.5
-#: The same until its first message, because its process imports torch before; and until it has
-#: loaded the model, which holds the GIL for seconds on a busy machine.
+#: The same until its first message, because its process imports torch before; and until the first
+#: step, because loading models and libraries holds the GIL for seconds on a busy machine.
 FIRST_MESSAGE_S, LOADING_SILENCE_S = 120.0, 30.0
 #: Kinds of messages: one byte. Services have those from FIRST_SERVICE_KIND on.
 HEARTBEAT, LOADED = 0, 1
+#: To rank 0: another rank cannot be reached any more. What happened, as text.
+PEER_SILENT = 2
 FIRST_SERVICE_KIND = 16
 
 #: Kind, and length of the payload.
 _HEADER = struct.Struct("<BI")
+#: Bytes of the longest payload: what announces more is no link.
+MAX_PAYLOAD_BYTES = 64 << 20
 
 #: Called in the link's thread, with the payload.
 Handler = Callable[[bytes], None]
@@ -46,14 +50,15 @@ class Link:
     ) -> None:
         """connection: owned from here on. on_closed: called in the link's thread when the peer has
         closed its end, or died, or a handler has failed. on_silent: called there, with the seconds,
-        when the peer has sent nothing for SILENCE_S or, before it has announced that it has loaded,
-        for as long as stands there. Neither is called after `close`."""
+        when the peer has sent nothing for SILENCE_S or, before `end_loading`, for as long as stands
+        there. Neither is called after `close`."""
         self._connection = connection
         self._connection.settimeout(SILENCE_S)
         self._on_closed, self._on_silent = on_closed, on_silent
         self._sending = threading.Lock()
         self._is_closing = threading.Event()
-        self._max_silence_s = LOADING_SILENCE_S
+        self._loaded_s: float | None = None
+        """When the peer's silence began to count as that of one that has loaded."""
         self._handlers: dict[int, Handler] = {LOADED: self._on_loaded}
         self._thread = threading.Thread(target=self._run, name=f"link-{name}", daemon=True)
 
@@ -65,17 +70,19 @@ class Link:
         """Begin to send heartbeats, and to read."""
         self._thread.start()
 
-    def announce_loaded(self) -> None:
-        """Tell the peer that this side is never silent again for as long as SILENCE_S. Raises
-        OSError as `send` does."""
+    def end_loading(self) -> None:
+        """From here on, neither side may be silent for SILENCE_S. Raises OSError as `send` does."""
+        self._on_loaded(b"")
         self.send(LOADED)
 
     def _on_loaded(self, _: bytes) -> None:
-        self._max_silence_s = SILENCE_S
+        self._loaded_s = time.monotonic()
 
     def send(self, kind: int, payload: bytes = b"") -> None:
-        """Send a message. Raises OSError if the peer is gone, or reads nothing for SILENCE_S; the
-        link is then at its end."""
+        """Send a message of at most MAX_PAYLOAD_BYTES. Raises OSError if the peer is gone, or reads
+        nothing for SILENCE_S; the link is then at its end. Raises ValueError for a longer one."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a message of {len(payload)} bytes, of at most {MAX_PAYLOAD_BYTES}")
         with self._sending:
             try:
                 self._connection.sendall(_HEADER.pack(kind, len(payload)) + payload)
@@ -113,11 +120,11 @@ class Link:
 
     def _serve(self) -> float:
         """Serve until the peer closes the link (0.0) or is silent (for so many seconds). Raises
-        OSError, and any error of a handler."""
+        OSError, ValueError, and any error of a handler."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         next_beat = heard_at = time.monotonic()
-        max_silence_s, is_first, has_beaten = FIRST_MESSAGE_S, True, False
+        is_first, has_beaten = True, False
         while not self._is_closing.is_set():
             if time.monotonic() >= next_beat:
                 # A peer that has sent nothing yet may not read, either: beats would fill the link.
@@ -131,14 +138,19 @@ class Link:
                 if header is None:
                     return 0.0
                 kind, length = _HEADER.unpack(header)
+                if length > MAX_PAYLOAD_BYTES:
+                    raise ValueError(f"a message of {length} bytes, of at most {MAX_PAYLOAD_BYTES}")
                 payload = self._read(length)
                 if payload is None:
                     return 0.0
                 if handler := self._handlers.get(kind):
                     handler(payload)
-                heard_at, max_silence_s = time.monotonic(), self._max_silence_s
-                is_first = False
-            elif time.monotonic() > heard_at + max_silence_s:
+                heard_at, is_first = time.monotonic(), False
+                continue
+            since_s, max_silence_s = heard_at, FIRST_MESSAGE_S if is_first else LOADING_SILENCE_S
+            if self._loaded_s is not None:
+                since_s, max_silence_s = max(heard_at, self._loaded_s), SILENCE_S
+            if time.monotonic() > since_s + max_silence_s:
                 return max_silence_s
         return 0.0
 

@@ -65,21 +65,25 @@ class NodeAgent:
         while True:
             try:
                 connection = socket.create_connection((host, port), GREETING_S)
+                return self._greet(connection, rank, channel, files)
             except OSError as error:
-                if time.monotonic() > deadline or cancelled.is_set():
+                if cancelled.is_set():
+                    raise StartupError(
+                        f"node {self.node} was stopped while it waited for node 0 at {host}:{port}"
+                    ) from error
+                if time.monotonic() > deadline:
                     raise StartupError(
                         f"node {self.node} found no node 0 at {host}:{port} within "
                         f"{self.nodes.timeout_s:g} s ({error}); check --master-addr and "
                         "--master-port, and that node 0 runs"
                     ) from error
                 cancelled.wait(_RETRY_S)
-            else:
-                return self._greet(connection, rank, channel, files)
 
     def _greet(
         self, connection: socket.socket, rank: int, channel: Channel, files: str
     ) -> socket.socket:
-        """Introduce a rank by a new connection, which is returned. Raises StartupError."""
+        """Introduce a rank by a new connection, which is returned. Raises StartupError, and
+        TimeoutError if node 0 does not answer yet."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = Hello(
             *(secrets.token_hex(16), __version__, self.nodes.size, self.node, rank, channel),
@@ -89,6 +93,8 @@ class NodeAgent:
             introduce(connection, hello, self.nodes.secret)
         except BaseException as error:
             connection.close()
+            if isinstance(error, TimeoutError):
+                raise
             if isinstance(error, (OSError, ValueError, KeyError)):
                 raise StartupError(
                     f"node {self.node}: what listens at {self.nodes.address}:{self.nodes.port} is "

@@ -112,6 +112,11 @@ def files_digest(folder: Path) -> str:
 
 def refusal(hello: Hello, nodes: Nodes, degrees: Degrees, files: str) -> str:
     """Why node 0 does not take a rank; empty if it does. files: node 0's."""
+    if hello.version != __version__:
+        return (
+            f"rank {hello.rank} on {hello.name} has Baton {hello.version}, node 0 has "
+            f"{__version__}; install the same on all nodes"
+        )
     own = nodes.ranks_of(hello.node, degrees)
     other = hello.degrees
     for option, theirs, ours in (
@@ -164,11 +169,6 @@ def read_line(connection: socket.socket) -> dict[str, str]:
 def introduce(connection: socket.socket, hello: Hello, secret: bytes) -> None:
     """A node's half of the greeting. Raises StartupError if node 0 refuses, OSError, ValueError."""
     challenge = read_line(connection)
-    if challenge["version"] != __version__:
-        raise StartupError(
-            f"rank {hello.rank} on node {hello.node} has Baton {__version__}, node 0 has "
-            f"{challenge['version']}; install the same on all nodes"
-        )
     text = _HELLOS.dump_json(hello).decode()
     send_line(connection, {"hello": text, "proof": proof(secret, challenge["nonce"], text)})
     answer = read_line(connection)

@@ -36,7 +36,7 @@ from engine.ranks.commands import (
 )
 from engine.ranks.exchange import ExchangeFailed, Groups
 from engine.ranks.followers import TensorPool
-from engine.ranks.link import SILENCE_S, Link
+from engine.ranks.link import PEER_SILENT, SILENCE_S, Link
 from engine.ranks.node_listener import NodeListener, RemoteRank
 from engine.ranks.nodes import ONE_NODE, Nodes, files_digest
 from engine.ranks.parts import rank_parts
@@ -159,10 +159,15 @@ class RankTeam:
         self._backend = BACKENDS[spec.backend]()
         self._spec = self._backend.open(spec)
         specs = [replace(self._spec, rank=rank) for rank in range(1, degrees.num_ranks)]
-        self._members = [
-            start_remote(each, remote[each.rank]) if each.rank in remote else start(each)
-            for each in specs
-        ]
+        self._fds = self._spec.fds
+        try:
+            self._members = [
+                start_remote(each, remote[each.rank]) if each.rank in remote else start(each)
+                for each in specs
+            ]
+        except BaseException:
+            self._close_fds()
+            raise
         self._first_group = self._members[: degrees.tensor - 1]
         """The other ranks of rank 0's tensor-parallel group, which have the states of all sample
         rows."""
@@ -176,8 +181,9 @@ class RankTeam:
             for member in self._members
         ]
         """To ranks 1, 2, ..., in that order."""
-        self._is_ready = False
-        for link in self.links:
+        self._is_ready = self._has_stepped = False
+        for link, member in zip(self.links, self._members, strict=True):
+            link.handle(PEER_SILENT, partial(self._on_peer_silent, member))
             link.start()
 
     def _with_shared_kv(self, spec: RankSpec) -> RankSpec:
@@ -205,11 +211,7 @@ class RankTeam:
             )
         groups = self._backend.join(self._spec)
         self.stages = self._backend.stages(self._spec)
-        for fd in self._spec.fds:
-            os.close(fd)
-        for link in self.links:
-            with suppress(OSError):  # the rank is gone: its link reports it
-                link.announce_loaded()
+        self._close_fds()
         return groups
 
     def make_pool(
@@ -256,6 +258,11 @@ class RankTeam:
         syncs_layers: bool = False,
         replays: bool = False,
     ) -> Iterator[None]:
+        if not self._has_stepped:
+            self._has_stepped = True
+            for link in self.links:
+                with suppress(OSError):  # the rank is gone: its link reports it
+                    link.end_loading()
         frame = self._steps.encode(batch, tables, syncs_layers=syncs_layers, replays=replays)
         with self._together(frame, self._members):
             yield
@@ -279,7 +286,14 @@ class RankTeam:
         with self._together(encode_copy(pool, sources, targets), self._members):
             pass
 
+    def _close_fds(self) -> None:
+        """Close what other ranks inherit. Idempotent."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = ()
+
     def close(self) -> None:
+        self._close_fds()
         for link in self.links:
             link.close()
         for member in self._members:
@@ -310,6 +324,9 @@ class RankTeam:
 
     def _on_silent(self, member: RankProcess, silent_s: float) -> None:
         self._lose(f"{member.name} has sent nothing for {silent_s:g} s (frozen, or out of reach)")
+
+    def _on_peer_silent(self, member: RankProcess, what: bytes) -> None:
+        self._lose(f"{member.name} {what.decode()} (frozen, or out of reach)")
 
     def _lose(self, reason: str) -> None:
         for member in self._members:

@@ -14,7 +14,7 @@ import pytest
 from tests.support.command_options import options_of
 from tests.support.compose_file import ROOT, baton_services_of, load_compose, services_of
 
-PROFILES = ("cpu", "gpu")
+PROFILES = ("cpu", "gpu", "hosts")
 BESIDE = ("obs", "bench")
 ALL = [(profile, name) for profile in PROFILES for name in baton_services_of(profile)]
 COMBINATIONS = [
@@ -24,7 +24,9 @@ COMBINATIONS = [
     if (chosen := (*engines, *beside))
 ]
 #: Only the gateway and the pages for people are published.
-PUBLISHED = {"gateway", "gateway-gpu", "grafana", "jaeger"}
+PUBLISHED = {"gateway", "gateway-gpu", "gateway-hosts", "grafana", "jaeger"}
+#: The second host of a worker, which takes no requests.
+OTHER_HOST = "decode-other"
 STARTED = {"condition": "service_started"}
 GRACE_MARGIN_S = 5.0
 
@@ -32,6 +34,12 @@ GRACE_MARGIN_S = 5.0
 def seconds(text: str) -> float:
     assert text.endswith("s"), text
     return float(text[:-1])
+
+
+def serving_of(profile: str) -> dict[str, Any]:
+    """Services of one profile that take requests, by name."""
+    services = baton_services_of(profile)
+    return {name: told for name, told in services.items() if name != OTHER_HOST}
 
 
 @pytest.fixture(params=ALL, ids=lambda pair: pair[1])
@@ -55,8 +63,22 @@ def test_docker_compose_accepts_the_profiles(profiles: tuple[str, ...]) -> None:
 def test_each_profile_has_the_three_tiers_and_a_redis() -> None:
     for profile in PROFILES:
         commands = sorted(told["command"][0] for told in services_of(profile).values())
+        hosts = ["decode"] if profile == "hosts" else []
         namespaces = ["infinity"] if profile == "gpu" else []
-        assert commands == ["decode", "gateway", *namespaces, "prefill", "redis-server"]
+        assert commands == ["decode", *hosts, "gateway", *namespaces, "prefill", "redis-server"]
+
+
+def test_two_hosts_of_a_worker_find_each_other_and_end_together() -> None:
+    services = baton_services_of("hosts")
+    first, other = services["decode-first"], services[OTHER_HOST]
+    options = [options_of(told["command"], told["environment"]) for told in (first, other)]
+    assert [each.node_rank for each in options] == [0, 1]
+    assert {each.master_addr for each in options} == {first["hostname"]}
+    for name in ("nnodes", "pipeline_parallel_size", "master_port", "num_threads"):
+        assert len({getattr(each, name) for each in options}) == 1, name
+    assert options[0].nnodes == options[0].pipeline_parallel_size == 2
+    assert other["healthcheck"] == {"disable": True}
+    assert first["restart"] == other["restart"] == "unless-stopped"
 
 
 def test_no_service_runs_without_a_profile_or_waits_for_one_of_another() -> None:
@@ -110,10 +132,12 @@ def test_a_service_may_drain_before_it_is_killed(service: Any) -> None:
 
 
 def test_a_service_has_time_to_start_before_its_health_counts(service: Any) -> None:
+    assert service["init"] is True
+    if service.get("hostname") == OTHER_HOST:
+        return
     check = service["healthcheck"]
     assert check["test"][:3] == ["CMD", "baton", "health"]
     assert seconds(check["start_period"]) > 0
-    assert service["init"] is True
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -140,7 +164,7 @@ def test_only_the_gateway_has_a_way_out_and_it_stops_before_its_workers(profile:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_tiers_agree_and_are_found_under_the_names_given_to_the_gateway(profile: str) -> None:
-    by_verb = {told["command"][0]: told for told in baton_services_of(profile).values()}
+    by_verb = {told["command"][0]: told for told in serving_of(profile).values()}
     options = {
         verb: options_of(told["command"], told["environment"]) for verb, told in by_verb.items()
     }

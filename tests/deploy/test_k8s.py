@@ -224,6 +224,69 @@ def test_the_chart_refuses_values_that_it_does_not_have() -> None:
     assert "name a Redis" in helm("template", "x", str(CHART), "--set=redis.enabled=false").stderr
 
 
+SEVERAL_HOSTS = "--set=decode.hosts=2,decode.options.pipeline-parallel-size=2"
+#: What the controller of LeaderWorkerSets gives the second pod of a group.
+GROUP_VALUES = {
+    "LWS_GROUP_SIZE": "2",
+    "LWS_WORKER_INDEX": "1",
+    "LWS_LEADER_ADDRESS": "baton-decode-0.baton-decode.default",
+}
+
+
+def pods_of_group(manifests: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Templates of the pod that serves, and of another one."""
+    (group,) = (one for one in manifests if one["kind"] == "LeaderWorkerSet")
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert template["size"] == 2
+    # A host that ends alone would wait for the others, which have ended as well.
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    return template["leaderTemplate"], template["workerTemplate"]
+
+
+def test_hosts_of_a_worker_find_each_other() -> None:
+    manifests = charted(SEVERAL_HOSTS)
+    names = [one["metadata"]["name"] for one in manifests if one["kind"] == "StatefulSet"]
+    assert names == ["prefill"]
+    found = []
+    for pod in pods_of_group(manifests):
+        (container,) = pod["spec"]["containers"]
+        variables = environment(container, manifests)
+        text = "\n".join(container["args"])
+        for name, value in (variables | GROUP_VALUES).items():
+            text = text.replace(f"$({name})", value)
+        found.append(options_of(text.split("\n"), variables))
+    first, other = found
+    assert (first.nnodes, first.node_rank, other.nnodes, other.node_rank) == (2, 0, 2, 1)
+    assert first.pipeline_parallel_size == other.pipeline_parallel_size == 2
+    # Node 0 listens there, and its own name may not be known yet.
+    assert first.master_addr == FIELD_VALUES["status.podIP"]
+    assert other.master_addr == GROUP_VALUES["LWS_LEADER_ADDRESS"]
+
+
+def test_only_the_first_host_of_a_worker_is_probed() -> None:
+    first, other = (pod["spec"]["containers"][0] for pod in pods_of_group(charted(SEVERAL_HOSTS)))
+    probed = {"ports", "startupProbe", "readinessProbe", "livenessProbe"}
+    assert first.keys() - other.keys() == probed
+    same = first.keys() - probed - {"args"}
+    assert {key: first[key] for key in same} == {key: other[key] for key in same}
+
+
+def test_hosts_of_a_worker_have_the_schema_of_pods_and_are_scaled() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    manifests = charted(SEVERAL_HOSTS, EVERYTHING)
+    for pod in pods_of_group(manifests):
+        named = {"metadata": {"name": "decode-0", **pod["metadata"]}, "spec": pod["spec"]}
+        kubernetes_validate.validate(
+            {"apiVersion": "v1", "kind": "Pod", **named}, "1.34", strict=True
+        )
+    (target,) = (
+        one["spec"]["scaleTargetRef"]
+        for one in manifests
+        if (one["kind"], one["metadata"]["name"]) == ("ScaledObject", "decode")
+    )
+    assert target["kind"] == "LeaderWorkerSet"
+
+
 def test_the_charts_workers_may_differ_by_tier() -> None:
     tiers = {
         one["metadata"]["name"]: one["spec"]

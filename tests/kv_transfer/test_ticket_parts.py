@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, StartupError
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from engine.kv.part import KvPart
 from engine.kv.range import KvRange
 from kv_transfer.ticket import (
+    MAX_TICKET_BYTES,
     Commit,
     Endpoint,
     OwnerRank,
@@ -196,6 +197,20 @@ def test_ranks_that_do_not_make_up_the_model_are_refused(parts: tuple[KvPart, ..
     mint = TicketMint(OWNER, LAYOUT, (), TicketRules(secret=b"s" * 32), ranks)
     with pytest.raises(InvalidRequest, match="contradict"):
         parse_ticket(mint.reserve(SPEC, (0,), 0, 4, 9.0, 0, {}).data)
+
+
+def test_ranks_that_no_ticket_can_name_are_refused_at_the_start() -> None:
+    def mint(num_ranks: int) -> TicketMint:
+        endpoint = Endpoint("tcp", "10.0.0.1:50051", "0f" * 18)
+        ranks = (OwnerRank(KvPart(0, 1, 0, 1), (endpoint,)),) * num_ranks
+        return TicketMint(OWNER, LAYOUT, (), TicketRules(secret=b"s" * 32), ranks)
+
+    with pytest.raises(StartupError, match="use at most ") as refused:
+        mint(1000)
+    most = int(refused.value.message.split("use at most ")[1].split()[0])
+    assert 150 < most < 300
+    longest = replace(SPEC, request_id="r" * 200, traceparent="t" * 55, tenant=b"t" * 64)
+    assert len(mint(most).reserve(longest, (0,), 0, 4, 9.0, 0, {}).data) <= MAX_TICKET_BYTES
 
 
 class Remote:

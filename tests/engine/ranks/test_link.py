@@ -66,7 +66,7 @@ def test_a_peer_may_begin_late(ends: queue.SimpleQueue[str]) -> None:
     with pytest.raises(queue.Empty):
         ends.get(timeout=1.0)
     other.start()
-    other.announce_loaded()
+    other.send(module.LOADED)
     with pytest.raises(queue.Empty):
         ends.get(timeout=0.1)
     one.close()
@@ -84,6 +84,21 @@ def test_silence_is_short_once_the_peer_has_loaded(ends: queue.SimpleQueue[str])
     assert ends.get() == "a silent for 0.2"
     link.close()
     theirs.close()
+
+
+def test_both_sides_end_loading_at_once(
+    pair: tuple[Link, Link], ends: queue.SimpleQueue[str]
+) -> None:
+    """The one that does so counts from there on, however long the other has been silent."""
+    one, other = pair
+    one.start()
+    other.start()
+    other.send(FIRST_SERVICE_KIND)
+    one.end_loading()
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=0.5)
+    assert one._loaded_s is not None
+    assert other._loaded_s is not None
 
 
 def test_a_peer_that_freezes_while_it_loads_is_silent_later(
@@ -117,6 +132,21 @@ def test_a_message_that_does_not_end_is_silence_too(ends: queue.SimpleQueue[str]
     link.start()
     theirs.sendall(bytes((module.HEARTBEAT, 9, 0, 0, 0)))
     assert ends.get() == "a silent for 0.2"
+    link.close()
+    theirs.close()
+
+
+def test_what_announces_more_than_a_message_ends_the_link(
+    ends: queue.SimpleQueue[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = socket.socketpair()
+    link = link_over(ours, "a", ends)
+    link.start()
+    theirs.sendall(bytes((FIRST_SERVICE_KIND, 1, 0, 0, 4)))
+    assert ends.get() == "a closed"
+    assert "a message of 67108865 bytes, of at most 67108864" in caplog.text
+    with pytest.raises(ValueError, match="of at most 67108864"):
+        link.send(FIRST_SERVICE_KIND, bytes(module.MAX_PAYLOAD_BYTES + 1))
     link.close()
     theirs.close()
 

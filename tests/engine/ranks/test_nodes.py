@@ -189,14 +189,16 @@ def test_a_node_without_a_config_says_so(tmp_path: Path) -> None:
         agent_of(two_nodes(), tmp_path).join(NOT_CANCELLED)
 
 
-def test_a_node_of_another_version_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "__version__", "0.0.1")
-    given = replace(two_nodes(), timeout_s=1.0)
-    ours, theirs = meet(given, agent_of(given))
-    assert theirs == (
-        "rank 2 on node 1 has Baton 0.0.1, node 0 has 0.1.0; install the same on all nodes"
+def test_a_node_of_another_version_is_refused_on_both_sides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_agent, "__version__", "0.0.1")
+    ours, theirs = meet(given := two_nodes(), agent_of(given))
+    assert ours == theirs
+    assert ours == (
+        "rank 2 on node 1 (127.0.0.1) has Baton 0.0.1, node 0 has 0.1.0; install the same on all "
+        "nodes"
     )
-    assert ours.startswith("of 2 nodes, 0 are there, and 1 not; start them with --node-rank 1 ")
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(b"", b"x"), (b"x", b""), (b"x", b"y")])
@@ -214,6 +216,40 @@ def test_strangers_and_a_missing_node_do_not_hang_node_0() -> None:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(StartupError, match="of 2 nodes, 0 are there, and 1 not"):
             listener.wait()
+
+
+def test_silent_strangers_delay_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would hold node 0 for the ten seconds of a greeting."""
+    monkeypatch.setattr(node_agent, "run_rank", lambda *_: None)
+    given = replace(two_nodes(), timeout_s=5.0)
+    listener = NodeListener(given, DEGREES, files_digest(BOX))
+    with ExitStack() as strangers, ThreadPoolExecutor() as threads:
+        for _ in range(8):
+            strangers.enter_context(socket.create_connection(listener.address))
+        joining = threads.submit(agent_of(given).join, NOT_CANCELLED)
+        assert set(listener.wait()) == {2, 3}
+        for each in joining.result():
+            each.link.close()
+    listener.close()
+
+
+def test_a_node_0_that_does_not_answer_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is held up by others: its kernel has taken the connection."""
+    monkeypatch.setattr(node_agent, "GREETING_S", 0.1)
+    monkeypatch.setattr(nodes, "GREETING_S", 0.1)
+    given = replace(two_nodes(), timeout_s=0.5)
+    with (
+        socket.create_server(("127.0.0.1", given.port)),
+        pytest.raises(StartupError, match=r"node 1 found no node 0 at .* within 0.5 s"),
+    ):
+        agent_of(given).join(NOT_CANCELLED)
+
+
+def test_a_node_that_is_stopped_while_it_waits_says_so() -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(StartupError, match="node 1 was stopped while it waited for node 0 at "):
+        agent_of(two_nodes()).join(cancelled)
 
 
 def test_a_stranger_that_goes_on_sending_does_not_hang_node_0(
@@ -250,7 +286,9 @@ def test_a_node_that_finds_no_node_0_says_where_it_looked() -> None:
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"master_port=127.0.0.1:{port}: node 0 cannot"):
+        with pytest.raises(
+            ConfigError, match=f"master_port=127.0.0.1:{port}: node 0 cannot .* give a free port"
+        ):
             NodeListener(Nodes(2, "127.0.0.1", port), DEGREES, "")
 
 

@@ -152,7 +152,10 @@ def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None
 def test_ranks_end_with_rank_0(model: Path, signum: int) -> None:
     program = (
         "from tests.support.engines import load_engine\n"
+        "from baton.types import Sampling\n"
+        "from tests.support.drive_engine import generate\n"
         f"engine = load_engine({str(model)!r}, num_blocks=4, tensor_parallel_size=2)\n"
+        "generate(engine, [(5,)], Sampling(), 2)\n"
         "print('ready', flush=True)\n"
         "input()\n"
     )

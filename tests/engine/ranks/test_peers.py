@@ -1,0 +1,76 @@
+"""Ranks of different hosts hear of each other. Hosts are addresses of the loopback interface."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from engine.ranks import link as link_module
+from engine.ranks import peers as module
+from engine.ranks.link import Link
+from engine.ranks.peers import link_to
+
+HOSTS = {1: "127.0.0.1", 2: "127.0.0.1", 3: "127.0.0.2", 4: "127.0.0.3"}
+Silences = queue.SimpleQueue[tuple[int, int]]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(link_module, "SILENCE_S", 1.0)
+    monkeypatch.setattr(link_module, "FIRST_MESSAGE_S", 1.0)
+
+
+@pytest.fixture
+def silences() -> Silences:
+    return queue.SimpleQueue()
+
+
+def linked(silences: Silences, store: HashStore, rank: int) -> list[Link]:
+    def on_silent(peer: int, _: float) -> None:
+        silences.put((rank, peer))
+
+    return link_to(store, rank, HOSTS[rank], set(HOSTS) - {rank}, on_silent)
+
+
+@pytest.fixture
+def links(silences: Silences) -> Iterator[dict[int, list[Link]]]:
+    with ThreadPoolExecutor() as threads, ExitStack() as stack:
+        all_of_them = threads.map(partial(linked, silences, HashStore()), HOSTS)
+        made = dict(zip(HOSTS, all_of_them, strict=True))
+        for each in (link for some in made.values() for link in some):
+            stack.callback(each.close)
+        yield made
+
+
+def test_only_ranks_of_other_hosts_are_linked(
+    links: dict[int, list[Link]], silences: Silences
+) -> None:
+    assert {rank: len(some) for rank, some in links.items()} == {1: 2, 2: 2, 3: 3, 4: 3}
+    with pytest.raises(queue.Empty):
+        silences.get(timeout=1.5)
+
+
+def test_a_rank_that_cannot_be_reached_is_named_and_strangers_are_dropped(
+    silences: Silences,
+) -> None:
+    """Rank 3 connects, and is silent from then on."""
+    store = HashStore()
+    with ThreadPoolExecutor() as threads, socket.create_server((HOSTS[3], 0)) as own:
+        on_silent = partial(lambda rank, peer, _: silences.put((rank, peer)), 1)
+        linking = threads.submit(link_to, store, 1, HOSTS[1], [3], on_silent)
+        address = module._Address.decode(store.get("1").decode())
+        stranger = socket.create_connection((address.host, address.port))
+        stranger.sendall(bytes(20))
+        store.set("3", module._Address(HOSTS[3], own.getsockname()[1], b"-").encode())
+        with stranger, module._connect(address, 3):
+            (link,) = linking.result()
+            assert silences.get() == (1, 3)
+            link.close()
