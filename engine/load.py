@@ -172,8 +172,7 @@ def _reserve_memory(
     ConfigError."""
     device, share = settled.plan.device, config.cache.memory_share
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return _plan_memory(settled, config, min(free, int(total * share)), None), lambda: None
+        return _plan_memory(settled, config, _gpu_bytes(device, share), None), lambda: None
     num_ranks = settled.plan.degrees.num_ranks // settled.plan.nodes.size
     with ExitStack() as stack:
         reservations = None
@@ -186,6 +185,12 @@ def _reserve_memory(
         if reservations is None:
             return memory, lambda: None
         return memory, reservations.reserve(memory.rank_bytes * num_ranks).close
+
+
+def _gpu_bytes(device: torch.device, share: float) -> int:
+    """A share of all memory of a GPU, as far as it is free."""
+    free, total = torch.cuda.mem_get_info(device)
+    return min(free, int(total * share))
 
 
 def _plan_memory(

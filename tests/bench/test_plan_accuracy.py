@@ -17,7 +17,7 @@ from tests.support.planned import LLAMA_8B, device_of, sizes_of
 def test_rows_compare_the_best_of_both_sides() -> None:
     sizes, device, task = sizes_of(LLAMA_8B), device_of(), Task(2, 100, 8)
     slow, fast = Answer(3.0, (0.5, 0.4), ()), Answer(2.0, (0.3, 0.9), ())
-    step, prompt = rows_of("x", sizes, device, {2: {task: [slow, fast]}})
+    step, prompt = rows_of("x", sizes, lambda n: share_of(device, n), {2: {task: [slow, fast]}})
     assert (step.measured_ms, prompt.measured_ms) == (300, 1000)
     own = share_of(device, 2)
     assert step.predicted_ms == step_s(sizes, Degrees(2), own, 2, 104) * 1e3

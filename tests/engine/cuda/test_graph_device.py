@@ -57,4 +57,4 @@ def test_a_share_is_of_all_memory_of_a_gpu_as_far_as_it_is_free(
     """As vLLM's --gpu-memory-utilization: of two workers with 0.4 each gets 32 of 80 GB, though the
     second finds 48 free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80))
-    assert load_engine._available_bytes(DEVICE, share) == available
+    assert load_engine._gpu_bytes(DEVICE, share) == available

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench.quantized_checkpoints import round_to_float8, round_to_integers
 from engine.quantization.packing import pack, unpack
-from engine.quantization.weight import QuantizedWeight, stack
+from engine.quantization.weight import Float8Weight, QuantizedWeight, stack
 
 
 @settings(max_examples=50, deadline=None)
@@ -71,5 +71,9 @@ def test_stacking_keeps_each_weight() -> None:
     for parts in ([symmetric, symmetric], [symmetric, shifted], [shifted]):
         wanted = torch.cat([part.dequantize() for part in parts])
         assert torch.equal(stack(parts).dequantize(), wanted)
+    of_bytes = round_to_integers(torch.randn(2, 32, generator=generator), 8, 16)
+    wanted = torch.cat([symmetric.dequantize(), of_bytes.dequantize()])
+    assert torch.equal(stack([symmetric, of_bytes]).dequantize(), wanted), "as 8 bits"
+    floats = Float8Weight(*round_to_float8(torch.ones(2, 32)), 32)
     with pytest.raises(ValueError, match="schemes"):
-        stack([symmetric, round_to_integers(torch.ones(2, 32), 8, 16)])
+        stack([symmetric, floats])

@@ -63,7 +63,7 @@ def test_formats_that_are_not_read_are_refused_before_transformers_is_imported(
 ) -> None:
     config = {"model_type": kind, "quantization_config": {"quant_method": method}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    reason = rf"{kind}'.*quant_method={method}: .*gptq, awq or fp8 is read.*{fix}"
+    reason = rf"{kind}'.*quant_method={method}: .*gptq, awq, fp8 or gguf is read.*{fix}"
     with pytest.raises(UnsupportedModel, match=reason):
         choose_implementation(tmp_path, "transformers")
 
