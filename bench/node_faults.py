@@ -17,7 +17,7 @@ from bench.namespaces import Wire
 from bench.node_site import ENDS_S, NodeWorker, Site
 
 #: Text in the command line of a rank other than 0.
-_RANK = "engine.torch.follow"
+_RANK = "engine.follow"
 #: Seconds for which a network fault lasts.
 LASTS_S = 5.0
 
