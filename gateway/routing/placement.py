@@ -61,7 +61,7 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
     if not (is_full and need.needs_decode):
         return choice
     # Late handoff: while the decode tier is full, a prefill worker keeps decoding.
-    views = [w.prefill_view(matched, fleet.prefill_work) for w in drawn[0]]
+    views = [w.prefill_view(matched, fleet.prefill_work, fleet.slo) for w in drawn[0]]
     stay = choose_prefill_to_stay(need, views, [w.decode_view() for w in drawn[0]], key)
     if stay:
         return stay

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.types import BlockCounts, Tier, WorkerLoad
+from baton.types import BlockCounts, Slo, Tier, WorkerLoad
 from gateway.routing.fleet import Fleet, Worker
 from gateway.routing.history import MAX_MATCHES, PrefixAffinity
 from gateway.routing.placement import NUM_DRAWN, Outcome, Placement, plan
@@ -181,6 +181,19 @@ def test_the_only_worker_with_room_is_found_among_a_thousand() -> None:
     assert plan(replace(need, avoid=frozenset(("d77:1",))), fleet, {}, b"k") == Plan(
         "p33:1", "d77:1"
     )
+
+
+def test_with_a_target_a_prompt_waits_here_rather_than_in_a_long_queue_of_a_worker() -> None:
+    fleet = fleet_of(1, 1)
+    room = BlockCounts(NUM_BLOCKS, 0, 0)
+    fleet.report("p0:1", WorkerLoad(blocks=room, prefill_tokens_per_s=1000))
+    fleet.workers["p0:1"].outstanding_tokens = 300
+    need = Need(500, 600, needs_decode=True)
+    assert plan(need, fleet, {}, b"k") == Plan("p0:1", "d0:1")
+    fleet.slo = Slo(ttft_s=1.0)
+    assert plan(need, fleet, {}, b"k") is Verdict.NOT_NOW, "not even to decode on there"
+    fleet.workers["p0:1"].outstanding_tokens = 200
+    assert plan(need, fleet, {}, b"k") == Plan("p0:1", "d0:1")
 
 
 def test_workers_to_avoid_are_the_last_choice_among_a_thousand() -> None:
