@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -186,6 +187,7 @@ class Workers:
     def until(self, ticket: OfferedTicket, state: TicketState) -> None:
         while self.rig.running.tickets.state(ticket.ticket_id) is not state:
             assert self.rig.events.empty()
+            time.sleep(0.001)  # asking without a pause keeps the table's lock from its threads
 
 
 def fill(pool: ArrayKvPool, seed: int) -> None:
