@@ -256,7 +256,7 @@ class Admission:
         tiers = self._tiers
         # KV from a tier has no log probabilities of the prompt.
         is_scored = wants_prompt_logprobs(command.spec)
-        if tiers is None or is_scored or not tiers.fetch(sequence, begin):
+        if tiers is None or is_scored or not tiers.fetch(sequence, state.num_spare_blocks, begin):
             begin()
         return None
 

@@ -56,7 +56,7 @@ class LateBlocks:
         is_late = command.source is KvSource.PREFILL and spec.width == 1
         if not is_late or not state.swap.has_room_for(spec.num_tokens):
             return num_tokens
-        num_free_tokens = max(0, self._num_free_blocks - 1) * state.pool.block_size
+        num_free_tokens = max(0, state.num_spare_blocks - 1) * state.pool.block_size
         num_first = min(num_tokens, self._ahead_tokens, num_free_tokens)
         # With fewer blocks than that it may wait for long: one at a time.
         is_short = num_first == num_free_tokens and not state.swap.is_empty
@@ -86,18 +86,13 @@ class LateBlocks:
             if sequence.ticket_id is None:
                 continue
             arrived = max(self._tickets.arrived_end(sequence.ticket_id), lease.num_cached_tokens)
-            before, num_free = lease.num_tokens, self._num_free_blocks
+            before, num_free = lease.num_tokens, state.num_spare_blocks
             if 2 * (num_tokens - before) <= num_free * state.pool.block_size:
                 lease.extend(num_tokens, num_free)
             elif arrived + self._ahead_tokens // 2 >= before:
                 lease.extend(min(num_tokens, arrived + self._ahead_tokens), num_free)
             if lease.num_tokens > before:
                 self._tickets.extend(sequence.ticket_id, tuple(lease.block_ids))
-
-    @property
-    def _num_free_blocks(self) -> int:
-        """Blocks that are not kept for running sequences to grow."""
-        return max(0, self._state.pool.num_available - self._state.num_growing_places)
 
     def on_committed(self, sequence: WorkerSequence, committed: TicketCommitted) -> bool:
         """Place the KV of a sequence that has arrived. Return whether it is in its blocks; if not,
@@ -109,8 +104,9 @@ class LateBlocks:
         arrived_start = min(chunk.first_token for chunk in committed.parked)
         lease.index(sequence.token_ids, min(arrived_start, committed.num_tokens))
         state.swap.arrive(sequence.key, committed.parked)
-        lease.extend(committed.num_tokens, self._num_free_blocks)
-        if lease.num_tokens >= committed.num_tokens:
+        num_missing = state.pool.num_blocks_for(committed.num_tokens) - len(lease.block_ids)
+        if num_missing <= state.num_spare_blocks:
+            lease.extend(committed.num_tokens, state.num_spare_blocks)
             state.swap.copy_in(sequence.key, lease.block_ids, lease.num_cached_tokens)
         else:
             num_held = min(committed.num_tokens, lease.num_tokens)

@@ -56,7 +56,8 @@ class Preemption:
         if sequence.stage is Stage.CLOSING:
             state.leave(sequence)
         elif done.is_out:
-            self._costs.copy.observe(done.num_bytes, done.seconds)
+            if done.num_bytes:
+                self._costs.copy.observe(done.num_bytes, done.seconds)
             sequence.lease.release()
             sequence.stage = Stage.SWAPPED
         else:

@@ -140,9 +140,13 @@ class PrefixTiers:
 
     # Fetching
 
-    def fetch(self, sequence: WorkerSequence, resume: Callable[[], None]) -> bool:
+    def fetch(
+        self, sequence: WorkerSequence, max_num_blocks: int, resume: Callable[[], None]
+    ) -> bool:
         """Begin to fetch the blocks that a new sequence lacks, if a tier has them and that pays.
         Returns whether it waits now; then `resume` is called in the end, unless it leaves before.
+
+        max_num_blocks: that a sequence with few blocks may take for that.
         """
         lease, size = sequence.lease, self._pool.block_size
         found = self._find(sequence)
@@ -153,7 +157,7 @@ class PrefixTiers:
         whole_start = self._groups.whole_start(end)
         if not num_blocks or not lease.reserve(whole_start, end):
             return False
-        lease.extend(end, self._pool.num_available)
+        lease.extend(end, max_num_blocks)
         wanted = [
             WantedBlock(each.identity, block_id, each.record_key, first >= whole_start, each.level)
             for each, block_id, first in zip(
@@ -163,8 +167,9 @@ class PrefixTiers:
                 strict=False,
             )
         ]
-        self._begin(sequence, wanted, resume)
-        return True
+        if wanted:
+            self._begin(sequence, wanted, resume)
+        return bool(wanted)
 
     def on_report(self, report: TierReport) -> None:
         match report:

@@ -61,6 +61,11 @@ class CoreState:
         self._events: list[StreamEvent] = []
 
     @property
+    def num_spare_blocks(self) -> int:
+        """Blocks that are not kept for running sequences to grow."""
+        return max(0, self.pool.num_available - self.num_growing_places)
+
+    @property
     def leases(self) -> Iterator[BlockLease]:
         """All leases."""
         yield from self.served_prefixes.values()

@@ -19,7 +19,7 @@ from kv_transfer.ticket import ParkedChunk
 @dataclass(frozen=True, slots=True)
 class SwapDone:
     """Report: the copy of a sequence's KV has ended. is_out: whether it went to host memory.
-    seconds: of the copy itself."""
+    num_bytes, seconds: of the copy itself."""
 
     key: Hashable
     is_out: bool
@@ -93,9 +93,11 @@ class SwapSpace:
         self.num_bytes += self._swapped[key].num_bytes
 
     def arrive(self, key: Hashable, arrived: Sequence[ParkedChunk]) -> None:
-        """Take over chunks, within the room that was reserved. copy_in or copy_out follows."""
+        """Take over chunks, in the room that was reserved: from here on what they take counts.
+        copy_in or copy_out follows."""
         swapped = self._swapped[key]
         swapped.arrived, swapped.is_reserved = arrived, False
+        self._count(swapped, sum(chunk.num_bytes for chunk in arrived))
 
     def arrived_start(self, key: Hashable) -> int | None:
         """First token of the chunks that came before their blocks; None if there are none."""
@@ -108,11 +110,10 @@ class SwapSpace:
 
     def copy_out(self, key: Hashable, block_ids: Sequence[int], num_tokens: int) -> None:
         """Copy the KV of the first `num_tokens` tokens of a block table, as far as the sequence
-        needs it to continue. Requires has_room_for(num_tokens), unless room was reserved."""
-        if key not in self._swapped:
-            self.reserve(key, num_tokens)
-        swapped = self._swapped[key]
-        swapped.is_reserved = False
+        needs it to continue. Requires has_room_for(num_tokens), unless chunks have arrived."""
+        num_bytes = self.num_bytes_of(num_tokens)
+        swapped = self._swapped.setdefault(key, _Swapped(0))
+        self._count(swapped, swapped.num_bytes + num_bytes)
         self.num_swaps += 1
         table, mark = tuple(block_ids), self._kv.mark()
 
@@ -125,7 +126,7 @@ class SwapSpace:
                 data = bytearray(self._kv.groups.num_bytes(piece))
                 self._kv.pack(*place, memoryview(data))
                 swapped.pieces.append((piece, data))
-            self._end(key, swapped, begin_s, is_out=True)
+            self._end(key, num_bytes, begin_s, is_out=True)
 
         self._runner.submit(copy)
 
@@ -146,7 +147,7 @@ class SwapSpace:
             for chunk in swapped.arrived:
                 if not swapped.is_dropped:
                     chunk.write(table)
-            self._end(key, swapped, begin_s, is_out=False)
+            self._end(key, swapped.num_bytes, begin_s, is_out=False)
 
         self._runner.submit(copy, is_urgent=True)
 
@@ -161,11 +162,15 @@ class SwapSpace:
         """End the thread."""
         self._runner.close(lambda: None)
 
-    def _end(self, key: Hashable, swapped: _Swapped, begin_s: float, *, is_out: bool) -> None:
+    def _count(self, swapped: _Swapped, num_bytes: int) -> None:
+        self.num_bytes += num_bytes - swapped.num_bytes
+        swapped.num_bytes = num_bytes
+
+    def _end(self, key: Hashable, num_bytes: int, begin_s: float, *, is_out: bool) -> None:
         """Wait for the device, then report. Raises RuntimeError if the device has failed."""
         self._kv.synchronize()
         seconds = self._clock() - begin_s
-        self._report(SwapDone(key, is_out, swapped.num_bytes, seconds))
+        self._report(SwapDone(key, is_out, num_bytes, seconds))
 
     def _places(
         self, block_ids: Sequence[int], num_tokens: int

@@ -200,6 +200,26 @@ def test_a_decode_worker_asks_for_less_of_a_prompt_whose_beginning_is_in_a_tier(
     assert offered.num_cached_tokens == 16
 
 
+@pytest.mark.parametrize("num_left", [0, 1, 2, 3])
+def test_a_fetch_for_a_prompt_with_few_blocks_leaves_those_that_running_ones_need(
+    num_left: int,
+) -> None:
+    world = World(host_only, replace(SMALL, swap_bytes=1 << 20))
+    for number in range(6):
+        world.ask(prompt_of(number))
+    pool, state = world.worker.pool, world.worker.core._state
+    filler = pool.lease(b"", range(900, 960), pool.block_size * (pool.num_blocks - num_left))
+    assert filler is not None
+    state.served_prefixes["filler"] = filler
+    assert pool.num_available == num_left
+    world.worker.open(0, 99, SequenceSpec("other", prompt_of(0), SAMPLING), KvSource.PREFILL)
+    world.step()
+    # One is for the growth of each sequence.
+    assert pool.num_available == min(num_left, state.num_growing_places) == min(num_left, 1)
+    world.settle()
+    assert state.groups[0, 99].stage is Stage.AWAITING_KV
+
+
 def test_a_tier_that_does_not_answer_is_switched_off_and_the_prompt_computed() -> None:
     world = World(host_only)
     for number in range(6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,43 @@ def test_prompts_that_need_each_others_blocks_all_get_their_tokens(seed: int) ->
     client.run(num_cancels=0)
     check(client, specs)
     assert client.decodes[0].swap.is_empty
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_in_host_memory_counts_and_blocks_without_kv_are_not_copied(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = client_of(seed)
+    (decoder,) = client.decodes
+    swap, copied = decoder.swap, list[int]()
+    copy_out = swap.copy_out
+
+    def spy(key: Hashable, block_ids: Sequence[int], num_tokens: int) -> None:
+        copied.append(num_tokens)
+        ticket_end = -(-num_tokens // decoder.pool.block_size)
+        assert len(block_ids) <= max(ticket_end, 0), "blocks were taken only to be given back"
+        copy_out(key, block_ids, num_tokens)
+
+    monkeypatch.setattr(swap, "copy_out", spy)
+    client.waiting += [spec_of(index, 60 + index) for index in range(10)]
+    for _ in range(3000):
+        client.now += 0.01
+        for spec in client.waiting:
+            client.place(spec)
+        client.waiting.clear()
+        client.step_decode(decoder)
+        for worker in client.prefills:
+            client.step_prefill(worker)
+        for swapped in swap._swapped.values():
+            held = sum(len(data) for _, data in swapped.pieces)
+            parked = sum(chunk.num_bytes for chunk in swapped.arrived)
+            assert held + parked <= swapped.num_bytes
+        assert swap.num_bytes == sum(each.num_bytes for each in swap._swapped.values())
+        if not client.live and not client.waiting:
+            break
+    assert copied
+    client.quiet()
+    assert swap.num_bytes == 0
 
 
 def test_a_prompt_larger_than_what_is_free_arrives_and_runs_when_there_is_room() -> None:

@@ -17,6 +17,7 @@ from engine.kv.pool import BlockPool
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tiers.runner import InlineRunner, Runner, ThreadRunner
 from engine.oracle import OracleEngine, OracleOptions
+from kv_transfer.ticket import ParkedChunk
 from tests.support.recording_sender import RecordingSender
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
@@ -114,6 +115,27 @@ def test_what_comes_back_writes_no_block_that_holds_its_kv_already() -> None:
     assert (kv[7, :, :, :, in_last:] == -1).all()
     assert worker.swap.is_empty
     assert worker.swap.num_bytes == 0
+
+
+def test_only_what_was_copied_says_how_fast_copies_are() -> None:
+    """KV that arrived before its blocks is not copied out, and takes room all the same."""
+    worker = Worker(tick_s=1.0)
+    swap, chunk = worker.swap, ParkedChunk(4, 999, lambda _: None)
+    one_block = swap.num_bytes_of(BLOCK_SIZE)
+    for num_held, num_bytes in ((BLOCK_SIZE, one_block), (0, 0)):
+        sequence = worker.run(10 + num_held)
+        swap.reserve(sequence.key, NUM_TOKENS)
+        swap.arrive(sequence.key, (chunk,))
+        sequence.stage, sequence.is_copying = Stage.COPYING, True
+        swap.copy_out(sequence.key, sequence.lease.block_ids, num_held)
+        assert swap.num_bytes == num_bytes + chunk.num_bytes
+        assert worker.done[-1].num_bytes == num_bytes
+        worker.report()
+        assert sequence.stage is Stage.SWAPPED
+        swap.drop(sequence.key)
+        assert swap.num_bytes == 0
+    assert worker.costs.copy.num_observations == 1
+    assert worker.costs.copy.rate == pytest.approx(1.0 / one_block)
 
 
 def test_copies_run_in_a_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
