@@ -270,10 +270,10 @@ class TierStack:
         level.runner.submit(write)
 
     def _fetch(self, fetch: Fetch, segment: Segment, begin_s: float) -> None:
-        self._kv.follow(fetch.mark)
         num_blocks = num_bytes = 0
         is_read, level = False, self.levels[segment.level]
         try:
+            self._kv.follow(fetch.mark)
             for start in range(segment.start, segment.end, _BATCH):
                 if level.off_reason or not fetch.wants(start):
                     fetch.stop_at(start)

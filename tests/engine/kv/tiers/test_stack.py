@@ -195,6 +195,24 @@ class Broken(Swapping):
         return super().get(keys)
 
 
+def test_a_fetch_ends_though_its_thread_cannot_follow_the_device(
+    engine: OracleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = Stack(engine, [host_tier(engine, 8)])
+    stack.save(0, 1)
+    stack.reports.clear()
+    fetch = stack.fetch((1, 5))
+
+    def fail(_mark: object) -> None:
+        raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(engine.kv, "follow", fail)
+    with pytest.raises(RuntimeError):
+        stack.run()
+    assert stack.reports == [Fetched(fetch)]
+    assert fetch.num_loaded == 0
+
+
 @pytest.mark.parametrize("broken", ["put", "get"])
 def test_a_fault_of_a_tier_switches_it_off_and_all_that_waits_is_told(
     engine: OracleEngine, caplog: pytest.LogCaptureFixture, broken: str
