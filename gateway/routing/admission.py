@@ -35,6 +35,9 @@ _MIN_RETRY_S, _MAX_RETRY_S, _UNKNOWN_RETRY_S = 0.1, 600.0, 1.0
 #: While requests that can meet their target wait, one place of this many goes to those that cannot.
 LATE_EVERY = 8
 
+#: Entries of removed items that an account's heap may have, beside as many as it has places.
+_NUM_REMOVED = 64
+
 #: Counters kept for accounts with no waiting request.
 _NUM_KEPT = 1024
 
@@ -159,8 +162,15 @@ class AdmissionQueue(Generic[QueuedT]):
 
     def remove(self, item: QueuedT) -> None:
         """Remove an item at any position; no-op if it is not queued."""
-        if item.rank in self._items:
-            self._take(item.rank)
+        if item.rank not in self._items:
+            return
+        self._take(item.rank)
+        # Entries of removed items would wait for all better ones: for ever, if these keep coming.
+        most = 2 * self._widths[item.account] + _NUM_REMOVED
+        for heaps in (self._heaps, self._late):
+            if len(heap := heaps.get(item.account, [])) > most:
+                heap[:] = filter(self._items.__contains__, heap)
+                heapq.heapify(heap)
 
     def width_before(self, account: bytes, width: int) -> float:
         """Places given before an item of this width, queued last, is served."""

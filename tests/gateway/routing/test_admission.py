@@ -230,6 +230,23 @@ def test_what_is_removed_is_not_served() -> None:
     assert served(queue) == [items[1], items[3]]
 
 
+@pytest.mark.parametrize("late_s", [inf, 0.0])
+def test_what_is_removed_leaves_nothing_behind_better_ones_that_stay(late_s: float) -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(10)
+    for number in range(3):
+        queue.add(Item(number, b"a", priority=-1, late_s=late_s))
+    for number in range(3, 1000):
+        worse = Item(number, b"a", late_s=late_s)
+        queue.add(worse)
+        first = queue.pop(1.0)
+        assert first is not None
+        assert first.priority == -1
+        queue.add(first)
+        queue.remove(worse)
+    assert sum(len(heap) for heaps in (queue._heaps, queue._late) for heap in heaps.values()) < 200
+    assert [item.number for item in served(queue)] == [0, 1, 2]
+
+
 @given(batch=st.integers(1, 16), pause_s=st.floats(0.1, 20), idle_s=st.floats(0, 1e4))
 def test_the_wait_is_known_within_a_factor_of_two(
     batch: int, pause_s: float, idle_s: float
