@@ -96,20 +96,34 @@ def sweep(folder: Path) -> None:
 
 def _open_lock(folder: Path) -> int:
     """Raises OSError if there is none; an empty folder is removed."""
-    try:
-        return os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        folder.rmdir()
-        raise
+    with _opened(folder) as fd:
+        try:
+            return os.open(_LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=fd)
+        except FileNotFoundError:
+            folder.rmdir()
+            raise
 
 
 def _remove(folder: Path) -> None:
     """Remove the lock after the rest, so that `sweep` knows what a process did not finish
     removing."""
     with contextlib.suppress(OSError):
-        for name in (_SOCKET_NAME, _LOCK_NAME):
-            (folder / name).unlink(missing_ok=True)
+        with _opened(folder) as fd:
+            for name in (_SOCKET_NAME, _LOCK_NAME):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
         folder.rmdir()
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """A descriptor of a directory. Raises OSError for a link: in a temporary directory others could
+    have one lead to files of this user."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 class UnixListener(StreamListener):

@@ -226,6 +226,19 @@ def test_a_folder_that_was_never_locked_is_swept_after_a_minute(folder: Path) ->
     assert not old.exists()
 
 
+@pytest.mark.parametrize("name", ["baton-kv-link", "baton-new-link"])
+def test_a_link_to_another_folder_is_not_followed(folder: Path, name: str) -> None:
+    """Anybody could put one into a shared temporary directory."""
+    others = folder / "notes"
+    others.mkdir()
+    for entry in ("lock", "kv.sock"):
+        (others / entry).touch()
+    (folder / name).symlink_to(others)
+    os.utime(folder / name, (0, 0), follow_symlinks=False)
+    sweep(folder)
+    assert {entry.name for entry in others.iterdir()} == {"lock", "kv.sock"}
+
+
 def test_what_is_no_workers_folder_is_left_alone(folder: Path) -> None:
     ours = folder / "baton-kv-notes"
     ours.mkdir()
