@@ -85,6 +85,10 @@ def unfold(path: Path) -> Path:
             f"{path}: its config cannot be written below {base} ({error}); set XDG_CACHE_HOME to a "
             "folder that can be written"
         ) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{path}: its metadata describe no model ({error!r}); fetch it again"
+        ) from error
     return folder
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from baton.gguf.block_types import BLOCK_TYPES, BlockType
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
+_MAX_DIMS = 4
 #: Formats of struct by the number of a metadata value's type.
 _SCALARS = {
     0: "B",
@@ -34,6 +35,8 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
+#: Errors that a damaged file causes; RecursionError: by arrays in arrays.
+_DAMAGE = (OSError, ValueError, struct.error, KeyError, OverflowError, MemoryError, RecursionError)
 _BY_NUMBER = {each.number: each for each in BLOCK_TYPES.values()}
 
 
@@ -87,7 +90,7 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Header(path, data).read()
-    except (OSError, ValueError, struct.error, KeyError, OverflowError, MemoryError) as error:
+    except _DAMAGE as error:
         raise ModelError(f"{path}: not a whole GGUF file ({error!r}); fetch it again") from error
 
 
@@ -119,15 +122,25 @@ class _Header:
             key = self._string()
             metadata[key] = self._value(self._take("I")[0])
         infos = [self._tensor() for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", 32))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
-        tensors = {}
-        for info in infos:
-            placed = TensorInfo(info.name, info.type, info.shape, start + info.offset)
-            if placed.offset + placed.num_bytes > len(self._data):
-                raise ValueError(f"{info.name} ends beyond the file")
-            tensors[info.name] = placed
+        tensors = {each.name: replace(each, offset=start + each.offset) for each in infos}
+        if len(tensors) < num_tensors:
+            raise ValueError("two tensors have one name")
+        self._check_places(tensors.values())
         return GgufFile(self._path, metadata, tensors)
+
+    def _check_places(self, tensors: Iterable[TensorInfo]) -> None:
+        """Raise ValueError unless each tensor has bytes of the file for itself."""
+        end = 0
+        for each in sorted(tensors, key=lambda each: (each.offset, each.num_bytes)):
+            if each.offset < end:
+                raise ValueError(f"{each.name} begins within another tensor")
+            end = each.offset + each.num_bytes
+            if end > len(self._data):
+                raise ValueError(f"{each.name} ends beyond the file")
 
     def _take(self, form: str) -> tuple[Any, ...]:
         found = struct.unpack_from(f"<{form}", self._data, self._at)
@@ -156,12 +169,13 @@ class _Header:
             raise ValueError(f"an array of {size} values")
         if kind in _SCALARS:
             return list(self._take(f"{size}{_SCALARS[kind]}"))
-        one: Callable[[], Any] = self._string if kind == _STRING else self._array
-        return [one() for _ in range(size)]
+        return [self._value(kind) for _ in range(size)]
 
     def _tensor(self) -> TensorInfo:
         name = self._string()
         (num_dims,) = self._take("I")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise ValueError(f"{name} has {num_dims} dimensions")
         shape = tuple(reversed(self._take(f"{num_dims}Q")))
         number, offset = self._take("IQ")
         if number not in _BY_NUMBER:
@@ -170,6 +184,6 @@ class _Header:
                 "read; use a file of these types"
             )
         kind = _BY_NUMBER[number]
-        if not shape or shape[-1] % kind.num_values:
+        if shape[-1] % kind.num_values:
             raise ValueError(f"{name} is {list(shape)} of {kind.name}")
         return TensorInfo(name, kind, shape, offset)

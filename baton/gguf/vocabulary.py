@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as split
 
-from baton.errors import UnsupportedModel
+from baton.errors import ModelError, UnsupportedModel
 from baton.gguf.reader import GgufFile
 
 #: Values of tokenizer.ggml.token_type.
@@ -131,6 +131,12 @@ def _byte_level(file: GgufFile) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     pairs = (merge.partition(" ") for merge in metadata.get("tokenizer.ggml.merges", ()))
     merges = [(left, right) for left, _, right in pairs]
+    for left, right in merges:
+        if not {left, right, left + right} <= vocab.keys():
+            raise ModelError(
+                f"{file.path}: tokenizer.ggml.merges has {left!r} {right!r}, which are no tokens; "
+                "fetch it again"
+            )
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=splitting.ignores_merges))
     if splitting.is_normalised:
         tokenizer.normalizer = normalizers.NFC()
