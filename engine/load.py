@@ -184,7 +184,11 @@ def _reserve_memory(
         memory = _plan_memory(settled, config, host.available_bytes, host.default_kv_bytes)
         if reservations is None:
             return memory, lambda: None
-        return memory, reservations.reserve(memory.rank_bytes * num_ranks).close
+        try:
+            return memory, reservations.reserve(memory.rank_bytes * num_ranks).close
+        except OSError as error:
+            _log.info("memory that this worker plans counts as free for others: %s", error)
+            return memory, lambda: None
 
 
 def _gpu_bytes(device: torch.device, share: float) -> int:

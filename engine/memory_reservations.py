@@ -4,6 +4,7 @@ together do not each count it as free."""
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import tempfile
 import weakref
@@ -11,6 +12,8 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
+
+_log = logging.getLogger(__name__)
 
 
 class Reservation:
@@ -53,14 +56,19 @@ class Reservations:
         os.close(self._lock)
 
     def pending_bytes(self) -> int:
-        """Bytes that living processes have planned and not touched. Removes files of dead ones."""
+        """Bytes that living processes have planned and not touched. Removes files of dead ones, and
+        skips what is no reservation."""
         planned, before = Counter[int](), dict[int, int]()
         for path in self._folder.glob("*-*"):
-            if _is_released(path):
-                path.unlink(missing_ok=True)
+            try:
+                if _is_released(path):
+                    path.unlink(missing_ok=True)
+                    continue
+                pid = int(path.name.partition("-")[0])
+                num_bytes, touched = map(int, path.read_text().split())
+            except (OSError, ValueError) as error:
+                _log.warning("%s is no reservation of memory: %r; remove it", path, error)
                 continue
-            pid = int(path.name.partition("-")[0])
-            num_bytes, touched = map(int, path.read_text().split())
             planned[pid] += num_bytes
             before[pid] = min(touched, before.get(pid, touched))
         return sum(
@@ -69,11 +77,14 @@ class Reservations:
         )
 
     def reserve(self, num_bytes: int) -> Reservation:
-        """Record that this process and its children are about to touch so many bytes more."""
+        """Record that this process and its children are about to touch so many bytes more. Raises
+        OSError if nothing can be written."""
         descriptor, name = tempfile.mkstemp(prefix=f"{os.getpid()}-", dir=self._folder)
+        # Made first, because it removes the file if nothing can be written.
+        reservation = Reservation(Path(name), descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, f"{num_bytes} {self._touched(os.getpid())}".encode())
-        return Reservation(Path(name), descriptor)
+        return reservation
 
     def _touched(self, pid: int) -> int:
         """Bytes that a process and its children have, without those of files; 0 if it has ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -57,3 +59,28 @@ def test_another_users_folder_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(PermissionError):
         Reservations(tmp_path / "link")
+
+
+@pytest.mark.parametrize("name", ["7-x", "other-x"])
+@pytest.mark.parametrize("text", ["", "1", "many 2", "1 2 3", "\xff"])
+def test_a_foreign_file_is_skipped(tmp_path: Path, name: str, text: str) -> None:
+    reservations = Reservations(tmp_path)
+    reservations.reserve(MIB)
+    with (tmp_path / name).open("w", encoding="latin-1") as foreign:
+        fcntl.flock(foreign, fcntl.LOCK_EX)
+        foreign.write(text)
+        foreign.flush()
+        (tmp_path / "a-folder").mkdir()
+        assert reservations.pending_bytes() <= MIB
+    assert (tmp_path / "a-folder").is_dir()
+
+
+def test_a_full_disk_leaves_no_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    reservations = Reservations(tmp_path)
+    monkeypatch.setattr(os, "write", is_full)
+    with pytest.raises(OSError, match="full"):
+        reservations.reserve(MIB)
+    assert not list(tmp_path.glob("*-*"))
