@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,12 +20,11 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from baton.errors import StartupError
 from engine.ranks.link import LOADED, PEER_SILENT, Link
+from engine.ranks.nodes import GREETING_S, is_same, read_line, send_line
 from engine.ranks.rank_spec import RankSpec
 
 #: Deadline for the others to be there, in seconds. They have joined their groups before.
 _JOIN_S = 60.0
-#: Deadline of what a rank sends when it connects, in seconds.
-_GREETING_S = 10.0
 _TOKEN_BYTES = 16
 
 
@@ -34,15 +34,15 @@ class _Address:
 
     host: str
     port: int
-    token: bytes
+    token: str
 
     def encode(self) -> str:
-        return f"{self.host} {self.port} {self.token.hex()}"
+        return f"{self.host} {self.port} {self.token}"
 
     @classmethod
     def decode(cls, text: str) -> _Address:
         host, port, token = text.split()
-        return cls(host, int(port), bytes.fromhex(token))
+        return cls(host, int(port), token)
 
 
 def watch_peers(spec: RankSpec, link: Link) -> list[Link]:
@@ -78,17 +78,21 @@ def link_to(
 ) -> list[Link]:
     """Links, started, to those of the peers that are on other hosts than `host`. on_silent: called
     with a peer's rank and seconds of silence. Raises OSError, RuntimeError."""
-    token = secrets.token_bytes(_TOKEN_BYTES)
+    token = secrets.token_hex(_TOKEN_BYTES)
     connections: dict[int, socket.socket] = {}
     with socket.create_server((host, 0)) as listener:
-        listener.settimeout(_JOIN_S)
         store.set(str(rank), _Address(host, listener.getsockname()[1], token).encode())
         found = {peer: _Address.decode(store.get(str(peer)).decode()) for peer in peers}
         far = {peer: address for peer, address in found.items() if address.host != host}
         for peer, address in far.items():
             if peer < rank:
                 connections[peer] = _connect(address, rank)
+        deadline = time.monotonic() + _JOIN_S
         while len(connections) < len(far):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"of ranks {sorted(far)}, {sorted(connections)} are there")
+            listener.settimeout(left_s)
             connection, _ = listener.accept()
             peer = _greeted(connection, token)
             if peer in far and peer not in connections:
@@ -107,17 +111,16 @@ def link_to(
 
 
 def _connect(address: _Address, rank: int) -> socket.socket:
-    connection = socket.create_connection((address.host, address.port), _GREETING_S)
+    connection = socket.create_connection((address.host, address.port), GREETING_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(address.token + rank.to_bytes(4, "big"))
+    send_line(connection, {"token": address.token, "rank": str(rank)})
     return connection
 
 
-def _greeted(connection: socket.socket, token: bytes) -> int:
+def _greeted(connection: socket.socket, token: str) -> int:
     """The rank that has connected; -1 for a stranger."""
-    connection.settimeout(_GREETING_S)
-    with suppress(OSError):
-        data = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-        if secrets.compare_digest(data[:_TOKEN_BYTES], token):
-            return int.from_bytes(data[_TOKEN_BYTES:], "big")
+    with suppress(OSError, ValueError, KeyError):
+        hello = read_line(connection)
+        if is_same(hello["token"], token):
+            return int(hello["rank"])
     return -1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import pytest
@@ -68,9 +69,30 @@ def test_a_rank_that_cannot_be_reached_is_named_and_strangers_are_dropped(
         linking = threads.submit(link_to, store, 1, HOSTS[1], [3], on_silent)
         address = module._Address.decode(store.get("1").decode())
         stranger = socket.create_connection((address.host, address.port))
-        stranger.sendall(bytes(20))
-        store.set("3", module._Address(HOSTS[3], own.getsockname()[1], b"-").encode())
+        stranger.sendall(b'{"token": "\xc3\xa9", "rank": "3"}\n')
+        store.set("3", module._Address(HOSTS[3], own.getsockname()[1], "-").encode())
         with stranger, module._connect(address, 3):
             (link,) = linking.result()
             assert silences.get() == (1, 3)
             link.close()
+
+
+def test_strangers_do_not_prolong_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 3 never connects; others do, before each deadline of a connection."""
+    monkeypatch.setattr(module, "_JOIN_S", 0.3)
+    store, over = HashStore(), threading.Event()
+    store.set("3", module._Address(HOSTS[3], 1, "-").encode())
+
+    def knock() -> None:
+        address = module._Address.decode(store.get("1").decode())
+        while not over.wait(0.05):
+            with suppress(OSError), socket.create_connection((address.host, address.port), 1.0):
+                pass
+
+    with ThreadPoolExecutor() as threads:
+        threads.submit(knock)
+        try:
+            with pytest.raises(TimeoutError, match=r"of ranks \[3\], \[\] are there|timed out"):
+                threads.submit(link_to, store, 1, HOSTS[1], [3], lambda *_: None).result(5.0)
+        finally:
+            over.set()
