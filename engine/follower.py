@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -37,26 +38,21 @@ from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
 from engine.ranks.stages import Stages
 from engine.torch.divided import LayerDone
+from engine.torch.step import sample_rows
+from engine.torch.step_runner import StepDecoder
 
 
 class RankSteps(Protocol):
     """A rank's part of each step. States are [rows, hidden]. All ranks make the same calls."""
 
+    @property
+    def decoder(self) -> StepDecoder:
+        """Computes the rank's part of logits and greedy tokens, for rank 0."""
+        ...
+
     def run(self, command: StepCommand, layer_done: LayerDone | None) -> torch.Tensor:
         """Write the batch's KV; returns the states of its sample rows, in the first of several
         stages unfinished ones."""
-        ...
-
-    def collect(self) -> torch.Tensor:
-        """The states of the oldest step that is not collected; in the first of several stages."""
-        ...
-
-    def logits(self, states: torch.Tensor) -> None:
-        """Compute the rank's part of the logits, for rank 0."""
-        ...
-
-    def best(self, states: torch.Tensor) -> None:
-        """Compute the rank's part of the greedy tokens, for rank 0."""
         ...
 
 
@@ -109,20 +105,25 @@ class _Rank:
     def __init__(self, steps: RankSteps, stages: Stages, pools: Sequence[TorchKvPool]) -> None:
         self._steps, self._stage, self._pools = steps, stages.stage, pools
         self._states = torch.empty(0)
+        self._in_flight: deque[int] = deque()
+        """Rows of each step that the first of several stages has not collected."""
 
     def follow(self, command: Command) -> None:
         """Execute a command."""
+        stage, decoder = self._stage, self._steps.decoder
         match command:
             case StepCommand():
                 # Rank 0 reports the layers of other stages once it has collected a step.
-                is_synced = command.syncs_layers and self._stage.is_first
+                is_synced = command.syncs_layers and stage.is_first
                 self._states = self._steps.run(command, _meet_only if is_synced else None)
+                if stage.size > 1 and stage.is_first:
+                    self._in_flight.append(len(sample_rows(command.batch)[0]))
             case CollectCommand():
-                self._states = self._steps.collect()
+                self._states = decoder.collect(self._in_flight.popleft())
             case LogitsCommand():
-                self._steps.logits(self._states[torch.tensor(command.rows)])
+                decoder.logits(self._states[torch.tensor(command.rows)])
             case BestCommand():
-                self._steps.best(self._states[torch.tensor(command.rows)])
+                decoder.best(self._states[torch.tensor(command.rows)])
             case CopyCommand():
                 self._pools[command.pool].copy_blocks(command.sources, command.targets)
 

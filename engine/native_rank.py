@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from engine.torch.packed import PackedParameters
 from engine.torch.rope import Rope, make_rope
 from engine.torch.step import NOT_APART, WindowedStep, pack_batch
 from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
-from engine.torch.weights import ShardProgress
+from engine.torch.weights import no_progress
 
 
 def load_rank(spec: RankSpec, pools: Sequence[TorchKvPool], states: torch.Tensor) -> _Loaded:  # noqa: ARG001
@@ -37,7 +36,7 @@ def load_rank(spec: RankSpec, pools: Sequence[TorchKvPool], states: torch.Tensor
         raise TypeError(f"{spec.name} has no config of Baton's own families")
     dtype, shard = getattr(torch, spec.dtype), spec.shard
     parameters, digest = load_parameters(
-        *(Path(spec.folder), whole, dtype, spec.torch_device, _no_progress, shard, spec.stage),
+        *(Path(spec.folder), whole, dtype, spec.torch_device, no_progress, shard, spec.stage),
         batch_invariant=spec.batch_invariant,
     )
     config = shard.attention_config(whole).of_layers(spec.stage.layers(whole.num_layers))
@@ -85,20 +84,17 @@ class _Steps:
     def __init__(self, model: _Loaded, groups: Groups, stages: Stages) -> None:
         self._model, self._context = model, groups.context
         pool_dtype = model.pools[0].tensor.dtype
-        self._decoder = make_decoder(
+        self.decoder = make_decoder(
             model.config, model.parameters, pool_dtype, groups.tensor, stages=stages
         )
-        self._replayed = model.record(self._decoder)
-        self._stage = stages.stage
-        self._in_flight: deque[int] = deque()
-        """Rows of each step that the first of several stages has not collected."""
+        self._replayed = model.record(self.decoder)
 
     def run(self, command: StepCommand, layer_done: LayerDone | None) -> torch.Tensor:
         """See RankSteps. A replayed step leaves its states to the records."""
         if command.replays and self._replayed is not None:
             self._replayed.run(command.batch, None)
             return torch.empty(0)
-        model, decoder = self._model, self._decoder
+        model, decoder = self._model, self.decoder
         pool, *apart = model.pools
         windowed = NOT_APART
         if apart:
@@ -110,24 +106,6 @@ class _Steps:
             packed = pack_batch(
                 batch, model.config, model.rope, pool.tensor, decoder.dtype, apart=windowed
             )
-            if self._stage.size > 1 and self._stage.is_first:
-                self._in_flight.append(packed.num_rows)
             return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
 
         return forward_divided(self._context, command.batch, windowed, forward, layer_done)
-
-    def collect(self) -> torch.Tensor:
-        """See RankSteps."""
-        return self._decoder.collect(self._in_flight.popleft())
-
-    def logits(self, states: torch.Tensor) -> None:
-        """See RankSteps."""
-        self._decoder.logits(states)
-
-    def best(self, states: torch.Tensor) -> None:
-        """See RankSteps."""
-        self._decoder.best(states)
-
-
-def _no_progress(_: ShardProgress) -> None:
-    """Only rank 0 reports loading progress."""

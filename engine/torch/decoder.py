@@ -89,11 +89,6 @@ class PackedBatch:
     adapters: tuple[AdapterRows, ...] = ()
     windowed: WindowedKv | None = None
 
-    @property
-    def num_rows(self) -> int:
-        """Rows whose states are sampled."""
-        return len(self.token_ids if self.sampled is None else self.sampled)
-
 
 @dataclass(frozen=True, slots=True)
 class WindowedKv:

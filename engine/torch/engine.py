@@ -135,9 +135,12 @@ class TorchEngine(Engine):
         # (one per token) in groups. Ranks that share the output layer bring the logits together
         # only of rows that need them all.
         is_shared = self._followers.shard.size > 1
-        best = [i for i, row in enumerate(rows) if is_shared and takes_best(row)]
-        drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None and i not in best]
-        scored = [i for i, row in enumerate(rows) if row.scored_token_id is not None]
+        best, drawn, scored = list[int](), list[int](), list[int]()
+        for i, row in enumerate(rows):
+            if row.scored_token_id is not None:
+                scored.append(i)
+            else:
+                (best if is_shared and takes_best(row) else drawn).append(i)
         first_rows = range(0, len(scored), NUM_SCORED_ROWS)
         groups = tuple(
             (tuple(group), draw(step.logits(group), [rows[i] for i in group]))

@@ -61,6 +61,10 @@ class ShardProgress:
 ProgressHook = Callable[[ShardProgress], None]
 
 
+def no_progress(_: ShardProgress) -> None:
+    """For ranks other than 0: that one reports progress."""
+
+
 class Keeper(Protocol):
     """Receives quantised weights as stored, instead of a Fillable's memory."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,7 @@ from engine.ranks.rank_spec import ForeignConfig, RankSpec
 from engine.ranks.stages import Stages
 from engine.torch.divided import LayerDone
 from engine.torch.sequence_states import StepStates
-from engine.torch.step import sample_rows
-from engine.torch.weights import ShardProgress
+from engine.torch.weights import no_progress
 from engine.transformers.source import TransformersModel
 from engine.transformers.steps import RankForward
 
@@ -29,7 +27,7 @@ def load_rank(spec: RankSpec, pools: Sequence[TorchKvPool], states: torch.Tensor
     source = TransformersModel(Path(spec.folder), spec.config.overrides)
     dtype = getattr(torch, spec.dtype)
     decoder, digest = source.load_decoder(
-        dtype, spec.torch_device, _no_progress, spec.shard, spec.stage
+        dtype, spec.torch_device, no_progress, spec.shard, spec.stage
     )
     layout, of_steps = spec.pools[0].layout, None
     if layout.num_state_layers:
@@ -55,28 +53,8 @@ class _Steps:
     """See engine.follower.RankSteps."""
 
     def __init__(self, forward: RankForward) -> None:
-        self._forward, self._decoder = forward, forward.decoder
-        self._in_flight: deque[int] = deque()
-        """Rows of each step that the first of several stages has not collected."""
+        self._forward, self.decoder = forward, forward.decoder
 
     def run(self, command: StepCommand, layer_done: LayerDone | None) -> torch.Tensor:
         """See RankSteps."""
-        if self._decoder.stage.size > 1 and self._decoder.stage.is_first:
-            self._in_flight.append(len(sample_rows(command.batch)[0]))
         return self._forward.run(command.batch, command.tables, layer_done)
-
-    def collect(self) -> torch.Tensor:
-        """See RankSteps."""
-        return self._decoder.collect(self._in_flight.popleft())
-
-    def logits(self, states: torch.Tensor) -> None:
-        """See RankSteps."""
-        self._decoder.logits(states)
-
-    def best(self, states: torch.Tensor) -> None:
-        """See RankSteps."""
-        self._decoder.best(states)
-
-
-def _no_progress(_: ShardProgress) -> None:
-    """Only rank 0 reports loading progress."""
