@@ -13,12 +13,11 @@ from baton.config.fields import (
     Dtype,
     JsonObject,
     KvDtype,
+    Milliseconds,
     ModelImpl,
     NonEmpty,
 )
 from baton.config.options import Options
-
-Milliseconds = Annotated[float, Field(gt=0)]
 
 
 class PlanOptions(Options):
