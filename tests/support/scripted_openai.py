@@ -32,6 +32,8 @@ class ScriptedServer(ThreadingHTTPServer):
         self.lock = threading.Condition()
         self.num_running, self.num_broken = 0, 0
         self.asked: dict[str, int] = {}
+        self.document: object = None
+        """Sent instead of each whole answer, if there is one."""
 
     @property
     def url(self) -> str:
@@ -119,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: Any, prompt: str, choices: list[list[str]]) -> Any:
         parts = [self._part(body, i, words, "length", "message") for i, words in enumerate(choices)]
-        return {"choices": parts, "usage": self._usage(prompt, choices)}
+        return self.server.document or {"choices": parts, "usage": self._usage(prompt, choices)}
 
     def _stream(self, body: Any, prompt: str, choices: list[list[str]]) -> None:
         fault = self.server.fault

@@ -65,6 +65,8 @@ def _usage_faults(body: Body, answer: Answer) -> list[str]:
     used = answer.usage
     if used is None:
         return ["no usage"]
+    if len(answer.choices) != 1:
+        return [f"{len(answer.choices)} choices instead of 1"]
     faults = []
     if used.total != used.prompt + used.completion:
         faults.append(f"{used.total} tokens in all for {used.prompt} and {used.completion}")
@@ -198,6 +200,8 @@ def logprobs(trial: Trial) -> Finding:
 
 
 def _logprob_faults(answer: Answer, *, is_greedy: bool) -> list[str]:
+    if len(answer.choices) != 1:
+        return [f"{len(answer.choices)} choices instead of 1"]
     (choice,) = answer.choices
     joined = "".join(position.token for position in choice.positions)
     faults = []

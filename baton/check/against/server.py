@@ -6,15 +6,17 @@ import http.client
 import json
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from http import HTTPStatus
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 from baton.check.against.answer import Answer, answer_of, assemble
 from baton.errors import BatonError
+from baton.redaction import redacted
 
+T = TypeVar("T")
 Body = Mapping[str, Any]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -48,40 +50,45 @@ class Server:
         """url: as http://host:port, with or without /v1. model: the first one served if None.
         Raises Refused."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._parts = urlsplit(self.url)
-        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
-            raise Refused(f"{url!r} is no address of a server; give one as http://127.0.0.1:8000")
+        self._parts = _address(self.url)
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        served = self._get("/v1/models").get("data") or []
-        if model is None and not served:
+        lengths = self._lengths()
+        if model is None and not lengths:
             raise Refused(f"{self.url}/v1/models names no model; give one with --model")
-        self.model = model or str(served[0]["id"])
-        lengths = (each.get("max_model_len") for each in served if each.get("id") == self.model)
-        self.max_model_len: int | None = next(lengths, None)
+        self.model = model or next(iter(lengths))
+        self.max_model_len = lengths.get(self.model)
         """In tokens; None if the server does not say."""
 
     def ask(self, path: str, body: Body) -> Answer:
         """A whole answer. Raises Refused."""
         with closing(self._open("POST", path, body)) as response:
-            return answer_of(_read_json(response))
+            return _read(response, lambda: answer_of(_read_json(response)))
 
     def stream(self, path: str, body: Body, stop_after: int | None = None) -> Answer:
         """Read a stream; with `stop_after`, break the connection after so many pieces. Raises
         Refused."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         with closing(self._open("POST", path, body)) as response:
-            return assemble(_events(response, stop_after), is_cut=stop_after is not None)
+            events = _events(response, stop_after)
+            return _read(response, lambda: assemble(events, is_cut=stop_after is not None))
 
     def command(self, path: str, body: Body) -> str:
-        """A shell command that sends a request."""
+        """A shell command that sends a request. It shows no API key."""
         text = json.dumps({"model": self.model, **body}).replace("'", "'\\''")
-        return f"curl {self.url}{path} -H 'content-type: application/json' -d '{text}'"
+        key = " -H 'authorization: Bearer KEY'" if "authorization" in self._headers else ""
+        return f"curl {self.url}{path}{key} -H 'content-type: application/json' -d '{text}'"
 
-    def _get(self, path: str) -> Any:
-        with closing(self._open("GET", path, None)) as response:
-            return _read_json(response)
+    def _lengths(self) -> dict[str, int | None]:
+        """Maximum tokens of each model served; None if the server does not say."""
+        with closing(self._open("GET", "/v1/models", None)) as response:
+
+            def read() -> dict[str, int | None]:
+                served = _read_json(response).get("data") or ()
+                return {str(each["id"]): each.get("max_model_len") for each in served}
+
+            return _read(response, read)
 
     def _open(self, method: str, path: str, body: Body | None) -> http.client.HTTPResponse:
         """Send a request; again, if the server is full. The response owns its connection."""
@@ -117,10 +124,33 @@ class Server:
             raise Refused(f"{self.url}{path}: {error or type(error).__name__}") from error
 
 
+def _address(url: str) -> SplitResult:
+    """Raises Refused."""
+    fix = "give one as http://127.0.0.1:8000, with --api-key for a key"
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right or parts.username is not None:
+        raise Refused(f"{redacted(url)!r} is no address of a server; {fix}")
+    return parts
+
+
+def _read(response: http.client.HTTPResponse, read: Callable[[], T]) -> T:
+    """What `read` makes of an answer. Raises Refused if it has not the form of OpenAI's API."""
+    try:
+        return read()
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        fault = f"the answer has another form than OpenAI's: {type(error).__name__}: {error}"
+        raise Refused(fault, response.status) from error
+
+
 def _read_json(response: http.client.HTTPResponse) -> Any:
+    """Raises Refused, and ValueError without JSON."""
     try:
         return json.loads(response.read())
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException) as error:
         raise Refused(f"the answer cannot be read: {error}", response.status) from error
 
 
@@ -139,7 +169,10 @@ def _events(response: http.client.HTTPResponse, stop_after: int | None) -> Itera
 
 
 def _message_of(response: http.client.HTTPResponse) -> str:
-    text = response.read().decode(errors="replace")
+    try:
+        text = response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as cause:
+        text = f"the answer cannot be read: {cause}"
     try:
         document = json.loads(text)
     except ValueError:

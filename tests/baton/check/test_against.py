@@ -9,7 +9,7 @@ import pytest
 
 from baton.check.against.answer import assemble
 from baton.check.against.checks import CHECKS, run_check
-from baton.check.against.server import Server
+from baton.check.against.server import Refused, Server
 from baton.check.against.trial import Finding, Trial
 from baton.cli.check_against import check_against
 from tests.support.scripted_openai import scripted_server
@@ -59,7 +59,35 @@ def test_a_failure_can_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
         assert check_against(server.url, "scripted", "key", num_requests=3, seed=1) == 1
     printed = capsys.readouterr().out
     assert "The first, asked alone: 34 tokens for max_tokens 32" in printed
-    assert f"curl {server.url}/v1/completions" in printed
+    key = " -H 'authorization: Bearer KEY'"
+    assert f"curl {server.url}/v1/completions{key} -H 'content-type" in printed
+    assert "Bearer key" not in printed
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:1", "http://", "http://h:99999", "http://[::1", "http://me:secret@h"]
+)
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(Refused, match="is no address of a server; give one as") as refusal:
+        Server(url)
+    assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("part", [1, {"logprobs": {"content": [{}]}}, {"index": "first"}])
+def test_an_answer_in_another_form_is_a_failure(part: object) -> None:
+    with scripted_server() as server:
+        trial = trial_of(server.url)
+        server.document = {"choices": [part]}
+        (failure,) = run_check(CHECKS[0], trial).failures
+    assert "the answer has another form" in failure.what
+
+
+def test_one_choice_is_expected_unless_more_are_asked_for() -> None:
+    with scripted_server() as server:
+        trial = trial_of(server.url)
+        server.document = {"choices": [], "usage": {"total_tokens": 1}}
+        failures = run_check(CHECKS[2], trial).failures
+    assert {failure.what for failure in failures} == {"0 choices instead of 1"}
 
 
 def trial_of(url: str) -> Trial:
