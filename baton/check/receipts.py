@@ -22,9 +22,9 @@ Receipt = inference_pb2.Receipt
 
 @dataclass(frozen=True, slots=True)
 class ReceiptVerdict:
-    """Comparison of an answer with its repetition. num_logprobs: compared; 0 if the answer has
-    none. first_difference: in words; empty if there is none. changes: what made the second answer
-    otherwise than the first."""
+    """Comparison of an answer with its repetition. num_logprobs: compared; 0 if one of the answers
+    has none. first_difference: in words; empty if there is none. changes: what made the second
+    answer otherwise than the first."""
 
     num_tokens: int
     num_logprobs: int
@@ -52,10 +52,15 @@ def read_receipts(path: Path) -> tuple[Receipt, ...]:
     return read
 
 
-async def replay(receipt: Receipt, address: str, api_key: str | None = None) -> Receipt:
-    """Ask a gateway, by gRPC, for the same answer. Raises BatonError."""
+async def replay(
+    receipt: Receipt, address: str, api_key: str | None = None, model: str | None = None
+) -> Receipt:
+    """Ask a gateway, by gRPC, for the same answer. model: that of the receipt if None; empty for
+    the gateway's first. Raises BatonError."""
+    if model is None:
+        model = receipt.adapter or receipt.model
     request = inference_pb2.GenerateRequest(
-        model=receipt.adapter, sampling=receipt.sampling, return_receipt=True
+        model=model, sampling=receipt.sampling, return_receipt=True
     )
     request.prompt.token_ids.ids.extend(receipt.prompt_token_ids)
     metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
@@ -74,7 +79,10 @@ def compare(receipt: Receipt, again: Receipt) -> ReceiptVerdict:
     """Compare an answer with its repetition. Log probabilities must be equal to the bit."""
     return ReceiptVerdict(
         sum(len(choice.token_ids) for choice in receipt.choices),
-        sum(len(choice.logprobs) for choice in receipt.choices),
+        sum(
+            min(len(one.logprobs), len(other.logprobs))
+            for one, other in zip(receipt.choices, again.choices, strict=False)
+        ),
         _first_difference(receipt, again),
         tuple(_changes(receipt, again)),
     )

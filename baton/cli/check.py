@@ -32,10 +32,14 @@ def check(
         ),
     ] = None,
     served_model: Annotated[
-        str | None, typer.Option("--model", help="With --against: the model; the first if none.")
+        str | None,
+        typer.Option(
+            "--model", help="With --against: the model; the receipt's, or else the first if none."
+        ),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="With --against.", envvar="BATON_API_KEY")
+        str | None,
+        typer.Option(help="With --against: a key that the server takes.", envvar="BATON_API_KEY"),
     ] = None,
     receipt: Annotated[
         Path | None,
@@ -158,6 +162,10 @@ def check(
     With --receipt, ask again for one answer, with the receipt's dtype, and compare its tokens and
     log probabilities. Exit status 1 if they differ.
     """
+    if (against is not None or receipt is not None) and (faults or soak or long):
+        raise typer.BadParameter(
+            "--against and --receipt go with none of --faults, --soak and --long; leave them out"
+        )
     if against is not None and receipt is None:
         from baton.cli import check_against as server_check
 
@@ -205,7 +213,7 @@ def check(
             "tensor_parallel_size": decode_tensor_parallel_size,
             "pipeline_parallel_size": decode_pipeline_parallel_size,
         }
-        raise SystemExit(check_receipt(receipt, options, against, api_key, degrees))
+        raise SystemExit(check_receipt(receipt, options, against, api_key, served_model, degrees))
     transports = kv_transport or AUTOMATIC
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})

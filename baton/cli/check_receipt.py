@@ -17,12 +17,14 @@ def check_receipt(
     options: Mapping[str, object] | None,
     address: str | None,
     api_key: str | None,
+    model: str | None,
     degrees: Mapping[str, int],
 ) -> int:
     """options: of a model to serve, in one process per rank, if there is no address of a gateway.
-    Returns the exit status: 0 if all answers come out the same."""
+    model: of the gateway; that of the receipt if None. Returns the exit status: 0 if all answers
+    come out the same."""
     receipts = read_receipts(path)
-    again = asyncio.run(_replay_all(receipts, options or {}, address, api_key, degrees))
+    again = asyncio.run(_replay_all(receipts, options or {}, address, api_key, model, degrees))
     is_equal = True
     for receipt, other in zip(receipts, again, strict=True):
         verdict = compare(receipt, other)
@@ -36,25 +38,29 @@ async def _replay_all(
     options: Mapping[str, object],
     address: str | None,
     api_key: str | None,
+    model: str | None,
     degrees: Mapping[str, int],
 ) -> list[Receipt]:
     if address is not None:
-        return [await replay(receipt, address, api_key) for receipt in receipts]
-    last = receipts[0]
+        return [await replay(receipt, address, api_key, model) for receipt in receipts]
+    first = receipts[0]
+    dtypes = [worker.numerics.dtype for worker in first.workers if worker.numerics.dtype]
     # The same numerics, as far as options decide them.
-    like = {"dtype": last.workers[-1].numerics.dtype} if last.workers else {}
-    if last.kv_dtype:
-        like["kv_cache_dtype"] = last.kv_dtype
+    like = {"dtype": dtypes[-1]} if dtypes else {}
+    if first.kv_dtype:
+        like["kv_cache_dtype"] = first.kv_dtype
     shape = Shape("replay", {**degrees, "colocated": True, **like}, 1)
     async with cluster_of(options, shape) as cluster:
-        return [await replay(receipt, cluster.address) for receipt in receipts]
+        return [
+            await replay(receipt, cluster.address, model=receipt.adapter) for receipt in receipts
+        ]
 
 
 def _report(verdict: ReceiptVerdict) -> None:
     what = f"{verdict.num_tokens} tokens" + (
         f" and {verdict.num_logprobs} log probabilities"
         if verdict.num_logprobs
-        else ", without log probabilities in the receipt"
+        else ", without log probabilities"
     )
     if verdict.is_equal:
         typer.echo(f"the same answer: {what}")

@@ -118,12 +118,12 @@ def test_after_a_restart_on_another_layout(
     path.write_bytes(asyncio.run(answer()))
     options = {"model": str(model), "log_level": "error", "num_gpu_blocks_override": 96}
     degrees = {"tensor_parallel_size": 2}
-    assert check_receipt(path, options, None, None, degrees) == 0
+    assert check_receipt(path, options, None, None, None, degrees) == 0
     assert "the same answer: 24 tokens and 24 log probabilities" in capsys.readouterr().out
     other = make_tiny_model(
         tmp_path / "other", seed=1, num_attention_heads=8, num_key_value_heads=4
     )
-    assert check_receipt(path, {**options, "model": str(other)}, None, None, {}) == 1
+    assert check_receipt(path, {**options, "model": str(other)}, None, None, None, {}) == 1
     printed = capsys.readouterr().out
     assert "ANOTHER answer" in printed
     assert "digest of the weights" in printed

@@ -122,14 +122,17 @@ def test_a_server_or_a_receipt_is_checked_instead_of_a_model(
     path, options, *others, degrees = asked.pop()
     assert (path, others, degrees) == (
         Path("f"),
-        [None, None],
+        [None, None, None],
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 1},
     )
     assert isinstance(options, dict)
     assert options["model"] == "m"
-    assert run("check", "--receipt", "f", "--against", "127.0.0.1:50051").exit_code == 0
-    assert asked.pop()[2] == "127.0.0.1:50051"
-    for wrong in ((), ("--receipt", "f"), ("--receipt", "f", "--against", url)):
+    gateway = ("--against", "127.0.0.1:50051", "--model", "other")
+    assert run("check", "--receipt", "f", *gateway).exit_code == 0
+    assert asked.pop()[2:5] == ("127.0.0.1:50051", None, "other")
+    others = [("--against", url, flag) for flag in ("--faults", "--soak", "--long")]
+    nothing = ((), ("--receipt", "f"), ("--receipt", "f", "--against", url))
+    for wrong in (*nothing, *others, ("m", "--receipt", "f", "--soak")):
         assert run("check", *wrong).exit_code == 2
     assert not asked
 
