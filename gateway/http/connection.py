@@ -35,11 +35,12 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 class HttpLimits:
     """Limits of one connection, except max_buffered_bytes.
 
-    max_header_bytes: includes the request line. max_body_bytes: per request. max_buffered_bytes:
-    bodies of incomplete requests on all connections of a server. header_timeout_s: from a request's
-    first byte to the end of its headers. body_timeout_s: from there to the end of the body.
-    idle_timeout_s: between requests. linger_s: how long to read and discard input after a refusal,
-    so that the client can read the answer.
+    max_header_bytes: includes the request line. max_body_bytes: per request, and of all requests of
+    a connection that wait for an answer to an earlier one. max_buffered_bytes: bodies of incomplete
+    requests on all connections of a server. header_timeout_s: from a request's first byte to the
+    end of its headers. body_timeout_s: from there to the end of the body. idle_timeout_s: between
+    requests. linger_s: how long to read and discard input after a refusal, so that the client can
+    read the answer.
     """
 
     max_header_bytes: int = 32 * 2**10
@@ -282,8 +283,12 @@ class HttpConnection(asyncio.Protocol):
         self._body += data
         self._state.num_buffered_bytes += len(data)
         limits = self._limits
+        num_waiting_bytes = sum(len(request.body) for request in self._whole)
         if len(self._body) > limits.max_body_bytes:
             self._refusal = self._too_large()
+        elif num_waiting_bytes + len(self._body) > limits.max_body_bytes:
+            fault = f"more than {limits.max_body_bytes} bytes of requests at once on one connection"
+            self._refusal = http_error(HTTPStatus.TOO_MANY_REQUESTS, fault)
         elif self._state.num_buffered_bytes > limits.max_buffered_bytes:
             self._refusal = http_error(
                 HTTPStatus.SERVICE_UNAVAILABLE,

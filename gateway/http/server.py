@@ -117,9 +117,9 @@ class Acceptor:
             opening.add_done_callback(functools.partial(self._on_opened, client))
 
     async def _open(self, client: socket.socket) -> None:
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Fails if the client left, or its handshake failed or took too long.
         with contextlib.suppress(OSError):
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(self._make, client, **self._tls)
             return
         client.close()

@@ -233,6 +233,28 @@ def test_of_too_many_requests_the_first_are_answered() -> None:
     run(test)
 
 
+def test_bodies_that_wait_for_an_answer_are_limited_in_all() -> None:
+    """Else one connection could hold many times the limit for as long as an answer takes."""
+
+    async def test(world: World) -> None:
+        ended = asyncio.Event()
+
+        async def answer(response: HttpResponse) -> None:
+            await ended.wait()
+            await response.send(200, "text/plain", b"")
+
+        world.handler.answer = answer
+        connection, wire = world.connect()
+        for body in (b"a" * 1000, b"b" * 600, b"c" * 400, b"d"):
+            connection.data_received(post("/", body))
+            await settle()
+        ended.set()
+        await settle()
+        assert wire.statuses == [200, 200, 200, 429]
+
+    run(test)
+
+
 def test_old_clients_need_no_host() -> None:
     async def test(world: World) -> None:
         wire = await world.exchange(b"GET / HTTP/1.0\r\n\r\n")
