@@ -74,6 +74,8 @@ def test_all_permitted_digits_can_be_written() -> None:
         {"type": "integer", "minimum": 0},
         {"type": "number", "minimum": 1e-12, "maximum": 2e-12},
         {"type": "number", "minimum": 0, "multipleOf": 0.25},
+        {"type": "number", "minimum": 4, "maximum": 4},
+        {"minimum": 0, "const": 0.5},
         {"enum": [{"minimum": 0, "format": "date"}]},
         {"properties": {"format": {"const": "date"}, "minimum": {"type": "string"}}},
         {"items": True, "allOf": "no list"},
@@ -82,6 +84,32 @@ def test_all_permitted_digits_can_be_written() -> None:
 )
 def test_what_needs_no_narrowing_stays(schema: Any) -> None:
     assert narrowed(schema) == schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minimum": 0.5, "maximum": 0.5},
+        {"minimum": 0, "enum": [0.25, 0.5]},
+        {"minimum": 0, "anyOf": [{"enum": [0.5]}, {"const": 1.5}]},
+        {"const": 0.5, "anyOf": [{"minimum": 0}, {"maximum": -1}]},
+        {"allOf": [{"type": "number", "minimum": 0}, {"enum": [0.5]}]},
+        {"minimum": 0, "$ref": "#/$defs/x", "$defs": {"x": {"const": 0.5}}},
+    ],
+)
+def test_single_numbers_can_be_written(schema: dict[str, Any]) -> None:
+    """The library finds no multiple of a fraction in a range of one number."""
+    assert takes(schema, "0.5")
+
+
+def test_a_number_beside_single_ones_of_other_places_has_few_digits() -> None:
+    number = {"type": "number", "minimum": 0}
+    for schema in (
+        {"anyOf": [number, {"enum": [7]}]},
+        {"anyOf": [{"const": "none"}, number]},
+        {"anyOf": [number, {"$ref": "#/$defs/x"}], "$defs": {"x": {"const": 0.5}}},
+    ):
+        assert not takes(schema, "0.1234567891")
 
 
 @pytest.mark.parametrize("suffix", ["", "T01:02:03Z"])
