@@ -170,23 +170,29 @@ def _body_of(request: StreamRequest, *, by_event_id: bool) -> dict[str, Any]:
 async def _events(
     address: str, last_id: str, body: Mapping[str, Any]
 ) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-    """Ids and data of the events of one connection. Raises OSError and _TryAgain, and
-    InvalidRequest for an answer that another attempt would get, too."""
+    """Ids and data of the events of one connection. Raises OSError, after silence, too, and
+    _TryAgain, and InvalidRequest for an answer that another attempt would get, too."""
     data = json.dumps(body).encode()
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(_GIVE_UP_S):
+        reader, writer = await asyncio.open_connection(host, int(port))
+
+    async def read_line() -> bytes:
+        async with asyncio.timeout(_GIVE_UP_S):
+            return await reader.readline()
+
     try:
         resumed = f"last-event-id: {last_id}\r\n" if last_id else ""
         length = f"content-length: {len(data)}\r\n"
         writer.write(f"POST /v1/completions HTTP/1.0\r\n{resumed}{length}\r\n".encode() + data)
-        status = (await reader.readline()).decode()
+        status = (await read_line()).decode()
         if " 200 " not in status:
             text = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")[2]
             if not status or status.split()[1] in _RETRIABLE:
                 raise _TryAgain(f"{status.strip()} {text}")
             raise InvalidRequest(f"{status.strip()}: {text}")
         fields: dict[str, str] = {}
-        while (line := await reader.readline()).endswith(b"\n"):
+        while (line := await read_line()).endswith(b"\n"):
             name, _, value = line.decode().rstrip("\r\n").partition(": ")
             if name:
                 fields[name] = value

@@ -109,10 +109,27 @@ async def test_what_another_attempt_would_get_too_is_an_error(
     async with Gateway(9, "400 Bad").running() as door:
         with pytest.raises(InvalidRequest, match="400 Bad"):
             await history_of(door)
-    monkeypatch.setattr(doors, "_GIVE_UP_S", 0.0)
+    monkeypatch.setattr(doors, "_GIVE_UP_S", 0.01)
     async with Gateway(9, "503 Busy").running() as door:
         with pytest.raises(WorkerLost, match="no progress"):
             await history_of(door)
+
+
+async def test_silence_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a host that is gone, from which nothing comes, not even an end."""
+    monkeypatch.setattr(doors, "_GIVE_UP_S", 0.01)
+    is_over = asyncio.Event()
+
+    async def say_nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await is_over.wait()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with asyncio.timeout(10):
+            with pytest.raises(WorkerLost, match="no progress"):
+                await history_of(SseDoor(lambda: f"{host}:{port}", by_event_id=True))
+        is_over.set()
 
 
 async def test_a_request_is_spelt_as_the_port_takes_it() -> None:
