@@ -68,14 +68,14 @@ def attention_section(runs: Sequence[AttentionRun]) -> Section:
 
 def waste_section(found: Sequence[Waste], capacity: int, trace: str) -> Section:
     """Shares of each way to allocate."""
-    rows = [["Allocation", "Tokens", "Reserved", "Internal", "Free or external", "Requests"]]
+    uses = ("Tokens", "Reserved", "Internal", "Free or external")
+    rows = [["Allocation", *uses, "Requests", "Never fit"]]
     for waste in found:
         shares = (waste.tokens, waste.reserved, waste.internal, waste.external)
         percents = [f"{share:.1%}" for share in shares]
-        rows.append([waste.allocation, *percents, f"{waste.num_running:.1f}"])
-    refused = found[0].num_refused
-    note = f"{trace}, {capacity:,} tokens of KV memory"
-    note += f"; {refused} requests that never fit are left out." if refused else "."
+        numbers = f"{waste.num_running:.1f}", f"{waste.num_refused:,}"
+        rows.append([waste.allocation, *percents, *numbers])
+    note = f"{trace}, {capacity:,} tokens of KV memory. Requests that never fit are left out."
     return Section("waste", "Waste of KV memory", note, rows)
 
 

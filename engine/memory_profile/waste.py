@@ -95,13 +95,14 @@ class Paged:
     """Blocks of one size, allocated as a request grows."""
 
     def __init__(self, capacity: int, block_size: int) -> None:
-        self._num_free, self._size = capacity // block_size, block_size
+        self._capacity, self._size = capacity, block_size
+        self._num_free = capacity // block_size
         self.held: dict[int, int] = {}
 
-    def begin(self, key: int, num_now: int, num_final: int) -> bool:  # noqa: ARG002
-        """See Allocation."""
+    def begin(self, key: int, num_now: int, num_final: int) -> bool:
+        """See Allocation. A request whose end never fits would begin again for ever."""
         num_blocks = -(-num_now // self._size)
-        if num_blocks > self._num_free:
+        if num_blocks > self._num_free or -(-num_final // self._size) * self._size > self._capacity:
             return False
         self._num_free -= num_blocks
         self.held[key] = num_blocks * self._size

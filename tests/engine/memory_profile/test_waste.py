@@ -47,6 +47,11 @@ def test_a_request_that_never_fits_is_left_out() -> None:
     assert {waste.num_refused for waste in found.values()} == {1, 3}
 
 
+def test_a_request_whose_answer_never_fits_is_left_out() -> None:
+    found = replay_all([(10, 10), (60, 50), (10, 10)], 100)
+    assert {waste.num_refused for waste in found.values()} == {1, 3}
+
+
 def test_holes_are_used_where_they_are_large_enough() -> None:
     memory = Contiguous(10, lambda length: length, is_aligned=False)
     assert [memory.begin(key, 1, 3) for key in range(4)] == [True, True, True, False]
