@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.errors import ConfigError
 from engine.memory_plan import format_bytes
 from engine.memory_profile.attention import AttentionRun
 from engine.memory_profile.longest import LongestPrompt
 from engine.memory_profile.recorder import Point, peak_bytes
 from engine.memory_profile.users import UserRun
 from engine.memory_profile.waste import Waste
+from engine.plan.picture import save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,6 @@ _USES = {
     "internal fragmentation": "#fdae6b",
     "free, or external fragmentation": "0.85",
 }
-_DPI = 100
 
 
 def draw_users(runs: Sequence[UserRun], path: Path) -> None:
@@ -48,7 +47,7 @@ def draw_users(runs: Sequence[UserRun], path: Path) -> None:
             *columns[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4
         )
 
-    _save(draw, (4 * max(2, len(runs)), 6.5), path)
+    save_png(draw, (4 * max(2, len(runs)), 6.5), path, "output")
 
 
 def _draw_kv(axis: Axes, run: UserRun) -> None:
@@ -111,7 +110,7 @@ def draw_attention(runs: Sequence[AttentionRun], path: Path) -> None:
         last.grid(alpha=0.3)
         last.legend()
 
-    _save(draw, (4 * (len(lengths) + 1), 4), path)
+    save_png(draw, (4 * (len(lengths) + 1), 4), path, "output")
 
 
 def draw_waste(found: Sequence[Waste], path: Path) -> None:
@@ -132,7 +131,7 @@ def draw_waste(found: Sequence[Waste], path: Path) -> None:
         axis.invert_yaxis()
         figure.legend(loc="outside lower center", ncols=4, fontsize="small")
 
-    _save(draw, (10, 1.2 + 0.7 * len(found)), path)
+    save_png(draw, (10, 1.2 + 0.7 * len(found)), path, "output")
 
 
 def draw_longest(found: Sequence[LongestPrompt], model_len: int, path: Path) -> None:
@@ -154,18 +153,4 @@ def draw_longest(found: Sequence[LongestPrompt], model_len: int, path: Path) -> 
         axis.grid(alpha=0.3)
         axis.legend()
 
-    _save(draw, (8, 5), path)
-
-
-def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: Path) -> None:
-    """Raises ConfigError without matplotlib, and for a path that cannot be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError.of("output", path, "drawing needs matplotlib: pip install it") from None
-    figure = Figure(figsize=size, layout="constrained")
-    draw(figure)
-    try:
-        figure.savefig(path, format="png", dpi=_DPI)
-    except OSError as error:
-        raise ConfigError.of("output", path, f"give a directory to write to ({error})") from None
+    save_png(draw, (8, 5), path, "output")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,24 +12,41 @@ from engine.plan.plan import BATCHES, CONTEXTS, PROMPTS, Plan, Shape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _LINES = ("-", "--", "-.", ":")
 _USES = {"weights": "0.35", "activations": "0.6", "graphs, transfers": "0.75", "KV": "#9ecae1"}
 #: Shapes drawn: more would hide each other.
 _MOST_SHAPES = 10
 _GIB = 1 << 30
+_DPI = 100
 
 
 def draw(plan: Plan, path: Path) -> None:
     """Write a PNG: memory of a rank, users by context, steps by batch, prompts by length, with one
-    colour per shape. Raises ConfigError without matplotlib, and for a path that cannot be
-    written."""
+    colour per shape. Raises ConfigError."""
+    save_png(lambda figure: _draw(figure, plan), (12, 8), path, "picture")
+
+
+def save_png(
+    draw: Callable[[Figure], None], size: tuple[float, float], path: Path, option: str
+) -> None:
+    """Draw a figure of `size` inches and write it. option: the one that gives the path. Raises
+    ConfigError without matplotlib, and for a path that cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        fix = "drawing needs matplotlib: pip install matplotlib, or leave it out"
-        raise ConfigError.of("picture", path, fix) from None
-    figure = Figure(figsize=(12, 8), layout="constrained")
+        fix = "drawing needs matplotlib: pip install matplotlib"
+        raise ConfigError.of(option, path, fix) from None
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    try:
+        figure.savefig(path, format="png", dpi=_DPI)
+    except OSError as error:
+        raise ConfigError.of(option, path, f"give a path that can be written ({error})") from None
+
+
+def _draw(figure: Figure, plan: Plan) -> None:
     memory, users, steps, prompts = figure.subplots(2, 2).flat
     shapes = plan.shapes[:_MOST_SHAPES]
     _draw_memory(memory, plan, shapes)
@@ -45,12 +62,6 @@ def draw(plan: Plan, path: Path) -> None:
     _label(prompts, "prompt, tokens", "prompt, ms", PROMPTS)
     figure.legend(*users.get_legend_handles_labels(), loc="outside lower center", ncols=10)
     figure.suptitle(f"{plan.model} ({plan.dtype}) on {plan.num_devices} x {plan.device.name}")
-    try:
-        figure.savefig(path, format="png", dpi=110)
-    except OSError as error:
-        raise ConfigError.of(
-            "picture", path, f"give a path that can be written ({error})"
-        ) from None
 
 
 def _draw_memory(axis: Axes, plan: Plan, shapes: Sequence[Shape]) -> None:
