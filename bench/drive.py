@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -93,6 +93,22 @@ async def _measure(
         transfer_exposed_ms=timing.transfer_exposed_ms if timing else 0.0,
         was_handed_over=bool(timing and timing.transfer_bytes),
     )
+
+
+@asynccontextmanager
+async def meanwhile(*work: Awaitable[object]) -> AsyncIterator[None]:
+    """Run in the background of the block, from 1 s before it; cancelled at its end. Raises what the
+    work raised, except BatonError."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    await asyncio.sleep(1.0)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception) and not isinstance(result, BatonError):
+                raise result
 
 
 #: SPLIT: tiers share prompts by load. APART: the prefill tier computes all prompts.

@@ -31,6 +31,7 @@ from baton.config import ServeOptions
 from baton.config.load import load_options
 from baton.errors import BatonError
 from baton.supervisor import ChildFailed, Cluster
+from bench.drive import meanwhile
 from bench.load import settings_of
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.measure import distribution
@@ -105,22 +106,30 @@ class HttpDoor:
 
     async def ask(self, asked: Asked) -> Answered:
         loop = asyncio.get_running_loop()
-        begin_s = loop.time()
-        reader, writer = await asyncio.open_connection(self._host, int(self._port))
+        begin_s, first_s = loop.time(), 0.0
         try:
-            async with asyncio.timeout(asked.timeout_s):
+            async with asyncio.timeout(asked.timeout_s), self._connected() as (reader, writer):
                 writer.write(self._request(asked))
                 head = await reader.readuntil(b"\r\n\r\n")
                 piece = await reader.read(65_536)
                 first_s, rest = loop.time() - begin_s, await reader.read()
         except TimeoutError:
-            return Answered(0.0, loop.time() - begin_s, "gave up")
+            error = "gave up"
+        except (OSError, EOFError) as failure:
+            error = repr(failure)
+        else:
+            # A stream that fails after its begin says so in its last event.
+            is_error = b" 200 " not in head.split(b"\r\n")[0] or b'"error"' in rest
+            error = (piece + rest).decode(errors="replace") if is_error else ""
+        return Answered(first_s, loop.time() - begin_s, error)
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        reader, writer = await asyncio.open_connection(self._host, int(self._port))
+        try:
+            yield reader, writer
         finally:
             writer.close()
-        # A stream that fails after its begin says so in its last event.
-        is_error = b" 200 " not in head.split(b"\r\n")[0] or b'"error"' in rest
-        error = (piece + rest).decode(errors="replace") if is_error else ""
-        return Answered(first_s, loop.time() - begin_s, error)
 
     def _request(self, asked: Asked) -> bytes:
         body: dict[str, Any] = {
@@ -189,19 +198,6 @@ async def polite(door: Door, plan: Plan) -> tuple[float, float, int]:
     return times.p50, times.max, sum(bool(answer.error) for answer in answers)
 
 
-@asynccontextmanager
-async def meanwhile(requests: Sequence[Any]) -> AsyncIterator[None]:
-    """Run in the background of the block, from 1 s before it; cancelled at its end."""
-    tasks = [asyncio.ensure_future(each) for each in requests]
-    await asyncio.sleep(1.0)
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def capacity_of(door: Door, plan: Plan) -> float:
     """Answers per second of twice as many clients as places, over three answers each."""
     loop = asyncio.get_running_loop()
@@ -256,12 +252,12 @@ async def measure(door: Door, plan: Plan, name: str, has_keys: bool) -> dict[str
     capacity = await capacity_of(door, plan)
     await row("nobody")
     long = [door.ask(Asked("other", plan.long_tokens)) for _ in range(plan.num_long)]
-    async with meanwhile(long):
+    async with meanwhile(*long):
         await row(f"{plan.num_long} requests for {plan.long_tokens} tokens")
     wide = Asked("other", plan.polite_tokens, plan.num_places)
-    async with meanwhile([door.ask(Asked("other", plan.long_tokens)), door.ask(wide)]):
+    async with meanwhile(door.ask(Asked("other", plan.long_tokens)), door.ask(wide)):
         await row(f"n = {plan.num_places}, which waits for the last of {plan.num_places} places")
-    async with meanwhile([open_loop(door, plan, plan.times * capacity)]):
+    async with meanwhile(open_loop(door, plan, plan.times * capacity)):
         asked = asyncio.ensure_future(estimates(door, plan))
         await row(f"{plan.times:g} times the load, deadlines of {plan.timeout_s:g} s")
         found = await asked

@@ -16,13 +16,11 @@ and beside one that needs all places while one is taken.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +30,7 @@ import typer
 from baton.client import AsyncClient, SamplingParams
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.supervisor import ChildFailed
-from bench.drive import DriveOptions, cluster_options, drive, started
+from bench.drive import DriveOptions, cluster_options, drive, meanwhile, started
 from bench.load import settings_of
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.measure import Record, distribution
@@ -187,31 +185,18 @@ async def fairness(
     request = dataclasses.replace(_at_once(requests[0]), num_output_tokens=num_tokens)
     alone = await polite(client, request, "nobody", _NUM_ALONE)
     many = [*map(_at_once, itertools.islice(itertools.cycle(requests), _NUM_LONG))]
-    async with _meanwhile(drive(client, many, DriveOptions(cache_salt="many"))):
+    async with meanwhile(drive(client, many, DriveOptions(cache_salt="many"))):
         what = f"{_NUM_LONG} requests for {num_tokens} tokens in the mean, of one client"
         beside_many = await polite(client, request, what, _NUM_BESIDE)
     long = dataclasses.replace(request, num_output_tokens=4 * num_tokens)
     wide = SamplingParams(max_tokens=num_tokens, n=_WIDE_CHOICES, temperature=1.0, ignore_eos=True)
-    async with (
-        _meanwhile(drive(client, [long], DriveOptions(cache_salt="long"))),
-        _meanwhile(client.generate(request.prompt_token_ids, wide, cache_salt="wide")),
+    async with meanwhile(
+        drive(client, [long], DriveOptions(cache_salt="long")),
+        client.generate(request.prompt_token_ids, wide, cache_salt="wide"),
     ):
         what = f"{_WIDE_CHOICES} choices that wait for one place of {_WIDE_CHOICES}"
         beside_wide = await polite(client, request, what, _NUM_BESIDE)
     return alone, beside_many, beside_wide
-
-
-@asynccontextmanager
-async def _meanwhile(work: Any) -> AsyncIterator[None]:
-    """Run in the background of the block, from 1 s before it; cancelled at its end."""
-    task = asyncio.ensure_future(work)
-    await asyncio.sleep(1.0)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, BatonError):
-            await task
 
 
 def _at_once(request: LoadRequest) -> LoadRequest:
