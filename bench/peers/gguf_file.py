@@ -77,7 +77,9 @@ def write_gguf(folder: Path, dtype: str, path: Path) -> None:
     if config["model_type"] != "llama":
         raise ValueError(f"{folder}: {config['model_type']} is not llama")
     writer = gguf.GGUFWriter(path, "llama")
-    _describe(writer, config)
+    describe(writer, config)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
     for name, values in tensors_of(folder / "model.safetensors"):
         if ".q_proj." in name:
             _add(writer, name, interleaved(values, config["num_attention_heads"]), dtype)
@@ -91,7 +93,8 @@ def write_gguf(folder: Path, dtype: str, path: Path) -> None:
     writer.close()
 
 
-def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Write the sizes of a model. config: of transformers."""
     num_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     rope: dict[str, Any] = config.get("rope_parameters") or config
@@ -104,10 +107,8 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
 
 
 def _add(writer: gguf.GGUFWriter, name: str, values: NDArray[np.float32], dtype: str) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from bench.peers.gguf_file import describe, interleaved
 from tests.support.tiny_models import CHAT_TEMPLATE
 
 Type = gguf.GGMLQuantizationType
@@ -44,12 +45,6 @@ def random_blocks(name: str, num_rows: int, num_in: int, size: float, seed: int)
     return blocks.reshape(num_rows, -1)
 
 
-def interleaved(rows: NDArray[Any], num_heads: int) -> NDArray[Any]:
-    """Rows of each head as llama.cpp rotates them: pairs side by side, not half a head apart."""
-    halves = rows.reshape(num_heads, 2, -1, rows.shape[1])
-    return halves.swapaxes(1, 2).reshape(rows.shape)
-
-
 def write_gguf(folder: Path, path: Path, type_of: Any = lambda _: "F32", **metadata: Any) -> Path:
     """The checkpoint in `folder` as a GGUF file. type_of: type of a linear layer's or the
     embeddings' tensor, by its name in GGUF; of quantised types weights are drawn anew, and the
@@ -58,7 +53,9 @@ def write_gguf(folder: Path, path: Path, type_of: Any = lambda _: "F32", **metad
     name = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     writer = gguf.GGUFWriter(path, name)
-    _describe(writer, config)
+    describe(writer, config)
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
     for key, value in metadata.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(f"{name}.{key.replace('__', '.')}", value)
@@ -92,25 +89,6 @@ def write_gguf(folder: Path, path: Path, type_of: Any = lambda _: "F32", **metad
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {}
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if config.get("sliding_window"):
-        writer.add_sliding_window(config["sliding_window"])
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, folder: Path) -> None:
