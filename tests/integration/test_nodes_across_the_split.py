@@ -4,17 +4,16 @@ transformers."""
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from baton.client import AsyncClient
 from tests.integration.test_ranks_across_the_split import PROMPTS, greedy, model
+from tests.support.metrics_page import free_ports
 from tests.support.transformers_greedy import greedy_outputs
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -22,12 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 __all__ = ["model"]
 BATON = Path(sys.executable).parent / "baton"
 WORKER = ("--dtype=float32", "--num-gpu-blocks-override=200", "--num-threads=2", "--nnodes=2")
-
-
-def free_ports(num: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 @pytest.fixture

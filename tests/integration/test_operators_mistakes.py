@@ -10,7 +10,6 @@ import mmap
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import time
@@ -27,6 +26,7 @@ from baton.errors import BatonError, EngineFault
 from tests.support.certificates import Authority
 from tests.support.commands_in_use import ORACLE, address_of, http_url_of, running
 from tests.support.live_tiers import BOX_MODEL
+from tests.support.metrics_page import free_ports
 from tests.support.oracle_model import make_oracle_model
 from tests.support.redis_server import RedisServer
 
@@ -105,13 +105,6 @@ def until(is_so: Callable[[], object], seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def pids_of(text: str) -> list[int]:
     """Processes with `text` on their command line, that have not ended."""
     found = []
@@ -143,7 +136,7 @@ def test_one_refused_model_of_two_leaves_the_other(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_of_the_log_stops_nothing(model: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     command = ["serve", str(model), *ORACLE, f"--port={port}", "--log-level=debug"]
     with (
         open("/dev/full", "w") as full,
@@ -184,7 +177,7 @@ def test_a_model_folder_that_is_deleted_leaves_what_runs(model: Path, tmp_path: 
 
 def test_a_second_sigterm_ends_all_at_once(model: Path, tmp_path: Path, sockets: Path) -> None:
     log = tmp_path / "log"
-    command = ["serve", str(model), "--engine=oracle", "--oracle-step-ms=100", "--port=0"]
+    command = ["serve", str(model), *ORACLE, "--oracle-step-ms=100", "--port=0"]
     with (
         running(command, log, TMPDIR=str(sockets)) as process,
         Client(address_of(process, log), max_retries=0) as client,
@@ -288,7 +281,7 @@ async def test_a_redis_that_is_killed_and_replaced_by_an_empty_one(
     await server.start()
     try:
         worker, log = tmp_path / "worker", tmp_path / "log"
-        port = free_port()
+        (port,) = free_ports(1)
         registry = f"--registry={server.url}"
         decode = ["decode", "oracle", f"--served-model-name={model}", *ORACLE, "--port=0", registry]
         gateway = ["gateway", str(model), f"--port={port}", registry]
@@ -332,7 +325,7 @@ def test_an_expired_certificate_is_refused_at_the_start_and_not_taken_up(
         assert process.wait(120) == 2
     (line,) = log.read_text().splitlines()
     assert f"--ssl-certfile={late.certfile}: certificate has expired; give one that is" in line
-    port = free_port()
+    (port,) = free_ports(1)
     tls = [f"--ssl-certfile={good.certfile}", f"--ssl-keyfile={good.keyfile}"]
     with running([*command, *tls, f"--http-port={port}"], log) as process:
         fetch = ["curl", "-s", "--cacert", str(good.ca_certs), f"https://localhost:{port}/health"]

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 BATON = str(Path(sys.executable).with_name("baton"))
 
-#: Oracle engines of a millisecond a step, with a small memory.
+#: Oracle engines of 5 ms a step, with a small memory.
 ORACLE = ("--engine=oracle", "--oracle-step-ms=5", "--num-gpu-blocks-override=256")
 
 
