@@ -196,8 +196,8 @@ class Planner:
             f"the weights of {sizes.name} take {format_bytes(least)} of each device and a step "
             f"{format_bytes(reserved)}, and {format_bytes(self._available_bytes)} is free"
         )
-        # A rank has the least of a model where each layer is a stage; embeddings, activations and a
-        # block of KV stay.
+        # A rank has the least of a model where each layer is a stage; activations and a block of KV
+        # stay.
         most = _MOST_DEVICES if self._fits(Degrees(_MOST_DEVICES, len(sizes.layers))) else 0
         for num_devices in range(given + 1, most + 1):
             if found := self._shapes(num_devices)[0]:
