@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from bench.machine import BUNDLED_MODEL
 from bench.train_short import Curve, Lengths, curve, draw, load, stretches, tables_of
@@ -32,6 +33,20 @@ def test_layers_of_a_bloom_model_are_trained_as_layers() -> None:
     matrices, others = make_optimizers(model)
     assert [p.ndim for p in matrices.param_groups[0]["params"]] == [2]
     assert [p.ndim for p in others.param_groups[0]["params"]] == [1]
+
+
+@pytest.mark.slow
+def test_the_last_tokens_are_scored_as_transformers_does(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "llama")
+    text = [(i * i + 3 * i) % 90 for i in range(80)]
+    found = curve("", load(str(model), LENGTHS), [text], LENGTHS).perplexity
+    twin = AutoModelForCausalLM.from_pretrained(model)
+    for length, perplexity in found.items():
+        ids = torch.tensor([text[-length:]])
+        with torch.inference_mode():
+            logits = twin(input_ids=ids).logits[0, -1 - LENGTHS.num_scored : -1]
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, -LENGTHS.num_scored :])
+        assert perplexity == pytest.approx(float(loss.exp()), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -20,6 +20,17 @@ def test_an_allocators_history_is_replayed() -> None:
     points = replay(events, 1_000_000)
     assert points[-3:] == [Point(0.0, 8, 20), Point(0.5, 12, 20), Point(1.0, 4, 20)]
     assert peak_bytes(points) == 12
+    # An allocation from before the record is freed, and its segment given back.
+    events += [
+        {"action": "free_completed", "size": 40, "time_us": 2_500_000},
+        {"action": "segment_free", "size": 60, "time_us": 2_500_000},
+        {"action": "segment_map", "size": 50, "time_us": 3_000_000},
+    ]
+    assert replay(events, 1_000_000)[-3:] == [
+        Point(1.5, 0, 20),
+        Point(1.5, 0, 0),
+        Point(2.0, 0, 10),
+    ]
     assert peak_bytes(replay([], 0)) == 0
 
 

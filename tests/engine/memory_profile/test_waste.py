@@ -42,6 +42,12 @@ def test_paging_keeps_more_tokens_in_the_same_memory() -> None:
     assert found["blocks of 4"].internal < found["blocks of 16"].internal
 
 
+def test_memory_that_is_never_written_is_not_reserved() -> None:
+    waste = replay_all([(4, 2)], 32)["contiguous, power of two"]
+    # Of 8 slots: 4, 5 and 6 are written, the rest of 6 is written later, and 2 never.
+    assert (waste.tokens, waste.reserved, waste.internal) == (4 / 32, 2 / 32, 2 / 32)
+
+
 def test_a_request_that_never_fits_is_left_out() -> None:
     found = replay_all([(10, 10), (300, 10), (10, 10)], 100)
     assert {waste.num_refused for waste in found.values()} == {1, 3}

@@ -12,6 +12,8 @@ import gguf
 import pytest
 import torch
 
+from baton.config.load import build_options
+from baton.config.plan_options import PlanOptions
 from baton.errors import ModelError, UnsupportedModel
 from baton.gguf.block_types import BLOCK_TYPES
 from baton.gguf.folder import unfold
@@ -22,6 +24,7 @@ from engine.doctor import check_model
 from engine.families.read import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.memory_plan import quantized_weights
+from engine.plan.source import read_model
 from engine.quantization.gguf import decode_blocks
 from engine.quantization.weight import QuantizedWeight, stack
 from tests.support.adapters import make_adapter, merged
@@ -202,6 +205,8 @@ def test_a_file_is_found_by_every_verb(tmp_path: Path) -> None:
     assert unfold(path) == unfolded
     findings = check_model(str(path), "auto", 16)
     assert not [finding.found for finding in findings if finding.fix]
+    options = build_options(PlanOptions, {"model": str(path)})
+    assert read_model(options, "cpu", has_float8=False).sizes.storage.levels
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
