@@ -59,10 +59,10 @@ class Quality:
     perplexity: float
 
 
-def cases_of(num_cases: int, num_tokens: int, seed: int = 0) -> Iterator[Case]:
+def cases_of(num_cases: int, num_tokens: int) -> Iterator[Case]:
     """Cases of each task, with prompts of about num_tokens tokens."""
     tokenizer = Tokenizer.from_file(f"{BUNDLED_MODEL}/tokenizer.json")
-    rng = random.Random(seed)
+    rng = random.Random(0)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -53,14 +53,16 @@ class Lengths:
 ROTARY = Lengths(2048, (512, 1024, 2048, 3072, 4096, 8192), 255)
 TRAINED_HERE = Lengths(128, (64, 128, 256, 512, 1024), 63)
 _FACTOR = ROTARY.read[-1] // ROTARY.trained
+#: Of the bundled draft model.
+_HEAD_DIM, _THETA = 32, 10_000.0
 
 
-def stretches(head_dim: int = 32, theta: float = 10_000.0) -> dict[str, ConfigOverrides]:
+def stretches() -> dict[str, ConfigOverrides]:
     """Ways to stretch the bundled draft model, by name."""
     longer = {"max_position_embeddings": ROTARY.read[-1]}
     original = {"original_max_position_embeddings": ROTARY.trained}
-    ntk = theta * _FACTOR ** (head_dim / (head_dim - 2))
-    pairs = head_dim // 2
+    ntk = _THETA * _FACTOR ** (_HEAD_DIM / (_HEAD_DIM - 2))
+    pairs = _HEAD_DIM // 2
     # From 1 for the fastest pair to the factor for the slowest.
     factors = [_FACTOR ** (i / (pairs - 1)) for i in range(pairs)]
     longrope = {"short_factor": [1.0] * pairs, "long_factor": factors}
