@@ -53,6 +53,7 @@ _MAX_MODEL_LEN = 2048
 _TIERS = ("kv_host_bytes=1GiB",)
 _DISK_BYTES = "1GiB"
 _WITHOUT, _AGAIN, _WITH = "without", "without, again", "with"
+_SETTINGS = ("short", "ample", "unique")
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +301,7 @@ def main() -> None:
     parser.add_argument("--input-scale", type=float, default=0.02)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tier", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--settings", nargs="+", default=["short", "ample", "unique"])
+    parser.add_argument("--settings", nargs="+", choices=_SETTINGS, default=_SETTINGS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--doc", type=Path)
     given = parser.parse_args()

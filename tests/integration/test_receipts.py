@@ -56,7 +56,7 @@ async def post(system: LiveSystem, body: dict[str, Any]) -> Any:
     request = Request(f"http://{system.http}/v1/completions", content, HEADERS)
 
     def read() -> Any:
-        with urlopen(request) as response:
+        with urlopen(request, timeout=120) as response:
             return response.read()
 
     return await asyncio.to_thread(read)
