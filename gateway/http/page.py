@@ -26,6 +26,7 @@ PAGE_FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "/": ("index.html", "text/html; charset=utf-8"),
         "/page/page.css": ("page.css", "text/css; charset=utf-8"),
         "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+        "/page/memory.js": ("memory.js", "text/javascript; charset=utf-8"),
         "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     }
 )

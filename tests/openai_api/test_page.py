@@ -21,7 +21,7 @@ from tests.support.live_tiers import options_of_gateway, reporting
 from tests.support.oracle_model import make_oracle_model
 
 MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
-TABS = ("playground", "live", "code")
+TABS = ("playground", "live", "memory", "code")
 PHONE = (360, 740)
 PROMPT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n" * 4
 
@@ -153,6 +153,7 @@ async def test_a_thousand_workers_have_room_on_a_phone(tab: Tab) -> None:
                 "leased_blocks": i,
                 "cached_blocks": 0,
                 "num_blocks": 500,
+                "kv_tiers": [],
             }
             for tier in ("prefill", "decode")
             for i in range(500)
@@ -167,6 +168,43 @@ async def test_a_thousand_workers_have_room_on_a_phone(tab: Tab) -> None:
     listing = f"{{...last, handoffs: {json.dumps({**handoffs, 'total': 10**6})}}}"
     await tab.run(f"last.handoffs.total = 0; onListing({listing})")
     assert await tab.run("document.querySelectorAll('#flights circle').length") == 1
+
+
+async def test_memory_is_drawn_over_time_and_tiers_are_listed(tab: Tab) -> None:
+    await tab.run("document.getElementById('tab-memory').click()")
+    await tab.until("!isPolling && (clearTimeout(timer), isPolling = true)")
+    kv_tier = {
+        "name": "disk",
+        "off_reason": "",
+        "pays": True,
+        "num_bytes": 3 << 20,
+        "num_hits": 3,
+        "num_misses": 1,
+        "num_evictions": 7,
+        "saved_ms": 2500,
+        "lost_ms": 100,
+    }
+    slow = {**kv_tier, "name": "store", "pays": False}
+    await tab.run("samples.length = 0")
+    for leased in (0, 25):
+        blocks = {"leased_blocks": leased, "cached_blocks": 50, "num_blocks": 100}
+        change = json.dumps({**blocks, "kv_tiers": [kv_tier, slow]})
+        workers = f"last.workers.map((worker) => ({{...worker, ...{change}}}))"
+        await tab.run(f"samples.forEach((sample) => {{ sample.time_ms -= 1000 }}); onMemory({workers})")
+    assert await tab.run("document.getElementById('memory-decode-now').textContent") == (
+        "25 % of 100 blocks in use, 50 % cached"
+    )
+    corners = "document.querySelector('#memory-decode .leased').getAttribute('points').split(' ')"
+    _, first, last, _ = await tab.run(corners)
+    assert first == "0.0,140.0"
+    assert last == "600.0,105.0"
+    rows = await tab.run(
+        "[...document.querySelectorAll('#kv-tier-rows tr')].map((row) => row.textContent)"
+    )
+    assert rows[2:] == [
+        "prefill-0disk3.0 MiB75 %72.5 s0.1 s",
+        "prefill-0storeoff: recomputing is faster75 %72.5 s0.1 s",
+    ]
 
 
 async def test_every_view_fits_a_phone_in_the_dark(tab: Tab) -> None:

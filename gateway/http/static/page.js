@@ -81,7 +81,7 @@ function show(tab) {
   }
   const name = tab.getAttribute("aria-controls");
   history.replaceState(null, "", `#${name}`);
-  if (name === "live") poll();
+  if (name === "live" || name === "memory") poll();
 }
 
 for (const [index, tab] of tabs.entries()) {
@@ -328,6 +328,7 @@ let timer = null;
 let isPolling = false;
 
 const isLive = () => !byId("live").hidden;
+const pollMs = () => (isLive() || isMemory() ? POLL_MS.live : POLL_MS.other);
 const kind = (state) => (state === "ready" || state === "draining" ? state : "lost");
 const share = (part, all) => `${(100 * (all ? part / all : 0)).toFixed(0)} %`;
 const used = (worker) => share(worker.leased_blocks, worker.num_blocks);
@@ -360,7 +361,7 @@ async function poll() {
     byId("health").textContent = "The gateway does not answer";
   }
   isPolling = false;
-  timer = setTimeout(poll, isLive() ? POLL_MS.live : POLL_MS.other);
+  timer = setTimeout(poll, pollMs());
 }
 
 function onListing(listing) {
@@ -379,6 +380,7 @@ function onListing(listing) {
     drawTier(tier, listing.workers.filter((worker) => worker.tier === tier));
   }
   drawHandoffs(listing.handoffs);
+  onMemory(listing.workers);
   last = listing;
   if (byId("listing").open) drawRows();
 }
