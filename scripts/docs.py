@@ -85,7 +85,7 @@ gRPC port.
 | `/health`, `/ping` | 200 if some request could be served, else 503; without a key |
 | `/metrics` | for Prometheus |
 | `/version` | of Baton |
-| `/` | a page for people: a playground, a live map of the workers, KV memory over time, code to copy |
+| `/` | a page for people: a playground, a live map, KV memory over time, code |
 | `/docs`, `/openapi.json` | every path, field, range and error; without a key |
 
 `model` may be left out where one model is served. A null field counts as absent; an unknown one is

@@ -190,7 +190,8 @@ async def test_memory_is_drawn_over_time_and_tiers_are_listed(tab: Tab) -> None:
         blocks = {"leased_blocks": leased, "cached_blocks": 50, "num_blocks": 100}
         change = json.dumps({**blocks, "kv_tiers": [kv_tier, slow]})
         workers = f"last.workers.map((worker) => ({{...worker, ...{change}}}))"
-        await tab.run(f"samples.forEach((sample) => {{ sample.time_ms -= 1000 }}); onMemory({workers})")
+        await tab.run("samples.forEach((sample) => { sample.time_ms -= 1000 })")
+        await tab.run(f"onMemory({workers})")
     assert await tab.run("document.getElementById('memory-decode-now').textContent") == (
         "25 % of 100 blocks in use, 50 % cached"
     )
