@@ -347,6 +347,17 @@ def test_windowed_layers_resume_where_their_window_is_whole() -> None:
     assert world.ask(prompt_of(1, 10)) == 0
 
 
+@pytest.mark.parametrize("num_shared", range(0, 61, 5))
+def test_layers_of_two_kinds_get_their_own_kv_for_each_shared_prefix(num_shared: int) -> None:
+    """As LMCache#4247: prompts of a hybrid model that share a prefix were answered from KV that was
+    stored in one form for layers of both kinds. Models with states are refused tiers."""
+    world = window_world()
+    for number in range(2):
+        tail = prompt_of(70 + number, 61 - num_shared)
+        world.ask((*prompt_of(number, 61)[:num_shared], *tail))
+    assert world.ask(prompt_of(0, 61)) > 0
+
+
 def test_a_prompt_that_was_to_be_computed_here_still_is_after_its_fetch() -> None:
     """The threshold may fall meanwhile, but there are no windowed layers' slots for a ticket."""
     world = window_world()
