@@ -34,6 +34,9 @@ ARCHS = (80, 90, 100)
 #: Maximum shared memory of a program, in bytes, by arch.
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
+_ASYNC_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], (0x[0-9a-f]+|\d+)")
+_NARROW_LOAD = re.compile(r"ld\.global[.\w:]*\.[bus](?:8|16) ")
+
 #: New tokens times heads that share a KV head, one number for each size of BLOCK_M.
 TILE_ROWS = (16, 32, 64, 128)
 
@@ -41,7 +44,8 @@ TILE_ROWS = (16, 32, 64, 128)
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A kernel compiled for an arch. Registers are per thread; stack_bytes, per thread, is spilled
-    memory."""
+    memory. async_bytes: sizes of its asynchronous copies. num_narrow_loads: of 1 or 2 bytes, in its
+    code."""
 
     kernel: str
     num_warps: int
@@ -49,6 +53,8 @@ class Compiled:
     num_registers: int
     stack_bytes: int
     shared_bytes: int
+    async_bytes: tuple[int, ...]
+    num_narrow_loads: int
 
 
 class _AbsentGpu:
@@ -105,7 +111,13 @@ def _describe(kernel: Any) -> Compiled:
         usage["REG"],
         usage["STACK"],
         metadata.shared,
+        _async_bytes(kernel.asm["ptx"]),
+        len(_NARROW_LOAD.findall(kernel.asm["ptx"])),
     )
+
+
+def _async_bytes(ptx: str) -> tuple[int, ...]:
+    return tuple(sorted({int(size, 0) for size in _ASYNC_COPY.findall(ptx)}))
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -137,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiles", action="store_true", help="attention in every tile class, too")
     options = parser.parse_args(arguments)
     print(f"Triton {triton.__version__}")
-    print("arch  regs  stack  shared KiB  warps  stages  case / kernel")
+    print("arch  regs  stack  shared KiB  warps  stages  async bytes  narrow loads  case / kernel")
     cases = [(case.name, case, TINY) for case in all_cases()]
     for arch in options.arch or ARCHS:
         for name, case, sizes in [*cases, *(tile_cases() if options.tiles else ())]:
@@ -148,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(
                     f"{arch:4}  {one.num_registers:4}  {one.stack_bytes:5}"
                     f"  {one.shared_bytes / 1024:10.1f}  {one.num_warps:5}  {one.num_stages:6}"
+                    f"  {', '.join(map(str, one.async_bytes)):>11}  {one.num_narrow_loads:12}"
                     f"  {name} / {one.kernel}"
                 )
 

@@ -64,6 +64,8 @@ class GroupedLinear:
         self.addresses: torch.Tensor | None = None
         """Addresses of the weights, [experts] int64, on their device. Set if all are plain tensors,
         or all float8 codes, or all integers of the same bits and groups."""
+        self.is_aligned = False
+        """Whether all addresses are multiples of 16 bytes."""
         self.scales: torch.Tensor | None = None
         """[experts, groups, num_out], for float8 codes and integers only."""
         self.integers: IntWeight | None = None
@@ -78,6 +80,7 @@ class GroupedLinear:
             weights += [x.weight.levels for x in whole]
             at = [weight.data_ptr() for weight in weights]
             self.addresses = torch.tensor(at, device=weights[0].device)
+            self.is_aligned = all(address % 16 == 0 for address in at)
             given = [x.bias for x in dense] + [x.bias for x in coded] + [x.bias for x in whole]
             biases = [bias for bias in given if bias is not None]
             self.biases = torch.stack(biases) if biases else None

@@ -57,6 +57,21 @@ COMPILED = [
 ]
 
 
+#: Kernels that read weights or KV, and their loads of 1 or 2 bytes: of scales, zeros and biases,
+#: once a step, and of a residual.
+NARROW_LOADS = {
+    "_attend": 0,
+    "_attend_latent": 0,
+    "_grouped_linear": 0,
+    "_grouped_int_linear": 1,
+    "_int_linear": 2,
+    "_fp8_linear": 0,
+    "_fixed_linear": 33,
+}
+#: Their codes become 16-bit ones on the way to a product, which bounds a copy to 8 of them.
+EIGHT_AT_A_TIME = {"attention latent int8", "attention latent fp8"}
+
+
 def test_what_is_named_here_is_among_the_cases() -> None:
     assert {case.name for case in all_cases()} > VARIANTS
 
@@ -69,6 +84,9 @@ def test_compiles(case: Case, arch: int) -> None:
     for kernel in compiled:
         assert kernel.shared_bytes <= MAX_SHARED_BYTES[arch]
         assert kernel.stack_bytes <= MAX_STACK_BYTES, kernel
+        if arch == REFERENCE_ARCH and kernel.kernel in NARROW_LOADS:
+            assert kernel.num_narrow_loads <= NARROW_LOADS[kernel.kernel], kernel
+            assert max(kernel.async_bytes) == (8 if case.name in EIGHT_AT_A_TIME else 16), kernel
 
 
 @pytest.mark.parametrize("is_split", [False, True])

@@ -75,7 +75,8 @@ def _grouped_linear(
         return
     rows, is_row = _rows_of((expert, tile - before), order_ptr, first_ptr, ROWS)
     dtype = x_ptr.dtype.element_ty
-    weight_ptr = tl.load(addresses_ptr + expert).to(tl.pointer_type(dtype))
+    # is_aligned holds: loads are of 16 bytes, and asynchronous.
+    weight_ptr = tl.multiple_of(tl.load(addresses_ptr + expert).to(tl.pointer_type(dtype)), 16)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < num_out
     depth = tl.arange(0, DEPTH)
@@ -116,7 +117,8 @@ def _grouped_int_linear(
     if expert >= EXPERTS:
         return
     rows, is_row = _rows_of((expert, tile - before), order_ptr, first_ptr, ROWS)
-    levels_ptr = tl.load(addresses_ptr + expert).to(tl.pointer_type(tl.uint8))
+    address = tl.load(addresses_ptr + expert)
+    levels_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < num_out
     RUN_BYTES: tl.constexpr = RUN * BITS // 8
@@ -152,8 +154,8 @@ def _grouped_int_linear(
 def grouped_linear(
     x: torch.Tensor, chosen: torch.Tensor, experts: GroupedLinear, repeat: int
 ) -> torch.Tensor:
-    """See the twin, which runs mixed kinds of experts."""
-    if experts.addresses is None:
+    """See the twin, which runs mixed kinds of experts, and weights at odd addresses."""
+    if experts.addresses is None or not experts.is_aligned:
         return grouped_op.twin(x, chosen, experts, repeat)
     x, num_experts, num_rows = x.contiguous(), len(experts.linears), chosen.numel()
     y = x.new_empty(num_rows, experts.num_out)

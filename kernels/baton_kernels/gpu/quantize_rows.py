@@ -17,6 +17,8 @@ from baton_kernels import quantize_rows as twins
 from baton_kernels.quantize_rows import LIMITS
 
 BLOCK = 2048
+#: Elements of a block for each warp: fewer would be read in pieces of less than 8 bytes.
+_WARP_ELEMENTS = 128
 _LEAST_PEAK = tl.constexpr(twins.LEAST_PEAK)
 
 
@@ -63,9 +65,9 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     dim = x.shape[-1]
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    block = min(BLOCK, triton.next_power_of_2(dim))
     _quantize_rows[(scales.numel(),)](
-        x, codes, scales, dim, LIMIT=LIMITS[dtype],
-        BLOCK=min(BLOCK, triton.next_power_of_2(dim)), IS_INT=dtype == torch.int8,
-        num_warps=4, enable_fp_fusion=False,
+        x, codes, scales, dim, LIMIT=LIMITS[dtype], BLOCK=block, IS_INT=dtype == torch.int8,
+        num_warps=max(1, min(4, block // _WARP_ELEMENTS)), enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scales
