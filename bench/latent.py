@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton_kernels.experts import GroupedLinear, grouped_linear
+from baton_kernels.experts import GroupedLinear, headwise_linear
 from baton_kernels.kv_write import block_rows, head_rows, kv_write
 from baton_kernels.linear import pack_linear
 from baton_kernels.paged_attention import AttentionSlice, paged_attention, plan_attention
@@ -73,13 +73,6 @@ class Heads:
         )
 
 
-def by_heads(x: torch.Tensor, layers: GroupedLinear) -> torch.Tensor:
-    """Apply each head's own layer: x [tokens, heads, num_in] -> [tokens, heads, num_out]."""
-    head = torch.arange(HEADS, dtype=torch.int32).repeat(len(x))
-    found = grouped_linear(x.reshape(-1, x.shape[2]), head, layers, 1)
-    return found.view(len(x), HEADS, -1)
-
-
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tensor:
     """Causal attention through a pool with the prompt's own blocks."""
     tokens, kv_heads, width = key.shape
@@ -95,17 +88,19 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: i
 
 def absorbed(prompt: Prompt, heads: Heads) -> torch.Tensor:
     """[tokens, heads, VALUE]."""
-    query = torch.cat((by_heads(prompt.query, heads.queries), prompt.turned), -1)
+    query = torch.cat((headwise_linear(prompt.query, heads.queries), prompt.turned), -1)
     row = torch.cat((prompt.latent, prompt.key), -1)[:, None]
-    return by_heads(attend(query, row, row[..., :RANK], 1), heads.values)
+    return headwise_linear(attend(query, row, row[..., :RANK], 1), heads.values)
 
 
 def expanded(prompt: Prompt, heads: Heads) -> torch.Tensor:
     """Equal to `absorbed` except for rounding."""
     latents = prompt.latent[:, None].expand(-1, HEADS, -1)
     turned = prompt.key[:, None].expand(-1, HEADS, -1)
-    key = torch.cat((by_heads(latents, heads.keys), turned), -1)
-    value = torch.nn.functional.pad(by_heads(latents, heads.values), (0, key.shape[2] - VALUE))
+    key = torch.cat((headwise_linear(latents, heads.keys), turned), -1)
+    value = torch.nn.functional.pad(
+        headwise_linear(latents, heads.values), (0, key.shape[2] - VALUE)
+    )
     return attend(torch.cat((prompt.query, prompt.turned), -1), key, value, 2)[..., :VALUE]
 
 

@@ -8,12 +8,22 @@ from functools import partial
 
 import torch
 
-from baton_kernels.experts import GroupedLinear
+from baton_kernels.experts import GroupedLinear, RowOrder
+from baton_kernels.experts import combine as combine_op
+from baton_kernels.experts import route as route_op
 from baton_kernels.gated_activation import clamped_swiglu as clamped_swiglu_op
-from baton_kernels.gpu.experts import grouped_linear
+from baton_kernels.gpu.experts import (
+    combine,
+    grouped_linear,
+    headwise_linear,
+    order_rows,
+    route,
+)
 from baton_kernels.gpu.fixed_linear import fixed_linear
 from baton_kernels.gpu.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.gpu.rms_norm import rms_norm
+from baton_kernels.gpu.routing import tile_rows_for
+from baton_kernels.layer import Routing
 from baton_kernels.linear import Linear, PlainLinear
 from baton_kernels.quantize_rows import dequantize_rows, quantize_rows
 from baton_kernels.quantized_linear import (
@@ -24,10 +34,18 @@ from baton_kernels.quantized_linear import (
     pack_int_weight,
 )
 from bench.gpu.attention_cases import attention_cases
-from bench.gpu.case import Case, Sizes, Trial, randn, relative_error
+from bench.gpu.case import Case, Sizes, Trial, randn, relative_error, share_unequal
 from bench.gpu.kv_cases import kv_cases
 from bench.gpu.quantized_cases import quantized_cases
 from bench.gpu.sampling_cases import sampling_cases
+
+#: As of Mixtral, of Qwen 3, and of DeepSeek-V3 and its forerunner.
+_ROUTINGS = {
+    "softmax": Routing(8, 2, False, True, 1.0, 1, 1),
+    "softmax 100 experts": Routing(100, 8, False, True, 1.0, 1, 1),
+    "sigmoid groups": Routing(256, 8, True, True, 2.5, 8, 4),
+    "softmax groups": Routing(60, 6, False, False, 1.0, 6, 3, group_top=1),
+}
 
 
 def _rms_norm(generator: torch.Generator, sizes: Sizes) -> Trial:
@@ -109,6 +127,63 @@ def _grouped_linear(scheme: str, generator: torch.Generator, sizes: Sizes) -> Tr
     return Trial(lambda: grouped_linear(x, chosen, experts, 2), error, tolerance)
 
 
+def _headwise_linear(generator: torch.Generator, sizes: Sizes) -> Trial:
+    """Eight heads, as of latent attention."""
+    weights = (randn(generator, 8, 64, 128) / 128**0.5).to(sizes.half)
+    layers = GroupedLinear([PlainLinear(weight, None) for weight in weights])
+    x = randn(generator, sizes.num_tokens, 8, 128).to(sizes.half)
+
+    def error(got: torch.Tensor) -> float:
+        return relative_error(got, torch.einsum("thi,hoi->tho", x.double(), weights.double()))
+
+    return Trial(lambda: headwise_linear(x, layers), error, 1e-2)
+
+
+def _route(routing: Routing, generator: torch.Generator, sizes: Sizes) -> Trial:
+    """With a bias; the first token has equal logits."""
+    logits = randn(generator, sizes.num_tokens, routing.num_experts)
+    logits[0] = 1.0
+    bias = randn(generator, routing.num_experts) / 10 if routing.is_sigmoid else None
+    chosen, weights = route_op.twin(logits, bias, routing)
+
+    def error(got: tuple[torch.Tensor, torch.Tensor]) -> float:
+        return share_unequal(got[0], chosen) + relative_error(got[1], weights)
+
+    return Trial(lambda: route(logits, bias, routing), error, 1e-5)
+
+
+def _order_rows(num_experts: int, generator: torch.Generator, sizes: Sizes) -> Trial:
+    """Of experts that have rows the half have none."""
+    shape, device = (sizes.num_tokens, 8), generator.device
+    chosen = torch.randint(0, num_experts // 2, shape, generator=generator, device=device).int()
+    order = chosen.flatten().argsort(stable=True)
+    first = torch.nn.functional.pad(
+        chosen.flatten().bincount(minlength=num_experts).cumsum(0), (1, 0)
+    )
+
+    def error(got: RowOrder) -> float:
+        tile_rows = tile_rows_for(chosen.numel(), num_experts)
+        tile_ends = (-(-first.diff() // tile_rows)).cumsum(0)
+        pairs = ((got.order, order), (got.first, first), (got.tile_ends, tile_ends))
+        return sum(share_unequal(*pair) for pair in pairs)
+
+    return Trial(lambda: order_rows(chosen, num_experts), error, 0.0)
+
+
+def _combine(generator: torch.Generator, sizes: Sizes) -> Trial:
+    parts = randn(generator, sizes.num_tokens * 3, sizes.hidden).to(sizes.half)
+    weights = randn(generator, sizes.num_tokens, 3)
+    shared, residual = (
+        randn(generator, sizes.num_tokens, sizes.hidden).to(sizes.half) for _ in "sr"
+    )
+    wanted = combine_op.twin(parts, weights, shared, residual)
+
+    def error(got: torch.Tensor) -> float:
+        return relative_error(got, wanted)
+
+    return Trial(lambda: combine(parts, weights, shared, residual), error, 1e-6)
+
+
 def _integers(scheme: str, generator: torch.Generator, sizes: Sizes) -> IntWeight:
     """Random levels; weights of usual size."""
     bits = 4 if scheme == "int4" else 8
@@ -143,6 +218,11 @@ def all_cases() -> Sequence[Case]:
         Case("grouped linear int8", partial(_grouped_linear, "int8")),
         Case("grouped linear int4", partial(_grouped_linear, "int4")),
         Case("grouped linear fp8", partial(_grouped_linear, "fp8"), 89, is_interpretable=False),
+        Case("headwise linear", _headwise_linear),
+        *(Case(f"route {name}", partial(_route, routing)) for name, routing in _ROUTINGS.items()),
+        Case("order of rows, 8 experts", partial(_order_rows, 8)),
+        Case("order of rows, 200 experts", partial(_order_rows, 200)),
+        Case("combine", _combine),
         Case("batch-invariant linear", _fixed_linear),
         *kv_cases(),
         *sampling_cases(),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
-from baton_kernels.experts import GroupedLinear, combine, grouped_linear, route
+from baton_kernels.experts import GroupedLinear, combine, headwise_linear, route
 from baton_kernels.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.kv_write import head_rows
 from baton_kernels.latent_kv_write import latent_kv_write
@@ -417,17 +417,11 @@ class _Heads:
         low = x if down is None else normed(attention.query_norm, down(x))
         heads = attention.query(low).view(len(x), attention.shape.num_heads, -1)
         plain, turned = heads.split_with_sizes((self.keys.num_in, attention.rope_dim), dim=2)
-        return self._grouped(plain, self.keys), turned
+        return headwise_linear(plain, self.keys), turned
 
     def results(self, mixed: torch.Tensor) -> torch.Tensor:
         """Turn sums over latents [tokens, heads, rank] into outputs [tokens, heads * value_dim]."""
-        return self._grouped(mixed, self.values).flatten(1)
-
-    def _grouped(self, x: torch.Tensor, layers: GroupedLinear) -> torch.Tensor:
-        """x [tokens, heads, num_in], each head by its own layer -> [tokens, heads, num_out]."""
-        tokens, heads, num_in = x.shape
-        head = torch.arange(heads, dtype=torch.int32, device=x.device).repeat(tokens)
-        return grouped_linear(x.reshape(-1, num_in), head, layers, 1).view(tokens, heads, -1)
+        return headwise_linear(mixed, self.values).flatten(1)
 
 
 def _fused_heads(

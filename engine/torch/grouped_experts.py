@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton_kernels.experts import GroupedLinear, grouped_linear
+from baton_kernels.experts import GroupedLinear, grouped_linear, order_rows
 from baton_kernels.layer import Experts, Mlp
 from baton_kernels.linear import Linear
 from engine.ranks.cuts import LayerCut
@@ -35,8 +35,9 @@ class GroupedExperts:
     ) -> torch.Tensor:
         """Run x [tokens, hidden] through its chosen experts, [tokens, chosen] int32: this rank's
         part of their outputs, [tokens * chosen, columns of a part]."""
-        inner = gate(grouped_linear(x, chosen, self.gate_up, chosen.shape[1]))
-        return grouped_linear(cut.inputs(inner), chosen, self.down, 1)
+        order = order_rows(chosen, len(self.down.linears))
+        inner = gate(grouped_linear(x, chosen, self.gate_up, chosen.shape[1], order))
+        return grouped_linear(cut.inputs(inner), chosen, self.down, 1, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,10 @@ class PlacedExperts:
         owners = self.owners[experts]
         rows = (owners == self.rank).nonzero().flatten()
         numbers = self.numbers[experts[rows]]
-        inner = gate(grouped_linear(x[rows // chosen.shape[1]], numbers, self.own.gate_up, 1))
-        return cut.of_experts(grouped_linear(inner, numbers, self.own.down, 1), owners)
+        order = order_rows(numbers, len(self.own.down.linears))
+        inner = x[rows // chosen.shape[1]]
+        inner = gate(grouped_linear(inner, numbers, self.own.gate_up, 1, order))
+        return cut.of_experts(grouped_linear(inner, numbers, self.own.down, 1, order), owners)
 
 
 def group_experts(

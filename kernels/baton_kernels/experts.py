@@ -3,6 +3,7 @@ experts' outputs.
 
     route:           a token's experts and their weights, from the router's logits
     grouped_linear:  y[r] = W[e(r)] x[r // repeat] for rows r of tokens x chosen experts
+    headwise_linear: the same, each token through each of the layers
     combine:         out[t] = residual[t] + (sum_j weights[t, j] y[t * chosen + j] + shared[t])
 
 A token's result depends on its own row alone; the native CPU kernels make it bit-identical in any
@@ -12,6 +13,7 @@ batch and read only the weights of chosen experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -114,18 +116,49 @@ def _zeros(weights: Sequence[IntWeight]) -> torch.Tensor | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Rows by expert, for a GPU's grouped_linear. order [rows] int32: rows sorted by expert;
+    first [experts + 1] int32: where each expert's begin; tile_ends [experts] int32: tiles of all
+    experts up to each one."""
+
+    order: torch.Tensor
+    first: torch.Tensor
+    tile_ends: torch.Tensor
+
+
+@op
+def order_rows(chosen: torch.Tensor, num_experts: int) -> RowOrder | None:  # noqa: ARG001
+    """What all layers need that the same rows run through: chosen [tokens, chosen experts] int32.
+    None where grouped_linear sorts rows itself."""
+    return None
+
+
 @op
 def grouped_linear(
-    x: torch.Tensor, chosen: torch.Tensor, experts: GroupedLinear, repeat: int
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    experts: GroupedLinear,
+    repeat: int,
+    order: RowOrder | None = None,  # noqa: ARG001
 ) -> torch.Tensor:
     """Multiply each row by its expert's weight: x [rows / repeat, num_in], chosen [tokens, chosen
-    experts] int32 with `rows` elements -> [rows, num_out]."""
+    experts] int32 with `rows` elements -> [rows, num_out]. order: of order_rows, if that was called
+    before."""
     of_row = chosen.flatten()
     out = x.new_empty(len(of_row), experts.num_out)
     for expert in sorted(set(of_row.tolist())):
         rows = (of_row == expert).nonzero().flatten()
         out[rows] = experts.linears[expert](x[rows // repeat])
     return out
+
+
+@op
+def headwise_linear(x: torch.Tensor, layers: GroupedLinear) -> torch.Tensor:
+    """x [tokens, layers, num_in], each [:, i] by layer i -> [tokens, layers, num_out]."""
+    tokens, heads, num_in = x.shape
+    head = torch.arange(heads, dtype=torch.int32, device=x.device).repeat(tokens)
+    return grouped_linear(x.reshape(-1, num_in), head, layers, 1).view(tokens, heads, -1)
 
 
 @op

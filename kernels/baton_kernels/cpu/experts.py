@@ -10,7 +10,7 @@ from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.int_linear import NativeIntLinear
 from baton_kernels.cpu.library import loaded
 from baton_kernels.cpu.linear import NativeLinear
-from baton_kernels.experts import GroupedLinear
+from baton_kernels.experts import GroupedLinear, RowOrder
 from baton_kernels.experts import combine as combine_op
 from baton_kernels.experts import grouped_linear as grouped_op
 from baton_kernels.experts import route as route_op
@@ -74,7 +74,11 @@ def route(
 
 
 def grouped_linear(
-    x: torch.Tensor, chosen: torch.Tensor, experts: GroupedLinear, repeat: int
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    experts: GroupedLinear,
+    repeat: int,
+    order: RowOrder | None = None,  # noqa: ARG001
 ) -> torch.Tensor:
     """See the twin."""
     natives = [x for x in experts.linears if isinstance(x, NativeLinear | NativeIntLinear)]
@@ -83,7 +87,7 @@ def grouped_linear(
     x, rows = x.contiguous(), chosen.numel()
     out = x.new_empty(rows, experts.num_out)
     table = (_POINTER * len(natives))(*(linear.address for linear in natives))
-    order = torch.empty(rows + len(natives) + 1, dtype=torch.int64)
+    sorted_rows = torch.empty(rows + len(natives) + 1, dtype=torch.int64)
     gathered = x.new_empty(rows, experts.num_in)
     products = x.new_empty(rows, experts.num_out)
     scratch_bytes = max(linear.scratch_row_bytes for linear in natives)
@@ -96,7 +100,7 @@ def grouped_linear(
         repeat=repeat,
         x=x.data_ptr(),
         out=out.data_ptr(),
-        order=order.data_ptr(),
+        order=sorted_rows.data_ptr(),
         gathered=gathered.data_ptr(),
         products=products.data_ptr(),
         scratch=scratch.data_ptr(),

@@ -14,13 +14,19 @@ their addresses.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.experts import GroupedLinear
+from baton_kernels.experts import GroupedLinear, RowOrder
 from baton_kernels.experts import grouped_linear as grouped_op
+from baton_kernels.experts import headwise_linear as headwise_op
 from baton_kernels.gpu.quantize_rows import quantize_rows
+from baton_kernels.gpu.routing import combine, order_rows, route, tile_rows_for
+
+__all__ = ["combine", "grouped_linear", "headwise_linear", "order_rows", "route"]
 
 COLUMNS, DEPTH = 64, 64
 #: Output columns per integer tile; the levels of a whole run are in registers at once.
@@ -28,22 +34,32 @@ INT_COLUMNS = 32
 
 
 @triton.jit
-def _expert_of(tile, tile_end_ptr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr):
-    """Expert of a tile (EXPERTS if there is no such tile), and the index of that expert's first
-    tile."""
-    experts = tl.arange(0, EXPERTS_BLOCK)
-    ends = tl.load(tile_end_ptr + experts, mask=experts < EXPERTS, other=2147483647)
-    return tl.sum((ends <= tile).to(tl.int32), 0), tl.max(tl.where(ends <= tile, ends, 0), 0)
-
-
-@triton.jit
-def _rows_of(tile, order_ptr, first_ptr, ROWS: tl.constexpr):
-    """Rows of a tile, and a mask of the places that hold one. tile: (expert, index among the
-    expert's tiles)."""
-    expert, number = tile
-    sorted_rows = tl.load(first_ptr + expert) + number * ROWS + tl.arange(0, ROWS)
-    is_row = sorted_rows < tl.load(first_ptr + expert + 1)
-    return tl.load(order_ptr + sorted_rows, mask=is_row, other=0), is_row
+def _place(
+    tile, order_ptr, first_ptr, tile_end_ptr, num_rows,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    IS_HEADWISE: tl.constexpr,
+):  # fmt: skip
+    """Expert of a tile (EXPERTS if there is no such tile), its rows, and a mask of the places that
+    hold one. IS_HEADWISE: row r is of expert r % EXPERTS."""
+    places = tl.arange(0, ROWS)
+    if IS_HEADWISE:
+        num_tokens = num_rows // EXPERTS
+        num_tiles = tl.cdiv(num_tokens, ROWS)
+        expert = tile // num_tiles
+        tokens = tile % num_tiles * ROWS + places
+        is_row = tokens < num_tokens
+        rows = tokens.to(tl.int64) * EXPERTS + expert
+    else:
+        experts = tl.arange(0, EXPERTS_BLOCK)
+        ends = tl.load(tile_end_ptr + experts, mask=experts < EXPERTS, other=2147483647)
+        expert = tl.sum((ends <= tile).to(tl.int32), 0)
+        before = tl.max(tl.where(ends <= tile, ends, 0), 0)
+        is_there = expert < EXPERTS
+        begin = tl.load(first_ptr + expert, mask=is_there, other=0)
+        sorted_rows = begin + (tile - before) * ROWS + places
+        is_row = sorted_rows < tl.load(first_ptr + expert + 1, mask=is_there, other=0)
+        rows = tl.load(order_ptr + sorted_rows, mask=is_row, other=0).to(tl.int64)
+    return expert, rows, is_row
 
 
 @triton.jit
@@ -64,16 +80,18 @@ def _store(
 @triton.jit
 def _grouped_linear(
     x_ptr, addresses_ptr, biases_ptr, x_scales_ptr, scales_ptr, order_ptr, first_ptr, tile_end_ptr,
-    y_ptr, num_in, num_out, num_groups,
+    y_ptr, num_rows, num_in, num_out, num_groups,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, REPEAT: tl.constexpr,
+    IS_HEADWISE: tl.constexpr,
     HAS_BIASES: tl.constexpr, HAS_SCALES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    expert, before = _expert_of(tile, tile_end_ptr, EXPERTS, EXPERTS_BLOCK)
+    expert, rows, is_row = _place(
+        tl.program_id(0), order_ptr, first_ptr, tile_end_ptr, num_rows,
+        EXPERTS, EXPERTS_BLOCK, ROWS, IS_HEADWISE,
+    )  # fmt: skip
     if expert >= EXPERTS:
         return
-    rows, is_row = _rows_of((expert, tile - before), order_ptr, first_ptr, ROWS)
     dtype = x_ptr.dtype.element_ty
     # is_aligned holds: loads are of 16 bytes, and asynchronous.
     weight_ptr = tl.multiple_of(tl.load(addresses_ptr + expert).to(tl.pointer_type(dtype)), 16)
@@ -104,19 +122,21 @@ def _grouped_linear(
 @triton.jit
 def _grouped_int_linear(
     x_ptr, addresses_ptr, biases_ptr, scales_ptr, zeros_ptr, order_ptr, first_ptr, tile_end_ptr,
-    y_ptr, num_in, num_out, num_groups,
+    y_ptr, num_rows, num_in, num_out, num_groups,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, REPEAT: tl.constexpr,
+    IS_HEADWISE: tl.constexpr,
     HAS_BIASES: tl.constexpr, HAS_ZEROS: tl.constexpr,
     BITS: tl.constexpr, RUN: tl.constexpr, RUN_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Each loop step handles one run; 4-bit runs have their first half in the low nibbles and the
     second in the high. RUN_BLOCK: bytes of levels in a run, padded to a power of two."""
-    tile = tl.program_id(0)
-    expert, before = _expert_of(tile, tile_end_ptr, EXPERTS, EXPERTS_BLOCK)
+    expert, rows, is_row = _place(
+        tl.program_id(0), order_ptr, first_ptr, tile_end_ptr, num_rows,
+        EXPERTS, EXPERTS_BLOCK, ROWS, IS_HEADWISE,
+    )  # fmt: skip
     if expert >= EXPERTS:
         return
-    rows, is_row = _rows_of((expert, tile - before), order_ptr, first_ptr, ROWS)
     address = tl.load(addresses_ptr + expert)
     levels_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -152,38 +172,69 @@ def _grouped_int_linear(
 
 
 def grouped_linear(
-    x: torch.Tensor, chosen: torch.Tensor, experts: GroupedLinear, repeat: int
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    experts: GroupedLinear,
+    repeat: int,
+    order: RowOrder | None = None,
 ) -> torch.Tensor:
     """See the twin, which runs mixed kinds of experts, and weights at odd addresses."""
     if experts.addresses is None or not experts.is_aligned:
         return grouped_op.twin(x, chosen, experts, repeat)
-    x, num_experts, num_rows = x.contiguous(), len(experts.linears), chosen.numel()
+    num_experts, num_rows = len(experts.linears), chosen.numel()
+    tile_rows = tile_rows_for(num_rows, num_experts)
+    most_tiles = triton.cdiv(num_rows, tile_rows) + min(num_experts, num_rows)
+    return _launch(
+        x, experts, num_rows, repeat, order or order_rows(chosen, num_experts), most_tiles
+    )
+
+
+def headwise_linear(x: torch.Tensor, layers: GroupedLinear) -> torch.Tensor:
+    """See the twin. Rows are where they are by rule: nothing is sorted."""
+    if layers.addresses is None or not layers.is_aligned:
+        return headwise_op.twin(x, layers)
+    tokens, heads, num_in = x.shape
+    num_tiles = heads * triton.cdiv(tokens, tile_rows_for(tokens * heads, heads))
+    rows = x.reshape(-1, num_in)
+    return _launch(rows, layers, len(rows), 1, None, num_tiles).view(tokens, heads, -1)
+
+
+def _launch(
+    x: torch.Tensor,
+    experts: GroupedLinear,
+    num_rows: int,
+    repeat: int,
+    order: RowOrder | None,
+    num_tiles: int,
+) -> torch.Tensor:
+    """order: None if row r is of expert r % experts."""
+    x, num_experts = x.contiguous(), len(experts.linears)
     y = x.new_empty(num_rows, experts.num_out)
     if not num_rows:
         return y
     scales, integers = experts.scales, experts.integers
     num_groups = 1 if scales is None else scales.shape[1]
-    of_row = chosen.flatten().long()
-    order = torch.argsort(of_row, stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
-    counts.scatter_add_(0, of_row, torch.ones_like(of_row))
-    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    tile_rows = 16 if num_rows <= 16 * num_experts else 64
-    tile_ends = (-(-counts // tile_rows)).cumsum(0).int()
-    most_tiles = triton.cdiv(num_rows, tile_rows) + min(num_experts, num_rows)
     columns = COLUMNS if integers is None else INT_COLUMNS
-    grid = (most_tiles, triton.cdiv(experts.num_out, columns))
-    experts_block = triton.next_power_of_2(num_experts)
+    grid = (num_tiles, triton.cdiv(experts.num_out, columns))
+    placed = (None, None, None) if order is None else (order.order, order.first, order.tile_ends)
+    fixed: dict[str, Any] = {
+        "EXPERTS": num_experts,
+        "EXPERTS_BLOCK": triton.next_power_of_2(num_experts),
+        "REPEAT": repeat,
+        "IS_HEADWISE": order is None,
+        "HAS_BIASES": experts.biases is not None,
+        "ROWS": tile_rows_for(num_rows, num_experts),
+        "COLUMNS": columns,
+        "num_warps": 4,
+    }
     if integers is not None:
         run = integers.run
         _grouped_int_linear[grid](
-            x, experts.addresses, experts.biases, scales, experts.zeros, order, first, tile_ends, y,
-            experts.num_in, experts.num_out, num_groups,
-            EXPERTS=num_experts, EXPERTS_BLOCK=experts_block, REPEAT=repeat,
-            HAS_BIASES=experts.biases is not None, HAS_ZEROS=experts.zeros is not None,
-            BITS=integers.bits, RUN=run,
+            x, experts.addresses, experts.biases, scales, experts.zeros, *placed, y,
+            num_rows, experts.num_in, experts.num_out, num_groups,
+            HAS_ZEROS=experts.zeros is not None, BITS=integers.bits, RUN=run,
             RUN_BLOCK=max(16, triton.next_power_of_2(run * integers.bits // 8)),
-            ROWS=tile_rows, COLUMNS=columns, num_warps=4, enable_fp_fusion=True,
+            enable_fp_fusion=True, **fixed,
         )  # fmt: skip
         return y
     x_scales = None
@@ -191,10 +242,8 @@ def grouped_linear(
         x, x_scales = quantize_rows(x.view(len(x), num_groups, -1), torch.float8_e4m3fn)
     depth = min(DEPTH, experts.num_in // num_groups) if num_groups > 1 else DEPTH
     _grouped_linear[grid](
-        x, experts.addresses, experts.biases, x_scales, scales, order, first, tile_ends, y,
-        experts.num_in, experts.num_out, num_groups,
-        EXPERTS=num_experts, EXPERTS_BLOCK=experts_block, REPEAT=repeat,
-        HAS_BIASES=experts.biases is not None, HAS_SCALES=scales is not None,
-        ROWS=tile_rows, COLUMNS=columns, DEPTH=depth, num_warps=4, enable_fp_fusion=False,
+        x, experts.addresses, experts.biases, x_scales, scales, *placed, y,
+        num_rows, experts.num_in, experts.num_out, num_groups,
+        HAS_SCALES=scales is not None, DEPTH=depth, enable_fp_fusion=False, **fixed,
     )  # fmt: skip
     return y

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from baton_kernels.experts import GroupedLinear
 from baton_kernels.experts import grouped_linear as op
-from baton_kernels.gpu.experts import grouped_linear
+from baton_kernels.gpu.experts import grouped_linear, route
+from baton_kernels.layer import Routing
 from baton_kernels.linear import PlainLinear
 from baton_kernels.quantized_linear import Float8Linear, IntLinear, pack_int_weight
+from bench.gpu.case import TINY, Case
+from bench.gpu.cases import all_cases
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -32,6 +37,28 @@ def test_grouped_linear(
     x = torch.randn(chosen.numel() // repeat, num_in, generator=generator)
     got = grouped_linear(x, chosen, experts, repeat)
     torch.testing.assert_close(got, op.twin(x, chosen, experts, repeat), atol=1e-4, rtol=1e-4)
+
+
+AROUND_PRODUCTS = [
+    case for case in all_cases() if case.name.startswith(("route", "order", "combine", "headwise"))
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in AROUND_PRODUCTS])
+def test_what_is_around_the_products(case: Case) -> None:
+    sizes = replace(TINY, half=torch.float32)  # the interpreter's bfloat16 is wrong
+    trial = case.build(torch.Generator().manual_seed(0), sizes)
+    assert trial.error(trial.run()) <= trial.tolerance
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_token_whose_logits_are_not_finite_has_experts_that_exist() -> None:
+    routing = Routing(6, 2, False, True, 1.0, 1, 1)
+    logits = torch.zeros(3, 6)
+    logits[0, 4], logits[1] = float("nan"), float("nan")
+    chosen, _ = route(logits, None, routing)
+    assert ((chosen >= 0) & (chosen < 6)).all()
+    assert chosen[2].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
