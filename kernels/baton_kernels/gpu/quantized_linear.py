@@ -9,7 +9,7 @@ or codes.
 Level minus zero is a small integer, exact in the dtype of x: it is multiplied unscaled, and the
 scale is applied to the sum of each run. A program computes a tile of BLOCK_M rows by BLOCK_N
 outputs; the number of rows sets its size, and each sum runs over the inputs in order. If few rows
-of int weights give too few programs, the inputs are split as well (split-K), and another kernel
+give too few programs, the inputs are split as well (split-K), and another kernel
 adds the parts in order; the number of parts depends on the layer's shape and the tile.
 """
 
@@ -128,33 +128,37 @@ def _int_linear(
 def _fp8_linear(
     x_ptr, codes_ptr, x_scales_ptr, scales_ptr, bias_ptr, residual_ptr, y_ptr,
     num_rows, num_out, num_in, num_groups,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     IS_GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, output tiles). Each loop step handles BLOCK_K inputs; if IS_GROUPED they are
-    one group: its sum is scaled and added in float32."""
+    """Grid (row tiles, output tiles, SPLITS). Each loop step handles BLOCK_K inputs; if IS_GROUPED
+    they are one group: its sum is scaled and added in float32. y: see _int_linear."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ins = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     x_at = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
     w_at = codes_ptr + outs[:, None].to(tl.int64) * num_in + ins[None, :]
-    for start in range(0, num_in, BLOCK_K):
+    num_steps = tl.cdiv(num_in, BLOCK_K)
+    of_split = tl.cdiv(num_steps, SPLITS)
+    first = tl.program_id(2) * of_split
+    for step in range(first, tl.minimum(first + of_split, num_steps)):
+        start = step * BLOCK_K
         there = (start + ins < num_in)[None, :]
         x = tl.load(x_at + start, mask=there & (rows < num_rows)[:, None], other=0.0)
         w = tl.load(w_at + start, mask=there & (outs < num_out)[:, None], other=0.0)
         if IS_GROUPED:
-            group = start // BLOCK_K
             x_scale = tl.load(
-                x_scales_ptr + rows * num_groups + group, mask=rows < num_rows, other=0.0
+                x_scales_ptr + rows * num_groups + step, mask=rows < num_rows, other=0.0
             )
-            scale = tl.load(scales_ptr + group * num_out + outs, mask=outs < num_out, other=0.0)
+            scale = tl.load(scales_ptr + step * num_out + outs, mask=outs < num_out, other=0.0)
             acc += tl.dot(x, tl.trans(w)) * x_scale[:, None] * scale[None, :]
         else:
             acc = tl.dot(x, tl.trans(w), acc)
     if not IS_GROUPED:
         acc *= tl.load(scales_ptr + outs, mask=outs < num_out, other=0.0)[None, :]
         acc *= tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+    y_ptr += tl.program_id(2).to(tl.int64) * num_rows * num_out
     _finish(
         acc, rows, outs, num_rows, num_out, bias_ptr, residual_ptr, y_ptr, HAS_BIAS, HAS_RESIDUAL
     )
@@ -187,17 +191,26 @@ def int_linear(
         num_warps=num_warps, num_stages=4, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
-        _add_parts[(num_rows, triton.cdiv(num_out, _ADDED_OUTPUTS))](
-            to, bias, residual, y, num_rows, num_out, SPLITS=splits, BLOCK=_ADDED_OUTPUTS,
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
+        _add(to, bias, residual, y)
     return y
 
 
+def _add(
+    parts: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, y: torch.Tensor
+) -> None:
+    """y = parts [splits, rows, out] (+ bias) (+ residual)."""
+    splits, num_rows, num_out = parts.shape
+    _add_parts[(num_rows, triton.cdiv(num_out, _ADDED_OUTPUTS))](
+        parts, bias, residual, y, num_rows, num_out, SPLITS=splits, BLOCK=_ADDED_OUTPUTS,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
 def num_splits(num_rows: int, num_out: int, num_runs: int) -> int:
-    """Number of parts (a power of two) into which int_linear splits a layer's inputs; 1 if the
-    outputs give enough programs. Equal for all numbers of rows with the same tile."""
+    """Number of parts (a power of two) into which a layer's inputs, of so many runs or steps, are
+    split; 1 if the outputs give enough programs. Equal for all numbers of rows with the same
+    tile."""
     if num_rows > _MAX_SPLIT_ROWS:
         return 1
     _, block_n, _, _ = _tile(num_rows)
@@ -227,12 +240,17 @@ def fp8_linear(
     if num_groups > 1:
         block_k = num_in // num_groups
     y = torch.empty(num_rows, num_out, dtype=out_dtype or x.dtype, device=x.device)
-    _fp8_linear[(triton.cdiv(num_rows, block_m), triton.cdiv(num_out, block_n))](
-        x_codes, codes, x_scales, scales, bias, residual, y, num_rows, num_out, num_in,
-        num_groups, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, IS_GROUPED=num_groups > 1,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+    splits = num_splits(num_rows, num_out, int(triton.cdiv(num_in, block_k)))
+    to = y if splits == 1 else x.new_empty(splits, num_rows, num_out, dtype=torch.float32)
+    _fp8_linear[(triton.cdiv(num_rows, block_m), triton.cdiv(num_out, block_n), splits)](
+        x_codes, codes, x_scales, scales, bias, residual, to, num_rows, num_out, num_in,
+        num_groups, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        IS_GROUPED=num_groups > 1, HAS_BIAS=bias is not None and splits == 1,
+        HAS_RESIDUAL=residual is not None and splits == 1,
         num_warps=num_warps, num_stages=4, enable_fp_fusion=True,
     )  # fmt: skip
+    if splits > 1:
+        _add(to, bias, residual, y)
     return y
 
 

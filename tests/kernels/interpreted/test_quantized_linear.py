@@ -109,7 +109,7 @@ def float8_case(
     x = codes(rows, num_in, low=-8, high=9).float()
     # Each run of a row has a scale of its own, a power of two.
     x.view(rows, num_groups, -1)[..., 0] = 448.0
-    x *= (2.0 ** torch.arange(num_groups)).repeat_interleave(group_size)
+    x *= (2.0 ** (torch.arange(num_groups) % 3)).repeat_interleave(group_size)
     weight = codes(num_out, num_in, low=-8, high=9).float().to(torch.float8_e4m3fn)
     scales = randn(num_groups, num_out, seed=2)
     dense = weight.float() * scales.t().repeat_interleave(group_size, 1)
@@ -117,7 +117,9 @@ def float8_case(
 
 
 @pytest.mark.parametrize("rows", [3, 17, 65])
-@pytest.mark.parametrize(("num_groups", "group_size"), [(1, 96), (3, 32), (2, 128)])
+@pytest.mark.parametrize(
+    ("num_groups", "group_size"), [(1, 96), (3, 32), (2, 128), (1, 1056), (18, 32)]
+)
 def test_fp8_linear(rows: int, num_groups: int, group_size: int) -> None:
     *args, wanted = float8_case(rows, num_groups, group_size)
     bias, residual = randn(40, seed=3), randn(rows, 40, seed=4)
