@@ -63,7 +63,7 @@ KV_TRANSPORTS = (
         "RDMA, with the library of that name; only where it is asked for",
         is_automatic=False,
         package="nixl",
-        install="pip install --no-deps nixl nixl-cu12",
+        install="pip install --no-deps nixl nixl-cu13",
     ),
     KvTransport("tcp", Scope.NETWORK, "TCP"),
 )

@@ -29,7 +29,7 @@ _NO_XET = "--no-emit-package=hf-xet"
 _BUILD_BACKEND = "hatchling>=1.27"
 #: To be installed beside the rest, without what they would require: the image has CUDA by way of
 #: torch.
-_NIXL = ("nixl", "nixl-cu12")
+_NIXL = ("nixl", "nixl-cu13")
 
 
 def resolver() -> Path:
