@@ -28,12 +28,13 @@ _FORCED = os.environ.get(LEVEL_VARIABLE)
 LEVELS = (_FORCED,) if _FORCED else levels_of_machine() or (NO_LEVEL,)
 
 # An example may take as long as a busy machine needs for it.
-settings.register_profile(
-    "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("busy machine")
+_MANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+#: As many as hypothesis has by itself, of properties that ask for no number of their own (.ci/run).
+settings.register_profile("many examples", _MANY)
+settings.register_profile("some examples", settings(_MANY, max_examples=50))
+settings.load_profile("some examples")
 #: Between two edits (make test-fast): few examples of each property, however many it asks for.
-_FEW = settings(settings.get_profile("busy machine"), max_examples=10)
+_FEW = settings(_MANY, max_examples=10)
 settings.register_profile("few examples", _FEW)
 #: And few cases of each test that is parametrised, unless its mark few_cases says another number.
 _FEW_CASES = 8
@@ -101,12 +102,13 @@ def pytest_collection() -> Generator[None, object, object]:
 # Last: cases that -m leaves out are none of the few.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    run = items
     if not config.getoption("--long"):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="takes long: --long, as in .ci/run"))
+        run = [item for item in items if not item.get_closest_marker("long")]
+        for item in set(items).difference(run):
+            item.add_marker(pytest.mark.skip(reason="takes long: --long, as in .ci/run"))
     if settings.get_current_profile_name() == "few examples":
-        left_out = cases_beyond_few(items)
+        left_out = cases_beyond_few(run)
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
         for item in items:

@@ -81,8 +81,9 @@ def blocks(kind: str, told: str = "") -> pytest.MarkDecorator:
 
 
 def param_of(block: Block) -> Any:
-    """Lines that serve are tried in every run if they are the README's, else by .ci/run."""
-    is_long = block.kind == "serves" and block.page != "README.md"
+    """Blocks with processes of their own are tried in every run if they are the README's, and do
+    not serve; else by .ci/run."""
+    is_long = block.kind == "serves" or (not block.kind and block.page != "README.md")
     return pytest.param(block, id=block.name, marks=[pytest.mark.long] if is_long else [])
 
 

@@ -17,6 +17,7 @@ from tests.support.live_tiers import BOX_MODEL
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 async def test_sequences_of_a_worker_that_drains_go_on_elsewhere_with_their_kv() -> None:
     options = ServeOptions(
         model=str(BOX_MODEL),

@@ -19,6 +19,9 @@ def run(environment: str) -> Run:
     ("name", "environment"),
     [("langchain", "frameworks"), ("litellm", "frameworks"), ("open_webui", "open-webui")],
 )
-def test_a_conversation_with_a_call_of_a_tool(name: str, run: Run, base_url: str) -> None:
-    """run is asked for first: without the frameworks no server is started."""
+def test_a_conversation_with_a_call_of_a_tool(
+    name: str, run: Run, request: pytest.FixtureRequest
+) -> None:
+    """The server, of a wider scope, would be started first, also where the frameworks are not."""
+    base_url = request.getfixturevalue("base_url")
     run("python", HERE / f"{name}_conversation.py", f"{base_url}/v1")

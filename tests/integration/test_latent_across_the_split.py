@@ -23,7 +23,9 @@ PROMPTS = ([40, 77, 5, 200, 33, 12, 9, 101, 64], [7, 8, 9] * 30, [250], list(ran
 ROW_ELEMENTS = 32 + 8
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.long)]
+)
 async def test_greedy_tokens_and_the_bytes_that_cross(tmp_path: Path, family: Family) -> None:
     model = make_tiny_model(tmp_path / "model", family, num_hidden_layers=3)
     common: dict[str, Any] = {

@@ -61,6 +61,7 @@ def child_pids(pid: int) -> list[int]:
     ]
 
 
+@pytest.mark.long
 async def test_many_ranks_prefill_for_one(model: Path) -> None:
     options = {"prefill_tensor_parallel_size": 2, "distributed_backend": "gloo"}
     async with cluster_of(model, **options) as (cluster, client):
@@ -75,7 +76,10 @@ async def test_many_ranks_prefill_for_one(model: Path) -> None:
     "options",
     [
         {"prefill_tensor_parallel_size": 2, "decode_pipeline_parallel_size": 2},
-        {"prefill_pipeline_parallel_size": 2, "decode_tensor_parallel_size": 2},
+        pytest.param(
+            {"prefill_pipeline_parallel_size": 2, "decode_tensor_parallel_size": 2},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {"tensor_parallel_size": 2, "tensor_parallel_cut": "sums"}, marks=pytest.mark.long
         ),

@@ -29,6 +29,7 @@ from baton_kernels.paged_attention import AttentionSlice
 from bench.gpu.paged_batch import Heads, make_paged_batch, reference_attention
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine
+from tests.support.pairwise import pairwise
 from tests.support.tiny_models import make_tiny_model
 
 HEADS = Heads(4, 2, 16)
@@ -126,9 +127,7 @@ def backend_of(name: str) -> AttentionBackend:
     return prompt_backend(name, "", LIBRARIES[name].make(stand_in(name)))
 
 
-@pytest.mark.parametrize("max_gathered", [64, 8192])
-@pytest.mark.parametrize("window", [None, 12, 70])
-@pytest.mark.parametrize("name", LIBRARIES)
+@pairwise(name=list(LIBRARIES), window=[None, 12, 70], max_gathered=[64, 8192])
 def test_agrees_with_the_formula(
     name: str, window: int | None, max_gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

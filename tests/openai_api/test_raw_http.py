@@ -501,7 +501,7 @@ async def test_a_client_that_leaves_frees_its_blocks(tmp_path: Path, is_streamed
 
 async def test_a_gateway_without_workers_says_when_to_come_again(tmp_path: Path) -> None:
     model = str(make_oracle_model(tmp_path))
-    options = options_of_gateway([], [], model=model, request_timeout_s=0.2)
+    options = options_of_gateway([], [], model=model, request_timeout_s=1.0)
 
     async with reporting(serve_gateway, options) as report:
         response, _ = await fetch(report.http_address, "/health")
@@ -540,7 +540,7 @@ async def test_a_stream_that_fails_ends_with_its_error(tmp_path: Path) -> None:
     async with oracle_system(
         tmp_path,
         worker_options={"oracle_step_ms": 20.0},
-        gateway_options={"request_timeout_s": 1.0},
+        gateway_options={"request_timeout_s": 3.0},
     ) as system:
         asked = {"prompt": [5, 6], **GREEDY, "max_tokens": 3000, "stream": True}
         response, body = await fetch(system.http, "/v1/completions", asked)

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 NUM_FAST_SEEDS = 1
+#: Of the first ones; .ci/run has fresh ones besides.
+LONG_SEEDS = range(3, 6)
 
 #: Seeds of chaos that showed a fault once; they run beside the first ones.
 TELLING_SEEDS = (70_265, 900_891)
+
+
+def _marks(seed: int) -> list[pytest.MarkDecorator]:
+    slow = [pytest.mark.slow] if seed >= NUM_FAST_SEEDS else []
+    return [*slow, pytest.mark.long] if seed in LONG_SEEDS else slow
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -19,8 +26,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 seeds += TELLING_SEEDS
             metafunc.parametrize(
                 name,
-                [
-                    pytest.param(seed, marks=pytest.mark.slow if seed >= NUM_FAST_SEEDS else ())
-                    for seed in seeds
-                ],
+                [pytest.param(seed, marks=_marks(seed)) for seed in seeds],
             )

@@ -152,9 +152,9 @@ def test_copies_run_in_a_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(kv, name, spy)
     swap.copy_out("k", (0, 1, 2), NUM_TOKENS)
-    assert done.get(timeout=5).is_out
+    assert done.get(timeout=60).is_out
     swap.copy_in("k", (5, 6, 7), 0)
-    assert not done.get(timeout=5).is_out
+    assert not done.get(timeout=60).is_out
     swap.close()
     assert names == {"kv-swap"}
 

@@ -33,6 +33,7 @@ def test_this_machine_is_measured() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_layers_with_a_state_by_transformers_code_are_planned(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "jamba")
     done = plan(str(tmp_path), "--gpu=h100", "--gpus=2")

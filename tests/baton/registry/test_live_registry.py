@@ -198,6 +198,7 @@ async def test_a_bad_link_to_the_registry_fails_no_request(
         assert "is unreachable" not in caplog.text, "no connection was given up"
 
 
+@pytest.mark.long
 async def test_who_comes_and_goes_is_seen_in_a_slow_registry_too(server: RedisServer) -> None:
     async with FaultProxy(server.port).running() as proxy, AsyncExitStack() as stack:
         # Delay of each round trip; listing takes several.

@@ -150,8 +150,15 @@ async def test_a_child_that_cannot_start_is_named_with_its_cause_and_the_rest_is
     assert not any(map(is_running, pids_in(stage.journal())))
 
 
-@pytest.mark.parametrize("refused", ["one", "two"])
-@pytest.mark.parametrize("by", ["decode", "gateway"])
+@pytest.mark.parametrize(
+    ("refused", "by"),
+    [
+        ("one", "decode"),
+        ("two", "gateway"),
+        pytest.param("one", "gateway", marks=pytest.mark.long),
+        pytest.param("two", "decode", marks=pytest.mark.long),
+    ],
+)
 async def test_a_model_that_is_refused_leaves_the_others_running(
     stage: Stage, refused: str, by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,7 @@ def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.long
 def test_pictures_tables_and_data_are_written(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 90, "output_length": 30}

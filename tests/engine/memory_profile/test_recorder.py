@@ -38,7 +38,7 @@ def test_memory_that_comes_and_goes_is_seen() -> None:
     size = 64 << 20
     with ResidentRecorder() as recorder:
         held = torch.ones(size, dtype=torch.uint8)
-        end_s = time.monotonic() + 5
+        end_s = time.monotonic() + 60
         while peak_bytes(recorder.points()) < size // 2 and time.monotonic() < end_s:
             held.add_(1)
         del held

@@ -22,7 +22,7 @@ def ends() -> queue.SimpleQueue[str]:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(module, "SILENCE_S", 0.2)
+    monkeypatch.setattr(module, "SILENCE_S", 0.5)
 
 
 def link_over(connection: socket.socket, name: str, ends: queue.SimpleQueue[str]) -> Link:
@@ -79,9 +79,9 @@ def test_silence_is_short_once_the_peer_has_loaded(ends: queue.SimpleQueue[str])
     link.start()
     theirs.sendall(bytes((module.HEARTBEAT, 0, 0, 0, 0)))
     with pytest.raises(queue.Empty):
-        ends.get(timeout=0.5)
+        ends.get(timeout=0.8)
     theirs.sendall(bytes((module.LOADED, 0, 0, 0, 0)))
-    assert ends.get() == "a silent for 0.2"
+    assert ends.get() == "a silent for 0.5"
     link.close()
     theirs.close()
 
@@ -96,7 +96,7 @@ def test_both_sides_end_loading_at_once(
     other.send(FIRST_SERVICE_KIND)
     one.end_loading()
     with pytest.raises(queue.Empty):
-        ends.get(timeout=0.5)
+        ends.get(timeout=0.8)
     assert one._loaded_s is not None
     assert other._loaded_s is not None
 
@@ -131,7 +131,7 @@ def test_a_message_that_does_not_end_is_silence_too(ends: queue.SimpleQueue[str]
     link = link_over(ours, "a", ends)
     link.start()
     theirs.sendall(bytes((module.HEARTBEAT, 9, 0, 0, 0)))
-    assert ends.get() == "a silent for 0.2"
+    assert ends.get() == "a silent for 0.5"
     link.close()
     theirs.close()
 

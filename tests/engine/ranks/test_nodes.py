@@ -221,7 +221,7 @@ def test_strangers_and_a_missing_node_do_not_hang_node_0() -> None:
 def test_silent_strangers_delay_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would hold node 0 for the ten seconds of a greeting."""
     monkeypatch.setattr(node_agent, "run_rank", lambda *_: None)
-    given = replace(two_nodes(), timeout_s=5.0)
+    given = replace(two_nodes(), timeout_s=30.0)
     listener = NodeListener(given, DEGREES, files_digest(BOX))
     with ExitStack() as strangers, ThreadPoolExecutor() as threads:
         for _ in range(8):

@@ -30,7 +30,7 @@ GREEDY = Sampling()
 FEW = ("bloom", "gpt_oss", "jamba")
 #: `make test` also tries: states that continue with several tokens at once, a gated delta rule,
 #: layers that read another's KV, windows in most layers, rotary parts of a head, learned positions,
-#: experts. It compares tokens of all others, and leaves the rest to .ci/run.
+#: experts. It leaves all others to .ci/run.
 SOME = (
     *("dbrx", "gemma3_text", "gemma3n_text", "gpt2", "gpt_neox", "granitemoehybrid", "mixtral"),
     "qwen3_next",
@@ -61,8 +61,7 @@ def of(names: Iterable[str]) -> pytest.MarkDecorator:
 each = of(ARCHITECTURES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@each
 def test_greedy_tokens_are_those_of_generate(
     name: str,
     case_of: CaseOf,

@@ -34,7 +34,7 @@ async def test_the_kernel_buffers_little_unread_output() -> None:
     """Of each accepted connection; twice what was requested, as Linux has it."""
     server = await start_http(Handler(), "127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", server.port)):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not server._state.connections:
                 await asyncio.sleep(0.001)
         (connection,) = server._state.connections
@@ -50,7 +50,7 @@ async def test_a_close_leaves_no_connection_that_was_accepted_and_not_begun() ->
         sock.setblocking(False)
         acceptor = Acceptor(sock, asyncio.Protocol, None)
         with socket.create_connection(sock.getsockname()) as client:
-            client.settimeout(5)
+            client.settimeout(60)
             acceptor._accept()
             assert len(acceptor._openings) == 1
             acceptor.close()
@@ -82,7 +82,7 @@ async def test_accepting_goes_on_after_descriptors_ran_out(monkeypatch: pytest.M
 
         acceptor = Acceptor(sock, make, None)
         with socket.create_connection(sock.getsockname()):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await made.wait()
         acceptor.close()
         acceptor.close()

@@ -30,6 +30,7 @@ from engine.torch.packed import PackedParameters, Packing, pack_parameters
 from engine.torch.parameters import empty_parameters
 from engine.torch.rope import make_rope
 from engine.torch.step import WindowedStep, pack_batch, window_tables
+from tests.support.pairwise import pairwise
 
 BLOCK_SIZE, NUM_BLOCKS = 5, 40
 CPU = torch.device("cpu")
@@ -154,11 +155,12 @@ def run_in_two_pools(
 
 
 @pytest.mark.usefixtures("num_threads")
-@pytest.mark.parametrize(
-    "sampled", ["some", *(pytest.param(name, marks=pytest.mark.slow) for name in ("more", "all"))]
+@pytest.mark.few_cases(4)
+@pairwise(
+    family=list(FAMILIES),
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    sampled=["some", "more", "all"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits(family: str, dtype: torch.dtype, sampled: str) -> None:
     config = config_of(family)
     parameters = parameters_of(config, dtype, None)

@@ -19,6 +19,7 @@ from baton_kernels.paged_attention import (
     paged_attention,
     plan_attention,
 )
+from tests.support.pairwise import pairwise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -114,7 +115,7 @@ class Case:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @example([(63, 17)], (1, 1), 16, 1, torch.bfloat16, None, 2)
 @example([(130, 3)], (4, 2), 100, 16, torch.bfloat16, 64, 2)
 @example([(10, 40), (200, 30)], (4, 1), 128, 16, torch.bfloat16, None, 2)
@@ -182,9 +183,7 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize("terms", TERMS)
+@pairwise(terms=list(TERMS), window=[None, 37], dtype=DTYPES)
 def test_terms_of_scores(terms: str, window: int | None, dtype: torch.dtype) -> None:
     """By few rows and by many, which agree to the bit, and by the twin; against float64."""
     case = Case([(0, 70), (40, 3), (99, 1)], 4, 2, 40, 16, dtype, window)

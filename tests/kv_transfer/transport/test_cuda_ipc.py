@@ -142,7 +142,7 @@ def test_memory_is_not_freed_while_a_sender_has_it_mapped(make_rig):
     # A second greeting ends the connection, at the receiver's end only.
     connection.send(_hello(rig.source.layout))
     while listener._peers:
-        pass
+        time.sleep(0.001)
     assert len(listener.retired) == len(rig.target.memory.allocated) == 1
     listener.retired.sweep()
     assert len(rig.target.memory.allocated) == 1
@@ -158,9 +158,10 @@ def test_a_sender_that_goes_frees_the_memory_at_the_next_connection(make_rig):
         assert hand_over(rig, str(number)) is None
         rig.running.tickets.release(rig.event().ticket_id)
         while rig.source.memory.opened or rig.running.listeners[0]._peers:
-            pass
+            time.sleep(0.001)
     # The sender lets go of its end of the pipe a moment after it has unmapped the memory.
     while rig.target.memory.allocated:
+        time.sleep(0.001)
         rig.running.listeners[0].retired.sweep()
 
 
