@@ -219,6 +219,7 @@ async def test_a_frozen_worker_is_noticed_and_what_it_says_later_is_not_heard(
         assert not await Streams(client, seed=4).finish()
 
 
+@pytest.mark.long
 async def test_the_decode_worker_that_streams_were_resumed_on_dies_too(
     pairs: ProxiedCluster,
 ) -> None:

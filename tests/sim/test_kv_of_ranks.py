@@ -10,6 +10,7 @@ import pytest
 
 from engine.oracle import OracleLayers, oracle_tokens
 from tests.sim.test_system_mix import VOCAB, check, draw_wish, serve
+from tests.support.pairwise import pairwise
 from tests.support.sim_system import System
 from tests.support.sim_tiers import SimShape
 from tests.support.virtual_loop import run_virtual
@@ -18,9 +19,11 @@ WINDOWS = OracleLayers(6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [OracleLayers(), WINDOWS])
-@pytest.mark.parametrize("ranks", [(1, 2), (4, 1), (2, 4)])
-@pytest.mark.parametrize("fault", ["none", "drain", "kill"])
+@pairwise(
+    layers=[OracleLayers(), WINDOWS],
+    ranks=[(1, 2), (4, 1), (2, 4)],
+    fault=["none", "drain", "kill"],
+)
 def test_streams_are_those_of_an_undisturbed_request(
     ranks: tuple[int, int], fault: str, layers: OracleLayers
 ) -> None:

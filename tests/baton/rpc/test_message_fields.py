@@ -81,7 +81,10 @@ def many(kind: str) -> Request:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["messages", "biases", "words"])
+@pytest.mark.parametrize(
+    "kind",
+    ["messages", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("biases", "words"))],
+)
 async def test_very_many_fields_are_refused_unread(kind: str) -> None:
     def register(server: Any) -> tuple[str, ...]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(FakeInference(), server)

@@ -132,7 +132,10 @@ async def test_gateways_share_their_port_with_no_stranger(stage: Stage) -> None:
             *("decode-0", "refuse and stay", "decode-0 did not start (refused): no such weights"),
             marks=pytest.mark.long,
         ),
-        ("prefill-0", "crash", "prefill-0 did not start (exit status 3): the last words"),
+        pytest.param(
+            *("prefill-0", "crash", "prefill-0 did not start (exit status 3): the last words"),
+            marks=pytest.mark.long,
+        ),
         ("gateway", "crash", "gateway did not start (exit status 3): the last words"),
     ],
 )

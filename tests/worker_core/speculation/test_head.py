@@ -686,6 +686,7 @@ def test_a_sequence_that_moves_in_midstream_is_drafted_for_there(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_sequence_with_latent_attention_moves_as_well(tmp_path: Path) -> None:
     target = make_tiny_mtp_model(tmp_path / "target", "deepseek_v3")
     plain = SimDecode(LoopbackHub(), lambda: 0.0, SHAPE, given_engine=engine_of(target))
