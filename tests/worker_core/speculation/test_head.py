@@ -129,7 +129,7 @@ class CheckingMedusa:
 
 @pytest.mark.parametrize("is_medusa", [False, True])
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_each_token_meets_the_state_before_it_whatever_was_accepted(
     is_medusa: bool, seed: int
@@ -441,11 +441,10 @@ def right_of(alone: dict[int, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 
 MTP_FAMILIES: tuple[Family, ...] = ("glm4_moe", "deepseek_v3")
-SOME_MTP_FAMILIES = ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.long)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", SOME_MTP_FAMILIES)
+@pytest.mark.parametrize("family", MTP_FAMILIES)
 def test_a_layer_of_the_checkpoint_drafts_and_changes_no_token(
     tmp_path: Path, family: Family
 ) -> None:
@@ -470,15 +469,8 @@ def test_a_layer_of_the_checkpoint_drafts_and_changes_no_token(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "is_shared"),
-    [
-        ("glm4_moe", True),
-        ("deepseek_v3", False),
-        pytest.param("glm4_moe", False, marks=pytest.mark.long),
-        pytest.param("deepseek_v3", True, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("family", MTP_FAMILIES)
+@pytest.mark.parametrize("is_shared", [True, False])
 def test_a_layer_of_the_checkpoint_says_what_its_weights_say(
     tmp_path: Path, family: Family, is_shared: bool
 ) -> None:
@@ -599,18 +591,8 @@ def test_memory_is_left_for_a_head(target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "widths"),
-    [
-        ("eagle", (3, 2)),
-        ("eagle3", ()),
-        ("medusa", (3, 2)),
-        *(
-            pytest.param(*cell, marks=pytest.mark.long)
-            for cell in (("eagle", ()), ("eagle3", (3, 2)), ("medusa", ()))
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("widths", [(), (3, 2)], ids=["chain", "tree"])
 def test_tokens_are_those_of_the_target_alone(
     target: Path,
     tmp_path: Path,
@@ -641,10 +623,7 @@ def test_tokens_are_those_of_the_target_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    ["eagle3", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("eagle", "medusa"))],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_the_same_after_a_preemption(
     target: Path, tmp_path: Path, alone: dict[int, tuple[int, ...]], kind: str
 ) -> None:
@@ -686,7 +665,6 @@ def test_a_sequence_that_moves_in_midstream_is_drafted_for_there(
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_sequence_with_latent_attention_moves_as_well(tmp_path: Path) -> None:
     target = make_tiny_mtp_model(tmp_path / "target", "deepseek_v3")
     plain = SimDecode(LoopbackHub(), lambda: 0.0, SHAPE, given_engine=engine_of(target))
@@ -813,17 +791,12 @@ def test_an_eagle3_head_says_what_it_was_trained_to_say(target: Path, tmp_path: 
 @pytest.mark.parametrize(
     "layout",
     [
+        {},
         {"num_layers": 2, "has_bias": False, "num_tokens": 60},
         {"is_published": True},
+        {"is_published": True, "num_layers": 2},
         {"one_output": "own", "num_tokens": 60},
-        *(
-            pytest.param(layout, marks=pytest.mark.long)
-            for layout in (
-                {},
-                {"is_published": True, "num_layers": 2},
-                {"one_output": "target"},
-            )
-        ),
+        {"one_output": "target"},
     ],
     ids=str,
 )
