@@ -223,6 +223,7 @@ def test_rows_are_drawn_as_by_the_ops_one_by_one(case: tuple[torch.Tensor, list[
     assert_drawn_as_by_the_ops(logits, draws, chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_p", [0.3, 0.9])
 def test_a_nucleus_of_thousands_is_that_of_the_ops(top_p: float) -> None:
     """Rows enough that a token too few, or too many, is drawn differently somewhere."""
