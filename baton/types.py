@@ -85,6 +85,33 @@ class Tier(enum.IntEnum):
     DECODE = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a worker does, for as long as nothing else is ordered.
+
+    is_colocated: whether a decode worker computes all of its prompts; no KV is sent to it.
+    num_threads: CPU threads that it computes with; 0: those that it was started with.
+    """
+
+    tier: Tier
+    is_colocated: bool = False
+    num_threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Times of a worker's steps as it has measured them, in seconds; 0: not yet.
+
+    A step takes `step_s` and `sequence_s` for each sequence that decodes; a prompt adds `prompt_s`
+    for each step that it takes part in, and `token_s` for each of its tokens.
+    """
+
+    step_s: float = 0.0
+    sequence_s: float = 0.0
+    prompt_s: float = 0.0
+    token_s: float = 0.0
+
+
 class EarlyStopping(enum.IntEnum):
     """When a beam search with as many finished outputs as it is wide may end; numbered as in
     baton.v1.EarlyStopping."""
@@ -462,6 +489,12 @@ class WorkerLoad:
     num_host_blocks: int = 0
     """Blocks of KV that may arrive in host memory before they have blocks; 0 while a sequence waits
     there."""
+    is_colocated: bool = False
+    """Whether it computes all prompts of the sequences that it decodes."""
+    num_threads: int = 0
+    """CPU threads that it computes with now; 0 if they cannot change while it runs."""
+    costs: StepCosts = StepCosts()
+    """Of steps with this many threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,6 +521,8 @@ class WorkerInfo:
     """Port of its Prometheus page, on the host of its address; 0 if there is none."""
     adapters: tuple[str, ...] = ()
     """Names of its LoRA adapters; layout.fingerprint includes their digest."""
+    num_threads: int = 0
+    """CPU threads that it was started with; 0 if they cannot change while it runs."""
 
 
 #: Size of a tenant's key; at most 64, the key size of the digest for adapters' prefixes.

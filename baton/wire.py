@@ -39,6 +39,7 @@ from baton.types import (
     Sample,
     Sampling,
     SequenceSpec,
+    StepCosts,
     Tier,
     TierLoad,
     TokenLogprobs,
@@ -68,7 +69,8 @@ def _plain(kind: type[Any], *composed: str) -> tuple[str, ...]:
 _LAYOUT = _plain(KvLayout, "parts", "windowed_layers")
 _NUMERICS = _plain(NumericsClass)
 _INFO = _plain(WorkerInfo, "identity", "tier", "layout", "numerics", "adapters")
-_LOAD = _plain(WorkerLoad, "blocks", "window_slots", "is_draining", "role", "kv_tiers")
+_LOAD = _plain(WorkerLoad, "blocks", "window_slots", "is_draining", "role", "kv_tiers", "costs")
+_COSTS = _plain(StepCosts)
 _TIER_LOAD = _plain(TierLoad)
 _TOKEN_LISTS = ("allowed_token_ids", "logprob_token_ids")
 _SAMPLING = _plain(Sampling, "logit_bias", "stop_token_ids", "bad_words", "beam", *_TOKEN_LISTS)
@@ -158,6 +160,7 @@ def load_to_proto(
         num_leased_window_slots=load.window_slots.leased,
         role=worker_pb2.Tier.ValueType(load.role or 0),
         kv_tiers=map(tier_load_to_proto, load.kv_tiers),
+        costs=worker_pb2.StepCosts(**_values(load.costs, _COSTS)),
     )
 
 
@@ -175,6 +178,7 @@ def load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
         is_draining=message.state == worker_pb2.WORKER_STATE_DRAINING,
         role=Tier(message.role) if message.role else None,
         kv_tiers=tuple(map(tier_load_from_proto, message.kv_tiers)),
+        costs=StepCosts(**_values(message.costs, _COSTS)),
     )
 
 

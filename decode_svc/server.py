@@ -8,18 +8,16 @@ from collections.abc import Callable
 
 from baton.config import DecodeOptions
 from baton.service import ReadyReport
-from baton.types import Tier
+from baton.types import Role, Tier
 from engine.interface import Engine
-from worker_core.build import build_decode_engine
+from worker_core.build import build_decode_engine, threads_of
 from worker_core.policy import (
     BALANCED,
     LocalPrefillPolicy,
-    colocated_prefill,
-    decode_policy,
     gap_rule_of,
     learned_local_prefill,
     pinned_local_prefill,
-    prefill_policy,
+    policy_of,
 )
 from worker_core.speculation.speculator import build_speculation, speculative_method
 from worker_core.worker import TierSetup, max_num_launches, serve_worker
@@ -39,11 +37,9 @@ async def serve_decode(
         has_drafts = speculative_method(options, engine.spec) != "none"
         return TierSetup(
             engine,
-            lambda role: (
-                prefill_policy(options.slo)
-                if role is Tier.PREFILL
-                else decode_policy(local_prefill)
-            ),
+            lambda role: policy_of(role, engine.spec, options.slo, local_prefill),
+            Role(Tier.DECODE, options.colocated),
+            threads_of(options),
             build_speculation(options, engine, time.perf_counter),
             max_num_launches(options.async_scheduling, engine.spec, has_drafts=has_drafts),
             # KV on several hosts cannot be swapped.
@@ -55,9 +51,7 @@ async def serve_decode(
 
 
 def local_prefill_policy(options: DecodeOptions, engine: Engine) -> LocalPrefillPolicy:
-    """Colocated, all prompts are computed here; else those up to a given length, or by load."""
-    if options.colocated:
-        return colocated_prefill(engine.spec, options.slo)
+    """What it does unless colocated: compute prompts up to a given length, or by load."""
     if options.max_local_prefill_tokens is not None:
         rule = gap_rule_of(options.slo, BALANCED)
         return pinned_local_prefill(options.max_local_prefill_tokens, rule)

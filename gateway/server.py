@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import grpc.aio
 from baton import __version__
 from baton.config import GatewayOptions
 from baton.errors import StartupError
-from baton.registry import PipeRegistry, StaticRegistry, make_registry
+from baton.registry import PipeRegistry, StaticRegistry, make_lease, make_registry
 from baton.rpc.api_key import ApiKeyInterceptor, digest_of
 from baton.rpc.server import Register, RunningServer, start_server
 from baton.rpc.tls import server_credentials
@@ -39,12 +39,14 @@ from gateway.intake.api_keys import read_api_keys
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.sampling_defaults import sampling_defaults
 from gateway.intake.tokenizer import Tokenizer, load_tokenizer
+from gateway.links.roles import set_role
 from gateway.request.driver import RequestDeps
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.fleets import Fleets
 from gateway.routing.gauges import DISCOVERY_PATH, observe_gateway, scrape_targets
 from gateway.routing.migrator import Migrator
+from gateway.routing.planner.steering import Steering
 from gateway.routing.workers import Membership, Roster, keep_connected
 from gateway.service import InferenceService
 from gateway.serving import Models, Serving, ServingOptions
@@ -85,6 +87,15 @@ class _Model:
         for part in (self.tokenizer, self.chat, self.grammars):
             if part is not None:
                 await part.close()
+
+    def jobs(self, options: GatewayOptions) -> Iterator[Coroutine[Any, Any, None]]:
+        """To run while the model is served."""
+        yield self.dispatcher.run()
+        yield self.migrator.run()
+        if options.planner == "on":
+            lease = make_lease(options.registry, self.name)
+            order = functools.partial(set_role, tls=options.worker_tls)
+            yield Steering(self.fleet, self.dispatcher.log, lease, order).run()
 
     def serving(
         self,
@@ -208,8 +219,8 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         jobs = [Roster(members, connect=connect).follow(static)]
         for part in parts:
             listed = make_registry(options.registry, part.name)
-            jobs += (part.dispatcher.run(), part.migrator.run())
             jobs.append(Roster(part.fleet, connect=connect).follow(listed))
+            jobs += part.jobs(options)
         async with _background(jobs):
             for fleet in fleets:
                 fleet.listen(lambda: _set_health(server, fleets))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from baton.config import PrefillOptions
 from baton.service import ReadyReport
-from baton.types import Tier
-from worker_core.build import build_engine
-from worker_core.policy import Policy, decode_policy, learned_local_prefill, prefill_policy
+from baton.types import Role, Tier
+from worker_core.build import build_engine, threads_of
+from worker_core.policy import policy_of
 from worker_core.worker import TierSetup, max_num_launches, serve_worker
 
 
@@ -20,13 +20,13 @@ async def serve_prefill(
 
     def load() -> TierSetup:
         engine = build_engine(options)
-
-        def policy_of(role: Tier) -> Policy:
-            if role is Tier.PREFILL:
-                return prefill_policy(options.slo)
-            return decode_policy(learned_local_prefill(engine.spec, options.slo))
-
         num_launches = max_num_launches(options.async_scheduling, engine.spec, has_drafts=False)
-        return TierSetup(engine, policy_of, max_num_launches=num_launches)
+        return TierSetup(
+            engine,
+            lambda role: policy_of(role, engine.spec, options.slo),
+            Role(Tier.PREFILL),
+            threads_of(options),
+            max_num_launches=num_launches,
+        )
 
     await serve_worker(options, load, stop, on_ready)

@@ -34,6 +34,7 @@ from engine.kv.layout import groups_of
 from engine.kv.pool import BlockPool
 from engine.oracle import OracleEngine, OracleLayers, OracleOptions, oracle_layout
 from worker_core.nodes import degrees_of, nodes_of
+from worker_core.threads import Threads
 
 _log = logging.getLogger(__name__)
 
@@ -160,6 +161,17 @@ def _build_torch(
         graphs = Graphs(CudaGraphs, max_graph_seqs)
     config = _engine_config(options, device, frees_windows=frees_windows)
     return load_engine(replace(config, graphs=graphs, draft_head=draft_head))
+
+
+def threads_of(options: EngineOptions) -> Threads | None:
+    """Threads of a loaded engine; None unless this process computes all, and on the CPU."""
+    if options.engine == "oracle" or degrees_of(options).num_ranks > 1:
+        return None
+    import torch
+
+    if options.device not in ("auto", "cpu") or torch.cuda.is_available():
+        return None
+    return Threads(torch.get_num_threads(), torch.set_num_threads)
 
 
 def _overrides_of(options: EngineOptions) -> ConfigOverrides:

@@ -79,9 +79,13 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class SetPolicy:
-    """Change the policy with the worker's role. Running sequences continue."""
+    """Change the policy with the worker's role. Running sequences continue.
+
+    num_threads: CPU threads to compute with, where they can change; 0: those of the start.
+    """
 
     policy: Policy
+    num_threads: int = 0
 
 
 Command = (

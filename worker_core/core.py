@@ -64,6 +64,7 @@ from worker_core.speculation.interface import Speculation
 from worker_core.state import CoreState, SequenceGroup, ledger_of, orphans_of
 from worker_core.steps import Steps
 from worker_core.swap import SwapDone, SwapSpace
+from worker_core.threads import Threads
 
 _log = logging.getLogger("baton.worker")
 
@@ -76,6 +77,7 @@ class CoreDeps:
     costs: None to start without measurements. beat: called with a step's number of tokens, before
     the step and at each group of layers within it. tiers: of KV below the device, if any.
     late_tickets: the same as `tickets`, if they may get their blocks while the KV arrives.
+    threads: None if their number cannot change.
     """
 
     engine: Engine
@@ -90,6 +92,7 @@ class CoreDeps:
     costs: Costs | None = None
     tiers: TierStack | None = None
     late_tickets: LateTickets | None = None
+    threads: Threads | None = None
 
 
 class WorkerCore:
@@ -100,6 +103,9 @@ class WorkerCore:
         self._policy = policy
         token_bytes = deps.engine.spec.layout.token_bytes
         self._costs = deps.costs or Costs(policy.local_prefill, token_bytes)
+        self._threads = deps.threads
+        if self._threads:
+            self._costs.num_threads = self._threads.num_now
         self._tickets = deps.tickets
         self._state = CoreState(
             deps.engine.spec,
@@ -234,9 +240,13 @@ class WorkerCore:
                 self._on_sent(command)
             case Drain():
                 self._admission.is_draining = True
-            case SetPolicy(policy):
+            case SetPolicy(policy, num_threads):
                 self._policy = policy
                 self._costs.policy = policy.local_prefill
+                if self._threads:
+                    self._steps.collect()
+                    self._threads.use(num_threads)
+                    self._costs.num_threads = self._threads.num_now
             case ListBlocks(reply):
                 reply(ledger_of(self._state))
             case KnownSequences():
@@ -316,4 +326,7 @@ class WorkerCore:
             ),
             num_host_blocks=admission.num_host_blocks,
             kv_tiers=self._tiers.loads() if self._tiers else (),
+            is_colocated=self._policy.is_colocated,
+            num_threads=self._threads.num_now if self._threads else 0,
+            costs=self._costs.of_steps(),
         )

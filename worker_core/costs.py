@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from baton.types import StepCosts
 from worker_core.gap_rule import GapBudget, Pace
 from worker_core.policy import LocalPrefillPolicy
 
@@ -42,10 +43,8 @@ class Costs:
         self._token_bytes = token_bytes
         self.handoff = LinearFit()
         """Ticket offer to commit, including all of the prefill tier, by missing tokens."""
-        self._decode = LinearFit()
-        self._prefill = LinearFit()
-        self._prefill_beside = LinearFit()
-        """Gaps of steps with a prompt, by prompt tokens."""
+        self._by_threads: dict[int, _StepFits] = {}
+        self.num_threads = 0
         self._budget = _budget_of(policy)
         self._num_short_tokens = 0
         """Tokens of the last small chunk granted."""
@@ -54,6 +53,27 @@ class Costs:
         self.fetch = LinearFit()
         """Prefix fetches from destinations, by tokens."""
         self._num_fetch_chances = 0
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that steps are computed with; steps of another number have fits of their own."""
+        return self._num_threads
+
+    @num_threads.setter
+    def num_threads(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        fits = self._by_threads.setdefault(num_threads, _StepFits())
+        self._decode, self._prefill, self._prefill_beside = fits.decode, fits.prefill, fits.beside
+
+    def of_steps(self) -> StepCosts:
+        """Costs of steps, as far as they were measured often enough."""
+        decode, prefill = self._decode, self._prefill
+        has_decoded = decode.num_observations >= _MIN_OBSERVATIONS
+        has_computed = prefill.num_observations >= _MIN_OBSERVATIONS
+        return StepCosts(
+            *((decode.fixed, decode.slope) if has_decoded else (0.0, 0.0)),
+            *((prefill.fixed, prefill.slope) if has_computed else (0.0, 0.0)),
+        )
 
     @property
     def policy(self) -> LocalPrefillPolicy:
@@ -182,6 +202,18 @@ def _budget_of(policy: LocalPrefillPolicy) -> GapBudget | None:
 def _per_s(num_tokens: int, seconds: float) -> int:
     """Tokens per second; 0 if no time has passed (stopped test clock)."""
     return int(num_tokens / seconds) if seconds > 0 else 0
+
+
+class _StepFits:
+    """Of steps with one number of threads."""
+
+    def __init__(self) -> None:
+        self.decode = LinearFit()
+        """Of steps without a prompt, by decode tokens."""
+        self.prefill = LinearFit()
+        """What prompts add to a step, by their tokens."""
+        self.beside = LinearFit()
+        """Gaps of steps with a prompt, by prompt tokens."""
 
 
 class LinearFit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from baton.types import NO_SLO, Slo, Tier
+from baton.types import NO_SLO, Role, Slo, Tier
 from engine.interface import EngineSpec
 from worker_core.gap_rule import GapRule
 from worker_core.itl_budget import KeepPercentile
@@ -51,12 +51,14 @@ class Policy:
 
     prompts_first: a step serves prompts before decoding sequences.
     queues_prompts: a local prompt without room is queued instead of deferred.
+    is_colocated: all prompts are computed where their answers are decoded.
     """
 
     role: Tier
     prompts_first: bool
     queues_prompts: bool
     local_prefill: LocalPrefillPolicy
+    is_colocated: bool = False
 
 
 def gap_rule_of(slo: Slo, otherwise: GapRule) -> GapRule:
@@ -112,3 +114,19 @@ def decode_policy(local_prefill: LocalPrefillPolicy) -> Policy:
     """Decoding sequences first; prompts are computed here where that is cheaper than awaiting
     KV."""
     return Policy(Tier.DECODE, False, False, local_prefill)
+
+
+def colocated_policy(spec: EngineSpec, slo: Slo = NO_SLO) -> Policy:
+    """Decoding sequences first; all prompts are computed here."""
+    return replace(decode_policy(colocated_prefill(spec, slo)), is_colocated=True)
+
+
+def policy_of(
+    role: Role, spec: EngineSpec, slo: Slo, local_prefill: LocalPrefillPolicy | None = None
+) -> Policy:
+    """local_prefill: of the decode tier; None: learned."""
+    if role.tier is Tier.PREFILL:
+        return prefill_policy(slo)
+    if role.is_colocated:
+        return colocated_policy(spec, slo)
+    return decode_policy(local_prefill or learned_local_prefill(spec, slo))

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.config import WorkerOptions
 from baton.errors import ConfigError
@@ -18,7 +18,7 @@ from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.start_log import PhaseClock
 from baton.telemetry import Telemetry
-from baton.types import NumericsRule, Tier, WorkerLoad
+from baton.types import NumericsRule, Role, Tier, WorkerLoad
 from engine.grammar import Matchers
 from engine.interface import DeviceLost, Engine, EngineSpec
 from engine.kv.tiers.runner import ThreadRunner
@@ -39,6 +39,7 @@ from worker_core.server import WorkerServer, describe, new_identity
 from worker_core.speculation.interface import Speculation
 from worker_core.swap import SwapSpace
 from worker_core.telemetry import open_worker_telemetry
+from worker_core.threads import Threads
 from worker_core.tier_build import build_tiers
 from worker_core.worker_service import WorkerServicer, services
 
@@ -57,10 +58,13 @@ class TierSetup:
     max_num_launches: steps that the engine may have been given at once. swap_bytes: host memory for
     preempted sequences.
     policy_of: how it decides in a role. wire_dtype: type that KV travels in to this worker.
+    role: of the start. threads: None if their number cannot change.
     """
 
     engine: Engine
-    policy_of: Callable[[Tier], Policy]
+    policy_of: Callable[[Role], Policy]
+    role: Role
+    threads: Threads | None = None
     speculation: Speculation | None = None
     max_num_launches: int = 1
     swap_bytes: int = 0
@@ -171,8 +175,10 @@ class Worker:
     ) -> None:
         """Serve until `stop`. Raises EngineFault if the engine loop ends by itself."""
         policy_of, spec = self._tier.policy_of, self._tier.engine.spec
-        max_shared_tokens = policy_of(Tier.DECODE).local_prefill.max_shared_tokens
+        max_shared_tokens = policy_of(Role(Tier.DECODE)).local_prefill.max_shared_tokens
         info = describe(self._options, self._identity, spec, max_shared_tokens)
+        if self._tier.threads:
+            info = replace(info, num_threads=self._tier.threads.num_started)
         server = WorkerServer(
             self._options, self._loop, self._board, info, spec.dtype_reason, self._transports
         )
@@ -217,11 +223,12 @@ class Worker:
             beat=self._heartbeat.beat,
             speculation=tier.speculation,
             tiers=tiers,
+            threads=tier.threads,
         )
         limits = CoreLimits(
             options.max_num_seqs, options.max_num_batched_tokens, tier.max_num_launches
         )
-        return WorkerCore(deps, limits, tier.policy_of(options.tier))
+        return WorkerCore(deps, limits, tier.policy_of(tier.role))
 
 
 def collect_garbage_less_often(max_num_seqs: int) -> None:

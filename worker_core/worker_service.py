@@ -11,7 +11,7 @@ import grpc.aio
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.rpc.server import Register
-from baton.types import Tier, WorkerInfo, WorkerLoad
+from baton.types import Role, Tier, WorkerInfo, WorkerLoad
 from baton.v1 import (
     sequence_service_pb2,
     sequence_service_pb2_grpc,
@@ -55,7 +55,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         board: LoadBoard,
         heartbeat: Heartbeat,
         submit: Callable[[Command], None],
-        policy_of: Callable[[Tier], Policy],
+        policy_of: Callable[[Role], Policy],
     ) -> None:
         """submit: gives a command to the engine loop. policy_of: see TierSetup."""
         self._info = info_to_proto(info)
@@ -63,6 +63,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._heartbeat = heartbeat
         self._submit = submit
         self._policy_of = policy_of
+        self._term = 0
+        """Latest term of a planner that changed the role."""
 
     async def GetWorkerInfo(  # noqa: N802
         self,
@@ -103,10 +105,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     "role", f"{request.role} is no tier; give TIER_PREFILL or TIER_DECODE"
                 )
             )
-        role = Tier(request.role)
-        self._submit(SetPolicy(self._policy_of(role)))
+        if request.term:
+            if request.term < self._term:
+                text = f"{request.term} is over: a planner of term {self._term} has asked since"
+                raise InvalidRequest.of(FieldViolation("term", text))
+            self._term = request.term
+        role = Role(Tier(request.role), request.is_colocated, request.num_threads)
+        self._submit(SetPolicy(self._policy_of(role), role.num_threads))
         async with asyncio.timeout(context.time_remaining()):
-            await self._board.wait_until(lambda load: load.role is role)
+            await self._board.wait_until(
+                lambda load: (load.role, load.is_colocated) == (role.tier, role.is_colocated)
+            )
         return worker_pb2.SetRoleResponse()
 
     async def ListBlocks(  # noqa: N802

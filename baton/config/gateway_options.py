@@ -31,7 +31,7 @@ from baton.config.options import (
 )
 from baton.rpc.tls import TlsFiles
 from baton.sampling_params import MAX_LOGPROBS
-from baton.types import DEFAULT_MAX_PREFIXES, DEFAULT_MAX_WHITESPACE
+from baton.types import DEFAULT_MAX_PREFIXES, DEFAULT_MAX_WHITESPACE, NO_SLO
 
 #: vLLM's default port.
 _HTTP_PORT = 8000
@@ -60,6 +60,10 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     the documented defaults."""
     max_queue_size: Count = 1024
     """Maximum requests waiting for workers; further ones are refused with a retry time."""
+    planner: Literal["on", "off"] = "off"
+    """Whether the gateway changes the roles of workers between prefill, decode and colocated, by
+    the load and the latency targets; needs --slo-ttft-ms or --slo-tpot-ms. Of several gateways with
+    one --registry, one plans at a time."""
     max_remembered_prefixes: Count = DEFAULT_MAX_PREFIXES
     """Maximum prefixes of prompts and answers remembered per model, to route requests to workers
     that cache them. A request of some hundred tokens adds about three, of about 215 bytes each."""
@@ -107,6 +111,14 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     api_key_file: NonEmpty | None = None
     """File of further API keys, one per line; an optional weight=3 after a key and a space gives it
     three times the share of the queue."""
+
+    @model_validator(mode="after")
+    def _check_planner(self) -> Self:
+        if self.planner == "on" and self.slo == NO_SLO:
+            raise ValueError(
+                "--planner=on: has no target to plan for; give --slo-ttft-ms or --slo-tpot-ms"
+            )
+        return self
 
     @property
     def bound_http_port(self) -> int | None:

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from baton.errors import ConfigError
 from baton.registry.interface import Registry, StaticRegistry
+from baton.registry.lease import Lease, SoleLease
+
+
+def make_lease(url: str | None, model: str) -> Lease:
+    """The lease of a model's planner in the registry at `url`; without a URL, that of a gateway
+    that is alone. Raises ConfigError."""
+    if url is None:
+        return SoleLease()
+    # make_registry has said what to install.
+    from baton.registry.redis_lease import RedisLease
+
+    return RedisLease(url, model)
 
 
 def make_registry(url: str | None, model: str = "") -> Registry:

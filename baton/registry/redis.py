@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError
 
-from baton.errors import ConfigError
-from baton.redaction import redacted
 from baton.registry.interface import Change, WorkerAdded, WorkerRemoved
+from baton.registry.redis_caller import RedisCaller
 from baton.registry.registration import Registration, from_json, to_json
 from baton.types import Tier
 
@@ -37,8 +32,6 @@ _BATCH = 500
 _DELETE_OWN = (
     "if redis.call('GET',KEYS[1])==ARGV[1] then return redis.call('DEL',KEYS[1]) end return 0"
 )
-
-T = TypeVar("T")
 
 
 class RedisRegistry:
@@ -59,27 +52,17 @@ class RedisRegistry:
         period_s: seconds between two renewals, or two reads of the list.
         timeout_s: per operation. Raises ConfigError if `url` is no Redis URL.
         """
-        self._url = url
         self._model = model
         self._lease_s = lease_s
         self._period_s = period_s
-        self._timeout_s = timeout_s
-        self._outage = _Outage(redacted(url))
-        self._client: Redis | None = None
-        """Reused only after a successful operation."""
-        try:
-            self._new_client()
-        except (ValueError, RedisError):
-            # The client's messages quote parts of the URL, sometimes the wrong ones.
-            fix = "give redis://host:port/db, special characters of a password as %XX"
-            raise ConfigError.of("--registry", url, fix) from None
+        self._redis = RedisCaller(url, timeout_s)
 
     async def changes(self) -> AsyncGenerator[Change, None]:
         """See Registry. Reads the list every period."""
         view = View(self._model)
         try:
             while True:
-                entries = await self._try(_read_all)
+                entries = await self._redis.call(_read_all)
                 if entries is not None:
                     new = view.after(entries)
                     _log_others(view, new)
@@ -88,7 +71,7 @@ class RedisRegistry:
                     view = new
                 await asyncio.sleep(self._period_s)
         finally:
-            await self._close()
+            await self._redis.close()
 
     async def announce(self, current: Callable[[], Registration | None]) -> NoReturn:
         """See Registry."""
@@ -103,13 +86,13 @@ class RedisRegistry:
         finally:
             if last is not None:
                 await self._withdraw(*last)
-            await self._close()
+            await self._redis.close()
 
     async def _renew(self, key: str, value: str) -> None:
         async def set_with_lease(client: Redis) -> None:
             await client.set(key, value, px=round(self._lease_s * 1e3))
 
-        await self._try(set_with_lease)
+        await self._redis.call(set_with_lease)
 
     async def _withdraw(self, key: str, value: str) -> None:
         """Tried once, since the lease expires anyway."""
@@ -117,82 +100,7 @@ class RedisRegistry:
         async def delete_own(client: Redis) -> None:
             await client.eval(_DELETE_OWN, 1, key, value)
 
-        await self._try(delete_own)
-
-    async def _try(self, operation: Callable[[Redis], Awaitable[T]]) -> T | None:
-        """Return the operation's result; None if Redis is unreachable, too slow, or refuses.
-
-        After a failure or a cancellation the client is discarded, because its connection may hold a
-        stale reply. redis-py sometimes reports a cancellation as a connection error; it is raised
-        here as CancelledError.
-        """
-        num_cancels = _num_cancels()
-        try:
-            return await self._operate(operation)
-        finally:
-            if _num_cancels() > num_cancels:
-                raise asyncio.CancelledError
-
-    async def _operate(self, operation: Callable[[Redis], Awaitable[T]]) -> T | None:
-        client, self._client = self._client or self._new_client(), None
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                result = await operation(client)
-        except (RedisError, OSError, TimeoutError) as error:
-            self._outage.begin(error)
-            await _close(client)
-            return None
-        except asyncio.CancelledError:
-            await _close(client)
-            raise
-        self._client = client
-        self._outage.end()
-        return result
-
-    async def _close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await _close(client)
-
-    def _new_client(self) -> Redis:
-        return Redis.from_url(
-            self._url,
-            socket_timeout=self._timeout_s,
-            socket_connect_timeout=self._timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
-
-
-def _num_cancels() -> int:
-    """Number of cancellation requests of the running task."""
-    task = asyncio.current_task()
-    return task.cancelling() if task else 0
-
-
-class _Outage:
-    """Logs once when Redis becomes unusable, and once when it recovers."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._is_out = False
-
-    def begin(self, error: BaseException) -> None:
-        if not self._is_out:
-            why = str(error) or "no answer in time"
-            if isinstance(error, AuthenticationError):
-                why += "; give the password in --registry, as redis://:PASSWORD@host:port/db"
-            _log.warning("registry %s cannot be used, going on without: %s", self._where, why)
-        self._is_out = True
-
-    def end(self) -> None:
-        if self._is_out:
-            _log.info("registry %s can be used again", self._where)
-        self._is_out = False
-
-
-async def _close(client: Redis) -> None:
-    with suppress(RedisError, OSError):
-        await client.aclose()
+        await self._redis.call(delete_own)
 
 
 async def _read_all(client: Redis) -> list[Registration]:

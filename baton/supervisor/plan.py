@@ -262,11 +262,13 @@ def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple
     of_gateway = GatewayOptions.own_options.__contains__
     own["more_models"] = tuple(str(each.with_options(of_gateway)) for each in models)
     names = ("gateway", *(f"gateway-{i}" for i in range(1, options.num_gateways)))
+    # They have no lease: the first one plans.
     return tuple(
         _child(
-            GatewayOptions, options, programs.gateway, name, own | _metrics_port_of(options, name)
+            *(GatewayOptions, options, programs.gateway, name),
+            own | _metrics_port_of(options, name) | ({"planner": "off"} if number else {}),
         )
-        for name in names
+        for number, name in enumerate(names)
     )
 
 

@@ -27,7 +27,7 @@ from baton.v1 import kv_tiers_pb2 as baton_dot_v1_dot_kv__tiers__pb2
 from baton.v1 import numerics_pb2 as baton_dot_v1_dot_numerics__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x11\x62\x61ton/v1/kv.proto\x1a\x17\x62\x61ton/v1/kv_tiers.proto\x1a\x17\x62\x61ton/v1/numerics.proto\"\x16\n\x14GetWorkerInfoRequest\"\xcf\x03\n\x15GetWorkerInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1c\n\x04tier\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Tier\x12\r\n\x05model\x18\x04 \x01(\t\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x0b \x01(\r\x12\x1c\n\x14max_protocol_version\x18\x0c \x01(\r\x12\x18\n\x10software_version\x18\r \x01(\t\x12 \n\x18max_local_prefill_tokens\x18\x0e \x01(\r\x12)\n\x08numerics\x18\x0f \x01(\x0b\x32\x17.baton.v1.NumericsClass\x12\x14\n\x0cmetrics_port\x18\x10 \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x11 \x03(\t\"\x12\n\x10WatchLoadRequest\"\xfe\x04\n\x11WatchLoadResponse\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\x12\x18\n\x10heartbeat_age_ms\x18\x03 \x01(\r\x12\x1c\n\x14max_heartbeat_age_ms\x18\x0f \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x06 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x08 \x01(\r\x12\x19\n\x11num_leased_blocks\x18\t \x01(\r\x12\x18\n\x10num_open_tickets\x18\n \x01(\r\x12\x19\n\x11num_orphan_blocks\x18\x0c \x01(\r\x12\x1c\n\x14num_orphan_sequences\x18\r \x01(\x04\x12\x11\n\tnum_swaps\x18\x0e \x01(\x04\x12\x1f\n\x17local_prefill_threshold\x18\x0b \x01(\r\x12\x1c\n\x04role\x18\x10 \x01(\x0e\x32\x0e.baton.v1.Tier\x12\x1c\n\x14prefill_tokens_per_s\x18\x11 \x01(\r\x12\x1d\n\x15num_free_window_slots\x18\x12 \x01(\r\x12\x1f\n\x17num_cached_window_slots\x18\x13 \x01(\r\x12\x1f\n\x17num_leased_window_slots\x18\x14 \x01(\r\x12&\n\x08kv_tiers\x18\x15 \x03(\x0b\x32\x14.baton.v1.KvTierLoad\x12\x17\n\x0fnum_host_blocks\x18\x16 \x01(\r\".\n\x0eSetRoleRequest\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Tier\"\x11\n\x0fSetRoleResponse\"\x13\n\x11ListBlocksRequest\"\x86\x01\n\x12ListBlocksResponse\x12\x16\n\x0e\x66ree_block_ids\x18\x01 \x03(\r\x12\x18\n\x10\x63\x61\x63hed_block_ids\x18\x02 \x03(\r\x12$\n\x06owners\x18\x03 \x03(\x0b\x32\x14.baton.v1.BlockOwner\x12\x18\n\x10orphan_block_ids\x18\x04 \x03(\r\"e\n\nBlockOwner\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x11\n\tticket_id\x18\x04 \x01(\x04\x12\x11\n\tblock_ids\x18\x05 \x03(\r\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rnum_remaining\x18\x01 \x01(\r*?\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x10\n\x0cTIER_PREFILL\x10\x01\x12\x0f\n\x0bTIER_DECODE\x10\x02*^\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x32\xec\x02\n\rWorkerService\x12P\n\rGetWorkerInfo\x12\x1e.baton.v1.GetWorkerInfoRequest\x1a\x1f.baton.v1.GetWorkerInfoResponse\x12\x46\n\tWatchLoad\x12\x1a.baton.v1.WatchLoadRequest\x1a\x1b.baton.v1.WatchLoadResponse0\x01\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12>\n\x07SetRole\x12\x18.baton.v1.SetRoleRequest\x1a\x19.baton.v1.SetRoleResponse\x12G\n\nListBlocks\x12\x1b.baton.v1.ListBlocksRequest\x1a\x1c.baton.v1.ListBlocksResponseB\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x11\x62\x61ton/v1/kv.proto\x1a\x17\x62\x61ton/v1/kv_tiers.proto\x1a\x17\x62\x61ton/v1/numerics.proto\"\x16\n\x14GetWorkerInfoRequest\"\xe4\x03\n\x15GetWorkerInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1c\n\x04tier\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Tier\x12\r\n\x05model\x18\x04 \x01(\t\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x0b \x01(\r\x12\x1c\n\x14max_protocol_version\x18\x0c \x01(\r\x12\x18\n\x10software_version\x18\r \x01(\t\x12 \n\x18max_local_prefill_tokens\x18\x0e \x01(\r\x12)\n\x08numerics\x18\x0f \x01(\x0b\x32\x17.baton.v1.NumericsClass\x12\x14\n\x0cmetrics_port\x18\x10 \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x11 \x03(\t\x12\x13\n\x0bnum_threads\x18\x12 \x01(\r\"\x12\n\x10WatchLoadRequest\"\xcd\x05\n\x11WatchLoadResponse\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\x12\x18\n\x10heartbeat_age_ms\x18\x03 \x01(\r\x12\x1c\n\x14max_heartbeat_age_ms\x18\x0f \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x06 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x08 \x01(\r\x12\x19\n\x11num_leased_blocks\x18\t \x01(\r\x12\x18\n\x10num_open_tickets\x18\n \x01(\r\x12\x19\n\x11num_orphan_blocks\x18\x0c \x01(\r\x12\x1c\n\x14num_orphan_sequences\x18\r \x01(\x04\x12\x11\n\tnum_swaps\x18\x0e \x01(\x04\x12\x1f\n\x17local_prefill_threshold\x18\x0b \x01(\r\x12\x1c\n\x04role\x18\x10 \x01(\x0e\x32\x0e.baton.v1.Tier\x12\x1c\n\x14prefill_tokens_per_s\x18\x11 \x01(\r\x12\x1d\n\x15num_free_window_slots\x18\x12 \x01(\r\x12\x1f\n\x17num_cached_window_slots\x18\x13 \x01(\r\x12\x1f\n\x17num_leased_window_slots\x18\x14 \x01(\r\x12&\n\x08kv_tiers\x18\x15 \x03(\x0b\x32\x14.baton.v1.KvTierLoad\x12\x17\n\x0fnum_host_blocks\x18\x16 \x01(\r\x12\x14\n\x0cis_colocated\x18\x17 \x01(\x08\x12\x13\n\x0bnum_threads\x18\x18 \x01(\r\x12\"\n\x05\x63osts\x18\x19 \x01(\x0b\x32\x13.baton.v1.StepCosts\"R\n\tStepCosts\x12\x0e\n\x06step_s\x18\x01 \x01(\x02\x12\x12\n\nsequence_s\x18\x02 \x01(\x02\x12\x10\n\x08prompt_s\x18\x03 \x01(\x02\x12\x0f\n\x07token_s\x18\x04 \x01(\x02\"g\n\x0eSetRoleRequest\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Tier\x12\x14\n\x0cis_colocated\x18\x02 \x01(\x08\x12\x13\n\x0bnum_threads\x18\x03 \x01(\r\x12\x0c\n\x04term\x18\x04 \x01(\x04\"\x11\n\x0fSetRoleResponse\"\x13\n\x11ListBlocksRequest\"\x86\x01\n\x12ListBlocksResponse\x12\x16\n\x0e\x66ree_block_ids\x18\x01 \x03(\r\x12\x18\n\x10\x63\x61\x63hed_block_ids\x18\x02 \x03(\r\x12$\n\x06owners\x18\x03 \x03(\x0b\x32\x14.baton.v1.BlockOwner\x12\x18\n\x10orphan_block_ids\x18\x04 \x03(\r\"e\n\nBlockOwner\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x11\n\tticket_id\x18\x04 \x01(\x04\x12\x11\n\tblock_ids\x18\x05 \x03(\r\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rnum_remaining\x18\x01 \x01(\r*?\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x10\n\x0cTIER_PREFILL\x10\x01\x12\x0f\n\x0bTIER_DECODE\x10\x02*^\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x32\xec\x02\n\rWorkerService\x12P\n\rGetWorkerInfo\x12\x1e.baton.v1.GetWorkerInfoRequest\x1a\x1f.baton.v1.GetWorkerInfoResponse\x12\x46\n\tWatchLoad\x12\x1a.baton.v1.WatchLoadRequest\x1a\x1b.baton.v1.WatchLoadResponse0\x01\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12>\n\x07SetRole\x12\x18.baton.v1.SetRoleRequest\x1a\x19.baton.v1.SetRoleResponse\x12G\n\nListBlocks\x12\x1b.baton.v1.ListBlocksRequest\x1a\x1c.baton.v1.ListBlocksResponseB\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,32 +35,34 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.worker_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\020baton/v1;batonv1'
-  _globals['_TIER']._serialized_start=1639
-  _globals['_TIER']._serialized_end=1702
-  _globals['_WORKERSTATE']._serialized_start=1704
-  _globals['_WORKERSTATE']._serialized_end=1798
+  _globals['_TIER']._serialized_start=1880
+  _globals['_TIER']._serialized_end=1943
+  _globals['_WORKERSTATE']._serialized_start=1945
+  _globals['_WORKERSTATE']._serialized_end=2039
   _globals['_GETWORKERINFOREQUEST']._serialized_start=104
   _globals['_GETWORKERINFOREQUEST']._serialized_end=126
   _globals['_GETWORKERINFORESPONSE']._serialized_start=129
-  _globals['_GETWORKERINFORESPONSE']._serialized_end=592
-  _globals['_WATCHLOADREQUEST']._serialized_start=594
-  _globals['_WATCHLOADREQUEST']._serialized_end=612
-  _globals['_WATCHLOADRESPONSE']._serialized_start=615
-  _globals['_WATCHLOADRESPONSE']._serialized_end=1253
-  _globals['_SETROLEREQUEST']._serialized_start=1255
-  _globals['_SETROLEREQUEST']._serialized_end=1301
-  _globals['_SETROLERESPONSE']._serialized_start=1303
-  _globals['_SETROLERESPONSE']._serialized_end=1320
-  _globals['_LISTBLOCKSREQUEST']._serialized_start=1322
-  _globals['_LISTBLOCKSREQUEST']._serialized_end=1341
-  _globals['_LISTBLOCKSRESPONSE']._serialized_start=1344
-  _globals['_LISTBLOCKSRESPONSE']._serialized_end=1478
-  _globals['_BLOCKOWNER']._serialized_start=1480
-  _globals['_BLOCKOWNER']._serialized_end=1581
-  _globals['_DRAINREQUEST']._serialized_start=1583
-  _globals['_DRAINREQUEST']._serialized_end=1597
-  _globals['_DRAINRESPONSE']._serialized_start=1599
-  _globals['_DRAINRESPONSE']._serialized_end=1637
-  _globals['_WORKERSERVICE']._serialized_start=1801
-  _globals['_WORKERSERVICE']._serialized_end=2165
+  _globals['_GETWORKERINFORESPONSE']._serialized_end=613
+  _globals['_WATCHLOADREQUEST']._serialized_start=615
+  _globals['_WATCHLOADREQUEST']._serialized_end=633
+  _globals['_WATCHLOADRESPONSE']._serialized_start=636
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1353
+  _globals['_STEPCOSTS']._serialized_start=1355
+  _globals['_STEPCOSTS']._serialized_end=1437
+  _globals['_SETROLEREQUEST']._serialized_start=1439
+  _globals['_SETROLEREQUEST']._serialized_end=1542
+  _globals['_SETROLERESPONSE']._serialized_start=1544
+  _globals['_SETROLERESPONSE']._serialized_end=1561
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=1563
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=1582
+  _globals['_LISTBLOCKSRESPONSE']._serialized_start=1585
+  _globals['_LISTBLOCKSRESPONSE']._serialized_end=1719
+  _globals['_BLOCKOWNER']._serialized_start=1721
+  _globals['_BLOCKOWNER']._serialized_end=1822
+  _globals['_DRAINREQUEST']._serialized_start=1824
+  _globals['_DRAINREQUEST']._serialized_end=1838
+  _globals['_DRAINRESPONSE']._serialized_start=1840
+  _globals['_DRAINRESPONSE']._serialized_end=1878
+  _globals['_WORKERSERVICE']._serialized_start=2042
+  _globals['_WORKERSERVICE']._serialized_end=2406
 # @@protoc_insertion_point(module_scope)

@@ -106,6 +106,7 @@ class GetWorkerInfoResponse(message.Message):
     NUMERICS_FIELD_NUMBER: builtins.int
     METRICS_PORT_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
+    NUM_THREADS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Unique name among all workers."""
     generation: builtins.int
@@ -134,6 +135,8 @@ class GetWorkerInfoResponse(message.Message):
     """Most missing prompt tokens that a decode worker ever prefills by choice; 0 in a prefill worker."""
     metrics_port: builtins.int
     """Port of its Prometheus page, on the host of its address; 0 if there is none."""
+    num_threads: builtins.int
+    """CPU threads that it was started with; 0 if they cannot change while it runs."""
     @builtins.property
     def layout(self) -> kv_pb2.KvLayout:
         """Shape, numerics and identity of its KV."""
@@ -166,10 +169,11 @@ class GetWorkerInfoResponse(message.Message):
         numerics: numerics_pb2.NumericsClass | None = ...,
         metrics_port: builtins.int = ...,
         adapters: abc.Iterable[builtins.str] | None = ...,
+        num_threads: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["adapters", b"adapters", "generation", b"generation", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_protocol_version", b"max_protocol_version", "metrics_port", b"metrics_port", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_blocks", b"num_blocks", "numerics", b"numerics", "software_version", b"software_version", "tier", b"tier", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["adapters", b"adapters", "generation", b"generation", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_protocol_version", b"max_protocol_version", "metrics_port", b"metrics_port", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_blocks", b"num_blocks", "num_threads", b"num_threads", "numerics", b"numerics", "software_version", b"software_version", "tier", b"tier", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -216,6 +220,9 @@ class WatchLoadResponse(message.Message):
     NUM_LEASED_WINDOW_SLOTS_FIELD_NUMBER: builtins.int
     KV_TIERS_FIELD_NUMBER: builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
+    IS_COLOCATED_FIELD_NUMBER: builtins.int
+    NUM_THREADS_FIELD_NUMBER: builtins.int
+    COSTS_FIELD_NUMBER: builtins.int
     state: WorkerState.ValueType
     """Whether it takes work."""
     num_steps: builtins.int
@@ -262,9 +269,17 @@ class WatchLoadResponse(message.Message):
     """Window slots owned by sequences and tickets."""
     num_host_blocks: builtins.int
     """Blocks of KV for which host memory has room, if a prompt's KV may arrive there before it gets blocks; 0 while a sequence waits there."""
+    is_colocated: builtins.bool
+    """Whether it computes all prompts of the sequences that it decodes, so that no KV need be sent to it."""
+    num_threads: builtins.int
+    """CPU threads that it computes with now; 0 if they cannot change while it runs."""
     @builtins.property
     def kv_tiers(self) -> containers.RepeatedCompositeFieldContainer[kv_tiers_pb2.KvTierLoad]:
         """Tiers of KV below the device, fastest first; none unless the worker has them."""
+
+    @builtins.property
+    def costs(self) -> StepCosts:
+        """What its steps take with these threads."""
 
     def __init__(
         self,
@@ -291,30 +306,79 @@ class WatchLoadResponse(message.Message):
         num_leased_window_slots: builtins.int = ...,
         kv_tiers: abc.Iterable[kv_tiers_pb2.KvTierLoad] | None = ...,
         num_host_blocks: builtins.int = ...,
+        is_colocated: builtins.bool = ...,
+        num_threads: builtins.int = ...,
+        costs: StepCosts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["costs", b"costs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["costs", b"costs", "heartbeat_age_ms", b"heartbeat_age_ms", "is_colocated", b"is_colocated", "kv_tiers", b"kv_tiers", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_cached_window_slots", b"num_cached_window_slots", "num_free_blocks", b"num_free_blocks", "num_free_window_slots", b"num_free_window_slots", "num_host_blocks", b"num_host_blocks", "num_leased_blocks", b"num_leased_blocks", "num_leased_window_slots", b"num_leased_window_slots", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_threads", b"num_threads", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "role", b"role", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class StepCosts(message.Message):
+    """Times of a worker's steps as it has measured them, in seconds; 0: not yet."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    STEP_S_FIELD_NUMBER: builtins.int
+    SEQUENCE_S_FIELD_NUMBER: builtins.int
+    PROMPT_S_FIELD_NUMBER: builtins.int
+    TOKEN_S_FIELD_NUMBER: builtins.int
+    step_s: builtins.float
+    """A step, whatever it computes."""
+    sequence_s: builtins.float
+    """Each sequence that decodes in it."""
+    prompt_s: builtins.float
+    """Each step that computes some of a prompt, in addition."""
+    token_s: builtins.float
+    """Each token of a prompt."""
+    def __init__(
+        self,
+        *,
+        step_s: builtins.float = ...,
+        sequence_s: builtins.float = ...,
+        prompt_s: builtins.float = ...,
+        token_s: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "kv_tiers", b"kv_tiers", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_cached_window_slots", b"num_cached_window_slots", "num_free_blocks", b"num_free_blocks", "num_free_window_slots", b"num_free_window_slots", "num_host_blocks", b"num_host_blocks", "num_leased_blocks", b"num_leased_blocks", "num_leased_window_slots", b"num_leased_window_slots", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["prompt_s", b"prompt_s", "sequence_s", b"sequence_s", "step_s", b"step_s", "token_s", b"token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class SetRoleRequest(message.Message):
-    """Asks a worker to serve another tier."""
+    """Asks a worker to take another role."""
 
     DESCRIPTOR: descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: builtins.int
+    IS_COLOCATED_FIELD_NUMBER: builtins.int
+    NUM_THREADS_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
     role: Tier.ValueType
     """The tier."""
+    is_colocated: builtins.bool
+    """Whether a decode worker computes all of its prompts itself."""
+    num_threads: builtins.int
+    """CPU threads to compute with; 0: those that it was started with. Ignored where they cannot change."""
+    term: builtins.int
+    """Term of the planner that asks, from its lease; refused with INVALID_ARGUMENT if a later term has asked before. 0: a person asks,
+    which is never refused.
+    """
     def __init__(
         self,
         *,
         role: Tier.ValueType = ...,
+        is_colocated: builtins.bool = ...,
+        num_threads: builtins.int = ...,
+        term: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["is_colocated", b"is_colocated", "num_threads", b"num_threads", "role", b"role", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

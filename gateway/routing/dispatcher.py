@@ -26,6 +26,7 @@ from gateway.routing.admission import AdmissionQueue, WaitEstimate, queue_full, 
 from gateway.routing.fleet import Fleet, Worker
 from gateway.routing.history import Digest, PrefixAffinity, PrefixHasher, prefix_digests
 from gateway.routing.placement import Placement, plan
+from gateway.routing.planner.planner import LoadLog
 from gateway.routing.router import Need, Plan, Verdict, choose
 
 #: Seconds that a sequence waits for a suitable worker to come back. A worker starved of CPU is
@@ -115,6 +116,7 @@ class Dispatcher:
         a chosen worker.
         weights: by account; 1 if absent."""
         self._fleet = fleet
+        self.log = LoadLog()
         self._key = key
         self._queue: AdmissionQueue[Waiting] = AdmissionQueue(max_queue_size, weights)
         self._affinity = PrefixAffinity(max_prefixes)
@@ -171,6 +173,8 @@ class Dispatcher:
         """
         digests = self._digests_of(spec)
         now_s = asyncio.get_running_loop().time()
+        if not is_return:
+            self.log.on_arrival(spec.request_id, now_s, need.num_tokens)
         late_s = now_s + self._fleet.spare_ttft_s(need.num_tokens)
         waiting = Waiting(spec, need, digests, on_place, account, is_return, deadline_s, late_s)
         try:
@@ -265,6 +269,7 @@ class Dispatcher:
         if start_s is not None:
             hold_s = asyncio.get_running_loop().time() - start_s
             self._estimate.on_ended(hold_s, len(spec.output_token_ids))
+        self.log.on_ended(spec.request_id, len(spec.output_token_ids))
         self._affinity.record(self._digests_of(spec), worker.address)
 
     async def run(self) -> None:
@@ -341,6 +346,8 @@ class Dispatcher:
             self._starts_s.popitem(last=False)
         num_cached = matched.get(choice.prefill or choice.decode or "", 0)
         num_missing = max(1, waiting.need.num_tokens - num_cached)
+        if not waiting.is_return:
+            self.log.on_placed(waiting.spec.request_id, num_missing)
         return self._claim(waiting.need, waiting.digests, choice, num_missing)
 
     def _claim(

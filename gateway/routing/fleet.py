@@ -18,7 +18,8 @@ from baton.types import NO_SLO, PROTOCOL_VERSION, Slo, Tier, WorkerInfo, WorkerL
 from gateway.links.worker_link import WorkerLink
 from gateway.routing.history import BrokenPairs, RecentWork
 from gateway.routing.numerics import NumericsPolicy, NumericsWatch, Rounding
-from gateway.routing.router import TTFT_SHARE, DecodeView, PrefillView
+from gateway.routing.router import DecodeView, PrefillView
+from gateway.routing.ways import TTFT_SHARE
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +142,8 @@ class Worker:
             is_awaiting_report=self.is_awaiting_report,
             matched_tokens=matched.get(self.address, 0),
             unreached_by=unreached_by,
-            max_shared_tokens=info.max_local_prefill_tokens,
+            max_shared_tokens=max(load.local_prefill_threshold, info.max_local_prefill_tokens),
+            is_colocated=load.is_colocated,
             pending_tokens=self.outstanding_tokens + self._other_tokens,
             max_pending_tokens=self._max_queued_tokens(slo),
             prefill_tokens_per_s=load.prefill_tokens_per_s,
@@ -212,6 +214,13 @@ class Fleet:
             ready = tuple(w for w in self.workers.values() if w.tier is tier and w.is_ready)
             self._ready[tier] = ready
         return ready
+
+    @property
+    def has_split(self) -> bool:
+        """Whether a ready decode worker may be sent KV. If all are colocated, prefill workers
+        rest."""
+        ready = self.ready(Tier.DECODE)
+        return not ready or not all(worker.load.is_colocated for worker in ready)
 
     def spare_ttft_s(self, num_tokens: int) -> float:
         """Seconds that a prompt may wait before its first token misses the target; infinite without

@@ -37,7 +37,8 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
     matched: leading tokens probably cached, by worker address.
     key: seed of the random choices.
     """
-    prefills, decodes = fleet.ready(Tier.PREFILL), fleet.ready(Tier.DECODE)
+    decodes = fleet.ready(Tier.DECODE)
+    prefills = fleet.ready(Tier.PREFILL) if fleet.has_split else ()
     if need.numerics is not None:
         prefills = [w for w in prefills if w.info and w.info.numerics == need.numerics]
         decodes = [w for w in decodes if w.info and w.info.numerics == need.numerics]
@@ -80,6 +81,8 @@ def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:
     decode = fleet.workers[choice.decode] if choice.decode else None
     if decode is None:
         return False
+    if decode.load.is_colocated:
+        return True
     # Otherwise it computes the prompt because that is faster, not because no KV reaches it.
     is_cut_off = decode.address in need.unreached or fleet.barred_from(decode.address)
     return need.num_tokens <= decode.load.local_prefill_threshold or not is_cut_off

@@ -20,11 +20,12 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from baton.types import NO_SLO, KvLayout, NumericsClass, Rank, SequenceSpec, Slo
 from engine.kv.layout import groups_of
+from gateway.routing.ways import Way, choose_way
 
 #: Weight of a token to recompute, relative to a token to wait for: it delays all later sequences,
 #: too.
@@ -36,14 +37,6 @@ ASSUMED_SHARE = 0.5
 
 #: Share of its prefill speed that a decode worker reaches while other prompts precede this one.
 BEHIND_SHARE = 0.5
-
-#: A decode worker computes a prompt only if its TTFT is below this share of the prefill worker's,
-#: because it slows down the sequences that decode there. With a target for these, it keeps the
-#: target, and any gain counts; so it does where the first token would be late.
-SHARING_GAIN = 0.8
-
-#: Share of the target of the first token that an estimate may reach.
-TTFT_SHARE = 0.9
 
 #: Difference in fill (0..1) that a fully cached prompt outweighs: relative to the fill, and its
 #: minimum.
@@ -141,6 +134,7 @@ class DecodeView:
     given no further prompt to compute.
     prefill_tokens_per_s: its prefill speed beside the sequences that decode here; 0 if unknown.
     num_host_blocks: blocks of KV that may arrive in host memory now.
+    is_colocated: whether it computes all prompts of its sequences.
     """
 
     address: str
@@ -159,6 +153,7 @@ class DecodeView:
     max_pending_tokens: float = math.inf
     prefill_tokens_per_s: int = 0
     num_host_blocks: int = 0
+    is_colocated: bool = False
 
     def ttft_s(self, need: Need, assumed_tokens_per_s: float) -> float:
         """Estimated seconds until the prompt is computed in chunks beside decoding sequences;
@@ -255,15 +250,19 @@ def choose(
     able_decodes = [d for d in decodes if d.fits(need)]
     if not able_decodes:
         return Verdict.NO_WORKER
-    decode = _best_decode(need, able_decodes, able_prefills, tie_key)
+    split = [d for d in able_decodes if not d.is_colocated] if able_prefills else []
+    decode = _best_decode(need, split, able_prefills, tie_key) or _best_decode(
+        need, able_decodes, able_prefills, tie_key
+    )
     if decode is None:
         return Verdict.NOT_NOW
     is_short = need.num_tokens <= decode.max_local_prefill_tokens
     if is_short or not decode.is_reached_by(need, able_prefills):
         return Plan(None, decode.address) if decode.takes_prompts else Verdict.NOT_NOW
     reaching = [p for p in able_prefills if p.address not in decode.unreached_by]
-    if sooner := _sooner_decode(need, able_decodes, reaching, slo):
-        return Plan(None, sooner.address)
+    way = choose_way([*_ways(need, able_decodes, reaching, decode)], slo)
+    if way.prefill is None:
+        return Plan(None, way.decode)
     prefill = _best_prefill(need, reaching, tie_key)
     return Plan(prefill.address, decode.address) if prefill else Verdict.NOT_NOW
 
@@ -297,31 +296,31 @@ def choose_host_memory(
     return Plan(prefill.address, decode.address) if prefill else None
 
 
-def _sooner_decode(
-    need: Need, decodes: Sequence[DecodeView], prefills: Sequence[PrefillView], slo: Slo
-) -> DecodeView | None:
-    """The decode worker with the lowest TTFT, if that is clearly below the TTFT of all prefill
-    workers, queues included."""
-    if need.avoid:
-        return None
+def _ways(
+    need: Need, decodes: Sequence[DecodeView], prefills: Sequence[PrefillView], home: DecodeView
+) -> Iterator[Way]:
+    """The soonest way of each kind. prefills: that can send KV to `home`; at least one."""
     # Speed of the fastest; before the first measurement, only the number of tokens counts.
     speed = (
         max(p.prefill_tokens_per_s for p in prefills)
         or max(d.prefill_tokens_per_s for d in decodes)
         or 1
     )
-    assumed = speed * ASSUMED_SHARE
-    roomy = [view for view in decodes if view.takes_prompts and view.has_room(need)]
-    if not roomy:
-        return None
-    ttfts_s = [view.ttft_s(need, assumed) for view in roomy]
-    here_s = min(ttfts_s)
-    soonest = roomy[ttfts_s.index(here_s)]
-    others = soonest.prefill_tokens_per_s or speed
-    apart_s = min(p.ttft_s(need, others) for p in prefills)
-    is_late = slo.ttft_s is not None and apart_s > TTFT_SHARE * slo.ttft_s
-    gain = 1.0 if is_late or slo.tpot_s is not None else SHARING_GAIN
-    return soonest if here_s < gain * apart_s else None
+    others = speed
+    if not need.avoid:
+        roomy = [view for view in decodes if view.takes_prompts and view.has_room(need)]
+        for is_colocated in (False, True):
+            ttfts_s = [
+                (view.ttft_s(need, speed * ASSUMED_SHARE), index)
+                for index, view in enumerate(roomy)
+                if view.is_colocated is is_colocated
+            ]
+            if ttfts_s:
+                ttft_s, index = min(ttfts_s)
+                others = roomy[index].prefill_tokens_per_s or others
+                yield Way(None, roomy[index].address, ttft_s, is_colocated=is_colocated)
+    apart_s = min(prefill.ttft_s(need, others) for prefill in prefills)
+    yield Way(prefills[0].address, home.address, apart_s)
 
 
 def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:

@@ -17,11 +17,13 @@ from typing import Any
 
 from baton.commands import Abort, SequenceCommand
 from baton.events import SequenceEvent, is_last
+from baton.registry.lease import SoleLease
 from baton.types import (
     NO_SLO,
     KvLayout,
     KvSource,
     NumericsClass,
+    Role,
     Sample,
     Sampling,
     SequenceSpec,
@@ -44,6 +46,7 @@ from gateway.request.driver import RequestDeps, RequestDriver, outputs_of
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.migrator import Migrator
+from gateway.routing.planner.steering import Steering
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -53,11 +56,12 @@ from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import sim_matchers
 from tests.support.virtual_loop import run_virtual
 from worker_core.admission import CoreLimits
-from worker_core.commands import Command, Destination, Open, StreamCommand
+from worker_core.commands import Command, Destination, Open, SetPolicy, StreamCommand
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.loop import HEARTBEAT_S
-from worker_core.policy import Policy
+from worker_core.policy import Policy, policy_of
 from worker_core.swap import no_swap
+from worker_core.threads import Threads
 
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 8192
@@ -128,10 +132,19 @@ class _Launch:
 class TimedEngine:
     """Implements engine.interface.Engine. Every token is the same."""
 
-    def __init__(self, speed: Speed, num_blocks: int, clock: TimedClock, seed: int) -> None:
+    def __init__(
+        self,
+        speed: Speed,
+        num_blocks: int,
+        clock: TimedClock,
+        seed: int,
+        slowdown: Callable[[], float],
+    ) -> None:
+        """slowdown: factor on a step that begins now, at least 1."""
         self.spec = replace(TIMED_SPEC, num_blocks=num_blocks)
         self.kv = ArrayKvPool(_LAYOUT, num_blocks)
-        self._speed = speed
+        self.speed = speed
+        self._slowdown = slowdown
         self._clock = clock
         self._rng = random.Random(seed)
 
@@ -144,14 +157,13 @@ class TimedEngine:
         return self.launch(batch, layers_done).samples()
 
     def _on_computed(self, batch: Batch) -> None:
-        speed = self._speed
+        speed = self.speed
         num_decode = sum(len(part.token_ids) == 1 for part in batch.slices)
         num_prompt = batch.num_tokens - num_decode
         weights_s = speed.step_s + speed.sequence_s * num_decode
         compute_s = speed.token_s * num_prompt
-        self._clock.ahead_s += (
-            max(weights_s, compute_s) if speed.overlaps else weights_s + compute_s
-        )
+        taken_s = max(weights_s, compute_s) if speed.overlaps else weights_s + compute_s
+        self._clock.ahead_s += taken_s * self._slowdown()
         if speed.noise and self._rng.random() < speed.noise:
             self._clock.ahead_s += self._rng.expovariate(1 / speed.noise_s)
 
@@ -166,7 +178,11 @@ class LoadNode:
         self.name = name
         loop = asyncio.get_running_loop()
         self.clock = TimedClock(loop)
-        engine = TimedEngine(cluster.speed, num_blocks, self.clock, len(cluster.nodes))
+        engine = TimedEngine(
+            cluster.speed, num_blocks, self.clock, len(cluster.nodes), self._slowdown
+        )
+        self.threads = Threads(1, self._use_threads) if cluster.wide else None
+        self._engine = engine
         identity = WorkerIdentity(name, 1)
         listener = cluster.hub.listen(name)
         ids = random.Random(name)
@@ -194,6 +210,7 @@ class LoadNode:
             swap=no_swap(engine.kv),
             matchers=sim_matchers(),
             clock=self.clock,
+            threads=self.threads,
         )
         limits = CoreLimits(cluster.max_num_seqs, cluster.max_num_batched_tokens)
         self.core = WorkerCore(deps, limits, policy)
@@ -213,9 +230,24 @@ class LoadNode:
             cluster.max_num_seqs,
             cluster.max_num_batched_tokens,
             policy.local_prefill.max_shared_tokens,
+            num_threads=1 if cluster.wide else 0,
         )
         cluster.fleet.join(name, info, self)
         self.task = asyncio.create_task(self._run())
+
+    def set_policy(self, role: Role) -> None:
+        self._take(SetPolicy(policy_of(role, TIMED_SPEC, self._cluster.targets), role.num_threads))
+
+    def _use_threads(self, number: int) -> None:
+        wide = self._cluster.wide
+        self._engine.speed = wide if number > 1 and wide else self._cluster.speed
+
+    def _slowdown(self) -> float:
+        """A machine with as many cores as workers computes with more threads than it has."""
+        nodes = self._cluster.nodes
+        at_work = [node for node in nodes if node is self or node.clock.ahead_s]
+        num_threads = sum(node.threads.num_now if node.threads else 1 for node in at_work)
+        return max(1.0, num_threads / max(1, len(nodes)))
 
     def submit(self, command: Command) -> None:
         """What a step of another worker sends is here once that step is over."""
@@ -278,7 +310,11 @@ class LoadNode:
 @dataclass
 class LoadCluster:
     """To be made inside a virtual loop. policies: of the workers, by name; p... are prefill
-    workers."""
+    workers.
+
+    wide: speed of a worker with all cores of the machine, on which each has one; None: cores do not
+    move. is_steered: whether the planner changes roles.
+    """
 
     speed: Speed
     policies: dict[str, tuple[Tier, Policy]]
@@ -286,6 +322,8 @@ class LoadCluster:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     targets: Slo = NO_SLO
+    wide: Speed | None = None
+    is_steered: bool = False
     hub: LoopbackHub = field(default_factory=LoopbackHub)
     nodes: list[LoadNode] = field(default_factory=list)
 
@@ -294,6 +332,7 @@ class LoadCluster:
         decodes = [name for name in self.policies if name not in prefills]
         self.fleet = Fleet(prefills, decodes, slo=self.targets)
         self.dispatcher = Dispatcher(self.fleet, max_queue_size=100_000, key=bytes(16))
+        self.steering = Steering(self.fleet, self.dispatcher.log, SoleLease(), self.set_role)
         migrator = Migrator(self.fleet, self.dispatcher)
         for name, (tier, policy) in self.policies.items():
             self.nodes.append(LoadNode(self, name, tier, policy, self.num_blocks))
@@ -301,6 +340,7 @@ class LoadCluster:
             asyncio.create_task(self.dispatcher.run()),
             asyncio.create_task(migrator.run()),
             *(node.task for node in self.nodes),
+            *([asyncio.create_task(self.steering.run())] if self.is_steered else []),
         ]
         self.deps = RequestDeps(
             self.fleet,
@@ -309,6 +349,10 @@ class LoadCluster:
             30.0,
             migrator,
         )
+
+    async def set_role(self, address: str, role: Role, term: int) -> None:  # noqa: ARG002
+        """Implements gateway.routing.planner.steering.SetRole."""
+        next(node for node in self.nodes if node.name == address).set_policy(role)
 
     @property
     def ahead_s(self) -> float:
@@ -345,22 +389,29 @@ async def request(cluster: LoadCluster, number: int, arrival: Arrival) -> Record
     )
 
 
+async def _serve(
+    cluster: LoadCluster, arrivals: Sequence[Arrival], first_number: int
+) -> list[Record]:
+    await asyncio.sleep(0.5)
+    start_s = asyncio.get_running_loop().time()
+    due = [replace(arrival, due_s=arrival.due_s + start_s) for arrival in arrivals]
+    numbered = enumerate(due, start=first_number)
+    return await asyncio.gather(*(request(cluster, n, arrival) for n, arrival in numbered))
+
+
 def records_of_load(
     arrivals: Sequence[Arrival],
     speed: Speed,
     policies: dict[str, tuple[Tier, Policy]],
+    before: Sequence[Arrival] = (),
     **options: Any,
 ) -> list[Record]:
-    """Serve a load. options: of LoadCluster."""
+    """Serve a load. before: is served first, and not recorded. options: of LoadCluster."""
 
     async def main() -> list[Record]:
         cluster = LoadCluster(speed, policies, **options)
-        await asyncio.sleep(0.5)
-        start_s = asyncio.get_running_loop().time()
-        due = [
-            Arrival(a.due_s + start_s, a.num_input_tokens, a.num_output_tokens) for a in arrivals
-        ]
-        records = await asyncio.gather(*(request(cluster, n, a) for n, a in enumerate(due)))
+        await _serve(cluster, before, len(arrivals))
+        records = await _serve(cluster, arrivals, 0)
         await cluster.close()
         return records
 

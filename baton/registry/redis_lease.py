@@ -1,0 +1,57 @@
+"""A lease in Redis: one key with its holder and term, which expires unless renewed."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from redis.asyncio import Redis
+
+from baton.registry.redis_caller import RedisCaller
+
+#: Keys of the lease and of its last term, which is never deleted. They include the version of the
+#: values' format; braces keep both on one node of a cluster.
+_LEASE_KEY, _TERM_KEY = "baton:1:planner:{%s}", "baton:1:planner-term:{%s}"
+
+#: Renews the caller's lease, or takes a free one for the next term. Returns the term; 0 if another
+#: has the lease.
+_HOLD = """
+local held = redis.call('GET', KEYS[1])
+if held then
+  local owner, term = held:match('^(%S+) (%d+)$')
+  if owner ~= ARGV[1] then return 0 end
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+  return tonumber(term)
+end
+local last = tonumber(redis.call('GET', KEYS[2]) or '0')
+local term = math.max(last + 1, tonumber(redis.call('TIME')[1]))
+redis.call('SET', KEYS[2], term)
+redis.call('SET', KEYS[1], ARGV[1] .. ' ' .. term, 'NX', 'PX', ARGV[2])
+return term
+"""
+
+
+class RedisLease:
+    """Implements baton.registry.lease.Lease.
+
+    Terms order what leaders do even where one was suspended beyond its lease, since workers refuse
+    orders of earlier terms. A term is at least Redis's clock in seconds, so that terms grow even
+    where Redis lost its data.
+    """
+
+    def __init__(
+        self, url: str, model: str, *, lease_s: float = 10.0, timeout_s: float = 2.0
+    ) -> None:
+        """model: whose workers the lease is about. Raises ConfigError if `url` is no Redis URL."""
+        self._redis = RedisCaller(url, timeout_s)
+        self._keys = (_LEASE_KEY % model, _TERM_KEY % model)
+        self._owner = secrets.token_hex(8)
+        self._lease_ms = round(lease_s * 1e3)
+
+    async def hold(self) -> int | None:
+        """See Lease."""
+
+        async def hold(client: Redis) -> Any:
+            return await client.eval(_HOLD, 2, *self._keys, self._owner, str(self._lease_ms))
+
+        return await self._redis.call(hold) or None

@@ -1,0 +1,174 @@
+"""The planner: from measured load, learned costs and targets to roles of workers. Pure but for what
+it has learned; the caller gives the time.
+
+It replays the latest requests in each shape, and takes the best one if that is clearly better than
+the present one. Costs are remembered by number of threads. A number that was never used is taken to
+divide the work evenly, and not to read weights faster; once it is used, it is measured.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from statistics import fmean, median
+
+from baton.types import Role, Slo, StepCosts, Tier
+from gateway.routing.planner.replay import Demand, Model, score
+from gateway.routing.planner.shapes import Shape, WorkerFacts, roles_in, shapes_of
+
+#: Latest requests that are replayed, and the least number of them for a decision.
+_MAX_REQUESTS, _MIN_REQUESTS = 48, 8
+#: Least gain of another shape, as a share of the requests; and seconds between two changes.
+MIN_GAIN, REST_S = 0.02, 10.0
+#: Workers that are replayed; a larger fleet is represented by so many, and by its share of the
+#: requests.
+_MAX_WORKERS = 8
+
+
+class LoadLog:
+    """The latest requests: arrival, missing prompt tokens, and output tokens once known."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, tuple[float, int, int]] = OrderedDict()
+
+    def on_arrival(self, request_id: str, now_s: float, num_prompt_tokens: int) -> None:
+        self._requests[request_id] = (now_s, num_prompt_tokens, 0)
+        while len(self._requests) > 2 * _MAX_REQUESTS:
+            self._requests.popitem(last=False)
+
+    def on_placed(self, request_id: str, num_missing_tokens: int) -> None:
+        if (known := self._requests.get(request_id)) and not known[2]:
+            self._requests[request_id] = (known[0], num_missing_tokens, 0)
+
+    def on_ended(self, request_id: str, num_output_tokens: int) -> None:
+        if known := self._requests.get(request_id):
+            self._requests[request_id] = (known[0], known[1], max(known[2], num_output_tokens))
+
+    def demands(self, share: float = 1.0) -> tuple[Demand, ...]:
+        """Of the latest, empty while too few have ended. share: of the fleet's requests that this
+        gateway sees; what others see is taken to be like it, so that all come faster."""
+        known = [num_output for *_, num_output in self._requests.values() if num_output]
+        if len(known) < _MIN_REQUESTS:
+            return ()
+        usual = max(1, round(fmean(known)))
+        latest = [*self._requests.values()][-_MAX_REQUESTS:]
+        start_s = latest[0][0]
+        return tuple(
+            Demand((at_s - start_s) * share, max(1, num_prompt), num_output or usual)
+            for at_s, num_prompt, num_output in latest
+        )
+
+
+class Planner:
+    """Decides for one model's workers."""
+
+    def __init__(self, slo: Slo) -> None:
+        self._slo = slo
+        self._costs: dict[int, StepCosts] = {}
+        """By number of threads; 0 where it cannot change."""
+        self._shape: Shape | None = None
+        self._changed_s = -inf
+
+    def observe(self, measured: Sequence[tuple[int, StepCosts]]) -> None:
+        """Learn from load reports: (threads in use, costs) of each worker."""
+        by_threads: dict[int, list[StepCosts]] = defaultdict(list)
+        for num_threads, costs in measured:
+            by_threads[num_threads].append(costs)
+        for num_threads, of_workers in by_threads.items():
+            known = self._costs.get(num_threads, StepCosts())
+            decode = [costs for costs in of_workers if costs.step_s or costs.sequence_s]
+            if decode:
+                known = replace(
+                    known,
+                    step_s=median(costs.step_s for costs in decode),
+                    sequence_s=median(costs.sequence_s for costs in decode),
+                )
+            if prompts := [costs for costs in of_workers if costs.token_s]:
+                known = replace(
+                    known,
+                    prompt_s=median(costs.prompt_s for costs in prompts),
+                    token_s=median(costs.token_s for costs in prompts),
+                )
+            self._costs[num_threads] = known
+
+    def decide(
+        self, now_s: float, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
+    ) -> Mapping[str, Role]:
+        """The role that each worker should have, by address: that of before unless another shape is
+        clearly better; empty before anything was decided."""
+        present = self._present(workers)
+        self._shape = present
+        if len(workers) > 1 and demands and now_s - self._changed_s >= REST_S:
+            best = self._best(workers, demands, present)
+            if best is not None and best != present:
+                self._shape, self._changed_s = best, now_s
+        return roles_in(self._shape, workers) if self._shape is not None else {}
+
+    def _present(self, workers: Sequence[WorkerFacts]) -> Shape | None:
+        """The shape that was chosen last, as far as the workers still allow; at first, and for
+        another leader, the one that they have."""
+        shapes = [*shapes_of(workers)]
+        if self._shape in shapes:
+            return self._shape
+        roles = {worker.address: worker.role for worker in workers}
+        num_prefill = sum(role.tier is Tier.PREFILL for role in roles.values())
+        has = [Shape(0), Shape(num_prefill)]
+        return next((shape for shape in has if roles_in(shape, workers) == roles), None)
+
+    def _best(
+        self, workers: Sequence[WorkerFacts], demands: Sequence[Demand], present: Shape | None
+    ) -> Shape | None:
+        scores = {}
+        num_shown = min(len(workers), _MAX_WORKERS)
+        thinned = _thinned(demands, num_shown / len(workers))
+        for shape in {*shapes_of(workers), *([present] if present else [])}:
+            models = self._models(shape, workers)
+            if models is not None:
+                scores[shape] = score(_some(models, num_shown), thinned, self._slo)
+        if not scores:
+            return None
+        best = max(scores, key=lambda shape: (scores[shape], shape.num_prefill))
+        least = scores.get(present, -inf) + MIN_GAIN if present else -inf
+        return best if scores[best] >= least else present
+
+    def _models(self, shape: Shape, workers: Sequence[WorkerFacts]) -> list[Model] | None:
+        """Models of the workers that serve in a shape; None before costs are known."""
+        roles = roles_in(shape, workers)
+        models = []
+        for worker in workers:
+            role = roles[worker.address]
+            is_prefill = role.tier is Tier.PREFILL
+            if is_prefill and not shape.num_prefill:
+                continue
+            costs = self._costs_of(role.num_threads or worker.num_threads)
+            if costs is None:
+                return None
+            models.append(Model(costs, is_prefill, not is_prefill, role.is_colocated))
+        return models
+
+    def _costs_of(self, num_threads: int) -> StepCosts | None:
+        """Costs with this many threads: measured, or derived from another number."""
+        whole = {n: c for n, c in self._costs.items() if c.token_s and (c.step_s or c.sequence_s)}
+        if num_threads in whole or not whole:
+            return whole.get(num_threads)
+        nearest = min(whole, key=lambda number: abs(number - num_threads))
+        costs, ratio = whole[nearest], max(1, nearest) / max(1, num_threads)
+        return replace(costs, sequence_s=costs.sequence_s * ratio, token_s=costs.token_s * ratio)
+
+
+def _some(models: Sequence[Model], number: int) -> list[Model]:
+    """Evenly chosen models, prefill workers first, so that the shares of the roles stay."""
+    ordered = sorted(models, key=lambda model: not model.prefills)
+    number = min(number, len(ordered))
+    return [ordered[int((i + 0.5) * len(ordered) / number)] for i in range(number)]
+
+
+def _thinned(demands: Sequence[Demand], share: float) -> list[Demand]:
+    """The requests, as far apart as if each worker had come by its share of them."""
+    return (
+        [replace(demand, at_s=demand.at_s / share) for demand in demands]
+        if share < 1
+        else [*demands]
+    )

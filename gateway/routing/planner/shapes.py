@@ -1,0 +1,72 @@
+"""Shapes of a fleet: how many workers of each role. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.types import Role, Tier
+
+#: Maximum splits that are compared.
+_MAX_SPLITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """A ready worker.
+
+    host: workers of one host divide its cores. listed_tier: that it was started for. role: that it
+    serves. num_threads: that it was started with; 0 if they cannot change while it runs.
+    """
+
+    address: str
+    host: str
+    listed_tier: Tier
+    role: Role
+    num_threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """num_prefill: prefill workers of a split; 0: all are colocated, or, where workers of one host
+    can divide its cores anew, one worker with all cores of its host, beside which others rest."""
+
+    num_prefill: int
+
+    def __str__(self) -> str:
+        return f"{self.num_prefill} prefill workers" if self.num_prefill else "colocated"
+
+
+def shapes_of(workers: Sequence[WorkerFacts]) -> Iterator[Shape]:
+    """All shapes worth comparing for these workers."""
+    num_splits = len(workers) - 1
+    step = max(1, -(-num_splits // _MAX_SPLITS))
+    yield from (Shape(number) for number in range(1, num_splits + 1, step))
+    yield Shape(0)
+
+
+def roles_in(shape: Shape, workers: Sequence[WorkerFacts]) -> Mapping[str, Role]:
+    """The role of each worker, by address; as few change theirs as possible."""
+    if shape.num_prefill:
+        by_fitness = sorted(workers, key=_fitness_to_prefill)
+        prefills = {worker.address for worker in by_fitness[: shape.num_prefill]}
+        return {
+            w.address: Role(Tier.PREFILL if w.address in prefills else Tier.DECODE) for w in workers
+        }
+    by_host: dict[str, list[WorkerFacts]] = defaultdict(list)
+    for worker in workers:
+        by_host[worker.host if worker.num_threads else worker.address].append(worker)
+    roles = {}
+    for group in by_host.values():
+        *resting, chosen = sorted(group, key=_fitness_to_prefill)
+        num_threads = sum(worker.num_threads for worker in group) if resting else 0
+        roles[chosen.address] = Role(Tier.DECODE, is_colocated=True, num_threads=num_threads)
+        roles.update({worker.address: Role(Tier.PREFILL) for worker in resting})
+    return roles
+
+
+def _fitness_to_prefill(worker: WorkerFacts) -> tuple[bool, bool, str]:
+    """Sort key: those that prefill now come first, then those started for it."""
+    is_prefill = worker.role.tier is Tier.PREFILL
+    return not is_prefill, worker.listed_tier is not Tier.PREFILL, worker.address

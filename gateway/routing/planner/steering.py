@@ -1,0 +1,111 @@
+"""Applies the planner's roles to the workers of one model.
+
+Each period, the gateway that has the lease orders what differs from the plan, as workers report
+it. So an order that was lost is given again, and another leader goes on where this one stopped.
+What runs on a worker runs on: sequences on a worker that prefills from now on are migrated
+(migrator.py). Without the lease, or without the registry that gives it, roles stay as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from baton.errors import BatonError
+from baton.registry.lease import Lease
+from baton.types import Role, Tier
+from gateway.routing.fleet import Fleet, Worker
+from gateway.routing.planner.planner import LoadLog, Planner
+from gateway.routing.planner.shapes import WorkerFacts
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two decisions.
+PERIOD_S = 2.0
+#: One of so many workers changes its role in a period, at least one.
+_MOVE_ONE_OF = 4
+
+
+class SetRole(Protocol):
+    """Orders the worker at an address to take a role, and returns once it has. term: of the lease.
+    Raises BatonError."""
+
+    async def __call__(self, address: str, role: Role, term: int, /) -> None: ...
+
+
+class Steering:
+    """Owns the planner of one model."""
+
+    def __init__(self, fleet: Fleet, log: LoadLog, lease: Lease, set_role: SetRole) -> None:
+        self._fleet = fleet
+        self._load_log = log
+        self._lease = lease
+        self._set_role = set_role
+        self._planner = Planner(fleet.slo)
+        self.num_changes = 0
+        """Roles that were changed."""
+
+    async def run(self) -> None:
+        """Plan until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            workers = [*self._fleet.ready(Tier.PREFILL), *self._fleet.ready(Tier.DECODE)]
+            self._planner.observe([(w.load.num_threads, w.load.costs) for w in workers])
+            term = await self._lease.hold()
+            if term is None:
+                continue
+            demands = self._load_log.demands(self._share(workers))
+            roles = self._planner.decide(loop.time(), [*map(_facts_of, workers)], demands)
+            for worker, role in self._changes(workers, roles):
+                await self._change(worker, role, term)
+
+    def _share(self, workers: list[Worker]) -> float:
+        """Share of the fleet's sequences that this gateway has placed."""
+        num_own = sum(worker.num_homed for worker in workers)
+        num_all = sum(worker.load.num_running + worker.load.num_waiting for worker in workers)
+        return min(1.0, num_own / num_all) if num_own and num_all else 1.0
+
+    def _changes(
+        self, workers: list[Worker], roles: Mapping[str, Role]
+    ) -> Iterator[tuple[Worker, Role]]:
+        """What to order now: first those that come to the decode tier, so that others may leave
+        it."""
+        differing = [
+            (worker, role)
+            for worker in workers
+            if (role := roles.get(worker.address)) and _role_of(worker) != role
+        ]
+        differing.sort(key=lambda change: change[1].tier is Tier.PREFILL)
+        yield from differing[: max(1, len(workers) // _MOVE_ONE_OF)]
+
+    async def _change(self, worker: Worker, role: Role, term: int) -> None:
+        leaves_decode = worker.tier is Tier.DECODE and role.tier is Tier.PREFILL
+        if leaves_decode and len(self._fleet.ready(Tier.DECODE)) < 2:
+            return
+        try:
+            await self._set_role(worker.address, role, term)
+        except BatonError as error:
+            _log.warning("worker %s did not take another role: %s", worker.name, error.message)
+            return
+        self.num_changes += 1
+        _log.info("worker %s: %s", worker.name, role)
+
+
+def _facts_of(worker: Worker) -> WorkerFacts:
+    return WorkerFacts(
+        worker.address,
+        worker.address.rpartition(":")[0],
+        worker.listed_tier,
+        _role_of(worker),
+        worker.info.num_threads if worker.info else 0,
+    )
+
+
+def _role_of(worker: Worker) -> Role:
+    """The role that it reports; num_threads: 0 if they are those of the start."""
+    load, started = worker.load, worker.info.num_threads if worker.info else 0
+    num_threads = load.num_threads if load.num_threads != started else 0
+    return Role(worker.tier, load.is_colocated, num_threads)
