@@ -57,7 +57,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
             "distill_command",
             "Train a small model to draft for a target (--speculative-model).",
         ),
-        "set-role": ("role", "set_role", "Change the tier of a running worker."),
+        "set-role": ("role", "set_role", "Change the role of a running worker."),
         "version": (
             "version",
             "version",

@@ -1,4 +1,4 @@
-"""`baton set-role`: moves a running worker to the other tier."""
+"""`baton set-role`: gives a running worker another role."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from baton.cli.connection import Connection, connecting
 
 
 class Role(StrEnum):
-    """Tiers as spelled in options."""
+    """Roles as spelled in options. A colocated worker is one of the decode tier."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    COLOCATED = "colocated"
+
+
+_WORKER_OF = {Role.PREFILL: "a prefill", Role.DECODE: "a decode", Role.COLOCATED: "a colocated"}
 
 
 @connecting
 def set_role(
-    role: Annotated[Role, typer.Argument(help="Tier that the worker is to serve from now on.")],
+    role: Annotated[Role, typer.Argument(help="What the worker is to do from now on.")],
     worker: Annotated[
         str, typer.Option(metavar="WORKER_ID", help="Name of the worker, as in baton status.")
     ],
@@ -28,8 +32,9 @@ def set_role(
         float, typer.Option("--timeout-s", help="Time to wait for the worker, in seconds.")
     ] = 10.0,
 ) -> None:
-    """Change the tier of a running worker that a gateway knows. Its running requests finish; new
-    requests are placed by the new tier. Exit status 1 if the worker is unknown, or does not
+    """Change the role of a running worker that a gateway knows: to compute prompts, to decode what
+    it is sent, or, colocated, to do both for the same requests. Its running requests finish; new
+    requests are placed by the new role. Exit status 1 if the worker is unknown, or does not
     answer."""
     import grpc
 
@@ -45,11 +50,15 @@ def set_role(
             f"no worker {worker!r}; there are {', '.join(sorted(known)) or 'none'}", err=True
         )
         raise SystemExit(1)
-    tier = worker_pb2.Tier.ValueType(Tier[role.name])
+    is_colocated = role is Role.COLOCATED
+    tier = Tier.DECODE if is_colocated else Tier[role.name]
+    request = worker_pb2.SetRoleRequest(
+        role=worker_pb2.Tier.ValueType(tier), is_colocated=is_colocated
+    )
     with sync_channel(known[worker], connection.tls) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
-            stub.SetRole(worker_pb2.SetRoleRequest(role=tier), timeout=timeout_s)
+            stub.SetRole(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error, peer="worker", address=known[worker]) from None
-    typer.echo(f"{worker} serves the {role} tier")
+    typer.echo(f"{worker} is {_WORKER_OF[role]} worker")

@@ -14,6 +14,10 @@ class Lease(Protocol):
         terms have greater numbers."""
         ...
 
+    async def close(self) -> None:
+        """End its connection. A lease that is held ends by itself."""
+        ...
+
 
 class SoleLease:
     """The lease of a process that is alone. Implements Lease."""
@@ -21,3 +25,6 @@ class SoleLease:
     async def hold(self) -> int | None:
         """See Lease. Its term counts as a person's order, which is never refused."""
         return 0
+
+    async def close(self) -> None:
+        """See Lease."""

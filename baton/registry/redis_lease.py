@@ -55,3 +55,7 @@ class RedisLease:
             return await client.eval(_HOLD, 2, *self._keys, self._owner, str(self._lease_ms))
 
         return await self._redis.call(hold) or None
+
+    async def close(self) -> None:
+        """See Lease."""
+        await self._redis.close()

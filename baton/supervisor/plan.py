@@ -263,10 +263,11 @@ def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple
     own["more_models"] = tuple(str(each.with_options(of_gateway)) for each in models)
     names = ("gateway", *(f"gateway-{i}" for i in range(1, options.num_gateways)))
     # They have no lease: the first one plans.
+    off = {"planner": "off"} if options.planner == "on" else {}
     return tuple(
         _child(
             *(GatewayOptions, options, programs.gateway, name),
-            own | _metrics_port_of(options, name) | ({"planner": "off"} if number else {}),
+            own | _metrics_port_of(options, name) | (off if number else {}),
         )
         for number, name in enumerate(names)
     )

@@ -86,9 +86,14 @@ async def test_no_stream_fails_while_workers_change_their_tiers() -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(NUM_CLIENTS):
                 group.create_task(keep_streaming(client))
-            for role, worker in (("prefill", "decode-1"), ("decode", "prefill-0")):
+            for role, worker in (
+                ("colocated", "decode-0"),
+                ("decode", "decode-0"),
+                ("prefill", "decode-1"),
+                ("decode", "prefill-0"),
+            ):
                 where = ("--worker", worker, "--address", cluster.address)
-                assert await baton("set-role", role, *where) == f"{worker} serves the {role} tier\n"
+                assert await baton("set-role", role, *where) == f"{worker} is a {role} worker\n"
                 # As many streams again, and one more: some began after the change.
                 for _ in range(begun.qsize() + NUM_CLIENTS + 1):
                     await begun.get()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,7 +46,9 @@ from gateway.request.driver import RequestDeps, RequestDriver, outputs_of
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.migrator import Migrator
-from gateway.routing.planner.steering import Steering
+from gateway.routing.planner.replay import Demand
+from gateway.routing.planner.shapes import WorkerFacts
+from gateway.routing.planner.steering import Decide, Steering
 from kv_transfer.handshake import ReceiverConfig, SenderConfig
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -332,7 +334,9 @@ class LoadCluster:
         decodes = [name for name in self.policies if name not in prefills]
         self.fleet = Fleet(prefills, decodes, slo=self.targets)
         self.dispatcher = Dispatcher(self.fleet, max_queue_size=100_000, key=bytes(16))
-        self.steering = Steering(self.fleet, self.dispatcher.log, SoleLease(), self.set_role)
+        self.steering = Steering(
+            self.fleet, self.dispatcher.log, SoleLease(), self.set_role, inline
+        )
         migrator = Migrator(self.fleet, self.dispatcher)
         for name, (tier, policy) in self.policies.items():
             self.nodes.append(LoadNode(self, name, tier, policy, self.num_blocks))
@@ -387,6 +391,13 @@ async def request(cluster: LoadCluster, number: int, arrival: Arrival) -> Record
     return Record(
         arrival.due_s, arrival.due_s, loop.time(), arrival.num_input_tokens, tuple(pieces)
     )
+
+
+async def inline(
+    decide: Decide, now_s: float, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
+) -> Mapping[str, Role]:
+    """Implements gateway.routing.planner.steering.Aside; a virtual clock knows no threads."""
+    return decide(now_s, workers, demands)
 
 
 async def _serve(

@@ -21,7 +21,9 @@ from gateway.routing.planner.shapes import Shape, WorkerFacts, roles_in, shapes_
 #: Latest requests that are replayed, and the least number of them for a decision.
 _MAX_REQUESTS, _MIN_REQUESTS = 48, 8
 #: Least gain of another shape, as a share of the requests; and seconds between two changes.
-MIN_GAIN, REST_S = 0.02, 10.0
+MIN_GAIN, REST_S = 0.04, 10.0
+#: Weight of the latest replay in a shape's score: few requests say little.
+_LATEST_WEIGHT = 0.3
 #: Workers that are replayed; a larger fleet is represented by so many, and by its share of the
 #: requests.
 _MAX_WORKERS = 8
@@ -68,6 +70,9 @@ class Planner:
         self._slo = slo
         self._costs: dict[int, StepCosts] = {}
         """By number of threads; 0 where it cannot change."""
+        self._scores: dict[Shape, float] = {}
+        """Means over the replays since the last change, of `_num_workers` workers."""
+        self._num_workers = 0
         self._shape: Shape | None = None
         self._changed_s = -inf
 
@@ -97,13 +102,16 @@ class Planner:
         self, now_s: float, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
     ) -> Mapping[str, Role]:
         """The role that each worker should have, by address: that of before unless another shape is
-        clearly better; empty before anything was decided."""
+        clearly better; empty before anything was decided, and for fewer than two workers."""
+        if len(workers) < 2:
+            return {}
         present = self._present(workers)
         self._shape = present
-        if len(workers) > 1 and demands and now_s - self._changed_s >= REST_S:
+        if demands and now_s - self._changed_s >= REST_S:
             best = self._best(workers, demands, present)
             if best is not None and best != present:
                 self._shape, self._changed_s = best, now_s
+                self._scores.clear()
         return roles_in(self._shape, workers) if self._shape is not None else {}
 
     def _present(self, workers: Sequence[WorkerFacts]) -> Shape | None:
@@ -120,13 +128,18 @@ class Planner:
     def _best(
         self, workers: Sequence[WorkerFacts], demands: Sequence[Demand], present: Shape | None
     ) -> Shape | None:
-        scores = {}
+        if len(workers) != self._num_workers:
+            self._num_workers = len(workers)
+            self._scores.clear()
+        scores = self._scores
         num_shown = min(len(workers), _MAX_WORKERS)
         thinned = _thinned(demands, num_shown / len(workers))
         for shape in {*shapes_of(workers), *([present] if present else [])}:
             models = self._models(shape, workers)
             if models is not None:
-                scores[shape] = score(_some(models, num_shown), thinned, self._slo)
+                latest = score(_some(models, num_shown), thinned, self._slo)
+                before = scores.get(shape, latest)
+                scores[shape] = before + _LATEST_WEIGHT * (latest - before)
         if not scores:
             return None
         best = max(scores, key=lambda shape: (scores[shape], shape.num_prefill))

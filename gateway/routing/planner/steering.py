@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from baton.errors import BatonError
@@ -18,14 +18,31 @@ from baton.registry.lease import Lease
 from baton.types import Role, Tier
 from gateway.routing.fleet import Fleet, Worker
 from gateway.routing.planner.planner import LoadLog, Planner
+from gateway.routing.planner.replay import Demand
 from gateway.routing.planner.shapes import WorkerFacts
 
 _log = logging.getLogger(__name__)
 
 #: Seconds between two decisions.
-PERIOD_S = 2.0
+PERIOD_S = 4.0
 #: One of so many workers changes its role in a period, at least one.
 _MOVE_ONE_OF = 4
+
+
+Decide = Callable[[float, Sequence[WorkerFacts], Sequence[Demand]], Mapping[str, Role]]
+
+
+class Aside(Protocol):
+    """Runs a call elsewhere, as asyncio.to_thread does."""
+
+    async def __call__(
+        self,
+        decide: Decide,
+        now_s: float,
+        workers: Sequence[WorkerFacts],
+        demands: Sequence[Demand],
+        /,
+    ) -> Mapping[str, Role]: ...
 
 
 class SetRole(Protocol):
@@ -38,7 +55,17 @@ class SetRole(Protocol):
 class Steering:
     """Owns the planner of one model."""
 
-    def __init__(self, fleet: Fleet, log: LoadLog, lease: Lease, set_role: SetRole) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        log: LoadLog,
+        lease: Lease,
+        set_role: SetRole,
+        aside: Aside = asyncio.to_thread,
+    ) -> None:
+        """aside: runs a decision, which takes up to some tenths of a second, beside the event
+        loop."""
+        self._aside = aside
         self._fleet = fleet
         self._load_log = log
         self._lease = lease
@@ -49,18 +76,25 @@ class Steering:
 
     async def run(self) -> None:
         """Plan until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(PERIOD_S)
-            workers = [*self._fleet.ready(Tier.PREFILL), *self._fleet.ready(Tier.DECODE)]
-            self._planner.observe([(w.load.num_threads, w.load.costs) for w in workers])
-            term = await self._lease.hold()
-            if term is None:
-                continue
-            demands = self._load_log.demands(self._share(workers))
-            roles = self._planner.decide(loop.time(), [*map(_facts_of, workers)], demands)
-            for worker, role in self._changes(workers, roles):
-                await self._change(worker, role, term)
+        try:
+            while True:
+                await asyncio.sleep(PERIOD_S)
+                await self._plan()
+        finally:
+            await self._lease.close()
+
+    async def _plan(self) -> None:
+        workers = [*self._fleet.ready(Tier.PREFILL), *self._fleet.ready(Tier.DECODE)]
+        self._planner.observe([(w.load.num_threads, w.load.costs) for w in workers])
+        term = await self._lease.hold()
+        if term is None:
+            return
+        demands = self._load_log.demands(self._share(workers))
+        now_s = asyncio.get_running_loop().time()
+        facts = [*map(_facts_of, workers)]
+        roles = await self._aside(self._planner.decide, now_s, facts, demands)
+        for worker, role in self._changes(workers, roles):
+            await self._change(worker, role, term)
 
     def _share(self, workers: list[Worker]) -> float:
         """Share of the fleet's sequences that this gateway has placed."""

@@ -176,6 +176,13 @@ def test_several_gateways_differ_in_name_only_and_share_the_port() -> None:
     assert "--reuse-port" not in only.arguments
 
 
+def test_one_of_the_gateways_of_a_supervisor_plans() -> None:
+    options = ServeOptions(model="m", num_gateways=3, planner="on", slo_ttft_ms=500)
+    gateways = plan_gateways(options)
+    plans = [gateway.name for gateway in gateways if "--planner=on" in gateway.arguments]
+    assert plans == ["gateway"], "they have no lease"
+
+
 def test_a_restart_takes_the_port_of_the_first_start() -> None:
     (_, decode) = plan_workers(ServeOptions(model="m"), 2)
     ports = [

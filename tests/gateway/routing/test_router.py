@@ -359,6 +359,18 @@ def test_a_prompt_is_computed_by_the_tier_that_has_it_sooner() -> None:
     assert choose(NEED, [behind], [both_behind], b"k") == Plan("p", "d"), "140 ms against 280"
 
 
+def test_a_colocated_worker_takes_what_it_has_sooner_than_the_split() -> None:
+    colocated = replace(
+        SHARING, address="c", is_colocated=True, max_local_prefill_tokens=100, num_sequences=7
+    )
+    assert choose(NEED, [FAST], [SHARING, colocated], b"k") == Plan("p", "d"), "40 ms against 80"
+    behind = replace(FAST, outstanding_tokens=100)
+    busy = replace(SHARING, pending_tokens=100)
+    assert choose(NEED, [behind], [busy, colocated], b"k") == Plan(None, "c"), "140 against 80"
+    full = replace(SHARING, num_available_blocks=3)
+    assert choose(NEED, [FAST], [full, colocated], b"k") == Plan(None, "c")
+
+
 def test_a_prompt_that_the_decode_tier_has_cached_is_computed_there() -> None:
     knowing = replace(SHARING, matched_tokens=36)
     assert choose(NEED, [FAST], [knowing], b"k") == Plan(None, "d")

@@ -1,0 +1,119 @@
+"""The planner finds the shape that suits the targets, and stays with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from baton.types import Role, Slo, StepCosts, Tier
+from gateway.routing.planner.planner import REST_S, LoadLog, Planner
+from gateway.routing.planner.replay import Demand, Model, score
+from gateway.routing.planner.shapes import WorkerFacts
+
+#: As measured on a machine whose load varies.
+ONE_CORE = StepCosts(0.0115, 0.0010, 0.005, 0.0009)
+SPLIT = [
+    WorkerFacts("h:1", "h", Tier.PREFILL, Role(Tier.PREFILL), 1),
+    WorkerFacts("h:2", "h", Tier.DECODE, Role(Tier.DECODE), 1),
+]
+COLOCATED = {"h:1": Role(Tier.PREFILL), "h:2": Role(Tier.DECODE, True, 2)}
+SOON, SMOOTH = Slo(0.6, 0.2), Slo(3.0, 0.03)
+
+
+def demands(rate: float, seed: int = 0, num_requests: int = 40) -> list[Demand]:
+    rng, at_s, made = random.Random(seed), 0.0, []
+    for _ in range(num_requests):
+        at_s += rng.expovariate(rate)
+        made.append(Demand(at_s, rng.randint(256, 1024), rng.randint(32, 64)))
+    return made
+
+
+def decided(planner: Planner, slo_rate: float, workers: list[WorkerFacts]) -> Mapping[str, Role]:
+    planner.observe([(1, ONE_CORE)])
+    return planner.decide(100.0, workers, demands(slo_rate, seed=2))
+
+
+def test_early_first_tokens_are_served_colocated_and_short_gaps_by_a_split() -> None:
+    """On one host, as bench.slo measures; the colocated worker gets both cores."""
+    assert decided(Planner(SOON), 2.0, SPLIT) == COLOCATED
+    assert decided(Planner(SMOOTH), 4.0, SPLIT) == {w.address: w.role for w in SPLIT}
+    joined = [replace(worker, role=COLOCATED[worker.address]) for worker in SPLIT]
+    assert decided(Planner(SMOOTH), 4.0, joined) == {w.address: w.role for w in SPLIT}
+
+
+def test_a_fleet_gets_prefill_workers_by_how_long_prompts_are() -> None:
+    def num_prefill(num_prompt: int, num_output: int) -> int:
+        workers = [WorkerFacts(f"w{i}", f"w{i}", Tier.DECODE, Role(Tier.DECODE)) for i in range(8)]
+        planner = Planner(Slo(1.0, 0.015))
+        planner.observe([(0, StepCosts(0.010, 0.0005, 0.0, 0.0004))])
+        load = [Demand(i * 0.12, num_prompt, num_output) for i in range(48)]
+        roles = planner.decide(100.0, workers, load)
+        return sum(role.tier is Tier.PREFILL for role in roles.values())
+
+    assert num_prefill(1024, 16) > num_prefill(128, 128)
+
+
+def test_nothing_changes_without_knowledge_or_soon_again() -> None:
+    planner = Planner(SOON)
+    present = {worker.address: worker.role for worker in SPLIT}
+    assert not planner.decide(0.0, [], ()), "nobody has joined"
+    assert planner.decide(0.0, SPLIT, demands(2.0)) == present, "no costs"
+    planner.observe([(1, ONE_CORE)])
+    assert planner.decide(0.0, SPLIT, ()) == present, "no requests"
+    assert not planner.decide(0.0, SPLIT[1:], demands(2.0)), "alone"
+    assert planner.decide(100.0, SPLIT, demands(2.0)) == COLOCATED
+    # The first worker is slow with both cores: but the shape rests.
+    planner.observe([(2, StepCosts(0.5, 0.5, 0.0, 0.01))])
+    assert planner.decide(100.0 + REST_S / 2, SPLIT, demands(2.0)) == COLOCATED
+    assert planner.decide(100.0 + REST_S, SPLIT, demands(2.0)) == present, "what is measured counts"
+
+
+@pytest.mark.parametrize("slo", [SOON, SMOOTH, Slo(1.2, 0.05)])
+def test_a_steady_load_moves_roles_once_at_most(slo: Slo) -> None:
+    planner, workers, num_changes = Planner(slo), SPLIT, 0
+    planner.observe([(1, ONE_CORE)])
+    for tick in range(30):
+        roles = planner.decide(20.0 * tick, workers, demands(2.0, seed=tick % 3))
+        moved = [replace(worker, role=roles[worker.address]) for worker in workers]
+        num_changes += moved != workers
+        workers = moved
+    assert num_changes <= 1
+
+
+def test_another_leader_goes_on_with_the_shape_that_it_finds() -> None:
+    joined = [replace(worker, role=COLOCATED[worker.address]) for worker in SPLIT]
+    assert Planner(SOON).decide(0.0, joined, ()) == COLOCATED
+
+
+def test_a_log_keeps_the_latest_and_takes_unknown_answers_to_be_usual() -> None:
+    log = LoadLog()
+    for number in range(200):
+        log.on_arrival(f"r{number}", float(number), 100)
+        log.on_placed(f"r{number}", 30)
+        if number < 199:
+            log.on_ended(f"r{number}", 20)
+    latest = log.demands()
+    assert len(latest) < 100
+    assert latest[0].at_s == 0.0
+    assert {demand.num_prompt for demand in latest} == {30}
+    assert latest[-1].num_output == 20
+    assert log.demands(0.5)[-1].at_s == latest[-1].at_s / 2, "two gateways see twice as much"
+    few = LoadLog()
+    few.on_arrival("r", 0.0, 100)
+    few.on_ended("r", 5)
+    assert few.demands() == ()
+
+
+def test_a_replay_counts_what_is_inside_the_targets() -> None:
+    worker = Model(StepCosts(0.01, 0.0, 0.0, 0.001), False, True, True)
+    one = [Demand(0.0, 100, 11)]
+    assert score([worker], one, Slo(0.2, 0.02)) == pytest.approx(1.1), "0.11 s, 10 ms"
+    assert score([worker], one, Slo(0.1, 0.02)) < 0.1
+    assert score([worker], one, Slo(None, 0.005)) < 0.1
+    both = [Demand(0.0, 100, 11), Demand(0.0, 100, 11)]
+    assert 0.5 < score([worker], both, Slo(0.15)) < 0.6, "the second waits"
+    pair = [Model(worker.costs, True, False), Model(worker.costs, False, True)]
+    assert score(pair, one, Slo(0.2, 0.02)) == pytest.approx(1.1)

@@ -1,0 +1,38 @@
+"""Threads that change while a worker runs, and costs that go with them."""
+
+from __future__ import annotations
+
+from baton.types import StepCosts
+from worker_core.costs import Costs
+from worker_core.policy import pinned_local_prefill
+from worker_core.threads import Threads
+
+
+def test_threads_change_only_where_that_is_asked() -> None:
+    numbers: list[int] = []
+    threads = Threads(2, numbers.append)
+    for wanted in (0, 2, 4, 4, 0):
+        threads.use(wanted)
+    assert numbers == [4, 2]
+    assert threads.num_now == 2
+
+
+def test_costs_of_each_number_of_threads_are_kept_apart() -> None:
+    costs = Costs(pinned_local_prefill(0), token_bytes=1)
+    costs.num_threads = 1
+    for number in range(1, 9):
+        costs.observe_step(number, 0, 0.010 + 0.001 * number)
+        costs.observe_step(0, 100 * number, 0.005 + 0.1 * number)
+    of_one = costs.of_steps()
+    assert all(
+        abs(seen - true) < 1e-9
+        for seen, true in zip(
+            (of_one.step_s, of_one.sequence_s, of_one.prompt_s, of_one.token_s),
+            (0.010, 0.001, 0.005, 0.001),
+            strict=True,
+        )
+    )
+    costs.num_threads = 2
+    assert costs.of_steps() == StepCosts(), "nothing measured yet"
+    costs.num_threads = 1
+    assert costs.of_steps() == of_one

@@ -1,0 +1,68 @@
+"""Roles by gRPC: what a worker takes, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.types import Role, Tier, WorkerLoad
+from baton.v1 import worker_pb2
+from tests.support.fake_workers import make_info
+from worker_core.commands import Command, SetPolicy
+from worker_core.loop import Heartbeat, LoadBoard
+from worker_core.policy import Policy, prefill_policy
+from worker_core.worker_service import WorkerServicer
+
+
+class Context:
+    """Of a call with time enough."""
+
+    def time_remaining(self) -> float:
+        return 60.0
+
+
+class Worker:
+    """A worker that takes any role at once."""
+
+    def __init__(self) -> None:
+        self.board = LoadBoard()
+        self.roles: list[Role] = []
+        self.threads: list[int] = []
+        info = make_info("w", Tier.PREFILL)
+        self.service = WorkerServicer(
+            info, self.board, Heartbeat(1.0), self._submit, self._policy_of
+        )
+
+    def _policy_of(self, role: Role) -> Policy:
+        self.roles.append(role)
+        return prefill_policy()
+
+    def _submit(self, command: Command) -> None:
+        assert isinstance(command, SetPolicy)
+        self.threads.append(command.num_threads)
+        role = self.roles[-1]
+        self.board.publish(WorkerLoad(role=role.tier, is_colocated=role.is_colocated))
+
+    async def set_role(self, **fields: Any) -> None:
+        context: Any = Context()
+        await self.service.SetRole(worker_pb2.SetRoleRequest(**fields), context)
+
+
+async def test_a_role_says_tier_prompts_and_threads() -> None:
+    worker = Worker()
+    await worker.set_role(role=worker_pb2.TIER_DECODE, is_colocated=True, num_threads=4)
+    await worker.set_role(role=worker_pb2.TIER_PREFILL)
+    assert worker.roles == [Role(Tier.DECODE, True, 4), Role(Tier.PREFILL)]
+    assert worker.threads == [4, 0]
+
+
+async def test_a_planner_of_an_earlier_term_is_refused_and_a_person_is_not() -> None:
+    worker = Worker()
+    await worker.set_role(role=worker_pb2.TIER_DECODE, term=7)
+    await worker.set_role(role=worker_pb2.TIER_DECODE, term=7)
+    with pytest.raises(InvalidRequest, match="term: 6 is over"):
+        await worker.set_role(role=worker_pb2.TIER_PREFILL, term=6)
+    await worker.set_role(role=worker_pb2.TIER_PREFILL)
+    assert len(worker.roles) == 3
