@@ -181,8 +181,9 @@ class _Replay:
                 break
         num_computed = chunk - left
         worker.pending -= num_computed
-        prompt_s = costs.prompt_s if decoding else max(costs.prompt_s, costs.step_s)
-        end_s = now_s + base_s + prompt_s + num_computed * costs.token_s
+        # A step that decodes has read the weights already.
+        weights_s = max(costs.step_s, costs.prompt_s) - (costs.step_s if decoding else 0.0)
+        end_s = now_s + base_s + weights_s + num_computed * costs.token_s
         self._decode(worker, 1, end_s)
         for request in done:
             worker.prompts.remove(request)
