@@ -47,7 +47,7 @@ ADVANCED = frozenset(
         *("speculative_tree", "enable_openengine", "allowed_origins"),
         *("ssl_server_name", "ssl_peer_names", "ssl_cert_reqs", "metrics_compat"),
         *("rope_scaling", "hf_overrides"),
-        *("max_remembered_prefixes", "max_json_whitespace"),
+        *("max_remembered_prefixes", "max_json_whitespace", "max_logprobs"),
     }
 )
 #: Heading of advanced options in --help-all.
