@@ -21,6 +21,9 @@ from worker_core.policy import LocalPrefillPolicy
 
 #: Factor on an observation's weight at each later observation.
 _FADING = 0.98
+#: The same for costs that are published: they are used for other batches than those measured, so
+#: the slope has to be right.
+_SLOW_FADING = 0.998
 #: Minimum observations for an estimate.
 _MIN_OBSERVATIONS = 4
 #: Assumed speed of copies until the first one, both directions together, in bytes per second.
@@ -64,10 +67,11 @@ class Costs:
         self._num_threads = num_threads
         fits = self._by_threads.setdefault(num_threads, _StepFits())
         self._decode, self._prefill, self._prefill_beside = fits.decode, fits.prefill, fits.beside
+        self._published = fits.published
 
     def of_steps(self) -> StepCosts:
         """Costs of steps, as far as they were measured often enough."""
-        decode, prefill = self._decode, self._prefill
+        decode, prefill = self._published, self._prefill
         has_decoded = decode.num_observations >= _MIN_OBSERVATIONS
         has_computed = prefill.num_observations >= _MIN_OBSERVATIONS
         return StepCosts(
@@ -94,6 +98,7 @@ class Costs:
         """
         if not num_prefill_tokens:
             self._decode.observe(num_decode_tokens, seconds)
+            self._published.observe(num_decode_tokens, seconds)
             return
         beside_s = self._decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
         self._prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))
@@ -209,7 +214,8 @@ class _StepFits:
 
     def __init__(self) -> None:
         self.decode = LinearFit()
-        """Of steps without a prompt, by decode tokens."""
+        self.published = LinearFit(_SLOW_FADING)
+        """Of steps without a prompt, by decode tokens; both."""
         self.prefill = LinearFit()
         """What prompts add to a step, by their tokens."""
         self.beside = LinearFit()
@@ -224,7 +230,8 @@ class LinearFit:
     used while all amounts are equal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fading: float = _FADING) -> None:
+        self._fading = fading
         self._weight = 0.0
         self._amount = 0.0
         self._seconds = 0.0
@@ -235,11 +242,12 @@ class LinearFit:
 
     def observe(self, amount: float, seconds: float) -> None:
         self.num_observations += 1
-        self._weight = self._weight * _FADING + 1.0
-        self._amount = self._amount * _FADING + amount
-        self._seconds = self._seconds * _FADING + seconds
-        self._amount_sq = self._amount_sq * _FADING + amount * amount
-        self._product = self._product * _FADING + amount * seconds
+        fading = self._fading
+        self._weight = self._weight * fading + 1.0
+        self._amount = self._amount * fading + amount
+        self._seconds = self._seconds * fading + seconds
+        self._amount_sq = self._amount_sq * fading + amount * amount
+        self._product = self._product * fading + amount * seconds
         self.rate = self._seconds / self._amount if self._amount else 0.0
         spread = self._amount_sq - self._amount**2 / self._weight
         if spread <= 1e-9 * self._amount_sq:
