@@ -24,7 +24,9 @@ if held then
   return tonumber(term)
 end
 local last = tonumber(redis.call('GET', KEYS[2]) or '0')
-local term = math.max(last + 1, tonumber(redis.call('TIME')[1]))
+local now = redis.call('TIME')
+local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+local term = math.max(last + 1, now_ms)
 redis.call('SET', KEYS[2], term)
 redis.call('SET', KEYS[1], ARGV[1] .. ' ' .. term, 'NX', 'PX', ARGV[2])
 return term
@@ -35,8 +37,8 @@ class RedisLease:
     """Implements baton.registry.lease.Lease.
 
     Terms order what leaders do even where one was suspended beyond its lease, since workers refuse
-    orders of earlier terms. A term is at least Redis's clock in seconds, so that terms grow even
-    where Redis lost its data.
+    orders of earlier terms. A term is at least Redis's clock in milliseconds, so that terms grow
+    even where Redis lost its data.
     """
 
     def __init__(
