@@ -1,7 +1,8 @@
 """Faults of workers of several hosts, on hosts made of network namespaces, under streams of every
 kind.
 
-    python -m bench.nodes [--only TEXT] [--num-rounds 1] [--kv-transport tcp] [--json FILE] [MODEL]
+    python -m bench.nodes [--only TEXT] [--num-rounds 1] [--kv-transport tcp] [--json FILE]
+        [--write] [MODEL]
 
 Seven hosts with their own addresses and loopback, joined by veth and limited by tc's tbf: two for a
 prefill worker, two for a decode worker, one for a decode worker of its own, one for Redis, one for
@@ -9,7 +10,8 @@ the gateway. Packets between the hosts of a worker, and between the tiers, go th
 loses and delays them. Streams of known output run all the time, while ranks and hosts are killed,
 frozen and unplugged, and wires fail. Each stream has to have every token once, in order and
 right, and in the end no block may be held. A worker that is hit has to end within 3 s: host 0 of
-it, which serves, or the other host where host 0 was hit.
+it, which serves, or the other host where host 0 was hit. --write: renews the table of
+docs/reliability.md.
 
 Needs Linux, iproute2, util-linux, a redis-server, and root or the right to make namespaces.
 """
@@ -31,12 +33,13 @@ from baton.check.faults import MAX_RETRIES, FaultVerdict, known_requests, run_fa
 from baton.check.process_faults import Fault
 from baton.cli.check import report_faults
 from baton.client import AsyncClient
-from bench.machine import BUNDLED_MODEL, document_of, now, publish
+from bench.machine import BUNDLED_MODEL, ROOT, document_of, now, publish
 from bench.namespaces import begin_inside, run_inside
 from bench.node_faults import FAULTS, SiteTarget
 from bench.node_site import SiteOptions, site_of
-from bench.suite.markdown import table
+from bench.suite.markdown import about, replaced, table
 
+PAGE = ROOT / "docs" / "reliability.md"
 #: A worker that has lost a rank, or a host, ends within so many seconds.
 MAX_END_S = 3.0
 #: Seconds until all workers are ready for the first time; later the logs of hosts say why not.
@@ -84,7 +87,7 @@ def _seconds(value: float | None) -> str:
 
 
 def table_of(document: Mapping[str, Any]) -> str:
-    """Markdown, one line per fault."""
+    """Markdown: one line per fault, and sums."""
     headings = ("Fault", "Ends its worker, s", "Streams", "Resumed", "Errors", "Wrong")
     rows = []
     for found in document["faults"]:
@@ -94,7 +97,13 @@ def table_of(document: Mapping[str, Any]) -> str:
         rows.append(
             [found["fault"], ended, *(str(found[key]) for key in counts), *map(_seconds, gaps)]
         )
-    return table((*headings, "Gap p50, s", "Longest, s"), rows)
+    lines = table((*headings, "Gap p50, s", "Longest, s"), rows)
+    ends = [seconds for seconds in document["ended_after_s"].values() if seconds is not None]
+    total = (
+        f"{document['num_streams']} streams, {document['num_leaked_blocks']} blocks held at the "
+        f"end. Workers that were hit ended after {_seconds(max(ends, default=None))} s at most."
+    )
+    return "\n\n".join((about(document), lines, total))
 
 
 def main() -> int:
@@ -112,6 +121,7 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit", help="of each host, as tc writes it")
     parser.add_argument("--log-dir", type=Path, help="keep the logs of all hosts there")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--is-inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     faults = [
@@ -136,8 +146,12 @@ def main() -> int:
         "faults": [asdict(each) for each in verdict.results],
         "ended_after_s": ended,
         "num_leaked_blocks": verdict.num_leaked_blocks,
+        "num_streams": verdict.num_streams,
     }
-    publish(document_of("bench.nodes", started, data), arguments.json, table_of)
+    document = document_of("bench.nodes", started, data)
+    publish(document, arguments.json, table_of)
+    if arguments.write:
+        PAGE.write_text(replaced(PAGE.read_text(), "node-faults", table_of(document)))
     late = [fault for fault, seconds in ended.items() if seconds is None or seconds > MAX_END_S]
     for fault in late:
         print(f"{fault}: the worker ended after {_seconds(ended[fault])} s, not {MAX_END_S:g}")

@@ -12,10 +12,12 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 
 from engine.follower import follow
 from engine.ranks.exchange import ExchangeFailed
 from engine.ranks.link import SILENCE_S, Link
+from engine.ranks.process_state import is_running
 
 _log = logging.getLogger(__name__)
 
@@ -26,11 +28,17 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     control, link = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
     try:
-        follow(control, Link(link, "rank 0", on_closed=_end, on_silent=_end_alone))
+        follow(control, Link(link, "rank 0", _end, _end_alone, _is_parent_running(link)))
     except ExchangeFailed:
         # Rank 0 names the rank that has gone, and ends this one.
         threading.Event().wait(2 * SILENCE_S)
         raise
+
+
+def _is_parent_running(link: socket.socket) -> Callable[[], bool]:
+    """See Link: rank 0 is this process's parent where the link leaves no host."""
+    is_local = link.family == socket.AF_UNIX
+    return lambda: is_local and is_running(os.getppid())
 
 
 def _end() -> None:

@@ -11,17 +11,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 _log = logging.getLogger(__name__)
 
 #: A peer sends a heartbeat at least this often. The peer's thread needs no more than the GIL: its
 #: main thread may wait in an exchange.
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = 0.2
 #: A peer that sends nothing for so long has frozen, or the network to it is down.
-SILENCE_S = 2.5
+SILENCE_S = 1.5
 #: The same until its first message, because its process imports torch before; and until the first
 #: step, because loading models and libraries holds the GIL for seconds on a busy machine.
 FIRST_MESSAGE_S, LOADING_SILENCE_S = 120.0, 30.0
+#: A peer that is seen to run is held up, and may be silent this many times as long.
+_HELD_UP = 10
 #: Kinds of messages: one byte. Services have those from FIRST_SERVICE_KIND on.
 HEARTBEAT, LOADED = 0, 1
 #: To rank 0: another rank cannot be reached any more. What happened, as text.
@@ -35,6 +38,8 @@ MAX_PAYLOAD_BYTES = 64 << 20
 
 #: Called in the link's thread, with the payload.
 Handler = Callable[[bytes], None]
+_Given = TypeVar("_Given")
+_Got = TypeVar("_Got")
 
 
 class Link:
@@ -47,14 +52,17 @@ class Link:
         name: str,
         on_closed: Callable[[], None],
         on_silent: Callable[[float], None],
+        is_running: Callable[[], bool] = lambda: False,
     ) -> None:
         """connection: owned from here on. on_closed: called in the link's thread when the peer has
         closed its end, or died, or a handler has failed. on_silent: called there, with the seconds,
         when the peer has sent nothing for SILENCE_S or, before `end_loading`, for as long as stands
-        there. Neither is called after `close`."""
+        there. Neither is called after `close`. is_running: whether the peer is seen to be neither
+        frozen nor dead; False for one on another host, of which nothing is seen."""
         self._connection = connection
         self._connection.settimeout(SILENCE_S)
         self._on_closed, self._on_silent = on_closed, on_silent
+        self._is_running = is_running
         self._sending = threading.Lock()
         self._is_closing = threading.Event()
         self._loaded_s: float | None = None
@@ -85,7 +93,9 @@ class Link:
             raise ValueError(f"a message of {len(payload)} bytes, of at most {MAX_PAYLOAD_BYTES}")
         with self._sending:
             try:
-                self._connection.sendall(_HEADER.pack(kind, len(payload)) + payload)
+                left = memoryview(_HEADER.pack(kind, len(payload)) + payload)
+                while left:
+                    left = left[self._patiently(self._connection.send, left) :]
             except OSError:
                 # A part of the message may be out, so that the next one could not be read.
                 with suppress(OSError):
@@ -150,7 +160,10 @@ class Link:
             since_s, max_silence_s = heard_at, FIRST_MESSAGE_S if is_first else LOADING_SILENCE_S
             if self._loaded_s is not None:
                 since_s, max_silence_s = max(heard_at, self._loaded_s), SILENCE_S
-            if time.monotonic() > since_s + max_silence_s:
+            silent_s = time.monotonic() - since_s
+            if silent_s > max_silence_s and self._is_running():
+                max_silence_s *= _HELD_UP
+            if silent_s > max_silence_s:
                 return max_silence_s
         return 0.0
 
@@ -158,8 +171,20 @@ class Link:
         """num_bytes bytes; None if the link ends before. Raises TimeoutError, OSError."""
         data = bytearray()
         while len(data) < num_bytes:
-            more = self._connection.recv(num_bytes - len(data))
+            more = self._patiently(self._connection.recv, num_bytes - len(data))
             if not more:
                 return None
             data += more
         return bytes(data)
+
+    def _patiently(self, call: Callable[[_Given], _Got], given: _Given) -> _Got:
+        """The result of an operation of the socket, which a peer that is held up may delay. Raises
+        OSError, of these TimeoutError after SILENCE_S."""
+        num_left = _HELD_UP
+        while True:
+            try:
+                return call(given)
+            except TimeoutError:
+                num_left -= 1
+                if not num_left or not self._is_running():
+                    raise

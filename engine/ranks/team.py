@@ -40,6 +40,7 @@ from engine.ranks.link import PEER_SILENT, SILENCE_S, Link
 from engine.ranks.node_listener import NodeListener, RemoteRank
 from engine.ranks.nodes import ONE_NODE, Nodes, files_digest
 from engine.ranks.parts import rank_parts
+from engine.ranks.process_state import is_running
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import create_segment, map_segment
 from engine.ranks.stages import OneStage, Stages
@@ -63,7 +64,7 @@ class RankProcess:
 
     control: connection for commands; closing it ends the rank. link: connection for a Link. ending:
     waits for the end of a rank that has closed its connections, and says how it ended. kill: end it
-    now, even if it has frozen.
+    now, even if it has frozen. is_running: see Link.
     """
 
     name: str
@@ -71,6 +72,7 @@ class RankProcess:
     link: socket.socket
     ending: Callable[[], str]
     kill: Callable[[], None]
+    is_running: Callable[[], bool] = lambda: False
 
 
 def start_process(spec: RankSpec) -> RankProcess:
@@ -86,7 +88,9 @@ def start_process(spec: RankSpec) -> RankProcess:
     def ending() -> str:
         return f"ended with status {end(process)}"
 
-    return RankProcess(f"{spec.name} (pid {process.pid})", control, link, ending, process.kill)
+    name = f"{spec.name} (pid {process.pid})"
+    runs = partial(is_running, process.pid)
+    return RankProcess(name, control, link, ending, process.kill, runs)
 
 
 def run_rank(
@@ -177,6 +181,7 @@ class RankTeam:
                 member.name,
                 on_closed=partial(self._on_closed, member),
                 on_silent=partial(self._on_silent, member),
+                is_running=member.is_running,
             )
             for member in self._members
         ]

@@ -88,7 +88,7 @@ def test_two_nodes_generate_the_tokens_of_one_and_a_lost_rank_ends_both(
         assert token_ids(generate(engine, PROMPTS, Sampling(), 8)) == wanted
         (rank,) = child_pids(node.pid)
         os.kill(rank, signum)
-        silent = "has sent nothing for 2.5 s (frozen, or out of reach)"
+        silent = "has sent nothing for 1.5 s (frozen, or out of reach)"
         how = "ended" if signum == signal.SIGKILL else silent
         assert losses.get() == f"rank 1 of 2 on node 1 (127.0.0.1) {how}"
         engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -132,6 +133,50 @@ def test_a_message_that_does_not_end_is_silence_too(ends: queue.SimpleQueue[str]
     link.start()
     theirs.sendall(bytes((module.HEARTBEAT, 9, 0, 0, 0)))
     assert ends.get() == "a silent for 0.5"
+    link.close()
+    theirs.close()
+
+
+def test_a_peer_that_is_seen_to_run_may_be_held_up(ends: queue.SimpleQueue[str]) -> None:
+    """It gets no turn on a busy machine; once it is frozen, it is silent."""
+    ours, theirs = socket.socketpair()
+    runs = threading.Event()
+    runs.set()
+    link = Link(ours, "a", lambda: None, lambda seconds: ends.put(f"{seconds}"), runs.is_set)
+    link.start()
+    theirs.sendall(bytes((module.LOADED, 0, 0, 0, 0)))
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=0.6)
+    runs.clear()
+    assert ends.get() == "0.2"
+    link.close()
+    theirs.close()
+
+
+def test_a_peer_that_is_seen_to_run_is_not_waited_for_without_end(
+    ends: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_HELD_UP", 3)
+    ours, theirs = socket.socketpair()
+    link = Link(ours, "a", lambda: None, lambda seconds: ends.put(f"{seconds}"), lambda: True)
+    link.start()
+    theirs.sendall(bytes((module.LOADED, 0, 0, 0, 0)))
+    assert ends.get() == f"{3 * 0.2}"
+    link.close()
+    theirs.close()
+
+
+def test_a_message_may_be_held_up(ends: queue.SimpleQueue[str]) -> None:
+    ours, theirs = socket.socketpair()
+    got: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    link = Link(ours, "a", lambda: None, lambda seconds: ends.put(f"{seconds}"), lambda: True)
+    link.handle(FIRST_SERVICE_KIND, got.put)
+    link.start()
+    theirs.sendall(bytes((FIRST_SERVICE_KIND, 1, 0, 0, 0)))
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=0.5)
+    theirs.sendall(b"x")
+    assert got.get(timeout=10) == b"x"
     link.close()
     theirs.close()
 

@@ -88,7 +88,7 @@ def test_a_frozen_rank_is_told_of_and_killed(engine: TorchEngine, losses: queue.
     generate(engine, PROMPTS[:1], Sampling(), 2)
     (pid,) = rank_pids()
     os.kill(pid, signal.SIGSTOP)
-    told = f"rank 1 of 2 (pid {pid}) has sent nothing for 2.5 s (frozen, or out of reach)"
+    told = f"rank 1 of 2 (pid {pid}) has sent nothing for 1.5 s (frozen, or out of reach)"
     assert losses.get() == told
     engine.close()
     assert not rank_pids()
@@ -113,7 +113,7 @@ def test_a_loss_amid_an_exchange_over_gloo_names_the_rank(
     os.kill(pid, signal.SIGSTOP if is_frozen else signal.SIGKILL)
     with pytest.raises(ExchangeFailed):
         engine.forward(Batch((SequenceSlice((5,), 0, (0,)),)))
-    silent = "has sent nothing for 2.5 s (frozen, or out of reach)"
+    silent = "has sent nothing for 1.5 s (frozen, or out of reach)"
     how = silent if is_frozen else "ended with status -9"
     assert losses.get() == f"rank 1 of 2 (pid {pid}) {how}"
     engine.close()
