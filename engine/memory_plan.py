@@ -193,7 +193,23 @@ def weight_bytes(
     regardless of its bits, and each scale of float8 is float32.
     """
     stages = (Stage(number, degrees.pipeline) for number in range(degrees.pipeline))
-    return max(_stage_bytes(config, dtype, keeps_levels, degrees.tensor, stage) for stage in stages)
+    found = max(
+        _stage_bytes(config, dtype, keeps_levels, degrees.tensor, stage) for stage in stages
+    )
+    return found - _bytes_elsewhere(config, dtype, keeps_levels, degrees)
+
+
+def _bytes_elsewhere(config: ModelConfig, dtype: str, keeps_levels: bool, degrees: Degrees) -> int:
+    """Bytes of the experts that only other ranks with sequences of their own have; at most half a
+    byte is counted of a quantised weight."""
+    experts = config.traits.experts
+    if not degrees.by_sequence or experts is None:
+        return 0
+    num_matrices = 3 * sum(experts.layers) * experts.num_experts
+    num_weights = num_matrices * config.hidden_size * experts.intermediate_size
+    num_elsewhere = num_weights - num_weights // degrees.context
+    is_quantized = keeps_levels and config.quantization is not None
+    return num_elsewhere // 2 if is_quantized else num_elsewhere * DTYPE_BYTES[dtype]
 
 
 def _stage_bytes(

@@ -19,9 +19,10 @@ from engine.ranks.rank_spec import RankSpec
 from engine.ranks.stages import Stages
 from engine.torch.decoder import Decoder
 from engine.torch.device_tables import DeviceTables, table_width
-from engine.torch.divided import LayerDone, forward_divided
+from engine.torch.divided import LayerDone
 from engine.torch.load import load_parameters
 from engine.torch.native_decoder import make_decoder
+from engine.torch.own_sequences import divided_by
 from engine.torch.packed import PackedParameters
 from engine.torch.rope import Rope, make_rope
 from engine.torch.step import NOT_APART, WindowedStep, pack_batch
@@ -82,11 +83,15 @@ class _Steps:
     """See engine.follower.RankSteps."""
 
     def __init__(self, model: _Loaded, groups: Groups, stages: Stages) -> None:
-        self._model, self._context = model, groups.context
+        self._model, degrees = model, model.spec.degrees
         pool_dtype = model.pools[0].tensor.dtype
+        experts = groups.context if degrees.by_sequence else None
         self.decoder = make_decoder(
-            model.config, model.parameters, pool_dtype, groups.tensor, stages=stages
+            *(model.config, model.parameters, pool_dtype, groups.tensor),
+            stages=stages,
+            experts=experts,
         )
+        self._divided = divided_by(degrees, groups.context, self.decoder)
         self._replayed = model.record(self.decoder)
 
     def run(self, command: StepCommand, layer_done: LayerDone | None) -> torch.Tensor:
@@ -108,4 +113,4 @@ class _Steps:
             )
             return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
 
-        return forward_divided(self._context, command.batch, windowed, forward, layer_done)
+        return self._divided(command.batch, windowed, forward, layer_done)

@@ -30,6 +30,7 @@ from engine.torch.load import keeps_stored_levels, load_parameters
 from engine.torch.medusa import read_medusa_config
 from engine.torch.mtp import mtp_weight_bytes, read_mtp_config
 from engine.torch.native_decoder import make_decoder
+from engine.torch.own_sequences import divided_by
 from engine.torch.packed import PackedParameters
 from engine.torch.rope import make_rope
 from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
@@ -114,7 +115,7 @@ class NativeModel:
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
         config, device = self._config, plan.device
         loads = read_loads(plan.expert_load_file, config)
-        has_whole_experts = plan.degrees.whole_experts and plan.degrees.tensor > 1
+        num_holders = plan.degrees.num_expert_ranks
         pools = pool_sizes(
             *(plan.layout, plan.num_blocks, plan.num_window_slots),
             rank_parts(plan.layout, plan.degrees),
@@ -129,7 +130,7 @@ class NativeModel:
             pools,
             plan.max_tokens + plan.max_seqs,
             plan.nodes,
-            experts=place_experts(loads, plan.degrees.tensor) if has_whole_experts else (),
+            experts=place_experts(loads, num_holders) if num_holders > 1 else (),
             kv_service=plan.kv_service,
             device=str(device),
             recording=_recording(plan),
@@ -180,15 +181,19 @@ class _LoadedNative:
         stages, attention = self.followers.stages, self._plan.attention
         layers = stages.stage.layers(self._config.num_layers)
         own = ranks.shard.attention_config(self._config).of_layers(layers)
-        decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks, attention, stages)
+        experts = self._groups.context if self._plan.degrees.by_sequence else None
+        decoder = make_decoder(
+            *(own, self._parameters, pool.tensor.dtype, ranks, attention, stages, experts)
+        )
+        divided = divided_by(self._plan.degrees, self._groups.context, decoder)
         self._decoder = decoder
         parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters, attention.plan)
         device, graphs, recording = self._plan.device, self._plan.graphs, _recording(self._plan)
         if graphs is None and device.type == "cpu":
-            return EagerSteps(parts, self.followers, context=self._groups.context)
+            return EagerSteps(parts, self.followers, divided=divided)
         width = table_width(self._plan.max_len, self._plan.layout.block_size)
         tables = DeviceTables(self._plan.max_seqs, width, device)
-        eager = EagerSteps(parts, self.followers, tables, self._groups.context)
+        eager = EagerSteps(parts, self.followers, tables, divided)
         if graphs is None or recording is None:
             return eager
         from engine.cuda.recording import record_steps

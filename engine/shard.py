@@ -22,12 +22,14 @@ Cut = Literal["outputs", "sums"]
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The part of rank `rank` of `size`, counted from 0. experts: with expert parallelism, the rank
-    that has each expert of a mixture as a whole, by layer; without, ranks have parts of each."""
+    that has each expert of a mixture as a whole, by layer; without, ranks have parts of each.
+    holder: this rank's number among those; None for `rank`."""
 
     rank: int
     size: int
     experts: tuple[tuple[int, ...], ...] = ()
     cut: Cut = "outputs"
+    holder: int | None = None
 
     def part(self, num: int) -> range:
         """This rank's part of `num` rows. Parts have equal lengths, except that the last ones may
@@ -54,7 +56,8 @@ class Shard:
         """The part of an expert that this rank holds."""
         if not self.experts:
             return self
-        return WHOLE if self.experts[layer][expert] == self.rank else NOTHING
+        holder = self.rank if self.holder is None else self.holder
+        return WHOLE if self.experts[layer][expert] == holder else NOTHING
 
     def attention_config(self, config: ModelConfig) -> ModelConfig:
         """`config` with this rank's numbers of heads."""

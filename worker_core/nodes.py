@@ -36,12 +36,14 @@ def kv_secret_of(options: WorkerOptions) -> KvSecret | None:
 
 def degrees_of(options: EngineOptions) -> Degrees:
     """How the engine is divided over its ranks."""
+    context = options.context_parallel_size if isinstance(options, PrefillTierOptions) else 1
     return Degrees(
         options.tensor_parallel_size,
         options.pipeline_parallel_size,
-        options.context_parallel_size if isinstance(options, PrefillTierOptions) else 1,
+        context * options.data_parallel_size,
         options.enable_expert_parallel,
         options.tensor_parallel_cut,
+        options.data_parallel_size > 1,
     )
 
 

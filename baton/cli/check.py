@@ -88,6 +88,10 @@ def check(
     context_parallel_size: Annotated[
         int, typer.Option(min=1, help="Processes that share a prompt in each prefill worker.")
     ] = 1,
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(min=1, help="Processes with sequences of their own that share experts."),
+    ] = 1,
     enable_expert_parallel: Annotated[
         bool,
         typer.Option(
@@ -239,6 +243,7 @@ def check(
         "decode_tensor_parallel_size": decode_tensor_parallel_size,
         "decode_pipeline_parallel_size": decode_pipeline_parallel_size,
         "context_parallel_size": context_parallel_size,
+        "data_parallel_size": data_parallel_size,
         "enable_expert_parallel": enable_expert_parallel,
     }
     coroutine = run_check(

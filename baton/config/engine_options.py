@@ -65,6 +65,10 @@ class EngineOptions(ModelOptions):
     pipeline_parallel_size: Count = 1
     """Stages of the model, each with some of the layers and their KV, on a group of
     --tensor-parallel-size processes. The two tiers may differ."""
+    data_parallel_size: Count = 1
+    """Processes that each compute attention for sequences of their own and have whole experts of a
+    mixture, to which tokens are sent (data-parallel attention). Needs a model with experts; not
+    together with other degrees."""
     enable_expert_parallel: bool = False
     """Give each process of a tensor-parallel group whole experts instead of a part of every
     expert."""
@@ -132,18 +136,22 @@ class EngineOptions(ModelOptions):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        if self.expert_load_file is not None and not self.enable_expert_parallel:
+        places_experts = self.enable_expert_parallel or self.data_parallel_size > 1
+        if self.expert_load_file is not None and not places_experts:
             raise ValueError(
                 f"--expert-load-file={self.expert_load_file}: experts are placed with "
-                "--enable-expert-parallel alone; give that, too, or leave it out"
+                "--enable-expert-parallel or --data-parallel-size alone; give one of them, too, or "
+                "leave it out"
             )
         num_sharing = getattr(self, "context_parallel_size", 1)
+        if self.data_parallel_size > 1:
+            self._check_data_parallel(num_sharing)
         if self.kv_per_rank and num_sharing > 1:
             raise ValueError(
                 f"--kv-per-rank=True: {num_sharing} ranks of --context-parallel-size have one KV "
                 "memory, which rank 0 sends; leave one of them out"
             )
-        for kind in ("tensor", "pipeline", "context"):
+        for kind in ("tensor", "pipeline", "context", "data"):
             # Decode workers have no option for contexts.
             size = getattr(self, name := f"{kind}_parallel_size", 1)
             if self.engine == "oracle" and size > 1:
@@ -152,6 +160,22 @@ class EngineOptions(ModelOptions):
                     "leave one of them out"
                 )
         return self
+
+    def _check_data_parallel(self, num_sharing: int) -> None:
+        """Raise ValueError for what processes with sequences of their own do not go with."""
+        others = {
+            "tensor_parallel_size": self.tensor_parallel_size > 1,
+            "pipeline_parallel_size": self.pipeline_parallel_size > 1,
+            "context_parallel_size": num_sharing > 1,
+            "kv_per_rank": self.kv_per_rank,
+        }
+        for name, is_given in others.items():
+            if is_given:
+                raise ValueError(
+                    f"--data-parallel-size={self.data_parallel_size}: its processes have the "
+                    f"attention of all layers, and one KV memory, without "
+                    f"--{name.replace('_', '-')}; leave one of them out"
+                )
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:

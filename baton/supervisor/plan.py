@@ -92,6 +92,7 @@ def degrees_of(options: ServeOptions, tier: str) -> dict[str, int]:
     """Degrees of parallelism of each worker of a tier, prefill or decode, by option."""
     shared = ("tensor_parallel_size", "pipeline_parallel_size")
     own = {name: getattr(options, f"{tier}_{name}") or getattr(options, name) for name in shared}
+    own["data_parallel_size"] = options.data_parallel_size
     if tier == "prefill":
         own["context_parallel_size"] = options.context_parallel_size
     return own

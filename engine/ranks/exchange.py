@@ -58,6 +58,12 @@ class Ranks(Protocol):
         the rows of all ranks, by rank (an all-to-all)."""
         ...
 
+    def send_rows(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """An all-to-all of rows. counts: by sender, the number of rows for each rank. rows [number
+        that this rank sends, columns], by receiver -> [number for this rank, columns], by
+        sender."""
+        ...
+
 
 #: Bytes of a part, from which on ranks of more than two share out a sum's rows instead of each
 #: taking the whole sum: they then receive 2 (N - 1) / N parts in place of N - 1, in two exchanges.
@@ -109,6 +115,9 @@ class Alone:
 
     def exchange(self, part: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
         return part
+
+    def send_rows(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:  # noqa: ARG002
+        return rows
 
 
 class Groups(NamedTuple):

@@ -15,7 +15,9 @@ class Degrees:
     tensor: ranks that share each layer. pipeline: stages, each of consecutive layers. context:
     ranks that share the tokens of a prompt, each with all weights of its stage. whole_experts: the
     ranks of a tensor-parallel group have whole experts instead of a slice of each. cut: how these
-    ranks share linear layers.
+    ranks share linear layers. by_sequence: the ranks of a context have whole sequences of a step,
+    and whole experts of each mixture, in place of ranges of tokens and all weights (data-parallel
+    attention).
     """
 
     tensor: int = 1
@@ -23,6 +25,14 @@ class Degrees:
     context: int = 1
     whole_experts: bool = False
     cut: Cut = "outputs"
+    by_sequence: bool = False
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks among which whole experts are placed; 1 if each rank has all, or parts."""
+        if self.by_sequence:
+            return self.context
+        return self.tensor if self.whole_experts else 1
 
     @property
     def num_summands(self) -> int:

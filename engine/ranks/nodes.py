@@ -62,7 +62,7 @@ class Nodes:
         have one memory for KV."""
         if self.size > 1 and degrees.context > 1:
             raise ConfigError.of(
-                "context_parallel_size",
+                "data_parallel_size" if degrees.by_sequence else "context_parallel_size",
                 degrees.context,
                 f"its ranks need one host, not nnodes={self.size}; leave one of them out",
             )
@@ -126,6 +126,7 @@ def refusal(hello: Hello, nodes: Nodes, degrees: Degrees, files: str) -> str:
         ("context-parallel-size", other.context, degrees.context),
         ("enable-expert-parallel", other.whole_experts, degrees.whole_experts),
         ("tensor-parallel-cut", other.cut, degrees.cut),
+        ("data-parallel-size", other.by_sequence, degrees.by_sequence),
     ):
         if theirs != ours:
             return f"{hello.name} has --{option} {theirs}, node 0 {ours}; give all nodes the same"

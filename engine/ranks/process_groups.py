@@ -242,6 +242,16 @@ class ProcessGroupRanks:
             self._group.alltoall_base(received, sent.contiguous(), *splits).wait()
         return received
 
+    def send_rows(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        own = self.shard.rank
+        from_each = [row[own] for row in counts]
+        received = rows.new_empty(sum(from_each), rows.shape[1])
+        with _exchange():
+            self._group.alltoall_base(
+                received, rows.contiguous(), from_each, list(counts[own])
+            ).wait()
+        return received
+
 
 class NcclRanks(ProcessGroupRanks):
     """See engine.ranks.exchange.Ranks. Sums are NCCL's, in the parts' dtype."""

@@ -95,8 +95,9 @@ class RankSpec:
     @property
     def shard(self) -> Shard:
         """The rank's part of each of its layers."""
-        degrees = self.degrees
-        return Shard(self.place.tensor_rank, degrees.tensor, self.experts, degrees.cut)
+        degrees, place = self.degrees, self.place
+        holder = place.context_rank if degrees.by_sequence else None
+        return Shard(place.tensor_rank, degrees.tensor, self.experts, degrees.cut, holder)
 
     @property
     def context_shard(self) -> Shard:

@@ -165,6 +165,24 @@ class SharedRanks:
                 piece.copy_(staged[:, own.start : own.stop])
         return whole
 
+    def send_rows(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        own, columns = self.shard.rank, rows.shape[1]
+        received = rows.new_empty(sum(row[own] for row in counts), columns)
+        for piece in self._pieces(max(map(sum, counts)), columns, rows.element_size()):
+            self._put(rows, piece)
+            self.meet()
+            at = 0
+            for sender, row in enumerate(counts):
+                # Rows of this sender for this rank, among all that it sends.
+                first = sum(row[:own])
+                start, end = max(first, piece.start), min(first + row[own], piece.stop, sum(row))
+                if start < end:
+                    staged = self._staged(sender, end - piece.start, columns, rows.dtype)
+                    to = at + start - first
+                    received[to : to + end - start] = staged[start - piece.start :]
+                at += row[own]
+        return received
+
     def _pieces(self, rows: int, columns: int, element_bytes: int) -> Sequence[slice]:
         """Ranges of rows that fit the staging area; at least one, so that ranks meet."""
         step = self._staging_bytes // (columns * element_bytes)

@@ -28,7 +28,9 @@ def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> 
             f"the model has {config.num_layers} layers, and each stage needs one; use "
             f"1 to {config.num_layers}",
         )
-    if degrees.context > 1 and degrees.pipeline > 1:
+    if degrees.by_sequence:
+        _check_own_sequences(config, degrees)
+    elif degrees.context > 1 and degrees.pipeline > 1:
         raise ConfigError.of(
             "context_parallel_size",
             degrees.context,
@@ -51,6 +53,17 @@ def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> 
             "the KV channel of a rank does not wait for the stream of that rank's GPU yet, so that "
             "it could send KV before it is written; give --device=cpu, or leave it out",
         )
+
+
+def _check_own_sequences(config: ModelConfig, degrees: Degrees) -> None:
+    """Raise ConfigError unless ranks with sequences of their own can share the experts."""
+    name, size, experts = "data_parallel_size", degrees.context, config.traits.experts
+    if experts is None:
+        fix = f"a {config.family} model of this config has no experts to share; leave it out"
+        raise ConfigError.of(name, size, fix)
+    if experts.num_experts % size:
+        fix = f"num_experts={experts.num_experts} is no multiple of it; give a divisor of that"
+        raise ConfigError.of(name, size, fix)
 
 
 def start_followers(

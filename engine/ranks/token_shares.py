@@ -48,7 +48,7 @@ def divide(batch: Batch, size: int) -> tuple[TokenShare, ...]:
     if size == 1 or batch.num_tokens < size * MIN_RANK_TOKENS:
         return ()
     pieces = _pieces([len(part.token_ids) for part in batch.slices], size)
-    return tuple(_share(batch, sorted(own)) for own in pieces) if all(pieces) else ()
+    return tuple(share_of(batch, sorted(own)) for own in pieces) if all(pieces) else ()
 
 
 def _pieces(lengths: Sequence[int], size: int) -> list[list[Piece]]:
@@ -73,7 +73,8 @@ def _pieces(lengths: Sequence[int], size: int) -> list[list[Piece]]:
     return pieces
 
 
-def _share(batch: Batch, pieces: Sequence[Piece]) -> TokenShare:
+def share_of(batch: Batch, pieces: Sequence[Piece]) -> TokenShare:
+    """The share of a rank with these pieces of a batch."""
     first_rows = [0]
     for part in batch.slices:
         first_rows.append(first_rows[-1] + len(part.rows))

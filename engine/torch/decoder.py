@@ -35,6 +35,7 @@ from engine.torch.adapters import Adapter, AdapterLayer, LowRank
 from engine.torch.grouped_experts import GroupedExperts, PlacedExperts, group_experts
 from engine.torch.packed import PackedLayer, PackedParameters
 from engine.torch.rope import Rotation
+from engine.torch.sent_experts import SentExperts, send_experts
 
 PackedNorm = Norm[torch.Tensor]
 #: Ops that combine gate and up into one row, by Mlp.activation.
@@ -147,10 +148,12 @@ class Decoder:
         ranks: Ranks | None = None,
         attention: AttentionBackend = REFERENCE,
         stages: Stages | None = None,
+        experts: Ranks | None = None,
     ) -> None:
         """config: with this rank's heads, see Shard.attention_config, and this stage's layers.
         ranks: the other ranks of the stage, None for a single rank. attention: backend that makes
-        the plans of batches. stages: links to other stages, None if this one has all layers."""
+        the plans of batches. stages: links to other stages, None if this one has all layers.
+        experts: ranks with other tokens that share the experts of each layer; None without."""
         self._stages: Stages = stages or OneStage()
         self.stage = self._stages.stage
         self._attend = attention.attend
@@ -160,8 +163,11 @@ class Decoder:
         self._parameters = parameters
         self.dtype = parameters.embeddings.dtype
         """Dtype of weights and computation."""
+        device = parameters.embeddings.device
         self._grouped = {
-            index: group_experts(layer.mlp, self._ranks.shard.rank, parameters.embeddings.device)
+            index: group_experts(layer.mlp, self._ranks.shard.rank, device)
+            if experts is None
+            else send_experts(layer.mlp, experts, device)
             for index, layer in enumerate(parameters.layers)
             if isinstance(layer.mlp, Experts)
         }
@@ -180,7 +186,9 @@ class Decoder:
         """Tokens of each expert so far, by layer of this stage; only of experts that ranks have as
         a whole."""
         placed = self._grouped.items()
-        return {i: g.loads.tolist() for i, g in placed if isinstance(g, PlacedExperts)}
+        return {
+            i: g.loads.tolist() for i, g in placed if isinstance(g, PlacedExperts | SentExperts)
+        }
 
     def forward(
         self,
@@ -225,6 +233,19 @@ class Decoder:
             self._stages.send(hidden)
             return hidden
         return normed(parameters.norm, hidden)
+
+    def serve_experts(self, layer_done: Callable[[int], None]) -> torch.Tensor:
+        """In the place of `forward` on a rank that has no tokens of a step: run this rank's experts
+        for those of others. Returns the states of no rows."""
+        layers = self._parameters.layers
+        none = self._parameters.embeddings.new_empty(0, self._config.hidden_size)
+        for index, layer in enumerate(layers):
+            layer_done(index)
+            if isinstance(mlp := layer.mlp, Experts):
+                chosen = torch.empty(0, mlp.routing.num_chosen, dtype=torch.int32)
+                gate = GATES[mlp.experts[0].activation]
+                self._grouped[index].parts(none, chosen.to(none.device), gate, self._cut)
+        return none
 
     def collect(self, num_rows: int) -> torch.Tensor:
         """States [rows, hidden] of the oldest forward that was not collected, when the last of
@@ -363,7 +384,7 @@ class Decoder:
     def _experts(
         self,
         mlp: Experts[Linear, torch.Tensor],
-        grouped: GroupedExperts | PlacedExperts,
+        grouped: GroupedExperts | PlacedExperts | SentExperts,
         x: torch.Tensor,
         hidden: torch.Tensor,
         after: PackedNorm | None,

@@ -16,6 +16,15 @@ from engine.torch.step import WindowedStep
 LayerDone = Callable[[int], None]
 #: Runs a batch on this rank; returns the states [rows, hidden] of its sample rows.
 Forward = Callable[[Batch, WindowedStep, LayerDone | None], torch.Tensor]
+#: Runs a step on all ranks of a context, which call it at once; returns as `forward_divided` does.
+DividedForward = Callable[[Batch, WindowedStep, Forward, LayerDone | None], torch.Tensor]
+
+
+def undivided(
+    batch: Batch, windowed: WindowedStep, forward: Forward, layer_done: LayerDone | None
+) -> torch.Tensor:
+    """The DividedForward of one rank."""
+    return forward(batch, windowed, layer_done)
 
 
 def forward_divided(
@@ -47,10 +56,12 @@ def forward_divided(
 
     tables = [windowed.tables[index] for index in own.indices] if windowed.tables else ()
     states = forward(own.batch, windowed._replace(tables=tables), written)
-    return _collect(context, states, shares)
+    return collect_states(context, states, shares)
 
 
-def _collect(context: Ranks, states: torch.Tensor, shares: tuple[TokenShare, ...]) -> torch.Tensor:
+def collect_states(
+    context: Ranks, states: torch.Tensor, shares: tuple[TokenShare, ...]
+) -> torch.Tensor:
     """Bring together the states of each rank's sample rows. A barrier."""
     size, hidden = len(shares), states.shape[1]
     longest = max(len(share.rows) for share in shares)

@@ -33,16 +33,17 @@ def make_decoder(
     ranks: Ranks,
     attention: AttentionBackend = REFERENCE,
     stages: Stages | None = None,
+    experts: Ranks | None = None,
 ) -> Decoder:
     """Make the fastest decoder for the parameters' device. All give the same results, bit-identical
     between native kernels.
 
-    config, ranks, attention, stages: see Decoder. Several ranks of a stage, which meet within a
-    layer, and other attention backends run op by op.
+    config, ranks, attention, stages, experts: see Decoder. Several ranks of a stage, which meet
+    within a layer, and other attention backends run op by op.
     """
     embeddings = parameters.embeddings
-    if attention.attend is not REFERENCE.attend:
-        return Decoder(config, parameters, ranks, attention, stages)
+    if attention.attend is not REFERENCE.attend or experts is not None:
+        return Decoder(config, parameters, ranks, attention, stages, experts)
     is_alone = ranks.shard.size == 1 and embeddings.device.type == "cpu"
     if not is_alone or not can_run(embeddings.dtype, pool_dtype, config.head_dim):
         return Decoder(config, parameters, ranks, stages=stages)

@@ -13,12 +13,11 @@ from baton_kernels.paged_attention import plan_attention
 from engine.families.config import ModelConfig
 from engine.interface import Batch
 from engine.kv.tensors.paged import GroupedTensorPool
-from engine.ranks.exchange import ALONE, Ranks
 from engine.ranks.followers import Followers, TensorPool
 from engine.torch.adapters import Adapter
 from engine.torch.decoder import Decoder, Watch
 from engine.torch.device_tables import DeviceTables
-from engine.torch.divided import LayerDone, forward_divided
+from engine.torch.divided import DividedForward, LayerDone, undivided
 from engine.torch.rope import Rope
 from engine.torch.step import (
     NOT_APART,
@@ -143,11 +142,11 @@ class EagerSteps:
         model: StepModel,
         followers: Followers,
         tables: DeviceTables | None = None,
-        context: Ranks = ALONE.context,
+        divided: DividedForward = undivided,
     ) -> None:
         """followers: processes of the other ranks. tables: block tables on the device; None on the
-        host. context: ranks that share a step's tokens."""
-        self._context = context
+        host. divided: how ranks share a step's tokens."""
+        self._divided = divided
         self._model = model
         self._tables = tables
         self._followers = followers
@@ -194,7 +193,7 @@ class EagerSteps:
             return decoder.forward(packed, pool.tensor, layer_done, pool.scales, watch)
 
         with self._followers.step(batch, apart.tables, syncs_layers=layer_done is not None):
-            states = forward_divided(self._context, batch, apart, forward, layer_done)
+            states = self._divided(batch, apart, forward, layer_done)
         if decoder.stage.size > 1:
             return FirstStage(len(sample_rows(batch)[0]), decoder, self._followers)
         if self._watched_layers is None:

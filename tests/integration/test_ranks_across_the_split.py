@@ -117,6 +117,21 @@ async def test_a_prompt_is_computed_by_several_ranks(model: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+async def test_ranks_with_sequences_of_their_own_share_experts(
+    tmp_path: Path, backend: str
+) -> None:
+    model = make_tiny_model(tmp_path, "deepseek_v3")
+    options = {"data_parallel_size": 2, "distributed_backend": backend}
+    async with cluster_of(model, **options) as (cluster, client):
+        for name in ("prefill-0", "decode-0"):
+            assert len(child_pids(cluster.pid_of(name))) == 1
+        done = await asyncio.gather(*(client.generate(p, greedy(30)) for p in PROMPTS))
+    assert [list(each.token_ids) for each in done] == greedy_outputs(model, PROMPTS, 30)
+    assert all(each.timing.transfer_bytes for each in done)
+
+
+@pytest.mark.long
 async def test_one_prefills_for_many_ranks_and_a_lost_rank_costs_no_token(model: Path) -> None:
     num_tokens = 160
     wanted = greedy_outputs(model, PROMPTS, num_tokens)

@@ -45,10 +45,13 @@ def load_engine(
     """An engine of `model`. options: fields of EngineConfig and its parts, or their options."""
     left = {_OPTIONS.get(name, name): value for name, value in options.items()}
     sizes = [left.pop(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline", "context")]
+    data = left.pop("data_parallel_size", 1)
+    sizes[2] *= data
     left["degrees"] = Degrees(
         *sizes,
         left.pop("enable_expert_parallel", False),
         left.pop("tensor_parallel_cut", "outputs"),
+        data > 1,
     )
 
     def part(kind: type[Any], **more: Any) -> Any:

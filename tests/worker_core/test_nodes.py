@@ -29,6 +29,8 @@ def test_degrees_are_those_of_the_options() -> None:
     assert degrees_of(DecodeOptions(model="m", **degrees)) == Degrees(2, 3)
     options = PrefillOptions(model="m", context_parallel_size=4, **degrees)
     assert degrees_of(options) == Degrees(2, 3, 4)
+    of_sequences = DecodeOptions(model="m", data_parallel_size=2)
+    assert degrees_of(of_sequences) == Degrees(context=2, by_sequence=True)
 
 
 def test_nodes_share_the_secret_of_workers(tmp_path: Path) -> None:

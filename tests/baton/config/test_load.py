@@ -179,6 +179,17 @@ def test_options_without_meaning_are_refused() -> None:
         load_options(ServeOptions, {"model": "m", "kv_per_rank": True, "context_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"--context-parallel-size=2: --engine=oracle has no"):
         load_options(ServeOptions, {"model": "m", "engine": "oracle", "context_parallel_size": 2})
+    own = {"model": "m", "data_parallel_size": 2}
+    assert load_options(ServeOptions, own | {"expert_load_file": "load.json"}).data_parallel_size
+    for other, value in (
+        *(("tensor_parallel_size", 2), ("pipeline_parallel_size", 2)),
+        *(("context_parallel_size", 2), ("kv_per_rank", True)),
+    ):
+        told = f"--data-parallel-size=2: .* without --{other.replace('_', '-')}; leave one"
+        with pytest.raises(ConfigError, match=told):
+            load_options(ServeOptions, own | {other: value})
+    with pytest.raises(ConfigError, match=r"--data-parallel-size=2: --engine=oracle has no"):
+        load_options(ServeOptions, own | {"engine": "oracle"})
 
 
 def test_the_prefill_tier_leaves_memory_to_the_decode_tier() -> None:

@@ -80,6 +80,13 @@ def test_each_tier_has_its_degrees() -> None:
         assert {"--enable-expert-parallel", "--distributed-backend=gloo"} <= {*spec.arguments}
 
 
+def test_ranks_with_sequences_of_their_own_are_in_either_tier() -> None:
+    options = ServeOptions(model="m", data_parallel_size=3)
+    assert num_ranks(options) == (3, 3)
+    for spec in plan_workers(options, 6):
+        assert number(spec, "data-parallel-size") == 3
+
+
 def test_each_model_has_workers_of_its_own() -> None:
     options = ServeOptions(
         model="a",

@@ -122,6 +122,32 @@ def test_each_gets_its_columns_of_the_rows_of_all(
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=20)
+@given(
+    counts=st.integers(2, 4).flatmap(
+        lambda size: st.lists(
+            st.lists(st.integers(0, 30), min_size=size, max_size=size),
+            min_size=size,
+            max_size=size,
+        )
+    ),
+    columns=st.integers(1, 40),
+)
+def test_each_gets_the_rows_that_are_for_it(
+    name: str, counts: list[list[int]], columns: int
+) -> None:
+    size = len(counts)
+    sent = [torch.randn(sum(row), columns) for row in counts]
+
+    def run(ranks: Ranks) -> list[torch.Tensor]:
+        return [ranks.send_rows(sent[ranks.shard.rank], counts)]
+
+    pieces = [rows.split(row) for rows, row in zip(sent, counts, strict=True)]
+    for rank, (got,) in enumerate(on_ranks(name, size, run)):
+        assert torch.equal(got, torch.cat([piece[rank] for piece in pieces]))
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(deadline=None, max_examples=20)
 @given(
