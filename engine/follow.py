@@ -1,5 +1,5 @@
-"""Process of a rank other than 0: `python -m engine.follow FD LINK_FD`, connections to rank 0
-for commands and for a Link.
+"""Process of a rank other than 0: `python -m engine.follow FD LINK_FD [PULSE_FD]`, connections to
+rank 0 for commands, for a Link and, if that is on another host, for a Pulse.
 
 The process ends when rank 0 closes them, in any state, or is silent.
 """
@@ -12,12 +12,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 
 from engine.follower import follow
 from engine.ranks.exchange import ExchangeFailed
 from engine.ranks.link import SILENCE_S, Link
 from engine.ranks.process_state import is_running
+from engine.ranks.pulse import Pulse
 
 _log = logging.getLogger(__name__)
 
@@ -26,19 +26,19 @@ def main() -> None:
     # Signals are for rank 0, which first lets its sequences end.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    control, link = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
+    control, link, *pulses = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    watch = Pulse(pulses[0]).is_running if pulses else _is_parent_running
     try:
-        follow(control, Link(link, "rank 0", _end, _end_alone, _is_parent_running(link)))
+        follow(control, Link(link, "rank 0", _end, _end_alone, watch))
     except ExchangeFailed:
         # Rank 0 names the rank that has gone, and ends this one.
         threading.Event().wait(2 * SILENCE_S)
         raise
 
 
-def _is_parent_running(link: socket.socket) -> Callable[[], bool]:
-    """See Link: rank 0 is this process's parent where the link leaves no host."""
-    is_local = link.family == socket.AF_UNIX
-    return lambda: is_local and is_running(os.getppid())
+def _is_parent_running() -> bool:
+    """Of a rank on its host rank 0 is the parent."""
+    return is_running(os.getppid())
 
 
 def _end() -> None:

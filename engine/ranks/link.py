@@ -58,7 +58,7 @@ class Link:
         closed its end, or died, or a handler has failed. on_silent: called there, with the seconds,
         when the peer has sent nothing for SILENCE_S or, before `end_loading`, for as long as stands
         there. Neither is called after `close`. is_running: whether the peer is seen to be neither
-        frozen nor dead; False for one on another host, of which nothing is seen."""
+        frozen nor dead; asked at each heartbeat."""
         self._connection = connection
         self._connection.settimeout(SILENCE_S)
         self._on_closed, self._on_silent = on_closed, on_silent
@@ -160,10 +160,9 @@ class Link:
             since_s, max_silence_s = heard_at, FIRST_MESSAGE_S if is_first else LOADING_SILENCE_S
             if self._loaded_s is not None:
                 since_s, max_silence_s = max(heard_at, self._loaded_s), SILENCE_S
-            silent_s = time.monotonic() - since_s
-            if silent_s > max_silence_s and self._is_running():
+            if self._is_running():
                 max_silence_s *= _HELD_UP
-            if silent_s > max_silence_s:
+            if time.monotonic() > since_s + max_silence_s:
                 return max_silence_s
         return 0.0
 

@@ -18,6 +18,7 @@ from baton import __version__
 from baton.errors import ConfigError, StartupError
 from engine.ranks.mesh import Degrees
 from engine.ranks.nodes import GREETING_S, Channel, Hello, Nodes, files_digest, introduce
+from engine.ranks.pulse import start_pulse
 from engine.ranks.team import end, run_rank
 
 #: Seconds between two attempts to reach node 0.
@@ -26,11 +27,13 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class NodeRank:
-    """A rank's process, and its link to rank 0, which this process holds as well."""
+    """A rank's process, its link to rank 0, which this process holds as well, and the process that
+    sends its pulses."""
 
     rank: int
     process: subprocess.Popen[bytes]
     link: socket.socket
+    pulse: subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,10 @@ class NodeAgent:
         for rank in self.nodes.ranks_of(self.node, self.degrees):
             with self._connect(rank, "control", files, deadline, cancelled) as control:
                 link = self._connect(rank, "link", files, deadline, cancelled)
-                ranks.append(NodeRank(rank, run_rank(control, link), link))
+                with self._connect(rank, "pulse", files, deadline, cancelled) as pulse:
+                    process = run_rank(control, link, pulse)
+                    pulses = start_pulse(process.pid, [pulse])
+                ranks.append(NodeRank(rank, process, link, pulses))
         return ranks
 
     def _connect(
@@ -121,6 +127,8 @@ def wait_for(ranks: Sequence[NodeRank]) -> str:
     found = next((each for each in ranks if each.process.poll() is not None), None)
     for each in ranks:
         end(each.process)
+        each.pulse.kill()
+        each.pulse.wait()
     if found is None or not found.process.returncode:
         return ""
     return f"rank {found.rank} ended with status {found.process.returncode}"

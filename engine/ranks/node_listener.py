@@ -42,6 +42,7 @@ class RemoteRank:
     hello: Hello
     control: socket.socket
     link: socket.socket
+    pulse: socket.socket
 
 
 class NodeListener:
@@ -85,7 +86,7 @@ class NodeListener:
                 # Wakes the thread.
                 self._listener.shutdown(socket.SHUT_RDWR)
         return {
-            rank: RemoteRank(found["control"][0], found["control"][1], found["link"][1])
+            rank: RemoteRank(found["control"][0], *(found[each][1] for each in get_args(Channel)))
             for rank, found in self._found.items()
         }
 

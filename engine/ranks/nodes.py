@@ -36,7 +36,7 @@ GREETING_S = 10.0
 _MAX_LINE = 1 << 16
 
 #: What a connection is for.
-Channel = Literal["control", "link"]
+Channel = Literal["control", "link", "pulse"]
 
 
 @dataclass(frozen=True, slots=True)

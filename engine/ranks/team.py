@@ -41,6 +41,7 @@ from engine.ranks.node_listener import NodeListener, RemoteRank
 from engine.ranks.nodes import ONE_NODE, Nodes, files_digest
 from engine.ranks.parts import rank_parts
 from engine.ranks.process_state import is_running
+from engine.ranks.pulse import Pulse, start_pulse
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import create_segment, map_segment
 from engine.ranks.stages import OneStage, Stages
@@ -80,7 +81,7 @@ def start_process(spec: RankSpec) -> RankProcess:
     control, its_control = socket.socketpair()
     link, its_link = socket.socketpair()
     with its_control, its_link:
-        process = run_rank(its_control, its_link, spec.fds)
+        process = run_rank(its_control, its_link, fds=spec.fds)
     # If the process is gone already, `wait_ready` reports it.
     with suppress(ConnectionError):
         control.sendall(spec.to_line())
@@ -93,11 +94,10 @@ def start_process(spec: RankSpec) -> RankProcess:
     return RankProcess(name, control, link, ending, process.kill, runs)
 
 
-def run_rank(
-    control: socket.socket, link: socket.socket, fds: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
-    """Start the process of a rank over these connections. fds: further ones that it inherits."""
-    own = (control.fileno(), link.fileno())
+def run_rank(*connections: socket.socket, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start the process of a rank over these connections: see engine.follow. fds: further ones that
+    it inherits."""
+    own = [each.fileno() for each in connections]
     return subprocess.Popen(
         (*_PROGRAM, *map(str, own)), stdin=subprocess.DEVNULL, pass_fds=(*own, *fds)
     )
@@ -118,7 +118,10 @@ def start_remote(spec: RankSpec, remote: RemoteRank) -> RankProcess:
     own = replace(spec, folder=hello.folder, host=hello.host)
     remote.control.sendall(own.to_line())
     name = f"{spec.name} on {hello.name}"
-    return RankProcess(name, remote.control, remote.link, lambda: "ended", lambda: None)
+    is_running = Pulse(remote.pulse).is_running
+    return RankProcess(
+        *(name, remote.control, remote.link, lambda: "ended", lambda: None, is_running)
+    )
 
 
 class RankTeam:
@@ -172,6 +175,8 @@ class RankTeam:
         except BaseException:
             self._close_fds()
             raise
+        self._pulses = [each.pulse for each in remote.values()]
+        self._pulse = start_pulse(os.getpid(), self._pulses) if remote else None
         self._first_group = self._members[: degrees.tensor - 1]
         """The other ranks of rank 0's tensor-parallel group, which have the states of all sample
         rows."""
@@ -301,6 +306,11 @@ class RankTeam:
         self._close_fds()
         for link in self.links:
             link.close()
+        if self._pulse is not None:
+            self._pulse.kill()
+            self._pulse.wait()
+        for connection in self._pulses:
+            connection.close()
         for member in self._members:
             member.control.close()
         for member in self._members:

@@ -3,6 +3,7 @@ refused by one line on both sides."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,7 +57,7 @@ def agent_of(nodes: Nodes, folder: Path = BOX, node: int = 1, **more: Any) -> No
     return NodeAgent(nodes, node, more.pop("degrees", DEGREES), folder)
 
 
-def follow_in_thread(control: socket.socket, link: socket.socket) -> None:
+def follow_in_thread(control: socket.socket, link: socket.socket, _: socket.socket) -> Mock:
     """In place of a process: see engine.ranks.team.run_rank."""
     own_control, own_link = (each.dup() for each in (control, link))
     closed = threading.Event()
@@ -67,6 +69,7 @@ def follow_in_thread(control: socket.socket, link: socket.socket) -> None:
         link_to_0.close()
 
     threading.Thread(target=run, daemon=True).start()
+    return Mock(pid=os.getpid())
 
 
 @pytest.fixture
@@ -74,6 +77,7 @@ def load_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TorchE
     """Loads an engine of two nodes, with threads in place of processes."""
     monkeypatch.setattr(start, "RankTeam", partial(RankTeam, start=start_thread, on_loss=print))
     monkeypatch.setattr(node_agent, "run_rank", follow_in_thread)
+    monkeypatch.setattr(node_agent, "start_pulse", lambda *_: None)
     with ExitStack() as stack:
 
         def load(model: Path, degrees: Degrees, **options: Any) -> TorchEngine:
@@ -220,7 +224,8 @@ def test_strangers_and_a_missing_node_do_not_hang_node_0() -> None:
 
 def test_silent_strangers_delay_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would hold node 0 for the ten seconds of a greeting."""
-    monkeypatch.setattr(node_agent, "run_rank", lambda *_: None)
+    monkeypatch.setattr(node_agent, "run_rank", lambda *_: Mock(pid=os.getpid()))
+    monkeypatch.setattr(node_agent, "start_pulse", lambda *_: None)
     given = replace(two_nodes(), timeout_s=30.0)
     listener = NodeListener(given, DEGREES, files_digest(BOX))
     with ExitStack() as strangers, ThreadPoolExecutor() as threads:

@@ -1,0 +1,56 @@
+"""A host says of a rank that it runs, until it is frozen or dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from contextlib import suppress
+
+import pytest
+
+from engine.ranks.pulse import Pulse, start_pulse
+
+pytestmark = pytest.mark.slow
+
+
+def until(pulse: Pulse, *, runs: bool) -> None:
+    """Wait until that is felt."""
+    while pulse.is_running() != runs:
+        threading.Event().wait(0.01)
+
+
+def test_a_rank_runs_until_it_is_frozen_or_dead() -> None:
+    ours, theirs = socket.socketpair()
+    pulse = Pulse(ours)
+    assert not pulse.is_running()
+    with subprocess.Popen(("sleep", "60")) as rank, start_pulse(rank.pid, [theirs]) as sender:
+        theirs.close()
+        until(pulse, runs=True)
+        rank.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+        until(pulse, runs=False)
+        rank.send_signal(signal.SIGCONT)
+        until(pulse, runs=True)
+        rank.kill()
+        assert sender.wait() == 0
+        until(pulse, runs=False)
+    ours.close()
+
+
+def test_pulses_that_nobody_reads_stop_nothing_and_end_with_their_connections() -> None:
+    full, others = socket.socketpair(), socket.socketpair()
+    full[0].setblocking(False)
+    with suppress(BlockingIOError):
+        while full[0].send(bytes(1 << 16)):
+            pass
+    pulse = Pulse(others[1])
+    with start_pulse(os.getpid(), [full[0], others[0]]) as sender:
+        until(pulse, runs=True)
+        full[1].close()
+        others[1].close()
+        assert sender.wait() == 0
+    full[0].close()
+    others[0].close()
