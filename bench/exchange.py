@@ -1,7 +1,7 @@
 """Times of an exchange of two ranks, by turns over each backend: `python -m bench.exchange`.
 
 Prints the median of each backend and shape in microseconds, twice, so that a backend is also
-compared with itself. The ranks are forked processes.
+compared with itself, and the median of rank 0's CPU time. The ranks are forked processes.
 """
 
 from __future__ import annotations
@@ -39,30 +39,34 @@ def _spec(backend: str) -> RankSpec:
     )
 
 
-def _turns(ranks: dict[str, Ranks]) -> Iterator[tuple[tuple[int, int], str, float]]:
-    """Shape, backend, and seconds of an exchange, in an order that both ranks have."""
+def _turns(ranks: dict[str, Ranks]) -> Iterator[tuple[tuple[int, int], str, float, float]]:
+    """Shape, backend, and seconds of an exchange, by the clock and of CPU time, in an order that
+    both ranks have."""
     for shape in _SHAPES:
         part = torch.ones(shape)
         for turn in range(_NUM_TURNS):
             for name in _NAMES if turn % 2 else reversed(_NAMES):
                 ranks[name].meet()
-                begin_s = time.perf_counter()
+                begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
                 for _ in range(_NUM_EXCHANGES):
                     ranks[name].gather(part)
-                yield shape, name, (time.perf_counter() - begin_s) / _NUM_EXCHANGES
+                ends = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+                yield shape, name, *(each / _NUM_EXCHANGES for each in ends)
 
 
 def _run(rank: int, specs: dict[str, RankSpec]) -> None:
     """Take all turns; rank 0 prints."""
     own = {name: replace(specs[name], rank=rank) for name in _NAMES}
     ranks = {name: BACKENDS[name]().join(own[name]).tensor for name in _NAMES}
-    found: dict[tuple[tuple[int, int], str], list[float]] = {}
-    for shape, name, seconds in _turns(ranks):
-        found.setdefault((shape, name), []).append(seconds * 1e6)
-    for (shape, name), times in found.items() if rank == 0 else ():
+    found: dict[tuple[tuple[int, int], str], list[tuple[float, float]]] = {}
+    for shape, name, seconds, cpu_s in _turns(ranks):
+        found.setdefault((shape, name), []).append((seconds * 1e6, cpu_s * 1e6))
+    for (shape, name), turns in found.items() if rank == 0 else ():
+        times, cpu_times = zip(*turns, strict=True)
         halves = (statistics.median(times[half::2]) for half in (0, 1))
         text = ", ".join(f"{us:.0f} us" for us in halves)
-        print(f"{shape[0]} x {shape[1]} {name}: {text}", flush=True)
+        cpu = f"{statistics.median(cpu_times):.0f} us of CPU time"
+        print(f"{shape[0]} x {shape[1]} {name}: {text}; {cpu}", flush=True)
 
 
 def main() -> int:

@@ -2,23 +2,25 @@
 on models of each kind of layers.
 
     python -m bench.rank_matrix [--model NAME ...] [--requests 16] [--max-ranks 8] [--minutes M]
-        [--write]
+        [--json FILE [--resume]] [--write]
 
 Models are small and random; each is checked as by `baton check`, against one process, with pairs of
 degrees: tensor parallel 1, 2 and 4 by 1 and 2 stages. In six pairs each of the six degrees is once
 on either tier; which ones meet differs by model, so that five models have 30 of the 36 pairs.
 Ranks exchange results through shared memory or over gloo, by turns; KV leaves from rank 0 or, with
---kv-per-rank, from each rank. --write: renews the table of docs/parallelism.md.
+--kv-per-rank, from each rank. --resume: pairs that FILE has are not checked again; it is written
+after each. --write: renews the table of docs/parallelism.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import Any
 
 from baton.check.run import Shape, Verdict, check_shape, reference
 from baton.supervisor.child import ChildFailed
-from bench.machine import BUNDLED_MODEL, ROOT, document_of, now, publish
+from bench.machine import BUNDLED_MODEL, ROOT, document_of, now, publish, write_json
 from bench.suite.markdown import about, replaced, table
 from engine.ranks.mesh import Degrees
 
@@ -143,9 +145,11 @@ async def check_model(
     num_requests: int,
     on: Callable[[Verdict], None],
     end_s: float = inf,
+    known: Container[str] = (),
 ) -> int:
     """Check one model; returns the number of pairs that did not start, twice. on: called with each
-    verdict. end_s: on the monotonic clock, when no further pair begins."""
+    verdict. end_s: on the monotonic clock, when no further pair begins. known: pairs, see pair_of,
+    that are left out."""
     num_failed = 0
     if time.monotonic() > end_s:
         return num_failed
@@ -162,12 +166,13 @@ async def check_model(
         if max(prefill.num_ranks, decode.num_ranks) > max_ranks or time.monotonic() > end_s:
             continue
         shape = shape_of(name, number, prefill, decode)
+        if pair_of(shape) in known:
+            continue
         for is_last in (False, True):
             try:
                 on(await check_shape(options, shape, requests, expected))
                 break
             except ChildFailed as error:
-                # A rank that gets no turn for 2.5 s ends its worker: so on a crowded machine.
                 print(f"{shape.name} did not start: {error}", flush=True)
                 num_failed += is_last
     return num_failed
@@ -196,9 +201,9 @@ def matrix_table(document: Mapping[str, Any]) -> str:
     return "\n\n".join((about(document), text, note))
 
 
-def row_of(name: str, verdict: Verdict) -> dict[str, Any]:
-    """A verdict for the document."""
-    options = verdict.shape.options
+def pair_of(shape: Shape) -> str:
+    """The pair of a model, for the table."""
+    options = shape.options
     degrees = [
         "x".join(str(options[f"{tier}_{kind}_parallel_size"]) for kind in ("tensor", "pipeline"))
         for tier in ("prefill", "decode")
@@ -206,9 +211,14 @@ def row_of(name: str, verdict: Verdict) -> dict[str, Any]:
     marks = ("g" if options["distributed_backend"] == "gloo" else "") + (
         "r" if options["kv_per_rank"] else ""
     )
+    return "→".join(degrees) + (f" {marks}" if marks else "")
+
+
+def row_of(name: str, verdict: Verdict) -> dict[str, Any]:
+    """A verdict for the document."""
     return {
         "model": name,
-        "pair": "→".join(degrees) + (f" {marks}" if marks else ""),
+        "pair": pair_of(verdict.shape),
         "is_equal": verdict.is_equal,
         "num_handed_over": verdict.num_handed_over,
         "num_requests": verdict.num_requests,
@@ -224,13 +234,20 @@ def main() -> None:
     parser.add_argument("--max-ranks", type=int, default=8, help="of a worker; leaves pairs out")
     parser.add_argument("--minutes", type=float, default=inf, help="no pair begins later")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
+    if given.resume and given.json is None:
+        parser.error("--resume: name the file of the rows by --json")
     started, rows, num_failed = now(), list[dict[str, Any]](), 0
     end_s = time.monotonic() + 60 * given.minutes
+    if given.resume and given.json.exists():
+        rows += json.loads(given.json.read_text())["rows"]
 
     def report(name: str, verdict: Verdict) -> None:
         rows.append(row_of(name, verdict))
+        if given.json is not None:
+            write_json(given.json, document_of("bench.rank_matrix", started, {"rows": rows}))
         text = "equal" if verdict.is_equal else "DIFFERENT"
         moved = f"{verdict.num_handed_over} of {verdict.num_requests} handed over"
         print(f"{text}  {verdict.shape.name}: {moved}, {verdict.seconds:.1f} s", flush=True)
@@ -238,7 +255,9 @@ def main() -> None:
     for name in given.model:
         with tempfile.TemporaryDirectory() as folder:
             of_model = (name, Path(folder), given.max_ranks, given.requests)
-            num_failed += asyncio.run(check_model(*of_model, partial(report, name), end_s))
+            known = {row["pair"] for row in rows if row["model"] == name}
+            check = check_model(*of_model, partial(report, name), end_s, known)
+            num_failed += asyncio.run(check)
     document = document_of("bench.rank_matrix", started, {"rows": rows})
     publish(document, given.json, matrix_table)
     if given.write:
