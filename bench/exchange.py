@@ -50,8 +50,9 @@ def _turns(ranks: dict[str, Ranks]) -> Iterator[tuple[tuple[int, int], str, floa
                 begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
                 for _ in range(_NUM_EXCHANGES):
                     ranks[name].gather(part)
-                ends = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
-                yield shape, name, *(each / _NUM_EXCHANGES for each in ends)
+                seconds = (time.perf_counter() - begin_s) / _NUM_EXCHANGES
+                cpu_s = (time.process_time() - begin_cpu_s) / _NUM_EXCHANGES
+                yield shape, name, seconds, cpu_s
 
 
 def _run(rank: int, specs: dict[str, RankSpec]) -> None:

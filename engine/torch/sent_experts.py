@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton_kernels.experts import grouped_linear
+from baton_kernels.experts import grouped_linear, order_rows
 from baton_kernels.layer import Experts
 from baton_kernels.linear import Linear
 from engine.ranks.cuts import LayerCut
@@ -54,8 +54,9 @@ class SentExperts:
         mine = by_owner[self.ranks.shard.rank]
         numbers = torch.arange(mine.shape[1], dtype=torch.int32, device=x.device)
         numbers = numbers.repeat(len(mine)).repeat_interleave(mine.flatten())
-        inner = gate(grouped_linear(rows, numbers, self.own.gate_up, 1))
-        results = grouped_linear(inner, numbers, self.own.down, 1)
+        order = order_rows(numbers, len(self.own.down.linears))
+        inner = gate(grouped_linear(rows, numbers, self.own.gate_up, 1, order))
+        results = grouped_linear(inner, numbers, self.own.down, 1, order)
         back = self.ranks.send_rows(results, of_each)
         return torch.empty_like(back).index_copy_(0, by_place, back)
 
