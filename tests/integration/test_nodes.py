@@ -22,7 +22,7 @@ from engine.ranks import start
 from engine.ranks.nodes import Nodes
 from engine.ranks.team import RankTeam
 from engine.torch.engine import TorchEngine
-from tests.engine.ranks.test_processes import child_pids
+from tests.engine.ranks.test_processes import rank_pids
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine
 from tests.support.tiny_models import make_tiny_model
@@ -86,7 +86,7 @@ def test_two_nodes_generate_the_tokens_of_one_and_a_lost_rank_ends_both(
     with node_1(model, nodes.port) as node:
         engine = node_0(model, nodes)
         assert token_ids(generate(engine, PROMPTS, Sampling(), 8)) == wanted
-        (rank,) = child_pids(node.pid)
+        (rank,) = rank_pids(node.pid)
         os.kill(rank, signum)
         silent = "has sent nothing for 1.5 s (frozen, or out of reach)"
         how = "ended" if signum == signal.SIGKILL else silent

@@ -64,11 +64,11 @@ def child_pids(pid: int) -> list[int]:
     ]
 
 
-def rank_pids() -> list[int]:
-    """Ranks that this process has started; other tests may have left children of other kinds."""
+def rank_pids(of: int | None = None) -> list[int]:
+    """Ranks that a process, this one by default, has started, without its other children."""
     return [
         pid
-        for pid in child_pids(os.getpid())
+        for pid in child_pids(of or os.getpid())
         if b"engine.follow" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
