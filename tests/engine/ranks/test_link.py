@@ -146,9 +146,9 @@ def test_a_peer_that_is_seen_to_run_may_be_held_up(ends: queue.SimpleQueue[str])
     link.start()
     theirs.sendall(bytes((module.LOADED, 0, 0, 0, 0)))
     with pytest.raises(queue.Empty):
-        ends.get(timeout=0.6)
+        ends.get(timeout=2 * module.SILENCE_S)
     runs.clear()
-    assert ends.get() == "0.2"
+    assert ends.get() == f"{module.SILENCE_S}"
     link.close()
     theirs.close()
 
@@ -161,7 +161,7 @@ def test_a_peer_that_is_seen_to_run_is_not_waited_for_without_end(
     link = Link(ours, "a", lambda: None, lambda seconds: ends.put(f"{seconds}"), lambda: True)
     link.start()
     theirs.sendall(bytes((module.LOADED, 0, 0, 0, 0)))
-    assert ends.get() == f"{3 * 0.2}"
+    assert ends.get() == f"{3 * module.SILENCE_S}"
     link.close()
     theirs.close()
 
@@ -174,7 +174,7 @@ def test_a_message_may_be_held_up(ends: queue.SimpleQueue[str]) -> None:
     link.start()
     theirs.sendall(bytes((FIRST_SERVICE_KIND, 1, 0, 0, 0)))
     with pytest.raises(queue.Empty):
-        ends.get(timeout=0.5)
+        ends.get(timeout=2 * module.SILENCE_S)
     theirs.sendall(b"x")
     assert got.get(timeout=10) == b"x"
     link.close()
