@@ -288,7 +288,14 @@ async def _start_http(
 
     probes = Probes(is_serving=lambda: _is_serving(fleets), metrics=metrics)
 
-    settings = HttpSettings(styles, tuple(api_keys), options.allowed_origins, int(time.time()))
+    settings = HttpSettings(
+        styles,
+        tuple(api_keys),
+        options.allowed_origins,
+        int(time.time()),
+        root_path=options.root_path or "",
+        has_metrics=options.enable_per_request_metrics,
+    )
     app = HttpApp(models, recorder, probes, settings)
     return await start_http(
         app,

@@ -311,7 +311,8 @@ class Serving:
             case _:
                 raise AssertionError(f"a prompt of {kind} was not refused")
         # A chat template has written the special tokens already.
-        is_bare = kind == "text" and not prompt.omit_special_tokens
+        is_chat = kind == "chat"
+        is_bare = prompt.chat.add_special_tokens if is_chat else not prompt.omit_special_tokens
         most = facts.max_prompt_tokens if keep_last is None else MAX_CUT_TOKENS
         try:
             ids = await self.tokenizer.encode(text, add_special_tokens=is_bare, max_tokens=most)

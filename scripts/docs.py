@@ -5,9 +5,9 @@ scripts/site_hook.py; --check generates them, too, and drops them."""
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,9 @@ from baton.config.command import ADVANCED_PANEL
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.http_clients.vllm_suite.reasons import Reason, reason_of  # noqa: E402, found above
+from tests.http_clients.suite import Reason, Suite  # noqa: E402, found above
+from tests.http_clients.suites import SUITES  # noqa: E402
 from tests.openai_api.cases import CASES  # noqa: E402
-
-OUTCOMES: Mapping[str, str] = json.loads(
-    (ROOT / "tests" / "http_clients" / "vllm_suite" / "outcomes.json").read_text()
-)
 
 PROTOS = ROOT / "protos"
 
@@ -82,21 +79,32 @@ gRPC port.
 | `/v1/models`, `/v1/models/{id}` | what is served |
 | `/tokenize`, `/detokenize` | as vLLM has them, for a `prompt` or `messages`, and `tokens` |
 | `/tokenizer_info` | as vLLM has it: special tokens, and the chat template |
-| `/health`, `/ping` | 200 if some request could be served, else 503; without a key |
+| `/invocations` | SageMaker's path: a chat where there are `messages`, else a completion |
+| `/health`, `/ping`, `/healthcheck` | 200 if some request could be served, else 503; no key |
 | `/metrics` | for Prometheus |
+| `/load` | `server_load`: how many answers are being made |
 | `/version` | of Baton |
 | `/` | a page for people: a playground, a live map, KV memory over time, code |
 | `/docs`, `/openapi.json` | every path, field, range and error; without a key |
 
 `model` may be left out where one model is served. A null field counts as absent; an unknown one is
 ignored and named in a `warning` header; one that would change the output and is not served
-(`suffix`, `functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is refused.
+(`suffix`, `functions`, `audio`, `documents`, `chat_template`, `logits_processors`) is refused.
+`use_beam_search` searches with `n` beams for `n` outputs; `length_penalty` goes with it, options
+that sampling alone reads are refused beside it, and `temperature` is not read.
 `top_logprobs: -1`, `logprobs: -1` and `prompt_logprobs: -1` ask for the whole vocabulary, which
 `--max-logprobs` must allow. `thinking_token_budget` is kept by a grammar, so the mark at the end of
 thoughts must be one token of the model, and `ignore_eos` and `min_tokens` do not go with it.
 `/v1/responses` takes the sampling fields of the others, too, and gives log probabilities by
 `include: ["message.output_text.logprobs"]` with `top_logprobs`; items of `reasoning` reach the
 chat template.
+
+`kv_transfer_params.prompt_token_ids` of a chat is the prompt as token ids, from a router that has
+tokenized it; `messages` are then only read for their roles. `add_special_tokens: true` puts the
+tokenizer's special tokens to what the chat template writes. `enable_response_messages: true` of
+`/v1/responses` adds `input_messages` and `output_messages`, the model's own text and tokens. With
+`--enable-per-request-metrics` an answer of one choice has vLLM's `metrics`. Paths may begin with
+`--root-path`, where a proxy in front does not take it off.
 
 `return_timing: true` adds `timing` to an answer, or to the last piece of a stream (of
 `/v1/responses`, too): milliseconds to the first token and their parts, the bytes handed over, and
@@ -161,6 +169,12 @@ The answer to each request that was read whole, under `/v1`, `/tokenize` and `/d
 one. That of `/v1/messages` has it as `request-id`, too, and an error there as `request_id`.
 `traceparent` is continued.
 
+The deadline of a request is `--request-timeout-s`, or what the proxy in front gives it by Envoy's
+`x-envoy-expected-rq-timeout-ms`; it is the deadline of all that the request does in both tiers, as
+that of a gRPC call. The `x-stainless-read-timeout` of OpenAI's package is not read: it is a time
+between two pieces, begins anew with each, and a client that gives up cancels its request by closing
+the connection.
+
 An error is OpenAI's `{"error": {"message", "type", "param", "code"}}`, `param` with the whole path
 of the first wrong field. A stream that fails after its first piece has the error as its last event,
 and no `[DONE]`.
@@ -170,7 +184,7 @@ and no `[DONE]`.
 | 400 | a field is wrong: which, its value and the fix are in the message |
 | 401 | no API key, or a wrong one |
 | 404 | a model that is not served, or a path that is not |
-| 408 | the request's time was over (`--request-timeout-s`), or it was too slow to arrive |
+| 408 | the request's time was over, or it was too slow to arrive |
 | 413, 431 | a body of more than 16 MiB; more than 100 headers, or 32 KiB of them |
 | 429 | full now; `retry-after` says when to try again |
 | 499 | the client went away, or did not read its stream; in logs and metrics only, for then its \
@@ -211,16 +225,12 @@ perplexity. Coding agents send 15,000 tokens and more before the first question.
 Each line is a case of the unmodified `openai` package, run by its sync and its async client.
 """
 
-_VLLM_HEAD = """## vLLM's own tests
+_SUITES_HEAD = """## Tests of others
 
-Those of vLLM 0.33.0's tests of its HTTP API that start a server of a text model, unmodified,
-against Baton in two tiers with a scripted model (`tests/http_clients/setup.sh`, then
-`python -m tests.http_clients.vllm_suite.run`): {passed} of {all} pass. Of the others, *decision*:
-Baton does otherwise on purpose; *missing*: Baton has it not; *model*: the scripted model is not the
-one that the test was written for.
-
-| Tests that fail | | Why |
-|---|---|---|
+`tests/http_clients/setup.sh` fetches these, `python -m tests.http_clients.run` runs them, `--only
+NAME` one suite of them. Of the tests that fail, *decision*: Baton does otherwise on purpose;
+*missing*: Baton has it not; *model*: the model that is served, or how its server was started, is
+not what the test was written for. LiteLLM's `BaseLLMChatTest` is in no package, and is not run.
 """
 
 _METAVARS = {int: "INTEGER", float: "NUMBER"}
@@ -322,22 +332,29 @@ def openai_page() -> Iterator[str]:
         yield f"### {section} ({len(names)})\n"
         yield from (f"- {name}" for name in names)
         yield ""
-    yield from _vllm_table()
+    yield _SUITES_HEAD
+    for suite in SUITES:
+        yield from _suite_page(suite)
 
 
-def _vllm_table() -> Iterator[str]:
-    """How vLLM's own tests fare, as the last whole run of them had it."""
-    outcomes = [value for value in OUTCOMES.values() if value != "skipped"]
-    head = _VLLM_HEAD.format(passed=outcomes.count("passed"), all=len(outcomes))
-    yield head.rstrip("\n")
-    failed = [test for test, outcome in OUTCOMES.items() if outcome == "failed"]
+def _suite_page(suite: Suite) -> Iterator[str]:
+    """How a suite fares, as the last runs of its tests had it."""
+    outcomes = suite.outcomes()
+    counts = Counter(outcomes.values())
+    num_run = counts["passed"] + counts["failed"]
+    yield f"### {suite.title} (`{suite.name}`)\n"
+    yield f"{suite.about} {counts['passed']} of {num_run} pass. {suite.not_run}".rstrip()
     by_reason: dict[Reason | None, list[str]] = {}
-    for test in failed:
-        by_reason.setdefault(reason_of(test), []).append(test)
+    for test, outcome in outcomes.items():
+        if outcome == "failed":
+            by_reason.setdefault(suite.reason_of(test), []).append(test)
+    if by_reason:
+        yield "\n| Tests that fail | | Why |\n|---|---|---|"
     for reason, tests in by_reason.items():
         names = dict.fromkeys(f"`{test.partition('::')[2].partition('[')[0]}`" for test in tests)
         kind, why = (reason.kind, reason.why) if reason else ("", "not known")
         yield f"| {', '.join(names)} ({len(tests)}) | {kind} | {_cell(why)} |"
+    yield ""
 
 
 def protocol_page() -> Iterator[str]:

@@ -117,6 +117,7 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        return_receipt: bool = False,
         request_id: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -129,6 +130,7 @@ class AsyncClient:
         prefix cache sharing.
         add_special_tokens: False for a text that already has the tokenizer's special tokens, such
         as a rendered chat template; never added to token ids or messages.
+        return_receipt: give the answer's receipt, for `baton check --receipt`.
         request_id: proposed to the server; random if empty. timeout_s: None for the client's.
         """
         request = requests.generate_request(
@@ -138,6 +140,7 @@ class AsyncClient:
             priority=priority,
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
+            return_receipt=return_receipt,
         )
         calls = GenerateCalls(self._connections, self._settings, request, request_id, timeout_s)
         return AsyncCompletionStream(calls, self._closed)

@@ -38,6 +38,7 @@ class StreamOptions(SamplingOptions, total=False):
     priority: int
     cache_salt: str
     add_special_tokens: bool
+    return_receipt: bool
     request_id: str
     timeout_s: float | None
 
@@ -65,6 +66,7 @@ def generate_request(
     priority: int,
     cache_salt: str,
     add_special_tokens: bool,
+    return_receipt: bool = False,
 ) -> inference_pb2.GenerateRequest:
     """Build the message of Generate."""
     request = inference_pb2.GenerateRequest(
@@ -72,6 +74,7 @@ def generate_request(
         prompt=prompt_message(prompt, add_special_tokens=add_special_tokens),
         sampling=sampling_message(params),
         cache_salt=_checked_text("cache_salt", cache_salt),
+        return_receipt=return_receipt,
     )
     with _naming("priority", priority):
         request.priority = priority

@@ -3,9 +3,11 @@ Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
+
+from google.protobuf.json_format import MessageToDict
 
 from baton.errors import BatonError
 from baton.sampling_params import SamplingParams
@@ -95,6 +97,8 @@ class Chunk:
     """With echo, set in each choice's first piece; its text then begins with the prompt's."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """If requested, in the first piece of choice 0: one entry per prompt token after the first."""
+    receipt: Mapping[str, Any] | None = None
+    """If requested, in the stream's last piece: baton.v1.Receipt as JSON, as in the HTTP API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,8 @@ class Completion:
     """With echo."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """If requested, one entry per prompt token after the first."""
+    receipt: Mapping[str, Any] | None = None
+    """If requested; see Chunk."""
 
     @property
     def text(self) -> str:
@@ -186,6 +192,10 @@ class Model:
 _T = TypeVar("_T", Usage, TimeToFirstToken, Timing, WorkerStatus, TierLoad)
 
 
+def _json_of(receipt: inference_pb2.Receipt) -> Mapping[str, Any]:
+    return MessageToDict(receipt, preserving_proto_field_name=True)
+
+
 def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
     """Convert a piece. Raises BatonError for a finish reason that this version does not know."""
     try:
@@ -208,6 +218,7 @@ def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
         stop=getattr(response.stop_cause, stop_kind) if stop_kind else None,
         usage=_same_fields(Usage, response.usage) if response.HasField("usage") else None,
         timing=timing,
+        receipt=_json_of(response.receipt) if response.HasField("receipt") else None,
         choice=response.choice,
         request_id=response.request_id,
         score=response.score if response.HasField("score") else None,
@@ -272,6 +283,7 @@ def completion_of(request_id: str, chunks: Iterable[Chunk]) -> Completion:
     """Join all pieces of an ended stream."""
     outputs: dict[int, _Output] = {}
     usage, timing = Usage(), Timing()
+    receipt: Mapping[str, Any] | None = None
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     for chunk in chunks:
@@ -285,6 +297,7 @@ def completion_of(request_id: str, chunks: Iterable[Chunk]) -> Completion:
         prompt_token_ids = chunk.prompt_token_ids or prompt_token_ids
         prompt_logprobs = chunk.prompt_logprobs or prompt_logprobs
         usage, timing = chunk.usage or usage, chunk.timing or timing
+        receipt = chunk.receipt or receipt
     choices = tuple(
         Choice(
             index=position,
@@ -297,7 +310,9 @@ def completion_of(request_id: str, chunks: Iterable[Chunk]) -> Completion:
         )
         for position, output in sorted(outputs.items())
     )
-    return Completion(request_id, choices, usage, timing, prompt_token_ids, prompt_logprobs)
+    return Completion(
+        request_id, choices, usage, timing, prompt_token_ids, prompt_logprobs, receipt
+    )
 
 
 def _same_fields(cls: type[_T], message: Any) -> _T:

@@ -83,6 +83,12 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     """Serve OpenAI's HTTP API on --host and --http-port."""
     http_port: Port | None = None
     """Port of the HTTP API; 8000 if not given, or a free one if --port is 0. 0 takes a free one."""
+    root_path: NonEmpty | None = None
+    """Prefix that paths of HTTP requests may have, such as /llm, where a proxy in front does not
+    take it off."""
+    enable_per_request_metrics: bool = False
+    """Give answers of the HTTP API `metrics`, as vLLM does: milliseconds by phase, and tokens per
+    second."""
     tool_call_parser: Literal[
         "auto",
         "none",

@@ -130,12 +130,15 @@ class ChatPrompt(message.Message):
     TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     template_kwargs: builtins.str
     """Further variables of the template: a JSON object of at most 65536 characters; empty for none."""
     continue_final_message: builtins.bool
     """Whether the last message is to be continued, not answered. Default false."""
     add_generation_prompt: builtins.bool
     """Whether the text ends with what begins an answer. Default true, unless continue_final_message."""
+    add_special_tokens: builtins.bool
+    """Whether the tokenizer's own special tokens are put to the text, which the template has written already. Default false."""
     @builtins.property
     def messages(self) -> containers.RepeatedCompositeFieldContainer[ChatMessage]:
         """The messages, oldest first; at least one, at most 1024."""
@@ -152,10 +155,11 @@ class ChatPrompt(message.Message):
         template_kwargs: builtins.str = ...,
         continue_final_message: builtins.bool = ...,
         add_generation_prompt: builtins.bool | None = ...,
+        add_special_tokens: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015

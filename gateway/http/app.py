@@ -18,6 +18,9 @@ from baton import __version__
 from baton.errors import BatonError, ClientStalled
 from baton.rpc.api_key import ApiKeys, refusal
 from gateway.chat.style import ChatStyle
+from gateway.http import chat, completions
+from gateway.http.chat import ChatBody
+from gateway.http.completions import CompletionBody
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH, Docs
 from gateway.http.errors import HttpError, from_baton, http_error, in_words_of
@@ -34,7 +37,7 @@ from gateway.http.format import (
 from gateway.http.generation import Generation
 from gateway.http.openapi import OPERATIONS
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
-from gateway.http.requests import ModelBody
+from gateway.http.requests import GenerationBody, ModelBody
 from gateway.serving import Models, Serving, unique_request_id
 from gateway.telemetry.recorder import GatewayRecorder
 
@@ -43,7 +46,7 @@ _log = logging.getLogger(__name__)
 _TEXT = "text/plain; charset=utf-8"
 
 #: Paths that need no API key: health checks, and the page on which a key is entered.
-_OPEN = frozenset({"/health", "/ping", DOCS_PATH, OPENAPI_PATH, *PAGE_FILES})
+_OPEN = frozenset({"/health", "/ping", "/healthcheck", DOCS_PATH, OPENAPI_PATH, *PAGE_FILES})
 
 _MODELS = "/v1/models/"
 
@@ -83,13 +86,16 @@ class HttpSettings:
     """Settings of the HTTP application.
 
     styles: by model name. api_keys: empty serves every client. allowed_origins: of web pages; "*"
-    allows all. created_s: creation time of the models, Unix seconds.
+    allows all. created_s: creation time of the models, Unix seconds. root_path: prefix that paths
+    may have, from a proxy that does not take it off. has_metrics: give answers vLLM's metrics.
     """
 
     styles: Mapping[str, ChatStyle]
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     created_s: int = 0
+    root_path: str = ""
+    has_metrics: bool = False
 
 
 class HttpApp:
@@ -106,14 +112,19 @@ class HttpApp:
         self._api_keys = ApiKeys(settings.api_keys) if settings.api_keys else None
         self._origins = frozenset(settings.allowed_origins)
         self._created_s = settings.created_s
+        self._prefix = f"/{settings.root_path.strip('/')}/".replace("//", "/")
+        self._has_metrics = settings.has_metrics
+        self._num_running = 0
+        """Generations in flight."""
         page, docs = Page(models, recorder, time.monotonic), Docs()
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
             **{
                 route.path: {route.method.upper(): handler} for route, handler in self._of_formats()
             },
             "/v1/models": {"GET": self._list_models},
-            "/health": {"GET": self._health},
-            "/ping": {"GET": self._health},
+            **{path: {"GET": self._health} for path in ("/health", "/ping", "/healthcheck")},
+            "/invocations": {"POST": self._invoke},
+            "/load": {"GET": self._load},
             "/version": {"GET": self._version},
             "/metrics": {"GET": self._metrics},
             **{path: {"GET": docs.send} for path in (DOCS_PATH, OPENAPI_PATH)},
@@ -136,6 +147,7 @@ class HttpApp:
     # connection.HttpHandler
 
     def refusal_of(self, request: HttpRequest) -> HttpError | None:
+        request.path = self._path_of(request.path)
         if self._api_keys is None or request.path in _OPEN or request.method == "OPTIONS":
             return None
         dialect = self._dialect_of(request)
@@ -147,6 +159,12 @@ class HttpApp:
         error, request_id = from_baton(refusal()), unique_request_id(request.headers)
         headers = (*error.headers, *((name, request_id) for name in dialect.id_headers))
         return dialect.shape(HttpError(error.status, error.body, headers, request_id))
+
+    def _path_of(self, path: str) -> str:
+        """The path without the proxy's prefix, and with the /v1 that llama.cpp's clients omit."""
+        if path.startswith(self._prefix):
+            path = f"/{path.removeprefix(self._prefix)}"
+        return f"/v1{path}" if path not in self._routes and f"/v1{path}" in self._routes else path
 
     async def handle(self, request: HttpRequest, response: HttpResponse) -> None:
         """Answer a request, errors included. Sends nothing to a client that has gone."""
@@ -217,11 +235,35 @@ class HttpApp:
         self, cls: type[ModelBody], make: MakeFormat, request: HttpRequest, response: HttpResponse
     ) -> None:
         body = await self._door.parsed(cls, request, response)
+        await self._generate(body, make, request, response)
+
+    async def _invoke(self, request: HttpRequest, response: HttpResponse) -> None:
+        """SageMaker's one path: a chat if the body has messages, else a completion."""
+
+        def class_of(fields: Mapping[str, Any]) -> type[GenerationBody]:
+            return ChatBody if "messages" in fields else CompletionBody
+
+        id_fields = CompletionBody.id_fields
+        body = await self._door.parsed_as(class_of, id_fields, request, response)
+        route = chat.ROUTE if isinstance(body, ChatBody) else completions.ROUTE
+        if route.make is not None:
+            await self._generate(body, route.make, request, response)
+
+    async def _generate(
+        self, body: ModelBody, make: MakeFormat, request: HttpRequest, response: HttpResponse
+    ) -> None:
         serving, form = self._door.form(make, body)
         if form.warning:
             warn(form.warning, response)
-        with in_words_of(form.field_names):
-            await Generation(serving, form, request, response).run()
+        self._num_running += 1
+        try:
+            with in_words_of(form.field_names):
+                generation = Generation(
+                    serving, form, request, response, has_metrics=self._has_metrics
+                )
+                await generation.run()
+        finally:
+            self._num_running -= 1
 
     # The gateway itself
 
@@ -253,6 +295,9 @@ class HttpApp:
         is_serving = self._probes.is_serving()
         status = HTTPStatus.OK if is_serving else HTTPStatus.SERVICE_UNAVAILABLE
         await response.send(status, _TEXT, b"")
+
+    async def _load(self, request: HttpRequest, response: HttpResponse) -> None:
+        await send_json({"server_load": self._num_running}, request, response)
 
     async def _version(self, request: HttpRequest, response: HttpResponse) -> None:
         await send_json({"version": __version__}, request, response)

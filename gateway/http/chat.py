@@ -41,6 +41,7 @@ from gateway.http.requests import (
     is_whole_structured,
     json_text,
     put_budget,
+    put_token_ids,
     sampling_message,
     structure_field,
 )
@@ -73,6 +74,11 @@ class ChatBody(GenerationBody):
         None
     )
     """Variables of the model's chat template."""
+    add_special_tokens: bool | None = None
+    """true: add the tokenizer's special tokens to what the chat template writes."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """prompt_token_ids: the prompt as token ids, from a router that has tokenized it; used instead
+    of the messages."""
     add_generation_prompt: Annotated[bool | None, Fills("prompt.chat.add_generation_prompt")] = None
     """false: do not begin the assistant's message."""
     continue_final_message: bool | None = None
@@ -93,6 +99,8 @@ class ChatBody(GenerationBody):
     ignored = (*GenerationBody.ignored, "modalities", "verbosity", "prediction")
 
 
+_PROMPT_IDS = "prompt_token_ids"
+
 _TOLD_OTHERWISE = "tools: the chat template has no place for them; the system message has them"
 
 #: Members of a message, in OpenAI's order; vLLM's are behind them.
@@ -111,7 +119,7 @@ _MESSAGE: Mapping[str, Any] = {
 class ChatFormat(OpenAiFormat):
     """Chat requests and answers (format.Format)."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: ChatBody, bytes_of: BytesOf, style: ChatStyle) -> None:
@@ -143,8 +151,6 @@ class ChatFormat(OpenAiFormat):
             self.requests = [self._request()]
         if self._has_calls and not style.has_place_for_tools:
             self.warning = _TOLD_OTHERWISE
-        last = self.requests[0].prompt.chat.messages[-1]
-        self._echo = last.content if body.echo and last.role == "assistant" else ""
         self._is_plain = not (
             body.logprobs or body.return_token_ids or self._has_calls or self._style.has_thoughts
         )
@@ -172,6 +178,7 @@ class ChatFormat(OpenAiFormat):
             moved["sampling.structured_output"] = "tools"
             if not self._choice_of_tools.is_forced:
                 moved["sampling.structured_output.grammar"] = "thinking_token_budget"
+        moved["prompt.token_ids.ids"] = f"kv_transfer_params.{_PROMPT_IDS}"
         return names_in(self.body, moved)
 
     def _request(self) -> inference_pb2.GenerateRequest:
@@ -205,7 +212,14 @@ class ChatFormat(OpenAiFormat):
         ):
             sampling.skip_special_tokens = False  # some families' marks are special tokens
         request = generate_request(body, sampling)
-        self._put_prompt(request.prompt.chat)
+        chat = request.prompt.chat
+        self._put_prompt(chat)
+        last = chat.messages[-1]
+        self._echo = last.content if body.echo and last.role == "assistant" else ""
+        if token_ids := (body.kv_transfer_params or {}).get(_PROMPT_IDS):
+            put_token_ids(
+                f"kv_transfer_params.{_PROMPT_IDS}", token_ids, request.prompt.token_ids.ids
+            )
         return request
 
     def _put_prompt(self, chat: inference_pb2.ChatPrompt) -> None:
@@ -218,6 +232,7 @@ class ChatFormat(OpenAiFormat):
         if kwargs:
             field = "chat_template_kwargs"
             chat.template_kwargs = json_text(field, kwargs, MAX_KWARGS_CHARS)
+        chat.add_special_tokens = bool(body.add_special_tokens)
         chat.continue_final_message = bool(body.continue_final_message)
         if body.add_generation_prompt is not None and not (
             body.continue_final_message and not body.add_generation_prompt
@@ -277,8 +292,8 @@ class ChatFormat(OpenAiFormat):
         num_tokens = sum(choice.num_reasoning_tokens for choice in self._choices.values())
         return {**usage, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
 
-    def end(self, usage: Mapping[str, Any]) -> str:
-        return super().end(self.usage(usage))
+    def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+        return super().end(self.usage(usage), metrics)
 
     def split_replay(self, index: int, text: str) -> tuple[str, str]:
         """Split a choice's text into the part that an earlier stream sent and the new part."""

@@ -67,7 +67,7 @@ class CompletionBody(GenerationBody):
 class CompletionFormat(OpenAiFormat):
     """Completion requests and answers (format.Format)."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 
     def __init__(self, body: CompletionBody, bytes_of: BytesOf) -> None:

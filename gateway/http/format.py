@@ -12,12 +12,14 @@ from typing import Any, Protocol
 
 from google.protobuf.json_format import MessageToDict
 
+from baton.types import Sampling
 from baton.v1 import inference_pb2
 from gateway.chat.style import ChatStyle
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.errors import FieldNames, HttpError
+from gateway.http.json_body import read_fields
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import BodyT, GenerationBody, ModelBody, parsed
+from gateway.http.requests import BodyT, GenerationBody, ModelBody, validated
 from gateway.long_work import let_others_run
 from gateway.serving import Models, Serving, unique_request_id
 
@@ -60,11 +62,23 @@ class Door:
     styles: Mapping[Serving, ChatStyle]
 
     async def parsed(self, cls: type[BodyT], request: HttpRequest, response: HttpResponse) -> BodyT:
-        """Parse the body, and list its unknown fields in a warning header."""
+        """Parse the body, and list its unknown fields in a warning header. Raises
+        InvalidRequest, naming each wrong field."""
+        return await self.parsed_as(lambda _: cls, cls.id_fields, request, response)
+
+    async def parsed_as(
+        self,
+        class_of: Callable[[Mapping[str, Any]], type[BodyT]],
+        id_fields: Sequence[str],
+        request: HttpRequest,
+        response: HttpResponse,
+    ) -> BodyT:
+        """As `parsed`. class_of: the body's class by its fields. id_fields: see Body."""
         await self.models.turns.take()
         max_model_len = max(serving.facts.max_model_len for serving in self.models)
         num_bytes = len(request.body)
-        body = await parsed(cls, request.body, max_model_len)
+        fields = await read_fields(request.body, id_fields, max_model_len)
+        body = validated(class_of(fields), fields)
         request.body = b""
         await let_others_run(num_bytes)
         if body.unknown_fields:
@@ -100,12 +114,13 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Members shared by all chunks of an answer."""
+    """Members shared by all chunks of an answer. sampling: as resolved."""
 
     id: str
     created: int
     model: str
     fingerprint: str
+    sampling: Sampling
 
     def fields(self, kind: str) -> dict[str, Any]:
         """kind: OpenAI's `object`."""
@@ -149,8 +164,8 @@ class Format(Protocol):
         """Server-sent events of a piece; may be empty. usage: JSON members to insert, or empty;
         earlier: the same for an event that precedes the piece's tokens."""
 
-    def end(self, usage: Mapping[str, Any]) -> str:
-        """The last events of a stream."""
+    def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+        """The last events of a stream. metrics: members beside the usage, for OpenAI's forms."""
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         """The whole answer. chunks: by prompt."""
@@ -182,6 +197,22 @@ def timing_of(chunk: Chunk) -> dict[str, Any]:
         "decode_worker": timing.decode_worker,
         "num_resumes": timing.num_resumes,
     }
+
+
+def metrics_of(chunk: Chunk, num_tokens: int) -> dict[str, Any]:
+    """vLLM's metrics of an answer of one choice, from its last piece: milliseconds, without the
+    time in queues but for queue_time_ms. num_tokens: of the output."""
+    timing = chunk.timing
+    queue_ms = timing.queue_ms + timing.prefill_queue_ms
+    metrics = {
+        "time_to_first_token_ms": timing.time_to_first_token_ms - queue_ms,
+        "generation_time_ms": timing.decode_ms,
+        "queue_time_ms": queue_ms,
+        "tokens_per_second": num_tokens * 1e3 / max(timing.total_ms - queue_ms, 1e-3),
+    }
+    if num_tokens > 1:
+        metrics["mean_itl_ms"] = timing.decode_ms / (num_tokens - 1)
+    return {name: round(value, 3) for name, value in metrics.items()}
 
 
 def receipt_of(chunk: Chunk) -> dict[str, Any]:
@@ -244,11 +275,11 @@ class OpenAiFormat(ABC):
         fields = json.dumps(answer.fields(self.chunk_kind))
         self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
 
-    def end(self, usage: Mapping[str, Any]) -> str:
+    def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
         """The usage chunk, if requested, and [DONE]."""
         if not self._body.has_usage_chunk:
             return _DONE
-        document = {**self._fields(self.chunk_kind), "choices": [], "usage": usage}
+        document = {**self._fields(self.chunk_kind), "choices": [], "usage": usage, **metrics}
         return f"data: {json.dumps(document)}\n\n{_DONE}"
 
     def _fields(self, kind: str) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from typing import Any
 from baton.errors import BatonError
 from baton.rpc.interceptor import given_request_id
 from baton.sampling_params import MAX_CHOICES
+from baton.types import SequenceSpec
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.errors import invalid, shown_value
-from gateway.http.format import Answer, Chunk, Format, receipt_of, timing_of
+from gateway.http.format import Answer, Chunk, Format, metrics_of, receipt_of, timing_of
 from gateway.http.json_body import MAX_PROMPTS
 from gateway.intake.request import ValidatedRequest
 from gateway.long_work import Pacer
@@ -64,12 +65,20 @@ class Generation:
     """One request. `run` raises BatonError only before anything was sent."""
 
     def __init__(
-        self, serving: Serving, form: Format, request: HttpRequest, response: HttpResponse
+        self,
+        serving: Serving,
+        form: Format,
+        request: HttpRequest,
+        response: HttpResponse,
+        *,
+        has_metrics: bool = False,
     ) -> None:
-        """Raises InvalidRequest if the Last-Event-ID does not fit the request."""
+        """has_metrics: give answers vLLM's metrics. Raises InvalidRequest if the Last-Event-ID does
+        not fit the request."""
         self._serving = serving
         self._form = form
         self._metadata = request.headers
+        self._timeout_s = _timeout_s_of(request)
         self._response = response
         self._usage = Usage(len(form.requests))
         self._answer: Answer | None = None
@@ -77,6 +86,9 @@ class Generation:
         """Pieces by prompt, unless streamed."""
         self._has_timing = bool(form.body.return_timing)
         self._has_receipt = bool(form.body.return_receipt)
+        self._has_metrics = has_metrics
+        self._last: Chunk | None = None
+        """The piece that came last."""
         self._has_usage = form.body.has_usage_everywhere
         """Whether each piece has usage; if only the last has it, other pieces say null."""
         self._no_usage = ',"usage":null' if form.body.has_usage_chunk else ""
@@ -91,7 +103,7 @@ class Generation:
         """Run the request and send the whole answer."""
         await self._run_all()
         if not self._form.body.is_streamed:
-            document = self._form.document(self._chunks, self._usage.fields())
+            document = self._form.document(self._chunks, self._usage.fields()) | self._metrics()
             if self._has_timing:
                 document["timing"] = self._of_each_prompt(timing_of)
             if self._has_receipt:
@@ -102,7 +114,17 @@ class Generation:
             self._event_ids.check_end()
         if not self._response.has_started:  # only the end was left to send
             self._response.start(EVENTS)
-        await self._response.end(self._form.end(self._usage.fields()).encode())
+        end = self._form.end(self._usage.fields(), self._metrics())
+        await self._response.end(end.encode())
+
+    def _metrics(self) -> dict[str, Any]:
+        """The member `metrics`, if wanted; null for several choices or prompts."""
+        if not self._has_metrics:
+            return {}
+        (first, *others), last = self._form.requests, self._last
+        if others or first.sampling.n > 1 or last is None or not last.HasField("timing"):
+            return {"metrics": None}
+        return {"metrics": metrics_of(last, self._usage.fields()["completion_tokens"])}
 
     def _of_each_prompt(self, made: Callable[[Chunk], Any]) -> Any:
         """What the last piece gives: a list for several prompts."""
@@ -128,7 +150,12 @@ class Generation:
         self, request: inference_pb2.GenerateRequest, index: int, write: Any
     ) -> None:
         write = functools.partial(write, index)
-        call = Call(self._metadata, write, on_admitted=functools.partial(self._begin, index))
+        call = Call(
+            self._metadata,
+            write,
+            timeout_s=self._timeout_s,
+            on_admitted=functools.partial(self._begin, index),
+        )
         await self._serving.generate(request, call)
 
     async def _begin(self, index: int, validated: ValidatedRequest) -> None:
@@ -136,27 +163,33 @@ class Generation:
         self._usage_text = ""
         for so_far in validated.resume_from.values():  # only one prompt can be resumed
             self._usage.add_earlier(0, len(so_far.token_ids))
-        self._answer = self._answer or self._new_answer(validated.spec.request_id)
+        self._answer = self._answer or self._new_answer(validated.spec)
         self._form.begin(index, self._answer, validated.spec.prompt_token_ids)
 
-    def _new_answer(self, request_id: str) -> Answer:
+    def _new_answer(self, spec: SequenceSpec) -> Answer:
+        request_id = spec.request_id
         self._response.headers += [(name, request_id) for name in self._form.dialect.id_headers]
         if self._is_taken_up:  # keep the request id of the first part
             request_id = given_request_id(self._metadata) or request_id
         return Answer(
-            f"{self._form.id_prefix}-{request_id}",
+            f"{self._form.id_prefix}{request_id}",
             int(time.time()),
             self._form.body.model or self._serving.facts.name,
             self._serving.fingerprint,
+            spec.sampling,
         )
 
     def _keep(self, index: int, chunk: Chunk) -> None:
-        self._usage.add(index, chunk)
+        self._note(index, chunk)
         self._chunks[index].append(chunk)
+
+    def _note(self, index: int, chunk: Chunk) -> None:
+        self._usage.add(index, chunk)
+        self._last = chunk
 
     def _write_event(self, index: int, chunk: Chunk) -> Coroutine[Any, Any, object] | None:
         usage_before = self._usage_text or self._usage_so_far()
-        self._usage.add(index, chunk)
+        self._note(index, chunk)
         self._usage_text = ""
         new: Chunk | None = chunk
         if self._event_ids is not None:
@@ -187,6 +220,13 @@ class Generation:
         if self._has_usage:
             return f',"usage":{json.dumps(self._usage.fields())}'
         return self._no_usage
+
+
+def _timeout_s_of(request: HttpRequest) -> float | None:
+    """The time that the proxy in front gives the request, as Envoy sends it; None if it does not
+    say."""
+    text = request.header(TIMEOUT_MS)
+    return int(text) / 1e3 if _TIMEOUT.fullmatch(text) else None
 
 
 def _event_ids_of(form: Format, last: str) -> EventIds | None:
@@ -223,6 +263,10 @@ def _first(failures: BaseExceptionGroup[BatonError]) -> BatonError:
 
 
 LAST_EVENT_ID = "Last-Event-ID"
+
+#: Envoy's header; 0, as of routes without a timeout, is none.
+TIMEOUT_MS = "x-envoy-expected-rq-timeout-ms"
+_TIMEOUT = re.compile(r"[1-9][0-9]{0,9}")
 
 
 _SEED = re.compile(r"[0-9a-f]{1,16}")

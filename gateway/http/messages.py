@@ -147,7 +147,7 @@ ANTHROPIC = Dialect(
 class MessagesFormat(TranslatedChat):
     """Message requests and answers (format.Format)."""
 
-    id_prefix = "msg"
+    id_prefix = "msg_"
     dialect = ANTHROPIC
 
     def __init__(
@@ -169,10 +169,10 @@ class MessagesFormat(TranslatedChat):
         return self._blocks
 
     def begin_stream(self) -> None:
-        used = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
+        used = {"input_tokens": len(self.prompt_token_ids), "output_tokens": 0}
         self._blocks.emit("message_start", message=self._message(used))
 
-    def end(self, usage: Mapping[str, Any]) -> str:
+    def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:  # noqa: ARG002, OpenAI's have them
         self._blocks.emit("message_delta", delta=self._stop(), usage=_usage(usage))
         self._blocks.emit("message_stop")
         return self._blocks.take_events()
@@ -424,6 +424,7 @@ class _Conversation:
 
     def _read_assistant(self, path: str, blocks: Sequence[Any]) -> None:
         texts: list[str] = []
+        thoughts: list[str] = []
         calls: list[Any] = []
         for index, block in enumerate(blocks):
             match block:
@@ -434,11 +435,15 @@ class _Conversation:
                     arguments = json_text(where, given, MAX_ARGUMENTS_CHARS)
                     function = {"name": name, "arguments": arguments}
                     calls.append({"id": call_id, "type": "function", "function": function})
+                case {"type": "thinking", "thinking": str() as text}:
+                    thoughts.append(text)
                 case {"type": "thinking" | "redacted_thinking"}:
-                    pass  # templates omit earlier reasoning
+                    pass
                 case _:
                     self._refuse_block(f"{path}.content[{index}]", block, "text or tool_use")
         message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
         self._add(path, {**message, "tool_calls": calls} if calls else message)
 
     def _text(self, path: str, value: Any) -> str:

@@ -33,6 +33,9 @@ OPERATIONS = (
     *tokens.ROUTES,
     Route("/health", "get", "200 if some request could be served, else 503.", is_open=True),
     Route("/ping", "get", "The same.", is_open=True),
+    Route("/healthcheck", "get", "The same.", is_open=True),
+    Route("/invocations", "post", "SageMaker's path: a chat with `messages`, else a completion."),
+    Route("/load", "get", "`server_load`: requests whose output is being made."),
     Route("/version", "get", "Of Baton."),
     Route("/metrics", "get", "For Prometheus.", answer="text/plain"),
 )

@@ -27,7 +27,7 @@ from baton.v1 import inference_pb2, sampling_pb2
 from gateway.chat.reasoning import BEGIN, END
 from gateway.chat.style import ChatStyle
 from gateway.http.errors import Fills, filler_of, from_validation, invalid, shown_value
-from gateway.http.json_body import Received, read_fields, wrong_ids
+from gateway.http.json_body import wrong_ids
 from gateway.intake.rules import MAX_SHOWN, MAX_STRUCTURED_CHARS, Violations
 from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
 
@@ -212,10 +212,7 @@ class SamplingBody(ModelBody):
     cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
     """Share prefixes in the KV cache only with requests of the same salt."""
 
-    refused: ClassVar[tuple[str, ...]] = (
-        "use_beam_search",
-        "logits_processors",
-    )
+    refused: ClassVar[tuple[str, ...]] = ("logits_processors",)
 
 
 class GenerationBody(SamplingBody):
@@ -224,8 +221,13 @@ class GenerationBody(SamplingBody):
     stream_options: StreamOptions | None = None
     """What a stream contains besides text; goes with stream."""
     max_tokens: NumTokens = None
-    n: int | None = None
+    n: Annotated[int | None, Fills("sampling.beam_search.width")] = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    """Search for the n most probable outputs with n beams. Leave out what only sampling reads;
+    temperature is not read."""
+    length_penalty: Annotated[float | None, Fills("sampling.beam_search.length_penalty")] = None
+    """Of a beam search: exponent of the length that divides a beam's log probability."""
     prompt_logprobs: int | None = None
     resume_from: Annotated[list[ChoiceSoFar] | None, FailFast()] = None
     """Output of an interrupted stream of the same request; this one continues after it. Needs
@@ -271,12 +273,6 @@ class GenerationBody(SamplingBody):
     def has_usage_everywhere(self) -> bool:
         options = self.stream_options
         return bool(options and options.include_usage and options.continuous_usage_stats)
-
-
-async def parsed(cls: type[BodyT], data: Received, max_model_len: int = 0) -> BodyT:
-    """Parse and validate a body. max_model_len: in tokens. Raises InvalidRequest, naming each wrong
-    field."""
-    return validated(cls, await read_fields(data, cls.id_fields, max_model_len))
 
 
 def validated(cls: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
@@ -349,6 +345,7 @@ def sampling_message(
     violations += _put_bias(body.logit_bias or {}, params)
     violations += _put_stop(body.stop, params)
     violations += _put_structure(body, params)
+    violations += _put_beams(body, params)
     params.stop_token_ids.extend(body.stop_token_ids or ())
     params.bad_words.extend(body.bad_words or ())
     params.allowed_token_ids.extend(body.allowed_token_ids or ())
@@ -433,6 +430,17 @@ def put_token_ids(field: str, value: Any, ids: MutableSequence[int]) -> None:
         ids.extend(value)
     except (TypeError, ValueError):
         raise wrong_ids(field, value) from None
+
+
+def _put_beams(body: GenerationBody, params: sampling_pb2.SamplingParams) -> Violations:
+    """A beam search in vLLM's form: as many beams as outputs, and a temperature without effect."""
+    if body.use_beam_search:
+        params.ClearField("temperature")
+        params.beam_search.width = params.n or 1
+        if body.length_penalty is not None:
+            params.beam_search.length_penalty = body.length_penalty
+    elif body.length_penalty is not None:
+        yield FieldViolation("length_penalty", "goes with use_beam_search; leave it out")
 
 
 def _put_top_k(top_k: int | None, params: sampling_pb2.SamplingParams) -> Violations:

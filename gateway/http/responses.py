@@ -30,6 +30,7 @@ from gateway.http.translated_chat import (
     TranslatedChat,
     response_format,
 )
+from gateway.intake.token_bytes import text_of
 from gateway.intake.validator import MAX_MESSAGES
 
 
@@ -79,13 +80,16 @@ class ResponsesBody(SamplingBody):
     """Variables of the chat template."""
     reasoning: dict[str, Any] | None = None
     """effort: variable of the chat template."""
+    enable_response_messages: bool | None = None
+    """Return `input_messages` and `output_messages`: the prompt and the output as the model's own
+    text and tokens."""
     metadata: Any = None
     """Returned with the answer."""
 
     refused = (
         *("previous_response_id", "conversation", "background", "prompt"),
         *SamplingBody.refused,
-        *("n", "best_of", "prompt_logprobs"),
+        *("n", "best_of", "prompt_logprobs", "use_beam_search"),
     )
     ignored = (
         *("store", "truncation", "user", "service_tier", "safety_identifier"),
@@ -106,6 +110,12 @@ _REFUSALS: Mapping[str, str] = dict.fromkeys(
     "is not served here: nothing is kept; send the whole conversation as input",
 )
 
+#: Sampling options that an answer reports.
+_RESOLVED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+
+#: Members that a tool of an answer has, even if it was sent without.
+_TOOL = {"description": None, "parameters": None, "strict": None}
+
 #: `include` of log probabilities.
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -116,7 +126,7 @@ _MAX_ITEMS = 4 * MAX_MESSAGES
 class ResponsesFormat(TranslatedChat):
     """Response requests and answers (format.Format)."""
 
-    id_prefix = "resp"
+    id_prefix = "resp_"
     dialect = OPENAI
 
     def __init__(self, body: ResponsesBody, bytes_of: BytesOf, style: ChatStyle) -> None:
@@ -136,7 +146,7 @@ class ResponsesFormat(TranslatedChat):
         for kind in ("response.created", "response.in_progress"):
             self._items.emit(kind, response=self._document("in_progress", None))
 
-    def end(self, usage: Mapping[str, Any]) -> str:
+    def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:  # noqa: ARG002, chats have them
         document = self.whole(self.usage(usage))
         if self.body.return_timing and self.last is not None:
             document["timing"] = timing_of(self.last)
@@ -144,7 +154,16 @@ class ResponsesFormat(TranslatedChat):
         return self._items.take_events()
 
     def whole(self, usage: Mapping[str, Any]) -> Any:
-        return self._document(self._status, usage)
+        document = self._document(self._status, usage)
+        if self._asked.enable_response_messages:
+            document["input_messages"] = self._raw(self.prompt_token_ids)
+            document["output_messages"] = self._raw(self.token_ids)
+        return document
+
+    def _raw(self, token_ids: Sequence[int]) -> list[Any]:
+        """vLLM's message of tokens, with the text that they have in the model."""
+        text = text_of(b"".join(map(self._bytes_of, token_ids)))
+        return [{"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}]
 
     @property
     def _status(self) -> str:
@@ -152,12 +171,16 @@ class ResponsesFormat(TranslatedChat):
         return "incomplete" if is_cut else "completed"
 
     def _document(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
-        asked, answer = self._asked, self.answer
+        asked, answer, extra = self._asked, self.answer, self._asked.model_extra or {}
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        created, ended_ms = (answer.created if answer else 0), 0.0
+        if self.last is not None:
+            ended_ms = self.last.timing.total_ms
         return {
             "id": answer.id if answer else "",
             "object": "response",
-            "created_at": answer.created if answer else 0,
+            "created_at": created,
+            "completed_at": created + int(ended_ms / 1e3) if status == "completed" else None,
             "status": status,
             "model": answer.model if answer else "",
             "output": list(self._items.items),
@@ -165,18 +188,32 @@ class ResponsesFormat(TranslatedChat):
             "incomplete_details": why,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": asked.metadata or {},
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "prompt_cache_key": extra.get("prompt_cache_key"),
+            "safety_identifier": extra.get("safety_identifier"),
+            "background": False,
+            "service_tier": "default",
             "store": False,
-            "temperature": asked.temperature,
-            "text": asked.text or {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "reasoning": asked.reasoning and {"effort": None, "summary": None, **asked.reasoning},
+            **{name: self._resolved(name) for name in _RESOLVED},
+            "text": {"format": {"type": "text"}, **(asked.text or {})},
             "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
-            "top_p": asked.top_p,
-            "top_logprobs": asked.top_logprobs,
+            "tools": [{**_TOOL, **tool} for tool in asked.tools or ()],
+            "top_logprobs": asked.top_logprobs or 0,
             "usage": usage and _usage(usage),
         }
+
+    def _resolved(self, option: str) -> float | None:
+        """The value of a sampling option, the default if it was not asked for."""
+        asked: float | None = getattr(self._asked, option)
+        if asked is not None or self.answer is None:
+            return asked
+        resolved: float = getattr(self.answer.sampling, option)
+        return round(resolved, 6)  # float32
 
 
 class _Items(ChatOutput):
@@ -238,7 +275,8 @@ class _Items(ChatOutput):
             return
         match item["type"]:
             case "function_call":
-                self.emit("response.function_call_arguments.done", **self._where, arguments=text)
+                done = {"name": item["name"], "arguments": text}
+                self.emit("response.function_call_arguments.done", **self._where, **done)
                 item["arguments"] = text
             case "message":
                 logged = {"logprobs": self._logged}

@@ -14,11 +14,10 @@ from gateway.http.chat import ChatBody, ChatFormat
 from gateway.http.completions import OF_PROMPT, TOKEN_IDS, put_text_prompt
 from gateway.http.connection import HttpRequest, HttpResponse
 from gateway.http.conversation import MESSAGES
-from gateway.http.errors import FieldNames, Fills, in_words_of, invalid, names_in
+from gateway.http.errors import FieldNames, Fills, in_words_of, names_in
 from gateway.http.format import Door, Route, send_json
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import ModelBody, put_token_ids, validated
-from gateway.intake.token_bytes import text_of
 from gateway.long_work import in_pieces
 
 #: Token ids serialized at once, with their texts if requested.
@@ -26,7 +25,7 @@ _IDS_A_PIECE = 8192
 
 #: Fields shared with /v1/chat/completions.
 _OF_CHAT = (
-    *("messages", "tools", "chat_template_kwargs"),
+    *("messages", "tools", "chat_template_kwargs", "add_special_tokens"),
     *("add_generation_prompt", "continue_final_message"),
 )
 
@@ -39,8 +38,8 @@ class TokenizeBody(ModelBody):
     messages: Annotated[list[Any] | None, WithJsonSchema(MESSAGES)] = None
     """A conversation, rendered by the chat template, instead of prompt."""
     add_special_tokens: bool | None = None
-    """false: tokenize a text prompt without adding special tokens. The chat template alone writes
-    those of a conversation."""
+    """Add the tokenizer's special tokens: true by default for a text prompt, false for a
+    conversation, where the chat template writes them."""
     tools: list[Any] | None = None
     """Functions that the model may call. This field and the next three apply to a conversation, as
     in a chat."""
@@ -51,7 +50,7 @@ class TokenizeBody(ModelBody):
     continue_final_message: bool | None = None
     """Continue the last message instead of answering it."""
     return_token_strs: bool | None = None
-    """Return each token's text, too."""
+    """Return each token in the vocabulary's spelling, too."""
 
     refused = ("chat_template",)
     id_fields = ("prompt",)
@@ -75,9 +74,6 @@ def _put_prompt(
         put_text_prompt("prompt", body.prompt, prompt)
         prompt.omit_special_tokens = body.add_special_tokens is False
         return names_in(body)
-    if body.add_special_tokens:
-        fault = "true: the chat template writes the special tokens; leave it out, or give prompt"
-        raise invalid("add_special_tokens", fault)
     chat = ChatFormat(
         validated(ChatBody, {name: getattr(body, name) for name in _OF_CHAT}), bytes_of, style
     )
@@ -96,7 +92,7 @@ async def _tokenize(door: Door, request: HttpRequest, response: HttpResponse) ->
     facts = {"count": len(token_ids), "max_model_len": serving.facts.max_model_len}
     tokens, texts = await _json_list(token_ids, lambda token_id: token_id), "null"
     if body.return_token_strs:
-        texts = await _json_list(token_ids, lambda token_id: text_of(bytes_of(token_id)))
+        texts = await _json_list(token_ids, serving.tokenizer.name_of)
     document = f'{json.dumps(facts)[:-1]}, "tokens": {tokens}, "token_strs": {texts}}}'
     await send_json(document, request, response)
 
@@ -119,6 +115,7 @@ async def _tokenizer_info(door: Door, request: HttpRequest, response: HttpRespon
         **facts.special_tokens,
         "chat_template": facts.chat_template,
         "model_max_length": serving.facts.max_model_len,
+        "tokenizer_class": facts.tokenizer_class,
     }
     await send_json(document, request, response)
 

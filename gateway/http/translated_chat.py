@@ -97,7 +97,9 @@ class TranslatedChat(ABC):
                 raise invalid(f"resume_from[{index}].has_ended", fault)
         self.last: Chunk | None = None
         """The piece that ended the output."""
-        self.num_prompt_tokens = 0
+        self.prompt_token_ids: Sequence[int] = ()
+        self.token_ids: list[int] = []
+        """Of the output so far."""
 
     @property
     def body(self) -> ChatBody:
@@ -127,7 +129,7 @@ class TranslatedChat(ABC):
 
     def begin(self, prompt: int, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
         self.answer = answer
-        self.num_prompt_tokens = len(prompt_token_ids)
+        self.prompt_token_ids = prompt_token_ids
         self._chat.begin(prompt, answer, prompt_token_ids)
 
     def usage(self, usage: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -152,7 +154,7 @@ class TranslatedChat(ABC):
         return self.output.take_events()
 
     @abstractmethod
-    def end(self, usage: Mapping[str, Any]) -> str:
+    def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
         """See format.Format."""
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
@@ -184,6 +186,7 @@ class TranslatedChat(ABC):
     def _count(self, choice: ChatChoice, *chunks: Chunk) -> None:
         """Count the tokens of pieces, and add the log probabilities of their answer."""
         for chunk in chunks:
+            self.token_ids += chunk.token_ids
             of_answer = choice.count(map(self._bytes_of, chunk.token_ids))
             found = self._chat.logprobs([*compress(chunk.logprobs, of_answer)])
             if found is not None:

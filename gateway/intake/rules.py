@@ -114,7 +114,7 @@ def id_violations(
     for index, token_id in islice(wrong, MAX_SHOWN):
         yield FieldViolation(
             f"{field}[{token_id if is_map else index}]",
-            f"token id {token_id}: must be below the vocabulary's size, {vocab_size}",
+            f"token id {token_id}: out of vocabulary; must be below its size, {vocab_size}",
         )
 
 

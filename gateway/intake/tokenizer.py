@@ -67,6 +67,7 @@ class TokenizerFacts:
     """Facts from a model's files. max_model_len: of config.json; None if absent.
 
     folder: location of the files. generation_config: content of that file; empty if absent.
+    tokenizer_class: transformers' class, as tokenizer_config.json names it.
     """
 
     eos_token_ids: frozenset[int]
@@ -75,6 +76,7 @@ class TokenizerFacts:
     max_model_len: int | None
     folder: Path
     generation_config: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_class: str = "PreTrainedTokenizerFast"
 
 
 class TooManyTokens(Exception):
@@ -178,6 +180,10 @@ class Tokenizer:
     def bytes_of(self, token_id: int) -> bytes:
         """Bytes of one token, possibly an incomplete character; empty for unknown ids."""
         return self._bytes[token_id]
+
+    def name_of(self, token_id: int) -> str:
+        """The vocabulary's spelling of a token; empty for unknown ids."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def _encode_word_variants(
         self, words: Sequence[str]
@@ -289,6 +295,7 @@ def _facts_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerFacts:
     if not isinstance(text_config, dict):
         text_config = config
     max_model_len = text_config.get("max_position_embeddings")
+    tokenizer_class = tokenizer_config.get("tokenizer_class")
     return TokenizerFacts(
         eos_token_ids=_eos_token_ids(
             generation_config,
@@ -300,6 +307,7 @@ def _facts_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerFacts:
         max_model_len=max_model_len if isinstance(max_model_len, int) else None,
         folder=folder,
         generation_config=generation_config,
+        **({"tokenizer_class": tokenizer_class} if isinstance(tokenizer_class, str) else {}),
     )
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Install what the tests of this folder run against Baton's HTTP, unmodified, in environments of their own beside this file:
 # load tools (.venv-load, about 2 GB with torch, which guidellm and vLLM import), frameworks (.venv-frameworks), Open WebUI
-# (.venv-open-webui, 0.8 GB), and vLLM's tests of its HTTP API (.venv-vllm, .vllm), which vllm_suite/run.py runs.
+# (.venv-open-webui, 0.8 GB), and, for `python -m tests.http_clients.run`, vLLM's tests (.venv-vllm, .vllm) and llama.cpp's
+# (.venv-llama_cpp, .llama_cpp).
 # Baton depends on none of it. Safe to run again. TORCH_INDEX_URL: as for scripts/venv.sh.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -35,9 +36,20 @@ if ! made vllm; then
     rm -rf .vllm
     mkdir .vllm
     (cd .vllm && ../.venv-vllm/bin/unearth --no-binary --download . "vllm==0.33.0" >/dev/null)
-    tar -xzf .vllm/vllm-0.33.0.tar.gz -C .vllm --strip-components=1 --wildcards "*/tests/entrypoints" "*/tests/__init__.py" "*/examples/*.jinja"
+    tar -xzf .vllm/vllm-0.33.0.tar.gz -C .vllm --strip-components=1 --wildcards "*/tests/entrypoints" "*/tests/__init__.py" "*/examples/*.jinja" \
+        "*/nixl_integration/test_edge_cases.py" "*/nixl_integration/test_disagg_accuracy.py"
     rm .vllm/vllm-0.33.0.tar.gz
     cp vllm.txt .venv-vllm/installed.txt
+fi
+if ! made llama_cpp; then
+    make llama_cpp
+    .venv-llama_cpp/bin/pip install --quiet --requirement llama_cpp.txt
+    rm -rf .llama_cpp
+    mkdir .llama_cpp
+    (cd .llama_cpp && ../.venv-llama_cpp/bin/unearth --no-binary --download . "llama-cpp-python==0.3.36" >/dev/null)
+    tar -xzf .llama_cpp/llama_cpp_python-0.3.36.tar.gz -C .llama_cpp --strip-components=6 --wildcards "*/tools/server/tests/*"
+    rm .llama_cpp/llama_cpp_python-0.3.36.tar.gz
+    cp llama_cpp.txt .venv-llama_cpp/installed.txt
 fi
 if ! made frameworks; then
     make frameworks

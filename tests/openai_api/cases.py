@@ -589,6 +589,42 @@ def _(result: Any, world: World) -> None:
     assert result.choices[0].logprobs.tokens == [f"token_id:{token_id}" for token_id in ids]
 
 
+@extra("vLLM's fields", "`use_beam_search`", kwargs={"n": 2}, use_beam_search=True)
+def _(result: Any, world: World) -> None:
+    first, second = result.choices
+    assert first.text != second.text
+    assert result.usage.completion_tokens == 16
+
+
+bad(
+    "`length_penalty` without `use_beam_search`",
+    "length_penalty",
+    extra_body={"length_penalty": 0.5},
+)
+
+
+@chat(
+    "vLLM's fields",
+    "`kv_transfer_params.prompt_token_ids`: the prompt, from a router that has tokenized it",
+    extra_body={
+        "kv_transfer_params": {"prompt_token_ids": [5, 6, 7]},
+        "return_token_ids": True,
+        "ignore_eos": True,
+    },
+)
+def _(result: Any, world: World) -> None:
+    assert result.model_extra["prompt_token_ids"] == [5, 6, 7]
+    assert result.choices[0].model_extra["token_ids"] == world.tokens([5, 6, 7])
+
+
+bad(
+    "`kv_transfer_params.prompt_token_ids` that are none",
+    "kv_transfer_params.prompt_token_ids[1]",
+    chat,
+    extra_body={"kv_transfer_params": {"prompt_token_ids": [5, VOCAB_SIZE]}},
+)
+
+
 @extra("vLLM's fields", "Baton's `return_timing`", return_timing=True)
 def _(result: Any, world: World) -> None:
     timing = result.model_extra["timing"]
@@ -1182,6 +1218,24 @@ def _(result: Any, world: World) -> None:
     assert result.status in ("completed", "incomplete")
     assert result.usage.output_tokens == 8
     assert result.usage.input_tokens == len(world.chat_ids(MESSAGES))
+
+
+@responses("the options of the answer, as they were resolved")
+def _(result: Any, world: World) -> None:
+    assert (result.temperature, result.top_p, result.truncation) == (0, 1, "disabled")
+    assert result.model_extra["presence_penalty"] == 0
+    assert result.completed_at is None  # max_output_tokens cut it off
+
+
+@responses(
+    "`enable_response_messages`: the prompt and the output as the model's text and tokens",
+    extra_body={"enable_response_messages": True},
+)
+def _(result: Any, world: World) -> None:
+    (asked,), (said_,) = (result.model_extra[f"{side}_messages"] for side in ("input", "output"))
+    assert asked["tokens"] == world.chat_ids(MESSAGES)
+    assert asked["message"].endswith("<|im_start|>assistant\n")
+    assert world.text(said_["tokens"]) == result.output_text
 
 
 @responses("a stream of events", stream=True)

@@ -48,7 +48,7 @@ async def client(system: LiveSystem) -> AsyncIterator[AsyncAnthropic]:
 
 async def test_a_conversation_in_a_message_out(client: AsyncAnthropic, world: World) -> None:
     message = await client.messages.create(messages=MESSAGES, **GREEDY)
-    assert message.id == f"msg-{message._request_id}"
+    assert message.id == f"msg_{message._request_id}"
     (block,) = message.content
     assert (block.type, block.text) == ("text", world.reply(MESSAGES))
     assert (message.role, message.model, message.stop_reason) == (
@@ -135,7 +135,8 @@ async def test_a_call_and_its_answer(client: AsyncAnthropic, world: World) -> No
         {
             "role": "assistant",
             "content": [
-                {"type": "tool_use", "id": "t1", "name": "clock", "input": {"zone": "CET"}}
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "tool_use", "id": "t1", "name": "clock", "input": {"zone": "CET"}},
             ],
         },
         {
@@ -150,7 +151,7 @@ async def test_a_call_and_its_answer(client: AsyncAnthropic, world: World) -> No
     call = json.dumps({"name": "clock", "arguments": {"zone": "CET"}})
     chat = [
         *MESSAGES,
-        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
+        {"role": "assistant", "content": f"<think>hm</think><tool_call>{call}</tool_call>"},
         {"role": "tool", "content": "noon"},
         {"role": "user", "content": "so?"},
     ]

@@ -103,9 +103,12 @@ async def test_special_tokens_are_put_to_text_where_they_are_wanted(tmp_path: Pa
         opened = (await answer("/tokenize", messages=chat))["tokens"]
         closed = await answer("/tokenize", messages=chat, add_generation_prompt=False)
         assert opened[: closed["count"]] == closed["tokens"] != opened
-        error = (await answer("/tokenize", messages=chat, add_special_tokens=True))["error"]
-        assert error["param"] == "add_special_tokens"
+        added = (await answer("/tokenize", messages=chat, add_special_tokens=True))["tokens"]
+        assert added == [begin, *opened]
+        asked = {"messages": chat, "add_special_tokens": True, "return_token_ids": True, **GREEDY}
+        assert (await answer("/v1/chat/completions", **asked))["prompt_token_ids"] == added
         info = await answer("/tokenizer_info")
+        assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert (info["eos_token"], info["chat_template"]) == (mark[0], CHAT_TEMPLATE)
 
 
@@ -536,6 +539,60 @@ async def test_a_full_queue_and_a_time_that_is_over(tmp_path: Path) -> None:
         await system.until_quiet()
 
 
+async def test_a_proxy_says_how_long_it_waits(tmp_path: Path) -> None:
+    async with oracle_system(tmp_path, worker_options={"oracle_step_ms": 50.0}) as system:
+        asked = {"prompt": [5, 6], **GREEDY, "max_tokens": 1000}
+        header = {"x_envoy_expected_rq_timeout_ms": "300"}
+        response, body = await fetch(system.http, "/v1/completions", asked, **header)
+        assert response.status == 408
+        assert json.loads(body)["error"]["type"] == "timeout_error"
+        await system.until_quiet()
+        for endless in ("0", "soon", ""):
+            header = {"x_envoy_expected_rq_timeout_ms": endless}
+            short = {**asked, "max_tokens": 8}
+            response, _ = await fetch(system.http, "/v1/completions", short, **header)
+            assert response.status == 200
+
+
+async def test_paths_of_hosts_and_metrics_as_vllm_has_them(tmp_path: Path) -> None:
+    options = {"root_path": "/llm", "enable_per_request_metrics": True, "api_key": ("k",)}
+    key = {"authorization": "Bearer k"}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], **GREEDY}
+    text: dict[str, Any] = {"prompt": "x", **GREEDY}
+    async with oracle_system(tmp_path, gateway_options=options, api_key="k") as system:
+
+        async def answer(path: str, body: Any = None) -> Any:
+            response, data = await fetch(system.http, path, body, **key)
+            assert response.status == 200
+            return json.loads(data)
+
+        for asked, path in ((chat, "/llm/v1/chat/completions"), (text, "/llm/v1/completions")):
+            usual, invoked = await answer(path, asked), await answer("/invocations", asked)
+            assert usual["choices"] == invoked["choices"]
+            metrics = usual["metrics"]
+            decode_ms = metrics["generation_time_ms"]
+            assert metrics["mean_itl_ms"] * 7 == pytest.approx(decode_ms, abs=0.01)
+            assert metrics["tokens_per_second"] > 0 <= metrics["queue_time_ms"]
+        assert (await answer("/v1/completions", {"prompt": "x", "n": 2}))["metrics"] is None
+        streamed = {**chat, "stream": True, "stream_options": {"include_usage": True}}
+        _, data = await fetch(system.http, "/v1/chat/completions", streamed, **key)
+        *pieces, last = documents(data.decode())
+        assert last["metrics"]["time_to_first_token_ms"] >= 0
+        assert not any("metrics" in piece for piece in pieces)
+        assert (await answer("/load")) == {"server_load": 0}
+        for path, status in (
+            ("/llm/v1/models", 401),
+            ("/healthcheck", 200),
+            ("/llmv1/models", 401),
+            ("/models", 401),
+        ):
+            response, _ = await fetch(system.http, path)
+            assert response.status == status
+        for path, status in (("/llmv1/models", 404), ("/models", 200), ("/llm/models", 200)):
+            response, _ = await fetch(system.http, path, **key)
+            assert response.status == status
+
+
 async def test_a_stream_that_fails_ends_with_its_error(tmp_path: Path) -> None:
     async with oracle_system(
         tmp_path,
@@ -587,7 +644,7 @@ async def test_tools_of_a_template_without_a_place_for_them(tmp_path: Path) -> N
             (call,) = choice["message"]["tool_calls"]
             assert json.loads(call["function"]["arguments"]) == {}
         _, body = await fetch(system.http, "/tokenize", {**asked, "return_token_strs": True})
-        assert "You may call" in "".join(json.loads(body)["token_strs"])
+        assert "YouĠmayĠcall" in "".join(json.loads(body)["token_strs"])
         response, _ = await fetch(
             system.http,
             "/v1/chat/completions",

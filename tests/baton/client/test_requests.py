@@ -44,6 +44,11 @@ def plain_request(**changes: Any) -> inference_pb2.GenerateRequest:
     return generate_request("text", SamplingParams(), **arguments)
 
 
+def test_a_receipt_is_asked_for() -> None:
+    assert plain_request(return_receipt=True).return_receipt
+    assert not plain_request().return_receipt
+
+
 @given(TEXT)
 def test_text_is_sent_as_text(text: str) -> None:
     assert prompt_message(text) == inference_pb2.Prompt(text=text)

@@ -3,7 +3,10 @@ once."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from google.protobuf.json_format import ParseDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,3 +79,13 @@ def test_what_is_reported_of_the_prompt() -> None:
     assert done.prompt_token_ids == (4, 5)
     assert done.prompt_logprobs == (TokenLogprobs(5, -0.5),)
     assert done.choices[0].score is None
+
+
+def test_a_receipt_is_json_as_in_the_http_api() -> None:
+    receipt = inference_pb2.Receipt(model="m", prompt_token_ids=[1, 2])
+    receipt.sampling.seed = 2**63
+    last = inference_pb2.GenerateResponse(finish_reason=STOP, receipt=receipt)
+    done = completion_of("r", [chunk_of(last)])
+    assert done.receipt is not None
+    assert ParseDict(json.loads(json.dumps(done.receipt)), inference_pb2.Receipt()) == receipt
+    assert completion_of("r", [chunk_of(inference_pb2.GenerateResponse())]).receipt is None

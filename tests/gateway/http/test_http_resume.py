@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
+from baton.types import Sampling
 from baton.v1 import inference_pb2
 from gateway.chat.style import chat_style
 from gateway.http.chat import ChatBody, ChatFormat
@@ -23,7 +24,7 @@ from tests.support.broken_streams import documents, merged, so_far_of
 from tests.support.http_bodies import parsed
 
 STYLE = chat_style("<tool_call> </think>", "auto", "auto")
-ANSWER = Answer("id-1", 7, "m", "fp")
+ANSWER = Answer("id-1", 7, "m", "fp", Sampling())
 USAGE = {
     "prompt_tokens": 3,
     "completion_tokens": 9,
@@ -97,7 +98,7 @@ def events_of(
     """Those of each piece, and of the end."""
     for chunk in chunks:
         yield documents(form.event(0, chunk, "", ""))
-    yield documents(form.end(USAGE))
+    yield documents(form.end(USAGE, {}))
 
 
 @pytest.mark.parametrize("kind", BODIES)

@@ -16,6 +16,8 @@ END = "<|im_end|>"
 #: Tokens of their own, as in the tokenizers of chat models; not special there.
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _WORDS = ("Hello", " my", " name", " is", " Hello", " robot", " This", " test", " prompt")
+#: Of a prompt of a thousand words that is to have as many tokens.
+_LONG_WORDS = ("Cache", " Cache", " coverage", " sentinel")
 
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -50,9 +52,12 @@ TEMPLATE = """\
 def make_model(folder: Path, template: str = TEMPLATE) -> Path:
     """Write the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer.from_file(str(BUNDLED))
+    written = json.loads(BUNDLED.read_text())
+    written["added_tokens"][0]["special"] = False  # as in GPT-2's, where tests take it for a word
+    tokenizer = Tokenizer.from_str(json.dumps(written))
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*_MARKS, *_WORDS)])
+    words = (*_MARKS, *_WORDS, *_LONG_WORDS)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in words])
     rest = VOCAB_SIZE - tokenizer.get_vocab_size()
     tokenizer.add_tokens([AddedToken(f"<|word {i}|>", normalized=False) for i in range(rest)])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -143,7 +143,7 @@ _KNOWN: dict[str, Any] = {
         lambda *_, **__: str(_FOLDER)
     ),
     "vllm.exceptions.VLLMValidationError": ValueError,
-    "vllm.version.__version__": "0.33.0",
+    "vllm.version.__version__": os.environ["SERVER_VERSION"],
     "tests.utils.RemoteOpenAIServer": RemoteOpenAIServer,
     "tests.utils.VLLM_PATH": Path(os.environ["VLLM_TESTS"]),
     "tests.utils.ROCM_EXTRA_ARGS": [],

@@ -39,6 +39,10 @@ def _parsed(argv: list[str]) -> tuple[str, dict[str, str], dict[str, Any]]:
         gateway["tool_call_parser"] = parser
     if (parser := given.get("--reasoning-parser", "")) in ("qwen3", "deepseek_r1"):
         gateway["reasoning_parser"] = parser
+    if aliases := given.get("--served-model-aliases"):
+        gateway["served_model_aliases"] = tuple(aliases.split(","))
+    gateway["root_path"] = given.get("--root-path")
+    gateway["enable_per_request_metrics"] = "--enable-per-request-metrics" in given
     if key := given.get("--api-key") or os.environ.get("VLLM_API_KEY"):
         gateway["api_key"] = (key,)
     return model, given, gateway
