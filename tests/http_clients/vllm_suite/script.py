@@ -60,6 +60,7 @@ _SAID: Sequence[tuple[str, str]] = (
     (r"common saying", " the doctor away."),
     (r"Repeat after me: (.*)", r"\1"),
     (r"17 \* 19", "323"),
+    (r"pick another one", "Swift"),
     (r"joke", '{"setup": "Why do cats purr?", "punchline": "They are paid by the hour."}'),
     (r"98 degrees", "It is 98 degrees in Dallas now."),
 )
