@@ -47,7 +47,7 @@ ADVANCED = frozenset(
         *("tensor_parallel_cut", "context_parallel_size", "kv_host_bytes", "chat_template"),
         *("speculative_tree", "enable_openengine", "allowed_origins"),
         *("ssl_server_name", "ssl_peer_names", "ssl_cert_reqs", "metrics_compat"),
-        *("rope_scaling", "hf_overrides"),
+        *("rope_scaling", "hf_overrides", "root_path", "enable_per_request_metrics"),
         *("max_remembered_prefixes", "max_json_whitespace", "max_logprobs"),
     }
 )

@@ -72,6 +72,10 @@ def test_every_field_that_is_read_is_described_and_no_other() -> None:
         Draft202012Validator.check_schema(schema)
 
 
+#: A body of SageMaker's path, which takes those of two others.
+INVOKED = {"/invocations": GOOD["/v1/completions"]}
+
+
 @pytest.mark.slow
 def test_the_page_lists_every_case_of_the_openai_package() -> None:
     from tests.openai_api.cases import CASES
@@ -120,12 +124,12 @@ async def test_limits_are_those_that_the_server_keeps(path: str, connection: Con
 async def test_each_path_answers_as_described(keyless: LiveSystem) -> None:
     for path, methods in DOCUMENT["paths"].items():
         for method in methods:
-            asked = GOOD[path] if method == "post" else None
+            asked = (GOOD | INVOKED)[path] if method == "post" else None
             response, _ = await fetch(keyless.http, path.replace("{model}", MODEL), asked)
             assert response.status == 200, path
             shown = methods[method]["responses"]["200"]["content"]
             content_type = (response.getheader("content-type") or "").partition(";")[0]
-            assert path in ("/health", "/ping") or content_type in shown, path
+            assert path in ("/health", "/ping", "/healthcheck") or content_type in shown, path
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ SPLIT = Suite(
     title="vLLM's tests of its own split",
     about=(
         "`test_edge_cases.py` and `test_disagg_accuracy.py` of vLLM 0.33.0's "
-        "`tests/v1/kv_connector/nixl_integration`, unmodified: the proxy is a gateway over a "
+        "tests of its NIXL connector, unmodified: the proxy is a gateway over a "
         "prefill and a decode worker, the decode port a gateway over the same decode worker alone, "
         "the prefill port one process that does both; the bundled model, in processes."
     ),
