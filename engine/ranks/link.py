@@ -131,14 +131,16 @@ class Link:
     def _serve(self) -> float:
         """Serve until the peer closes the link (0.0) or is silent (for so many seconds). Raises
         OSError, ValueError, and any error of a handler."""
-        poll = select.poll()
+        poll, room = select.poll(), select.poll()
         poll.register(self._connection, select.POLLIN)
+        room.register(self._connection, select.POLLOUT)
         next_beat = heard_at = time.monotonic()
         is_first, has_beaten = True, False
         while not self._is_closing.is_set():
             if time.monotonic() >= next_beat:
                 # A peer that has sent nothing yet may not read, either: beats would fill the link.
-                if not (is_first and has_beaten):
+                # One that is held up has those in it to read: this thread must not wait for it.
+                if not (is_first and has_beaten) and room.poll(0):
                     self.send(HEARTBEAT)
                 has_beaten = True
                 next_beat = time.monotonic() + HEARTBEAT_S

@@ -51,7 +51,7 @@ def without_times(events: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
     return [
         (
             re.sub(
-                r'"(created_at|cache_read_input_tokens|input_tokens|cached_tokens)": \d+', "", key
+                r'"(created_at|completed_at|cache_read_input_tokens|input_tokens|cached_tokens)": \d+', "", key
             ),
             text,
         )

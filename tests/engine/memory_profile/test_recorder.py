@@ -35,7 +35,7 @@ def test_an_allocators_history_is_replayed() -> None:
 
 
 def test_memory_that_comes_and_goes_is_seen() -> None:
-    size = 64 << 20
+    size = 256 << 20  # more than this process gives back meanwhile
     with ResidentRecorder() as recorder:
         held = torch.ones(size, dtype=torch.uint8)
         end_s = time.monotonic() + 60

@@ -155,6 +155,7 @@ def test_one_plan_in_three_forms(
         "pipeline": 1,
         "context": 1,
         "whole_experts": False,
+        "by_sequence": False,
         "cut": "outputs",
     }
     assert document["device"]["flops_per_s"]["fp8"] == 1979e12

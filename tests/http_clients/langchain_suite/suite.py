@@ -20,7 +20,7 @@ def _run(tests: Sequence[str]) -> Outcomes:
         # ChatOpenAI keeps its connections, so that all tests need one loop.
         scopes = [f"asyncio_default_{each}_loop_scope=session" for each in ("test", "fixture")]
         options = [f"-o{option}" for option in ("asyncio_mode=auto", *scopes)]
-        return run_pytest("frameworks", HERE, ["test_standard.py", *options, *chosen], environment)
+        return run_pytest("frameworks", HERE, ["standard.py", *options, *chosen], environment)
 
 
 LANGCHAIN = Suite(

@@ -17,7 +17,7 @@ def _run(tests: Sequence[str]) -> Outcomes:
     with tempfile.TemporaryDirectory() as made, scripted_server(*options) as url:
         chosen = [f"-k={' or '.join(tests)}"] if tests else []
         environment = {"BASE_URL": f"{url}/v1", "REPORT": f"{made}/report.xml", "PYTHONPATH": ""}
-        return run_pytest("frameworks", HERE, ["test_compliance.py", *chosen], environment)
+        return run_pytest("frameworks", HERE, ["compliance.py", *chosen], environment)
 
 
 OPENRESPONSES = Suite(
