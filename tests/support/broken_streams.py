@@ -46,17 +46,15 @@ def merged(events: Sequence[Any]) -> list[tuple[Any, str]]:
     return sorted(by_key.items(), key=repr) if "choices" in events[0] else found
 
 
+_TIMES_AND_COUNTS = re.compile(
+    r'"(created_at|completed_at|cache_read_input_tokens|input_tokens|cached_tokens)": \d+'
+)
+
+
 def without_times(events: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
     """Answers without their creation times and cache counts."""
     return [
-        (
-            re.sub(
-                r'"(created_at|completed_at|cache_read_input_tokens|input_tokens|cached_tokens)": \d+', "", key
-            ),
-            text,
-        )
-        if isinstance(key, str)
-        else (key, text)
+        (_TIMES_AND_COUNTS.sub("", key) if isinstance(key, str) else key, text)
         for key, text in events
     ]
 
