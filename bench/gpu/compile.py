@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(
                     f"{arch:4}  {one.num_registers:4}  {one.stack_bytes:5}"
                     f"  {one.shared_bytes / 1024:10.1f}  {one.num_warps:5}  {one.num_stages:6}"
-                    f"  {', '.join(map(str, one.async_bytes)):>11}  {one.num_narrow_loads:12}"
+                    f"  {'/'.join(map(str, one.async_bytes)) or '-':>11}  {one.num_narrow_loads:12}"
                     f"  {name} / {one.kernel}"
                 )
 

@@ -51,8 +51,8 @@ def test_every_kernel_compiles(version: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     title, _, *lines = done.stdout.splitlines()
     assert title == f"Triton {version}"
-    rows = [line.split(maxsplit=6) for line in lines]
-    compiled = {row[6].partition(" / ")[0] for row in rows}
+    rows = [line.split(maxsplit=8) for line in lines]
+    compiled = {row[8].partition(" / ")[0] for row in rows}
     cases = [(case.name, case) for case in all_cases()]
     cases += [(name, case) for name, case, _ in tile_cases()]
     assert compiled == {name for name, case in cases if case.min_arch <= ARCH}
