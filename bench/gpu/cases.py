@@ -39,7 +39,7 @@ from bench.gpu.kv_cases import kv_cases
 from bench.gpu.quantized_cases import quantized_cases
 from bench.gpu.sampling_cases import sampling_cases
 
-#: As of Mixtral, of Qwen 3, and of DeepSeek-V3 and its forerunner.
+#: Like those of Mixtral, Qwen 3, DeepSeek-V3 and DeepSeek-V2, in this order.
 _ROUTINGS = {
     "softmax": Routing(8, 2, False, True, 1.0, 1, 1),
     "softmax 100 experts": Routing(100, 8, False, True, 1.0, 1, 1),
@@ -153,8 +153,8 @@ def _route(routing: Routing, generator: torch.Generator, sizes: Sizes) -> Trial:
 
 
 def _order_rows(num_experts: int, generator: torch.Generator, sizes: Sizes) -> Trial:
-    """Of experts that have rows the half have none."""
-    shape, device = (sizes.num_tokens, 8), generator.device
+    """More rows than are read at once; the upper half of the experts has none."""
+    shape, device = (sizes.num_tokens + 150, 8), generator.device
     chosen = torch.randint(0, num_experts // 2, shape, generator=generator, device=device).int()
     order = chosen.flatten().argsort(stable=True)
     first = torch.nn.functional.pad(

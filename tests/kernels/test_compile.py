@@ -8,7 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from baton_kernels.experts import GroupedLinear
+from baton_kernels.gpu.experts import grouped_linear
 from baton_kernels.gpu.paged_attention import plan_attention
+from baton_kernels.linear import PlainLinear
 from baton_kernels.paged_attention import AttentionSlice, PlacedTables
 from bench.gpu.case import TINY, Case
 from bench.gpu.cases import all_cases
@@ -104,3 +107,17 @@ def test_mixed_steps_of_any_number_of_sequences_plan_by_one_variant(is_split: bo
             plan_attention(slices, pool, 4, 1.0, None, placed=placed)
 
     assert [kernel.kernel for kernel in compile_case(plan_all, REFERENCE_ARCH)] == ["_plan_items"]
+
+
+def test_experts_compile_once_for_every_number_of_rows() -> None:
+    """In service the numbers of rows are any."""
+    layers = [PlainLinear(weight, None) for weight in torch.randn(4, 64, 64).bfloat16()]
+    experts = GroupedLinear(layers)
+
+    def run_all() -> None:
+        for num_tokens in (1, 5, 16):
+            chosen = torch.zeros(num_tokens, 1, dtype=torch.int32)
+            grouped_linear(torch.zeros(num_tokens, 64).bfloat16(), chosen, experts, 1)
+
+    names = [kernel.kernel for kernel in compile_case(run_all, REFERENCE_ARCH)]
+    assert sorted(names) == ["_grouped_linear", "_order_rows"]

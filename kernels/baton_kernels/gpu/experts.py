@@ -77,7 +77,7 @@ def _store(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _grouped_linear(
     x_ptr, addresses_ptr, biases_ptr, x_scales_ptr, scales_ptr, order_ptr, first_ptr, tile_end_ptr,
     y_ptr, num_rows, num_in, num_out, num_groups,
@@ -119,7 +119,7 @@ def _grouped_linear(
     _store(sums, rows, is_row, columns, expert, biases_ptr, y_ptr, num_out, HAS_BIASES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _grouped_int_linear(
     x_ptr, addresses_ptr, biases_ptr, scales_ptr, zeros_ptr, order_ptr, first_ptr, tile_end_ptr,
     y_ptr, num_rows, num_in, num_out, num_groups,

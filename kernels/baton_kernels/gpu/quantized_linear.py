@@ -9,8 +9,8 @@ or codes.
 Level minus zero is a small integer, exact in the dtype of x: it is multiplied unscaled, and the
 scale is applied to the sum of each run. A program computes a tile of BLOCK_M rows by BLOCK_N
 outputs; the number of rows sets its size, and each sum runs over the inputs in order. If few rows
-give too few programs, the inputs are split as well (split-K), and another kernel
-adds the parts in order; the number of parts depends on the layer's shape and the tile.
+give too few programs, the inputs are split as well (split-K), and another kernel adds the parts in
+order; the number of parts depends on the layer's shape and the tile.
 """
 
 from __future__ import annotations

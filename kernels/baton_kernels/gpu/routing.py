@@ -31,7 +31,7 @@ def _largest(values, is_open, indices, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _of_best_groups(
+def _in_best_groups(
     ranked, experts, there, BLOCK: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_BLOCK: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr,
 ):  # fmt: skip
@@ -48,8 +48,8 @@ def _of_best_groups(
     is_open = groups < GROUPS
     for _ in range(CHOSEN_GROUPS):
         is_open = is_open & (groups != _largest(ranks, is_open, groups, GROUPS_BLOCK))
-    is_out = (experts // SIZE)[:, None] == tl.where(is_open, groups, -1)[None, :]
-    return tl.sum(is_out.to(tl.int32), 1) == 0
+    is_of_other = (experts // SIZE)[:, None] == tl.where(is_open, groups, -1)[None, :]
+    return tl.sum(is_of_other.to(tl.int32), 1) == 0
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _route(
     # NaN comes first, as in a sort: there are always CHOSEN experts.
     ranked = tl.where(ranked < float("inf"), ranked, float("inf"))
     if GROUPS > 1:
-        is_in = _of_best_groups(
+        is_in = _in_best_groups(
             ranked, experts, there, BLOCK, EXPERTS // GROUPS, GROUPS, GROUPS_BLOCK, CHOSEN_GROUPS,
             GROUP_TOP,
         )  # fmt: skip
@@ -112,7 +112,7 @@ def route(
     return chosen, weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _order_rows(
     chosen_ptr, order_ptr, first_ptr, tile_end_ptr, num_rows,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
@@ -142,14 +142,13 @@ def _order_rows(
 def order_rows(chosen: torch.Tensor, num_experts: int) -> RowOrder:
     """See the twin."""
     num_rows, device = chosen.numel(), chosen.device
-    tile_rows = tile_rows_for(num_rows, num_experts)
     order = torch.empty(num_rows, dtype=torch.int32, device=device)
     first = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     tile_ends = torch.empty(num_experts, dtype=torch.int32, device=device)
     _order_rows[(num_experts,)](
         chosen.contiguous(), order, first, tile_ends, num_rows,
         EXPERTS=num_experts, BLOCK=triton.next_power_of_2(num_experts + 1), ROWS=_ROWS,
-        TILE_ROWS=tile_rows, num_warps=4, enable_fp_fusion=False,
+        TILE_ROWS=tile_rows_for(num_rows, num_experts), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return RowOrder(order, first, tile_ends)
 
