@@ -30,8 +30,8 @@ function onMemory(workers) {
 
 function drawMemory(workers) {
   const [first, now] = [samples[0], samples.at(-1)];
-  const seconds = Math.round((now.time_ms - first.time_ms) / 1000);
-  byId("memory-span").textContent = `The last ${seconds} s, since this page was opened.`;
+  const span = Math.round((now.time_ms - first.time_ms) / 1000);
+  byId("memory-span").textContent = `The last ${span} s, since this page was opened.`;
   for (const tier of ["prefill", "decode"]) {
     const { leased, cached, blocks } = now[tier];
     byId(`memory-${tier}-now`).textContent = blocks
@@ -67,10 +67,10 @@ function drawKvTiers(workers) {
   byId("kv-tiers").hidden = held.length === 0;
   byId("kv-tier-rows").replaceChildren(
     ...held.slice(0, MAX_ROWS).map(({ worker, tier }) => {
-      const off = tier.pays ? tier.off_reason : tier.off_reason || "off: recomputing is faster";
+      const reason = tier.off_reason || (tier.pays ? "" : "recomputing is faster");
       const cells = [
         tier.name,
-        off || bytes(tier.num_bytes),
+        reason ? `off: ${reason}` : bytes(tier.num_bytes),
         share(tier.num_hits, tier.num_hits + tier.num_misses),
         tier.num_evictions,
         seconds(tier.saved_ms),
