@@ -172,10 +172,16 @@ class Planner:
 
 
 def _some(models: Sequence[Model], number: int) -> list[Model]:
-    """Evenly chosen models, prefill workers first, so that the shares of the roles stay."""
-    ordered = sorted(models, key=lambda model: not model.prefills)
-    number = min(number, len(ordered))
-    return [ordered[int((i + 0.5) * len(ordered) / number)] for i in range(number)]
+    """Evenly chosen models, so that the shares of the roles stay; at least one of each role."""
+    prefills, others = ([m for m in models if m.prefills is kind] for kind in (True, False))
+    number = min(number, len(models))
+    num_prefill = max(1, min(round(number * len(prefills) / len(models)), number - 1))
+    shown = (num_prefill, number - num_prefill) if prefills else (0, number)
+    return [
+        kind[int((i + 0.5) * len(kind) / count)]
+        for kind, count in zip((prefills, others), shown, strict=True)
+        for i in range(count)
+    ]
 
 
 def _thinned(demands: Sequence[Demand], share: float) -> list[Demand]:

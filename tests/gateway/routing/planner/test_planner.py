@@ -56,6 +56,18 @@ def test_a_fleet_gets_prefill_workers_by_how_long_prompts_are() -> None:
     assert num_prefill(1024, 16) > num_prefill(128, 128)
 
 
+@pytest.mark.parametrize("num_workers", [2, 3, 8, 9, 20, 37, 1000])
+def test_a_fleet_of_any_size_is_planned(num_workers: int) -> None:
+    """Larger ones are replayed by a few workers, among them one of each role."""
+    facts = [WorkerFacts(f"w{i}", f"w{i}", Tier.DECODE, Role(Tier.DECODE)) for i in range(1000)]
+    planner = Planner(Slo(1.0, 0.015))
+    planner.observe([(0, StepCosts(0.010, 0.0005, 0.0, 0.0004))])
+    load = [Demand(i * 0.96 / num_workers, 512, 400) for i in range(48)]
+    roles = planner.decide(100.0, facts[:num_workers], load)
+    num_prefill = sum(role.tier is Tier.PREFILL for role in roles.values())
+    assert 0.2 <= num_prefill / num_workers <= 0.6
+
+
 def test_nothing_changes_without_knowledge_or_soon_again() -> None:
     planner = Planner(SOON)
     present = {worker.address: worker.role for worker in SPLIT}
