@@ -230,7 +230,14 @@ class Heartbeat:
 
 #: Load fields that affect placement. A decode step that only adds tokens is not published.
 _placing = attrgetter(
-    "num_running", "num_waiting", "num_open_tickets", "is_draining", "role", "num_pending_tokens"
+    "num_running",
+    "num_waiting",
+    "num_open_tickets",
+    "is_draining",
+    "role",
+    "is_colocated",
+    "num_threads",
+    "num_pending_tokens",
 )
 
 

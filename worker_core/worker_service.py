@@ -27,6 +27,9 @@ from worker_core.policy import Policy
 #: Longest silence of WatchLoad, in seconds.
 REPORT_S = 0.25
 
+#: Maximum threads that a role may ask for: a system that refuses to start as many ends the process.
+_MAX_THREADS = 1024
+
 _SEQUENCE_SERVICE = sequence_service_pb2.DESCRIPTOR.services_by_name["SequenceService"].full_name
 _WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
@@ -105,6 +108,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     "role", f"{request.role} is no tier; give TIER_PREFILL or TIER_DECODE"
                 )
             )
+        if request.num_threads > _MAX_THREADS:
+            text = f"{request.num_threads} is too many; give at most {_MAX_THREADS}"
+            raise InvalidRequest.of(FieldViolation("num_threads", text))
         if request.term:
             if request.term < self._term:
                 text = f"{request.term} is over: a planner of term {self._term} has asked since"
@@ -112,9 +118,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._term = request.term
         role = Role(Tier(request.role), request.is_colocated, request.num_threads)
         self._submit(SetPolicy(self._policy_of(role), role.num_threads))
+        started = self._info.num_threads
+        wanted = (role.tier, role.is_colocated, started and (role.num_threads or started))
         async with asyncio.timeout(context.time_remaining()):
             await self._board.wait_until(
-                lambda load: (load.role, load.is_colocated) == (role.tier, role.is_colocated)
+                lambda load: (load.role, load.is_colocated, load.num_threads) == wanted
             )
         return worker_pb2.SetRoleResponse()
 

@@ -363,7 +363,7 @@ class SetRoleRequest(message.Message):
     is_colocated: builtins.bool
     """Whether a decode worker computes all of its prompts itself."""
     num_threads: builtins.int
-    """CPU threads to compute with; 0: those that it was started with. Ignored where they cannot change."""
+    """CPU threads to compute with, at most 1024; 0: those that it was started with. Ignored where they cannot change."""
     term: builtins.int
     """Term of the planner that asks, from its lease; refused with INVALID_ARGUMENT if a later term has asked before. 0: a person asks,
     which is never refused.
