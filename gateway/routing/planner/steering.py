@@ -94,6 +94,9 @@ class Steering:
         facts = [*map(_facts_of, workers)]
         roles = await self._aside(self._planner.decide, now_s, facts, demands)
         for worker, role in self._changes(workers, roles):
+            # Orders to workers that do not answer may take longer than the lease lasts.
+            if await self._lease.hold() != term:
+                return
             await self._change(worker, role, term)
 
     def _share(self, workers: list[Worker]) -> float:
