@@ -37,6 +37,7 @@ class LoadLog:
 
     def on_arrival(self, request_id: str, now_s: float, num_prompt_tokens: int) -> None:
         self._requests[request_id] = (now_s, num_prompt_tokens, 0)
+        self._requests.move_to_end(request_id)  # names may come again
         while len(self._requests) > 2 * _MAX_REQUESTS:
             self._requests.popitem(last=False)
 

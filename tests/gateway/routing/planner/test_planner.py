@@ -114,6 +114,9 @@ def test_a_log_keeps_the_latest_and_takes_unknown_answers_to_be_usual() -> None:
     assert {demand.num_prompt for demand in latest} == {30}
     assert latest[-1].num_output == 20
     assert log.demands(0.5)[-1].at_s == latest[-1].at_s / 2, "two gateways see twice as much"
+    log.on_arrival("r190", 200.0, 100)
+    arrivals = [demand.at_s for demand in log.demands()]
+    assert arrivals == sorted(arrivals), "a name that comes again is a later request"
     few = LoadLog()
     few.on_arrival("r", 0.0, 100)
     few.on_ended("r", 5)
