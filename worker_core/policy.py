@@ -19,6 +19,8 @@ BALANCED = KeepPercentile()
 #: Maximum gap that a prompt makes on a colocated worker without a target, in seconds. Smaller
 #: chunks would cost the prompts more decode steps.
 COLOCATED_GAP_S = 0.25
+#: Minimum of a bounded chunk.
+MIN_CHUNK_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class LocalPrefillPolicy:
     max_threshold: int
     is_pinned: bool
     gap_rule: GapRule | None
-    min_chunk_tokens: int = 8
+    min_chunk_tokens: int = MIN_CHUNK_TOKENS
     alone_chunk_tokens: int = 256
     max_shared_tokens: int = 0
 

@@ -19,17 +19,13 @@ from gateway.links.worker_link import WorkerLink
 from gateway.routing.history import BrokenPairs, RecentWork
 from gateway.routing.numerics import NumericsPolicy, NumericsWatch, Rounding
 from gateway.routing.router import DecodeView, PrefillView
-from gateway.routing.ways import TTFT_SHARE
+from gateway.routing.ways import QUEUE_SHARE, TTFT_SHARE
 
 _log = logging.getLogger(__name__)
 
 #: Batches of prompt tokens queued at a prefill worker before it counts as full; cached prefixes
 #: extend the limit.
 _PREFILL_QUEUE_BATCHES = 2
-
-#: With a target of the first token, prompts queued at a worker take at most this share of it, so
-#: that the gateway's order counts.
-_QUEUE_SHARE = 0.25
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 
@@ -152,7 +148,7 @@ class Worker:
 
     def _max_queued_tokens(self, slo: Slo) -> float:
         speed = self.load.prefill_tokens_per_s
-        return _QUEUE_SHARE * slo.ttft_s * speed if slo.ttft_s is not None and speed else math.inf
+        return QUEUE_SHARE * slo.ttft_s * speed if slo.ttft_s is not None and speed else math.inf
 
     def _known_info(self) -> WorkerInfo:
         if self.info is None:

@@ -23,6 +23,10 @@ SHARING_GAIN = 0.8
 #: Share of the target of the first token that an estimate may reach.
 TTFT_SHARE = 0.9
 
+#: With a target of the first token, prompts queued at a worker take at most this share of it, so
+#: that the gateway's order counts.
+QUEUE_SHARE = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -30,14 +34,12 @@ class Way:
 
     prefill: address of the worker that hands it off; None if `decode` computes it.
     ttft_s: estimated time to the first token: the queue, and the tokens that no cache has.
-    transfer_s: estimated time from then until the KV has arrived at `decode`.
     is_colocated: whether `decode` computes all its prompts, so that its gaps allow for them.
     """
 
     prefill: str | None
     decode: str
     ttft_s: float
-    transfer_s: float = 0.0
     is_colocated: bool = False
 
 
@@ -49,7 +51,7 @@ def choose_way(ways: Sequence[Way], slo: Slo) -> Way:
 
     def cost(way: Way) -> tuple[float, bool]:
         if way.prefill:
-            return way.ttft_s + way.transfer_s, False
+            return way.ttft_s, False
         return way.ttft_s if way.is_colocated else way.ttft_s / gain, True
 
     return min(ways, key=cost)

@@ -1,8 +1,8 @@
 """What share of recent requests a shape would have served within the targets. Pure.
 
 Replays requests against workers that take what `StepCosts` say, by the rules that workers and the
-gateway follow: chunks by pace (worker_core/slo_budget.py), the way of a prompt (ways.py), requests
-that can still be in time first (admission.py). Memory is taken to suffice.
+gateway follow: chunks by the workers' own gap rule, the way of a prompt (ways.py), requests that
+can still be in time first (admission.py). Memory is taken to suffice.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from math import inf
 from statistics import fmean
 
 from baton.types import Slo, StepCosts
-from gateway.routing.ways import SHARING_GAIN, TTFT_SHARE
+from gateway.routing.ways import QUEUE_SHARE, SHARING_GAIN, TTFT_SHARE
+from worker_core.gap_rule import Pace
+from worker_core.policy import MIN_CHUNK_TOKENS, gap_rule_of
+from worker_core.slo_budget import KeepTarget
 
-#: As in worker_core/slo_budget.py: share of the target that is planned with, longest gap relative
-#: to the target, and least chunk.
-_TPOT_SHARE, _MAX_GAP_FACTOR, _MIN_CHUNK = 0.9, 4.0, 8
-#: As in fleet.py: share of the target of the first token that queued prompts take at a worker.
-_QUEUE_SHARE = 0.25
+#: What bounds gaps without a target: nothing.
+_UNBOUNDED = KeepTarget(None, inf)
 #: Tokens of a step.
 _MAX_STEP_TOKENS = 2048
 #: Time of a handoff after the first token, in seconds.
@@ -70,27 +70,24 @@ class _Worker:
     pending: int = 0
     is_idle: bool = True
 
-    def speed(self, slo: Slo) -> float:
-        """Prompt tokens per second beside what decodes here."""
+    def speed(self, tpot_s: float) -> float:
+        """Prompt tokens per second beside what decodes here. tpot_s: that steps keep; infinite
+        without a target."""
         costs, n = self.model.costs, len(self.decoding)
-        if not (self.model.decodes and n):
+        if not (self.model.decodes and n) or tpot_s == inf:
             return 1 / costs.token_s
-        tpot_s = _TPOT_SHARE * slo.tpot_s if slo.tpot_s is not None else inf
         spare_s = tpot_s - costs.step_s - costs.sequence_s * n
-        if spare_s == inf:
-            return 1 / costs.token_s
         if spare_s <= 0:
             return 0.5 / costs.token_s
-        return max(spare_s, _MIN_CHUNK * costs.token_s) / costs.token_s / tpot_s
+        return max(spare_s, MIN_CHUNK_TOKENS * costs.token_s) / costs.token_s / tpot_s
 
 
 class _Replay:
     def __init__(self, workers: Sequence[Model], slo: Slo) -> None:
-        self._slo = slo
+        rule = gap_rule_of(slo, _UNBOUNDED)
+        self._gaps = rule.new_budget()
+        self._pace_s = inf if rule.tpot_s is None else rule.tpot_s
         self._ttft_s = inf if slo.ttft_s is None else slo.ttft_s
-        self._pace_s = inf if slo.tpot_s is None else _TPOT_SHARE * slo.tpot_s
-        gap_s = slo.ttft_s if slo.tpot_s is None else _MAX_GAP_FACTOR * slo.tpot_s
-        self._max_gap_s = inf if gap_s is None else gap_s
         self._gain = SHARING_GAIN if slo.tpot_s is None else 1.0
         self._workers = [_Worker(model) for model in workers]
         self._homes = [w for w in self._workers if w.model.decodes]
@@ -135,7 +132,7 @@ class _Replay:
             request = self._queue[number]
             best, best_s = None, inf
             for worker in self._workers:
-                cost_s = (worker.pending + request.num_missing) / worker.speed(self._slo)
+                cost_s = (worker.pending + request.num_missing) / worker.speed(self._pace_s)
                 shares = not (worker.model.prefills or worker.model.is_colocated)
                 if shares and self._has_prefill:
                     cost_s /= self._gain
@@ -153,8 +150,8 @@ class _Replay:
         return now_s < request.demand.at_s + left_s
 
     def _max_pending(self, worker: _Worker) -> float:
-        queue_s = _QUEUE_SHARE * self._ttft_s
-        return max(1.0, min(2 * _MAX_STEP_TOKENS, queue_s * worker.speed(self._slo)))
+        queue_s = QUEUE_SHARE * self._ttft_s
+        return max(1.0, min(2 * _MAX_STEP_TOKENS, queue_s * worker.speed(self._pace_s)))
 
     def _step(self, worker: _Worker, now_s: float) -> None:
         """Begin a step, or several that only decode; what they compute is known at their end."""
@@ -200,16 +197,9 @@ class _Replay:
         """Prompt tokens of the next step."""
         if not worker.decoding:
             return _MAX_STEP_TOKENS
-        spare_s, saved_s = self._max_gap_s - base_s, self._pace_s - base_s
-        if spare_s <= 0 or saved_s <= 0:
-            spare_s = base_s
-        else:
-            for request in worker.decoding:
-                due_s = request.due_s - now_s
-                if due_s - base_s < spare_s and due_s + request.num_left * saved_s >= base_s:
-                    spare_s = due_s - base_s
-        num_tokens = spare_s / worker.model.costs.token_s
-        return int(min(max(num_tokens, _MIN_CHUNK), _MAX_STEP_TOKENS))
+        paces = (Pace(r.due_s - now_s, r.num_left) for r in worker.decoding)
+        num_tokens = self._gaps.spare_s(base_s, paces) / worker.model.costs.token_s
+        return int(min(max(num_tokens, MIN_CHUNK_TOKENS), _MAX_STEP_TOKENS))
 
     def _begin_answer(self, worker: _Worker, request: _Request, now_s: float) -> None:
         request.first_s = request.end_s = now_s

@@ -24,12 +24,6 @@ HANDOFF = Way("p", "d", 1.0)
         pytest.param(
             [HANDOFF, Way(None, "c", 1.0, is_colocated=True)], NO_SLO, "p", id="no sooner"
         ),
-        pytest.param(
-            [Way("p", "d", 1.0, transfer_s=0.3), Way(None, "c", 1.2, is_colocated=True)],
-            NO_SLO,
-            None,
-            id="the transfer counts",
-        ),
     ],
 )
 def test_the_soonest_way_wins_if_it_slows_nobody(
