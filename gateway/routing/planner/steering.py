@@ -93,10 +93,15 @@ class Steering:
         now_s = asyncio.get_running_loop().time()
         facts = [*map(_facts_of, workers)]
         roles = await self._aside(self._planner.decide, now_s, facts, demands)
+        left: set[Worker] = set()
         for worker, role in self._changes(workers, roles):
             # Orders to workers that do not answer may take longer than the lease lasts.
             if await self._lease.hold() != term:
                 return
+            if role.tier is Tier.PREFILL and worker.tier is Tier.DECODE:
+                left.add(worker)  # also if its answer is lost; its report may come later
+                if left.issuperset(self._fleet.ready(Tier.DECODE)):
+                    return
             await self._change(worker, role, term)
 
     def _share(self, workers: list[Worker]) -> float:
@@ -119,9 +124,6 @@ class Steering:
         yield from differing[: max(1, len(workers) // _MOVE_ONE_OF)]
 
     async def _change(self, worker: Worker, role: Role, term: int) -> None:
-        leaves_decode = worker.tier is Tier.DECODE and role.tier is Tier.PREFILL
-        if leaves_decode and len(self._fleet.ready(Tier.DECODE)) < 2:
-            return
         try:
             await self._set_role(worker.address, role, term)
         except BatonError as error:

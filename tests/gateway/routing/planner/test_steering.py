@@ -70,3 +70,28 @@ async def test_orders_end_with_the_lease(
     await asyncio.wait_for(lease.is_over.wait(), 10.0)
     task.cancel()
     assert orders == [7] * num_orders
+
+
+async def test_the_decode_tier_is_not_emptied_before_reports_say_who_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(steering, "PERIOD_S", 0.0)
+    fleet, orders = fleet_of(10, 2), []
+
+    async def swapped(*_: object) -> Mapping[str, Role]:
+        return {
+            "p0:1": Role(Tier.DECODE),
+            "d0:1": Role(Tier.PREFILL),
+            "d1:1": Role(Tier.PREFILL),
+        }
+
+    async def set_role(address: str, role: Role, term: int) -> None:  # noqa: ARG001
+        orders.append(address)
+        if role.tier is Tier.DECODE:
+            raise WorkerLost(f"{address} does not answer")
+
+    lease = Registry(7, 7, 7, 7)
+    task = asyncio.create_task(Steering(fleet, LoadLog(), lease, set_role, swapped).run())
+    await asyncio.wait_for(lease.is_over.wait(), 10.0)
+    task.cancel()
+    assert orders == ["p0:1", "d0:1"]
