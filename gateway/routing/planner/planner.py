@@ -143,7 +143,12 @@ class Planner:
                 scores[shape] = before + _LATEST_WEIGHT * (latest - before)
         if not scores:
             return None
-        best = max(scores, key=lambda shape: (scores[shape], shape.num_prefill))
+
+        def num_kept(shape: Shape) -> int:
+            roles = roles_in(shape, workers)
+            return sum(roles[worker.address] == worker.role for worker in workers)
+
+        best = max(scores, key=lambda shape: (scores[shape], num_kept(shape)))
         least = scores.get(present, -inf) + MIN_GAIN if present else -inf
         return best if scores[best] >= least else present
 

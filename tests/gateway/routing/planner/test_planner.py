@@ -101,6 +101,16 @@ def test_another_leader_goes_on_with_the_shape_that_it_finds() -> None:
     assert Planner(SOON).decide(0.0, joined, ()) == COLOCATED
 
 
+def test_a_leader_that_finds_a_mixture_moves_as_few_as_serve_as_well() -> None:
+    roles = [Role(Tier.PREFILL)] * 3 + [Role(Tier.DECODE)] * 4 + [Role(Tier.DECODE, True)]
+    workers = [WorkerFacts(f"w{i}", f"w{i}", role.tier, role) for i, role in enumerate(roles)]
+    planner = Planner(Slo(10.0, 1.0))
+    planner.observe([(0, ONE_CORE)])
+    light = [Demand(float(i), 10, 10) for i in range(10)]
+    decided = planner.decide(100.0, workers, light)
+    assert [decided[worker.address] for worker in workers] == [*roles[:7], Role(Tier.DECODE)]
+
+
 def test_a_log_keeps_the_latest_and_takes_unknown_answers_to_be_usual() -> None:
     log = LoadLog()
     for number in range(200):
