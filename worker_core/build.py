@@ -146,14 +146,11 @@ def _build_torch(
     # Only a process that runs a model pays for importing torch: less while nothing looks for
     # garbage.
     with _no_collection():
-        import torch
-
         from engine.cuda.graph_device import CudaGraphs
         from engine.load import load_engine
         from engine.model_source import Graphs
 
-    best_device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = best_device if options.device == "auto" else options.device
+    device = _device_of(options)
     # Graphs capture Triton kernels.
     can_capture = device.startswith("cuda") and find_spec("triton") is not None
     graphs = None
@@ -163,14 +160,21 @@ def _build_torch(
     return load_engine(replace(config, graphs=graphs, draft_head=draft_head))
 
 
+def _device_of(options: EngineOptions) -> str:
+    import torch
+
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    return best if options.device == "auto" else options.device
+
+
 def threads_of(options: EngineOptions) -> Threads | None:
     """Threads of a loaded engine; None unless this process computes all, and on the CPU."""
     if options.engine == "oracle" or degrees_of(options).num_ranks > 1:
         return None
+    if _device_of(options) != "cpu":
+        return None
     import torch
 
-    if options.device not in ("auto", "cpu") or torch.cuda.is_available():
-        return None
     return Threads(torch.get_num_threads(), torch.set_num_threads)
 
 
