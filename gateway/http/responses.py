@@ -8,10 +8,11 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field, WithJsonSchema
 
 from baton.errors import InvalidRequest
+from gateway.chat.choice import ChatChoice
 from gateway.chat.style import ChatStyle
 from gateway.http.conversation import MAX_ARGUMENTS_CHARS
 from gateway.http.errors import Fills, invalid, shown_value
-from gateway.http.format import FINISHES, OPENAI, Route, timing_of
+from gateway.http.format import FINISHES, OPENAI, Chunk, Route, timing_of
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import (
     ChoiceSoFar,
@@ -137,6 +138,8 @@ class ResponsesFormat(TranslatedChat):
         messages, paths = _conversation(body)
         super().__init__(body, _chat_fields(body, messages), paths, bytes_of, style)
         self._items = _Items(self.ids)
+        self._token_ids = [i for entry in body.resume_from or () for i in entry.token_ids]
+        """Of the output so far, if the client wants them."""
 
     @property
     def output(self) -> ChatOutput:
@@ -157,8 +160,14 @@ class ResponsesFormat(TranslatedChat):
         document = self._document(self._status, usage)
         if self._asked.enable_response_messages:
             document["input_messages"] = self._raw(self.prompt_token_ids)
-            document["output_messages"] = self._raw(self.token_ids)
+            document["output_messages"] = self._raw(self._token_ids)
         return document
+
+    def _count(self, choice: ChatChoice, *chunks: Chunk) -> None:
+        super()._count(choice, *chunks)
+        if self._asked.enable_response_messages:
+            for chunk in chunks:
+                self._token_ids += chunk.token_ids
 
     def _raw(self, token_ids: Sequence[int]) -> list[Any]:
         """vLLM's message of tokens, with the text that they have in the model."""
@@ -173,9 +182,8 @@ class ResponsesFormat(TranslatedChat):
     def _document(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         asked, answer, extra = self._asked, self.answer, self._asked.model_extra or {}
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        created, ended_ms = (answer.created if answer else 0), 0.0
-        if self.last is not None:
-            ended_ms = self.last.timing.total_ms
+        created = answer.created if answer else 0
+        ended_ms = self.last.timing.total_ms if self.last is not None else 0.0
         return {
             "id": answer.id if answer else "",
             "object": "response",

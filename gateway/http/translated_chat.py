@@ -98,8 +98,6 @@ class TranslatedChat(ABC):
         self.last: Chunk | None = None
         """The piece that ended the output."""
         self.prompt_token_ids: Sequence[int] = ()
-        self.token_ids: list[int] = []
-        """Of the output so far."""
 
     @property
     def body(self) -> ChatBody:
@@ -186,7 +184,6 @@ class TranslatedChat(ABC):
     def _count(self, choice: ChatChoice, *chunks: Chunk) -> None:
         """Count the tokens of pieces, and add the log probabilities of their answer."""
         for chunk in chunks:
-            self.token_ids += chunk.token_ids
             of_answer = choice.count(map(self._bytes_of, chunk.token_ids))
             found = self._chat.logprobs([*compress(chunk.logprobs, of_answer)])
             if found is not None:

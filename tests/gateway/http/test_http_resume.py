@@ -47,7 +47,11 @@ BODIES: dict[str, tuple[type[ModelBody], Any, dict[str, Any]]] = {
     "responses": (
         ResponsesBody,
         ResponsesFormat,
-        {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]},
+        {
+            "input": "x",
+            "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+            "enable_response_messages": True,
+        },
     ),
     "messages": (
         MessagesBody,
