@@ -241,7 +241,7 @@ class HttpApp:
         """SageMaker's one path: a chat if the body has messages, else a completion."""
 
         def class_of(fields: Mapping[str, Any]) -> type[GenerationBody]:
-            return ChatBody if "messages" in fields else CompletionBody
+            return CompletionBody if fields.get("messages") is None else ChatBody
 
         id_fields = CompletionBody.id_fields
         body = await self._door.parsed_as(class_of, id_fields, request, response)

@@ -76,7 +76,8 @@ class HttpHandler(Protocol):
     """The application behind the connections."""
 
     def refusal_of(self, request: HttpRequest) -> HttpError | None:
-        """The reason to refuse the request by its head alone; None to accept it."""
+        """The reason to refuse the request by its head alone; None to accept it. Called first; may
+        set the path that `handle` reads."""
 
     async def handle(self, request: HttpRequest, response: HttpResponse) -> None:
         """Answer the request. Cancelled when the client disconnects."""

@@ -573,6 +573,8 @@ async def test_paths_of_hosts_and_metrics_as_vllm_has_them(tmp_path: Path) -> No
             decode_ms = metrics["generation_time_ms"]
             assert metrics["mean_itl_ms"] * 7 == pytest.approx(decode_ms, abs=0.01)
             assert metrics["tokens_per_second"] > 0 <= metrics["queue_time_ms"]
+        null = await answer("/invocations", {**text, "messages": None})
+        assert null["choices"] == (await answer("/v1/completions", text))["choices"]
         assert (await answer("/v1/completions", {"prompt": "x", "n": 2}))["metrics"] is None
         streamed = {**chat, "stream": True, "stream_options": {"include_usage": True}}
         _, data = await fetch(system.http, "/v1/chat/completions", streamed, **key)
@@ -585,6 +587,12 @@ async def test_paths_of_hosts_and_metrics_as_vllm_has_them(tmp_path: Path) -> No
             ("/healthcheck", 200),
             ("/llmv1/models", 401),
             ("/models", 401),
+            ("/llm/health", 200),
+            ("/llm/load", 401),
+            ("/invocations", 401),
+            ("/llm/metrics", 401),
+            (f"/llm{LIVE_PATH}", 401),
+            ("/llm/llm/v1/models", 401),
         ):
             response, _ = await fetch(system.http, path)
             assert response.status == status
