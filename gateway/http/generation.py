@@ -38,11 +38,14 @@ class Usage:
         self.num_prompt_tokens = 0
         self._num_output_tokens = [0] * num_prompts
         self._num_cached_tokens = 0
+        self.last: Chunk | None = None
+        """The piece with the timing, which ends the last output."""
 
     def add(self, prompt: int, chunk: Chunk) -> None:
         self._num_output_tokens[prompt] += len(chunk.token_ids)
         if chunk.HasField("usage"):
             usage = chunk.usage
+            self.last = chunk
             # Includes choices that best_of discarded.
             self._num_output_tokens[prompt] = usage.completion_tokens
             self._num_cached_tokens += max(usage.cached_tokens, usage.decode_cached_tokens)
@@ -87,8 +90,6 @@ class Generation:
         self._has_timing = bool(form.body.return_timing)
         self._has_receipt = bool(form.body.return_receipt)
         self._has_metrics = has_metrics
-        self._last: Chunk | None = None
-        """The piece that came last."""
         self._has_usage = form.body.has_usage_everywhere
         """Whether each piece has usage; if only the last has it, other pieces say null."""
         self._no_usage = ',"usage":null' if form.body.has_usage_chunk else ""
@@ -121,8 +122,8 @@ class Generation:
         """The member `metrics`, if wanted; null for several choices or prompts."""
         if not self._has_metrics:
             return {}
-        (first, *others), last = self._form.requests, self._last
-        if others or first.sampling.n > 1 or last is None or not last.HasField("timing"):
+        (first, *others), last = self._form.requests, self._usage.last
+        if others or first.sampling.n > 1 or last is None:
             return {"metrics": None}
         return {"metrics": metrics_of(last, self._usage.fields()["completion_tokens"])}
 
@@ -180,16 +181,12 @@ class Generation:
         )
 
     def _keep(self, index: int, chunk: Chunk) -> None:
-        self._note(index, chunk)
-        self._chunks[index].append(chunk)
-
-    def _note(self, index: int, chunk: Chunk) -> None:
         self._usage.add(index, chunk)
-        self._last = chunk
+        self._chunks[index].append(chunk)
 
     def _write_event(self, index: int, chunk: Chunk) -> Coroutine[Any, Any, object] | None:
         usage_before = self._usage_text or self._usage_so_far()
-        self._note(index, chunk)
+        self._usage.add(index, chunk)
         self._usage_text = ""
         new: Chunk | None = chunk
         if self._event_ids is not None:
