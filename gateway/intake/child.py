@@ -28,6 +28,9 @@ _MAX_LINE_BYTES = 128 * 2**20
 #: Bytes written to the process at once.
 _WRITTEN_BYTES = 2**20
 
+#: Without threads of tokenizers, one per core even for a single text: their stacks count as memory.
+_ENVIRONMENT = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+
 #: Return codes of a process that ran out of memory or stack.
 _DEADLY = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
 
@@ -125,7 +128,7 @@ class ChildProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=_MAX_LINE_BYTES,
-            env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
+            env={**os.environ, **_ENVIRONMENT},
             start_new_session=True,  # a terminal's Ctrl-C must reach only the gateway
         )
         start_line = {**self._spec.start_line, "answer_timeout_s": self._spec.answer_timeout_s}

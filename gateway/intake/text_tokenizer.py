@@ -10,7 +10,6 @@ more memory than tokenizing should.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -33,8 +32,6 @@ def read_tokenizer(path: str) -> tokenizers.Tokenizer:
 
 def make_answer(start: Mapping[str, Any]) -> Answer:
     """See the module's docstring."""
-    # A batch of one text would start a thread for each core, whose stacks count as memory.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = read_tokenizer(start["path"])
     limit_memory(address_space_bytes() + _MAX_MORE_BYTES)
 
