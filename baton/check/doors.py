@@ -187,7 +187,8 @@ async def _events(
         writer.write(f"POST /v1/completions HTTP/1.0\r\n{resumed}{length}\r\n".encode() + data)
         status = (await read_line()).decode()
         if " 200 " not in status:
-            text = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")[2]
+            async with asyncio.timeout(_GIVE_UP_S):
+                text = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")[2]
             if not status or status.split()[1] in _RETRIABLE:
                 raise _TryAgain(f"{status.strip()} {text}")
             raise InvalidRequest(f"{status.strip()}: {text}")
