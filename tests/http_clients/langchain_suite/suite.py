@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.http_clients.scripted_server import scripted_server
-from tests.http_clients.suite import Outcomes, Suite, run_pytest
+from tests.http_clients.scripted_server import run_file
+from tests.http_clients.suite import Outcomes, Suite
 
 HERE = Path(__file__).parent
 
 
 def _run(tests: Sequence[str]) -> Outcomes:
     server = ("--max-model-len=8192", "--tool-call-parser=hermes")
-    with tempfile.TemporaryDirectory() as made, scripted_server(*server) as url:
-        chosen = [f"-k={' or '.join(tests)}"] if tests else []
-        environment = {"BASE_URL": f"{url}/v1", "REPORT": f"{made}/report.xml", "PYTHONPATH": ""}
-        # ChatOpenAI keeps its connections, so that all tests need one loop.
-        scopes = [f"asyncio_default_{each}_loop_scope=session" for each in ("test", "fixture")]
-        options = [f"-o{option}" for option in ("asyncio_mode=auto", *scopes)]
-        return run_pytest("frameworks", HERE, ["standard.py", *options, *chosen], environment)
+    # ChatOpenAI keeps its connections, so that all tests need one loop.
+    scopes = [f"asyncio_default_{each}_loop_scope=session" for each in ("test", "fixture")]
+    options = [f"-o{option}" for option in ("asyncio_mode=auto", *scopes)]
+    return run_file(HERE / "standard.py", tests, server, options)
 
 
 LANGCHAIN = Suite(

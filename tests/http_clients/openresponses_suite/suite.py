@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.http_clients.scripted_server import scripted_server
-from tests.http_clients.suite import DECISION, Outcomes, Reason, Suite, run_pytest
+from tests.http_clients.scripted_server import run_file
+from tests.http_clients.suite import DECISION, Outcomes, Reason, Suite
 
 HERE = Path(__file__).parent
 
 
 def _run(tests: Sequence[str]) -> Outcomes:
-    options = ("--tool-call-parser=hermes", "--reasoning-parser=qwen3")
-    with tempfile.TemporaryDirectory() as made, scripted_server(*options) as url:
-        chosen = [f"-k={' or '.join(tests)}"] if tests else []
-        environment = {"BASE_URL": f"{url}/v1", "REPORT": f"{made}/report.xml", "PYTHONPATH": ""}
-        return run_pytest("frameworks", HERE, ["compliance.py", *chosen], environment)
+    server = ("--tool-call-parser=hermes", "--reasoning-parser=qwen3")
+    return run_file(HERE / "compliance.py", tests, server)
 
 
 OPENRESPONSES = Suite(

@@ -7,11 +7,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.http_clients.scripted_server import free_port, wait_for
+from tests.http_clients.scripted_server import wait_for
 from tests.http_clients.suite import HERE, Outcomes, Suite, run_pytest
+from tests.support.metrics_page import free_ports
 
 ROOT = HERE.parents[1]
 MODEL = ROOT / "models" / "baton-py-6m"
@@ -56,10 +57,13 @@ def _tiers() -> Iterator[Mapping[str, str]]:
             return process
 
         kv = ("--kv-cache-memory-bytes=64MiB", f"--kv-secret-file={secret}")
-        prefill, decode = (
-            _worker(start, tier, "--served-model-name", NAME, *kv) for tier in ("prefill", "decode")
-        )
-        ports = {name: str(free_port()) for name in ("PROXY_PORT", "DECODE_PORT", "PREFILL_PORT")}
+        numbers = free_ports(5)
+        for tier, number in zip(("prefill", "decode"), numbers[3:], strict=True):
+            options = [f"--port={number}", "--kv-transport=shm", *kv]
+            start(tier, str(MODEL), "--served-model-name", NAME, *options)
+        prefill, decode = (f"127.0.0.1:{number}" for number in numbers[3:])
+        names = ("PROXY_PORT", "DECODE_PORT", "PREFILL_PORT")
+        ports = dict(zip(names, map(str, numbers[:3]), strict=True))
         for name, tiers in (
             ("PROXY_PORT", [f"--prefill-workers={prefill}", f"--decode-workers={decode}"]),
             ("DECODE_PORT", [f"--decode-workers={decode}"]),
@@ -71,13 +75,6 @@ def _tiers() -> Iterator[Mapping[str, str]]:
         whole = start("serve", str(MODEL), "--served-model-name", NAME, *options)
         wait_for(f"http://127.0.0.1:{ports['PREFILL_PORT']}/health", whole)
         yield ports
-
-
-def _worker(start: Callable[..., subprocess.Popen[bytes]], tier: str, *options: str) -> str:
-    """Its address. It is not waited for: a gateway is healthy when its workers are."""
-    address = f"127.0.0.1:{free_port()}"
-    start(tier, str(MODEL), f"--port={address.rpartition(':')[2]}", "--kv-transport=shm", *options)
-    return address
 
 
 SPLIT = Suite(
