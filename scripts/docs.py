@@ -104,7 +104,7 @@ tokenized it; `messages` are then only read for their roles. `add_special_tokens
 tokenizer's special tokens to what the chat template writes. `enable_response_messages: true` of
 `/v1/responses` adds `input_messages` and `output_messages`, the model's own text and tokens. With
 `--enable-per-request-metrics` an answer of one choice has vLLM's `metrics`. Paths may begin with
-`--root-path`, where a proxy in front does not take it off.
+`--root-path`, where a proxy in front does not take it off; their `/v1` may be left out.
 
 `return_timing: true` adds `timing` to an answer, or to the last piece of a stream (of
 `/v1/responses`, too): milliseconds to the first token and their parts, the bytes handed over, and
@@ -171,9 +171,9 @@ one. That of `/v1/messages` has it as `request-id`, too, and an error there as `
 
 The deadline of a request is `--request-timeout-s`, or what the proxy in front gives it by Envoy's
 `x-envoy-expected-rq-timeout-ms`; it is the deadline of all that the request does in both tiers, as
-that of a gRPC call. The `x-stainless-read-timeout` of OpenAI's package is not read: it is a time
-between two pieces, begins anew with each, and a client that gives up cancels its request by closing
-the connection.
+that of a gRPC call, and a client that reaches the gateway directly may send it, too. The
+`x-stainless-read-timeout` of OpenAI's package is not read: it is a time between two pieces, begins
+anew with each, and a client that gives up cancels its request by closing the connection.
 
 An error is OpenAI's `{"error": {"message", "type", "param", "code"}}`, `param` with the whole path
 of the first wrong field. A stream that fails after its first piece has the error as its last event,

@@ -165,7 +165,7 @@ class Format(Protocol):
         earlier: the same for an event that precedes the piece's tokens."""
 
     def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-        """The last events of a stream. metrics: members beside the usage, for OpenAI's forms."""
+        """The last events of a stream. metrics: members beside the usage."""
 
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         """The whole answer. chunks: by prompt."""

@@ -172,8 +172,8 @@ class MessagesFormat(TranslatedChat):
         used = {"input_tokens": len(self.prompt_token_ids), "output_tokens": 0}
         self._blocks.emit("message_start", message=self._message(used))
 
-    def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:  # noqa: ARG002, OpenAI's have them
-        self._blocks.emit("message_delta", delta=self._stop(), usage=_usage(usage))
+    def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+        self._blocks.emit("message_delta", delta=self._stop(), usage=_usage(usage), **metrics)
         self._blocks.emit("message_stop")
         return self._blocks.take_events()
 

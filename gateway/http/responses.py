@@ -149,8 +149,8 @@ class ResponsesFormat(TranslatedChat):
         for kind in ("response.created", "response.in_progress"):
             self._items.emit(kind, response=self._document("in_progress", None))
 
-    def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:  # noqa: ARG002, chats have them
-        document = self.whole(self.usage(usage))
+    def end(self, usage: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+        document = {**self.whole(self.usage(usage)), **metrics}
         if self.body.return_timing and self.last is not None:
             document["timing"] = timing_of(self.last)
         self._items.emit(f"response.{self._status}", response=document)

@@ -581,6 +581,13 @@ async def test_paths_of_hosts_and_metrics_as_vllm_has_them(tmp_path: Path) -> No
         *pieces, last = documents(data.decode())
         assert last["metrics"]["time_to_first_token_ms"] >= 0
         assert not any("metrics" in piece for piece in pieces)
+        message = {**chat, "model": "oracle", "max_tokens": 8, "stream": True}
+        for path, streamed in (
+            ("/v1/messages", message),
+            ("/v1/responses", {"input": "x", "stream": True, "max_output_tokens": 8}),
+        ):
+            _, data = await fetch(system.http, path, streamed, **key)
+            assert '"metrics": {"time_to_first_token_ms"' in data.decode()
         assert (await answer("/load")) == {"server_load": 0}
         for path, status in (
             ("/llm/v1/models", 401),
