@@ -239,6 +239,8 @@ def _event_ids_of(form: Format, last: str) -> EventIds | None:
         fault = "goes with stream; set it to true"
     elif form.body.resume_from:
         fault = "given with resume_from; leave out one of them"
+    elif form.body.use_beam_search:
+        fault = "given with use_beam_search, which sends nothing before its end; leave it out"
     if fault:
         raise invalid(field, fault)
     seeds = [r.sampling.seed for r in form.requests if r.sampling.HasField("seed")]

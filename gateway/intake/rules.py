@@ -187,9 +187,7 @@ def sampling_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) 
         elif option.limits is not None:
             yield from limit_violations(path, value, option.limits, facts.vocab_size)
         if is_beam_search and not option.with_beams:
-            yield FieldViolation(
-                path, "has no meaning in a beam search; leave it unset, or beam_search"
-            )
+            yield FieldViolation(path, "has no meaning in a beam search; leave out one of them")
 
 
 def prompt_logprobs_violations(

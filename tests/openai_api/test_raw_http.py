@@ -405,6 +405,7 @@ async def test_a_last_event_id_that_is_of_another_answer(tmp_path: Path) -> None
             ("completions", {"seed": 3}, "seed"),
             ("completions", {"stream": False}, "Last-Event-ID"),
             ("completions", {"resume_from": so_far, "seed": 3}, "Last-Event-ID"),
+            ("completions", {"use_beam_search": True}, "Last-Event-ID"),
             ("responses", {"prompt": None, "input": "x"}, "Last-Event-ID"),
         ):
             response, data = await fetch(
