@@ -120,6 +120,18 @@ class World:
         return wire
 
 
+def hold_answers(world: World) -> asyncio.Event:
+    """Answers wait until it is set."""
+    ended = asyncio.Event()
+
+    async def answer(response: HttpResponse) -> None:
+        await ended.wait()
+        await response.send(200, "text/plain", b"")
+
+    world.handler.answer = answer
+    return ended
+
+
 async def settle() -> None:
     await asyncio.sleep(1e-6)
 
@@ -237,13 +249,7 @@ def test_bodies_that_wait_for_an_answer_are_limited_in_all() -> None:
     """Else one connection could hold many times the limit for as long as an answer takes."""
 
     async def test(world: World) -> None:
-        ended = asyncio.Event()
-
-        async def answer(response: HttpResponse) -> None:
-            await ended.wait()
-            await response.send(200, "text/plain", b"")
-
-        world.handler.answer = answer
+        ended = hold_answers(world)
         connection, wire = world.connect()
         for body in (b"a" * 1000, b"b" * 600, b"c" * 400, b"d"):
             connection.data_received(post("/", body))
@@ -373,13 +379,7 @@ def test_a_body_behind_a_running_answer_has_a_deadline() -> None:
     """It is refused after that answer; one that comes whole meanwhile is answered, however late."""
 
     async def test(world: World) -> None:
-        ended = asyncio.Event()
-
-        async def answer(response: HttpResponse) -> None:
-            await ended.wait()
-            await response.send(200, "text/plain", b"")
-
-        world.handler.answer = answer
+        ended = hold_answers(world)
         slow, slow_wire = world.connect()
         whole, whole_wire = world.connect()
         for connection in (slow, whole):
