@@ -104,7 +104,8 @@ tokenized it; `messages` are then only read for their roles. `add_special_tokens
 tokenizer's special tokens to what the chat template writes. `enable_response_messages: true` of
 `/v1/responses` adds `input_messages` and `output_messages`, the model's own text and tokens. With
 `--enable-per-request-metrics` an answer of one choice has vLLM's `metrics`. Paths may begin with
-`--root-path`, where a proxy in front does not take it off; their `/v1` may be left out.
+`--root-path`, where a proxy in front does not take it off. `/v1` may be left out of all but
+`/v1/models/{id}`.
 
 `return_timing: true` adds `timing` to an answer, or to the last piece of a stream (of
 `/v1/responses`, too): milliseconds to the first token and their parts, the bytes handed over, and
