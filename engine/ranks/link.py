@@ -64,6 +64,8 @@ class Link:
         self._on_closed, self._on_silent = on_closed, on_silent
         self._is_running = is_running
         self._sending = threading.Lock()
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
         self._is_closing = threading.Event()
         self._loaded_s: float | None = None
         """When the peer's silence began to count as that of one that has loaded."""
@@ -92,15 +94,30 @@ class Link:
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a message of {len(payload)} bytes, of at most {MAX_PAYLOAD_BYTES}")
         with self._sending:
+            self._write(kind, payload)
+
+    def _write(self, kind: int, payload: bytes) -> None:
+        """See `send`."""
+        try:
+            left = memoryview(_HEADER.pack(kind, len(payload)) + payload)
+            while left:
+                left = left[self._patiently(self._connection.send, left) :]
+        except OSError:
+            # A part of the message may be out, so that the next one could not be read.
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            raise
+
+    def _beat(self) -> None:
+        """Send a heartbeat, unless that would have to wait: for a peer that is held up, which has
+        enough to read, or for another thread's message, which is a sign of life as good. A thread
+        that waited would not read, and two that did would wait for each other. Raises OSError."""
+        if self._sending.acquire(blocking=False):
             try:
-                left = memoryview(_HEADER.pack(kind, len(payload)) + payload)
-                while left:
-                    left = left[self._patiently(self._connection.send, left) :]
-            except OSError:
-                # A part of the message may be out, so that the next one could not be read.
-                with suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
-                raise
+                if self._room.poll(0):
+                    self._write(HEARTBEAT, b"")
+            finally:
+                self._sending.release()
 
     def close(self) -> None:
         """End the link, so that the peer's `on_closed` is called. Idempotent."""
@@ -131,17 +148,15 @@ class Link:
     def _serve(self) -> float:
         """Serve until the peer closes the link (0.0) or is silent (for so many seconds). Raises
         OSError, ValueError, and any error of a handler."""
-        poll, room = select.poll(), select.poll()
+        poll = select.poll()
         poll.register(self._connection, select.POLLIN)
-        room.register(self._connection, select.POLLOUT)
         next_beat = heard_at = time.monotonic()
         is_first, has_beaten = True, False
         while not self._is_closing.is_set():
             if time.monotonic() >= next_beat:
                 # A peer that has sent nothing yet may not read, either: beats would fill the link.
-                # One that is held up has those in it to read: this thread must not wait for it.
-                if not (is_first and has_beaten) and room.poll(0):
-                    self.send(HEARTBEAT)
+                if not (is_first and has_beaten):
+                    self._beat()
                 has_beaten = True
                 next_beat = time.monotonic() + HEARTBEAT_S
             # What has come is read before silence is judged: this process may have been frozen.

@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -162,6 +163,48 @@ def test_a_peer_that_is_seen_to_run_is_not_waited_for_without_end(
     link.start()
     theirs.sendall(bytes((module.LOADED, 0, 0, 0, 0)))
     assert ends.get() == f"{3 * module.SILENCE_S}"
+    link.close()
+    theirs.close()
+
+
+def test_what_comes_is_handled_while_a_message_cannot_go_out(
+    ends: queue.SimpleQueue[str],
+) -> None:
+    """No heartbeat waits for the thread that sends it: the peer's might wait in the same way."""
+    ours, theirs = socket.socketpair()
+    got: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    link = Link(ours, "a", lambda: None, lambda seconds: ends.put(f"{seconds}"), lambda: True)
+    link.handle(FIRST_SERVICE_KIND, got.put)
+    link.start()
+    theirs.sendall(bytes((module.LOADED, 0, 0, 0, 0)))
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(link.send, FIRST_SERVICE_KIND, bytes(10_000_000))
+        for number in range(10):
+            # Room comes and goes.
+            theirs.recv(100_000)
+            threading.Event().wait(2 * module.HEARTBEAT_S)
+            theirs.sendall(bytes((FIRST_SERVICE_KIND, 1, 0, 0, 0, number)))
+            assert got.get(timeout=module.SILENCE_S) == bytes((number,))
+        assert not sending.done()
+        theirs.close()
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            sending.result()
+    assert ends.empty()
+    link.close()
+
+
+def test_no_heartbeat_waits_for_room(ends: queue.SimpleQueue[str]) -> None:
+    """The peer is held up and reads nothing; what it has sent is handled."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    got: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    link = Link(ours, "a", lambda: None, lambda seconds: ends.put(f"{seconds}"), lambda: True)
+    link.handle(FIRST_SERVICE_KIND, got.put)
+    link.start()
+    theirs.sendall(bytes((module.LOADED, 0, 0, 0, 0)))
+    threading.Event().wait(20 * module.HEARTBEAT_S)  # more beats than fit
+    theirs.sendall(bytes((FIRST_SERVICE_KIND, 1, 0, 0, 0, 7)))
+    assert got.get(timeout=module.SILENCE_S) == b"\7"
     link.close()
     theirs.close()
 
