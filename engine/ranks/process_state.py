@@ -8,20 +8,11 @@ from pathlib import Path
 _RUNNING = frozenset("RSDI")
 
 
-def state_of(pid: int) -> str:
-    """A letter; empty for a process that is gone, and where there is no /proc."""
+def is_running(pid: int) -> bool:
+    """Whether a process runs, or would if it had a turn. False where there is no /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return ""
+        return False
     # The name, in brackets, may have any characters.
-    return stat.rpartition(")")[2].split()[0]
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process runs, or would if it had a turn."""
-    return state_of(pid) in _RUNNING
-
-
-def is_gone(pid: int) -> bool:
-    return state_of(pid) in ("", "Z", "X")
+    return stat.rpartition(")")[2].split()[0] in _RUNNING

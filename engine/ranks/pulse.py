@@ -7,15 +7,17 @@ each connection as long as the kernel says that the rank runs: it waits for noth
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from engine.ranks.process_state import is_gone, is_running
+from engine.ranks.process_state import is_running
 
 #: Seconds between two pulses, and without one after which a rank is not known to run.
 _BEAT_S, _SILENCE_S = 0.2, 1.0
@@ -24,14 +26,15 @@ _PROGRAM = (sys.executable, "-P", "-m", "engine.ranks.pulse")
 
 
 def start_pulse(pid: int, connections: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
-    """Start the process that sends pulses of process `pid`. It ends with that process."""
+    """Start the process that sends pulses of process `pid`, this one or a child of it, and ends
+    with that one."""
     fds = [connection.fileno() for connection in connections]
     command = (*_PROGRAM, str(pid), *map(str, fds))
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
 
 
 class Pulse:
-    """The pulses of a rank on another host. Used by one thread."""
+    """The pulses of a rank on another host. May be used by several threads."""
 
     def __init__(self, connection: socket.socket) -> None:
         """connection: owned from here on."""
@@ -48,8 +51,13 @@ class Pulse:
 
 
 def _send_pulses(pid: int, connections: list[socket.socket]) -> None:
-    never = threading.Event()
-    while connections and not is_gone(pid):
+    ended = select.poll()
+    try:
+        # Its number may be another process's once it has ended.
+        ended.register(os.pidfd_open(pid), select.POLLIN)
+    except ProcessLookupError:
+        return
+    while connections:
         for connection in list(connections) if is_running(pid) else ():
             try:
                 connection.send(b"\0", socket.MSG_DONTWAIT)
@@ -57,8 +65,12 @@ def _send_pulses(pid: int, connections: list[socket.socket]) -> None:
                 pass  # nobody reads it
             except OSError:
                 connections.remove(connection)
-        never.wait(_BEAT_S)
+        if ended.poll(_BEAT_S * 1e3):
+            return
 
 
 if __name__ == "__main__":
+    # Signals are for the rank, which may take long to end.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     _send_pulses(int(sys.argv[1]), [socket.socket(fileno=int(fd)) for fd in sys.argv[2:]])

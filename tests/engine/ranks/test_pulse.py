@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -18,15 +20,30 @@ pytestmark = pytest.mark.slow
 
 def until(pulse: Pulse, *, runs: bool) -> None:
     """Wait until that is felt."""
+    end_s = time.monotonic() + 30
     while pulse.is_running() != runs:
+        assert time.monotonic() < end_s
         threading.Event().wait(0.01)
+
+
+@contextmanager
+def killed(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, which has no later end than this."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_rank_runs_until_it_is_frozen_or_dead() -> None:
     ours, theirs = socket.socketpair()
     pulse = Pulse(ours)
     assert not pulse.is_running()
-    with subprocess.Popen(("sleep", "60")) as rank, start_pulse(rank.pid, [theirs]) as sender:
+    with (
+        killed(subprocess.Popen(("sleep", "60"))) as rank,
+        killed(start_pulse(rank.pid, [theirs])) as sender,
+    ):
         theirs.close()
         until(pulse, runs=True)
         rank.send_signal(signal.SIGSTOP)
@@ -34,8 +51,12 @@ def test_a_rank_runs_until_it_is_frozen_or_dead() -> None:
         until(pulse, runs=False)
         rank.send_signal(signal.SIGCONT)
         until(pulse, runs=True)
+        for signum in (signal.SIGINT, signal.SIGTERM):  # as Ctrl-C sends to all of a terminal
+            sender.send_signal(signum)
+        with pytest.raises(subprocess.TimeoutExpired):
+            sender.wait(0.5)
         rank.kill()
-        assert sender.wait() == 0
+        assert sender.wait(30) == 0
         until(pulse, runs=False)
     ours.close()
 
@@ -47,10 +68,10 @@ def test_pulses_that_nobody_reads_stop_nothing_and_end_with_their_connections() 
         while full[0].send(bytes(1 << 16)):
             pass
     pulse = Pulse(others[1])
-    with start_pulse(os.getpid(), [full[0], others[0]]) as sender:
+    with killed(start_pulse(os.getpid(), [full[0], others[0]])) as sender:
         until(pulse, runs=True)
         full[1].close()
         others[1].close()
-        assert sender.wait() == 0
+        assert sender.wait(30) == 0
     full[0].close()
     others[0].close()
