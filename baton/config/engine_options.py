@@ -145,7 +145,7 @@ class EngineOptions(ModelOptions):
             )
         num_sharing = getattr(self, "context_parallel_size", 1)
         if self.data_parallel_size > 1:
-            self._check_data_parallel(num_sharing)
+            self._check_data_parallel()
         if self.kv_per_rank and num_sharing > 1:
             raise ValueError(
                 f"--kv-per-rank=True: {num_sharing} ranks of --context-parallel-size have one KV "
@@ -161,16 +161,13 @@ class EngineOptions(ModelOptions):
                 )
         return self
 
-    def _check_data_parallel(self, num_sharing: int) -> None:
+    def _check_data_parallel(self) -> None:
         """Raise ValueError for what processes with sequences of their own do not go with."""
-        others = {
-            "tensor_parallel_size": self.tensor_parallel_size > 1,
-            "pipeline_parallel_size": self.pipeline_parallel_size > 1,
-            "context_parallel_size": num_sharing > 1,
-            "kv_per_rank": self.kv_per_rank,
-        }
-        for name, is_given in others.items():
-            if is_given:
+        degrees = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+        for name in type(self).model_fields:
+            # With baton serve, each tier may have its own.
+            is_given = name.endswith(degrees) and (getattr(self, name) or 1) > 1
+            if is_given or (name == "kv_per_rank" and self.kv_per_rank):
                 raise ValueError(
                     f"--data-parallel-size={self.data_parallel_size}: its processes have the "
                     f"attention of all layers, and one KV memory, without "

@@ -184,6 +184,7 @@ def test_options_without_meaning_are_refused() -> None:
     for other, value in (
         *(("tensor_parallel_size", 2), ("pipeline_parallel_size", 2)),
         *(("context_parallel_size", 2), ("kv_per_rank", True)),
+        *(("prefill_tensor_parallel_size", 2), ("decode_pipeline_parallel_size", 2)),
     ):
         told = f"--data-parallel-size=2: .* without --{other.replace('_', '-')}; leave one"
         with pytest.raises(ConfigError, match=told):
