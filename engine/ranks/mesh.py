@@ -35,6 +35,11 @@ class Degrees:
         return self.tensor if self.whole_experts else 1
 
     @property
+    def context_option(self) -> str:
+        """The option that sets `context`."""
+        return "data_parallel_size" if self.by_sequence else "context_parallel_size"
+
+    @property
     def num_summands(self) -> int:
         """Parts of the sums of a layer."""
         return self.tensor if self.cut == "sums" else 1

@@ -62,7 +62,7 @@ class Nodes:
         have one memory for KV."""
         if self.size > 1 and degrees.context > 1:
             raise ConfigError.of(
-                "data_parallel_size" if degrees.by_sequence else "context_parallel_size",
+                degrees.context_option,
                 degrees.context,
                 f"its ranks need one host, not nnodes={self.size}; leave one of them out",
             )

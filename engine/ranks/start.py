@@ -44,12 +44,15 @@ def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> 
             f"a {config.family} model of this config has no experts; leave it out",
         )
     if degrees.num_ranks > 1 and device.type != "cpu":
-        kind = next(
-            each for each in ("tensor", "pipeline", "context") if getattr(degrees, each) > 1
-        )
+        sizes = {
+            "tensor_parallel_size": degrees.tensor,
+            "pipeline_parallel_size": degrees.pipeline,
+            degrees.context_option: degrees.context,
+        }
+        name = next(each for each in sizes if sizes[each] > 1)
         raise ConfigError.of(
-            f"{kind}_parallel_size",
-            getattr(degrees, kind),
+            name,
+            sizes[name],
             "the KV channel of a rank does not wait for the stream of that rank's GPU yet, so that "
             "it could send KV before it is written; give --device=cpu, or leave it out",
         )
@@ -57,7 +60,7 @@ def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> 
 
 def _check_own_sequences(config: ModelConfig, degrees: Degrees) -> None:
     """Raise ConfigError unless ranks with sequences of their own can share the experts."""
-    name, size, experts = "data_parallel_size", degrees.context, config.traits.experts
+    name, size, experts = degrees.context_option, degrees.context, config.traits.experts
     if experts is None:
         fix = f"a {config.family} model of this config has no experts to share; leave it out"
         raise ConfigError.of(name, size, fix)

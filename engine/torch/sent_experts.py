@@ -22,7 +22,7 @@ class SentExperts:
 
     ranks: the ranks among which experts are placed. own: this rank's experts. order [experts]
     int64: all experts, by rank; places [experts] int64: the place of each in that order; sizes: by
-    rank, the number of its experts. loads [experts] int64: this rank's tokens of each so far.
+    rank, the number of its experts. loads [experts] int64: all ranks' tokens of each so far.
     """
 
     ranks: Ranks
@@ -43,10 +43,10 @@ class SentExperts:
         those without tokens, too."""
         places = self.places[chosen.flatten().long()]
         counts = places.bincount(minlength=len(self.places))
-        self.loads.add_(counts[self.places])
         by_place = places.argsort(stable=True)
         # [ranks, experts]: the rows of each rank for each expert, experts by rank.
         all_counts = self.ranks.gather(counts[None]).view(len(self.sizes), -1)
+        self.loads.add_(all_counts.sum(0)[self.places])
         by_owner = torch.split(all_counts, self.sizes, 1)
         of_each = [part.sum(1).tolist() for part in by_owner]
         sent = [list(row) for row in zip(*of_each, strict=True)]

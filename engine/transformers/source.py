@@ -209,7 +209,7 @@ class TransformersModel:
 def _check_degrees(found: Description, degrees: Degrees, device: torch.device) -> None:
     """Raise ConfigError unless ranks can share the model."""
     others = {
-        "data_parallel_size" if degrees.by_sequence else "context_parallel_size": degrees.context,
+        degrees.context_option: degrees.context,
         "enable_expert_parallel": degrees.whole_experts,
     }
     for name, value in others.items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from engine.memory_plan import weight_bytes
 from engine.ranks.expert_load import read_loads
 from engine.ranks.mesh import Degrees
 from engine.ranks.sequence_shares import divide_sequences
+from engine.ranks.start import check_ranks
 from tests.engine.ranks.conftest import LoadRanks
 from tests.engine.ranks.test_context_parallel import PROMPTS, batch_of, same
 from tests.support.drive_engine import generate, token_ids
@@ -64,9 +66,9 @@ def test_layers_are_reported_and_experts_counted(tmp_path: Path, load_ranks: Loa
     two.forward(batch, lambda first, count: seen.extend(range(first, first + count)))
     assert seen == list(range(two.spec.layout.num_layers))
     two.close()
-    # Rank 0 has one of the two sequences; 3 experts are chosen for each of its tokens.
+    # Each rank has one of the two sequences; 3 experts are chosen for each of their tokens.
     _, loads = read_loads(file, read_config(path))
-    assert sum(loads) == 3 * len(tokens)
+    assert sum(loads) == 2 * 3 * len(tokens)
 
 
 def test_a_rank_needs_less_memory_for_weights(tmp_path: Path) -> None:
@@ -105,3 +107,9 @@ def test_what_cannot_be_shared_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         load_ranks(make_tiny_model(tmp_path, family), 1, data_parallel_size=size)
+
+
+def test_on_gpus_the_option_that_was_given_is_refused(tmp_path: Path) -> None:
+    config = read_config(make_tiny_model(tmp_path, "qwen3_moe"))
+    with pytest.raises(ConfigError, match="data_parallel_size=2: the KV channel of a rank"):
+        check_ranks(config, Degrees(context=2, by_sequence=True), torch.device("cuda"))
