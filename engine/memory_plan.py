@@ -200,14 +200,14 @@ def weight_bytes(
 
 
 def _bytes_elsewhere(config: ModelConfig, dtype: str, keeps_levels: bool, degrees: Degrees) -> int:
-    """Bytes of the experts that only other ranks with sequences of their own have; at most half a
+    """Bytes of the experts that only ranks outside the tensor-parallel group have; at most half a
     byte is counted of a quantised weight."""
-    experts = config.traits.experts
-    if not degrees.by_sequence or experts is None:
+    experts, num_groups = config.traits.experts, degrees.num_expert_ranks // degrees.tensor
+    if num_groups <= 1 or experts is None:
         return 0
     num_matrices = 3 * sum(experts.layers) * experts.num_experts
     num_weights = num_matrices * config.hidden_size * experts.intermediate_size
-    num_elsewhere = num_weights - num_weights // degrees.context
+    num_elsewhere = num_weights - num_weights // num_groups
     is_quantized = keeps_levels and config.quantization is not None
     return num_elsewhere // 2 if is_quantized else num_elsewhere * DTYPE_BYTES[dtype]
 

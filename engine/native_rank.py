@@ -22,7 +22,7 @@ from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.divided import LayerDone
 from engine.torch.load import load_parameters
 from engine.torch.native_decoder import make_decoder
-from engine.torch.own_sequences import divided_by
+from engine.torch.own_sequences import divided_by, expert_ranks
 from engine.torch.packed import PackedParameters
 from engine.torch.rope import Rope, make_rope
 from engine.torch.step import NOT_APART, WindowedStep, pack_batch
@@ -85,11 +85,10 @@ class _Steps:
     def __init__(self, model: _Loaded, groups: Groups, stages: Stages) -> None:
         self._model, degrees = model, model.spec.degrees
         pool_dtype = model.pools[0].tensor.dtype
-        experts = groups.context if degrees.by_sequence else None
         self.decoder = make_decoder(
             *(model.config, model.parameters, pool_dtype, groups.tensor),
             stages=stages,
-            experts=experts,
+            experts=expert_ranks(degrees, groups.context),
         )
         self._divided = divided_by(degrees, groups.context, self.decoder)
         self._replayed = model.record(self.decoder)

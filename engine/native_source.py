@@ -30,7 +30,7 @@ from engine.torch.load import keeps_stored_levels, load_parameters
 from engine.torch.medusa import read_medusa_config
 from engine.torch.mtp import mtp_weight_bytes, read_mtp_config
 from engine.torch.native_decoder import make_decoder
-from engine.torch.own_sequences import divided_by
+from engine.torch.own_sequences import divided_by, expert_ranks
 from engine.torch.packed import PackedParameters
 from engine.torch.rope import make_rope
 from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
@@ -181,11 +181,12 @@ class _LoadedNative:
         stages, attention = self.followers.stages, self._plan.attention
         layers = stages.stage.layers(self._config.num_layers)
         own = ranks.shard.attention_config(self._config).of_layers(layers)
-        experts = self._groups.context if self._plan.degrees.by_sequence else None
+        degrees, context = self._plan.degrees, self._groups.context
+        experts = expert_ranks(degrees, context)
         decoder = make_decoder(
             *(own, self._parameters, pool.tensor.dtype, ranks, attention, stages, experts)
         )
-        divided = divided_by(self._plan.degrees, self._groups.context, decoder)
+        divided = divided_by(degrees, context, decoder)
         self._decoder = decoder
         parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters, attention.plan)
         device, graphs, recording = self._plan.device, self._plan.graphs, _recording(self._plan)

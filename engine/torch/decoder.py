@@ -234,13 +234,14 @@ class Decoder:
             return hidden
         return normed(parameters.norm, hidden)
 
-    def serve_experts(self, layer_done: Callable[[int], None]) -> torch.Tensor:
+    def serve_experts(self, layer_done: Callable[[int], None] | None) -> torch.Tensor:
         """In the place of `forward` on a rank that has no tokens of a step: run this rank's experts
         for those of others. Returns the states of no rows."""
         layers = self._parameters.layers
         none = self._parameters.embeddings.new_empty(0, self._config.hidden_size)
         for index, layer in enumerate(layers):
-            layer_done(index)
+            if layer_done is not None:
+                layer_done(index)
             if isinstance(mlp := layer.mlp, Experts):
                 chosen = torch.empty(0, mlp.routing.num_chosen, dtype=torch.int32)
                 gate = GATES[mlp.experts[0].activation]

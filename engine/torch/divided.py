@@ -47,6 +47,18 @@ def forward_divided(
         return torch.empty(0)
     if not shares:
         return forward(batch, windowed, layer_done)
+    return forward_shares(context, shares, windowed, forward, layer_done)
+
+
+def forward_shares(
+    context: Ranks,
+    shares: tuple[TokenShare, ...],
+    windowed: WindowedStep,
+    forward: Forward,
+    layer_done: LayerDone | None,
+) -> torch.Tensor:
+    """Run this rank's share of a batch with the others, which meet after each layer's KV; returns
+    the states of all sample rows."""
     own = shares[context.shard.rank]
 
     def written(layer: int) -> None:
@@ -56,12 +68,10 @@ def forward_divided(
 
     tables = [windowed.tables[index] for index in own.indices] if windowed.tables else ()
     states = forward(own.batch, windowed._replace(tables=tables), written)
-    return collect_states(context, states, shares)
+    return _collect(context, states, shares)
 
 
-def collect_states(
-    context: Ranks, states: torch.Tensor, shares: tuple[TokenShare, ...]
-) -> torch.Tensor:
+def _collect(context: Ranks, states: torch.Tensor, shares: tuple[TokenShare, ...]) -> torch.Tensor:
     """Bring together the states of each rank's sample rows. A barrier."""
     size, hidden = len(shares), states.shape[1]
     longest = max(len(share.rows) for share in shares)

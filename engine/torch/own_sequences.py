@@ -16,8 +16,8 @@ from engine.torch.divided import (
     DividedForward,
     Forward,
     LayerDone,
-    collect_states,
     forward_divided,
+    forward_shares,
 )
 from engine.torch.step import WindowedStep
 
@@ -37,19 +37,13 @@ def forward_own_sequences(
     after each layer's KV, because sequences may share blocks.
     """
     shares = divide_sequences(batch, context.shard.size)
-    own = shares[context.shard.rank]
 
-    def written(layer: int) -> None:
-        context.meet()
-        if layer_done is not None:
-            layer_done(layer)
+    def run(own: Batch, windowed: WindowedStep, layer_done: LayerDone | None) -> torch.Tensor:
+        if own.slices:
+            return forward(own, windowed, layer_done)
+        return decoder.serve_experts(layer_done)
 
-    if own.batch.slices:
-        tables = [windowed.tables[index] for index in own.indices] if windowed.tables else ()
-        states = forward(own.batch, windowed._replace(tables=tables), written)
-    else:
-        states = decoder.serve_experts(written)
-    return collect_states(context, states, shares)
+    return forward_shares(context, shares, windowed, run, layer_done)
 
 
 def divided_by(degrees: Degrees, context: Ranks, decoder: Decoder) -> DividedForward:
@@ -57,3 +51,8 @@ def divided_by(degrees: Degrees, context: Ranks, decoder: Decoder) -> DividedFor
     if degrees.by_sequence:
         return partial(forward_own_sequences, context, decoder)
     return partial(forward_divided, context)
+
+
+def expert_ranks(degrees: Degrees, context: Ranks) -> Ranks | None:
+    """Ranks with other tokens among which experts are placed; None without. See Decoder."""
+    return context if degrees.by_sequence else None
