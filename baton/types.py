@@ -255,6 +255,11 @@ class SequenceSpec:
         return self.sampling.beam.width if self.sampling.beam else self.num_choices
 
     @property
+    def is_single(self) -> bool:
+        """Whether one sequence makes its output: no choices part from it, and no beams, be it one."""
+        return self.num_choices == 1 and self.sampling.beam is None
+
+    @property
     def rank(self) -> Rank:
         """Sort key of service order: priority, then arrival, then tie-breakers that make it
         total."""

@@ -53,7 +53,7 @@ class LateBlocks:
         """Tokens, of num_tokens, to hold blocks for when a sequence is opened: all of them if half
         of the free blocks are enough."""
         state, spec = self._state, command.spec
-        is_late = command.source is KvSource.PREFILL and spec.width == 1
+        is_late = command.source is KvSource.PREFILL and spec.is_single
         if not is_late or not state.swap.has_room_for(spec.num_tokens):
             return num_tokens
         num_free_tokens = max(0, state.num_spare_blocks - 1) * state.pool.block_size

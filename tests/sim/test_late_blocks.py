@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.types import Sampling, SequenceSpec
+from baton.types import BeamParams, Sampling, SequenceSpec
 from engine.oracle import oracle_tokens
 from kv_transfer.transport.loopback import LoopbackHub
+from tests.support.mixed_requests import expected_outputs
 from tests.support.sim_client import Choice, SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 from worker_core.late_blocks import MAX_OVERTAKING
@@ -55,6 +56,22 @@ def test_prompts_that_need_each_others_blocks_all_get_their_tokens(seed: int) ->
     client.run(num_cancels=0)
     check(client, specs)
     assert client.decodes[0].swap.is_empty
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_beam_search_of_one_beam_has_its_blocks_before_it_begins(seed: int) -> None:
+    """Beams take their sequence's place with the first token: its KV has to be in blocks."""
+    client = client_of(seed)
+    specs = [
+        replace(spec, sampling=replace(spec.sampling, beam=BeamParams(1)))
+        for spec in (spec_of(index, 40 + index) for index in range(6))
+    ]
+    client.waiting += specs
+    client.run()
+    client.quiet()
+    for spec in specs:
+        (expected,) = expected_outputs(spec)
+        assert client.output_of(expected.choice) == expected.token_ids
 
 
 @pytest.mark.parametrize("seed", range(3))
