@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from baton.types import Sampling
 from bench.machine import document_of, now, publish
 from bench.suite.markdown import table
+from engine.checkpoint import resolve_checkpoint
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelChoice
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.range import KvRange
@@ -197,13 +198,14 @@ def table_of(found: Sequence[Quality], what: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
+    parser.add_argument("model", help="folder, or GGUF file")
     parser.add_argument("--dtype", default="float32", help="of weights, and of KV that travels")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=1024, help="of a window")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     started = now()
+    options.model = str(resolve_checkpoint(options.model))
     windows = windows_of(options.model, options.windows, options.tokens)
     handoffs = Handoffs(options.model, options.dtype, options.tokens)
     sent = measure(handoffs, windows, KV_DTYPES, options.dtype)

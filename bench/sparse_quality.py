@@ -1,9 +1,10 @@
 """What sparse decode costs in quality: retrieval and perplexity of a model, by kind of choice.
 
-    python -m bench.sparse_quality [--cases 6] [--tokens 1500] [--json FILE] [--write]
+    python -m bench.sparse_quality [MODEL] [--cases 6] [--tokens 1500] [--json FILE] [--write]
 
-The bundled model reads a prompt with full attention, and then a continuation of known tokens, one a
-step, with each --attention-backend. Tasks, made of text that was held out from training:
+The model, a folder or a GGUF file (the bundled one if none is given), reads a prompt with full
+attention, and then a continuation of known tokens, one a step, with each --attention-backend.
+Tasks, made of text that was held out from the training of the bundled model:
 
     needle     one constant is assigned somewhere in the prompt, and printed at its end
     keys       eight constants are assigned, and one of them is printed
@@ -20,15 +21,16 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from baton.types import Sampling
 from bench.machine import BUNDLED_MODEL, ROOT, document_of, now, publish
 from bench.suite.markdown import about, replaced, table
-from bench.train_short import texts_of
+from bench.train_short import texts_of, tokenizer_of
+from engine.checkpoint import resolve_checkpoint
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelChoice
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.load import load_engine
@@ -59,15 +61,15 @@ class Quality:
     perplexity: float
 
 
-def cases_of(num_cases: int, num_tokens: int) -> Iterator[Case]:
-    """Cases of each task, with prompts of about num_tokens tokens."""
-    tokenizer = Tokenizer.from_file(f"{BUNDLED_MODEL}/tokenizer.json")
+def cases_of(num_cases: int, num_tokens: int, model: str = BUNDLED_MODEL) -> Iterator[Case]:
+    """Cases of each task, with prompts of about num_tokens tokens of the model's folder."""
+    tokenizer = tokenizer_of(model)
     rng = random.Random(0)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    for text in texts_of(num_cases, num_tokens + _NUM_TEXT):
+    for text in texts_of(num_cases, num_tokens + _NUM_TEXT, tokenizer):
         filler, after = text[:num_tokens], text[num_tokens:]
         yield Case("text", tuple(filler), tuple(after))
         at = rng.randrange(num_tokens // 8, num_tokens // 2)
@@ -86,8 +88,8 @@ def cases_of(num_cases: int, num_tokens: int) -> Iterator[Case]:
             yield Case(task, tuple(prompt + cue), tuple(whole[len(cue) :]))
 
 
-def load(backend: str, num_tokens: int) -> TorchEngine:
-    choice = ModelChoice(BUNDLED_MODEL, attention_backend=backend)
+def load(backend: str, num_tokens: int, model: str = BUNDLED_MODEL) -> TorchEngine:
+    choice = ModelChoice(model, attention_backend=backend)
     cache = CacheConfig(_BLOCK_SIZE, num_blocks=-(-num_tokens // _BLOCK_SIZE))
     return load_engine(EngineConfig(choice, cache, device=DeviceConfig(num_threads=1)))
 
@@ -149,6 +151,7 @@ def _columns(task: str) -> tuple[str, ...]:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", nargs="?", default=BUNDLED_MODEL)
     parser.add_argument("--backends", nargs="+", default=BACKENDS)
     parser.add_argument("--cases", type=int, default=6, help="of each task")
     parser.add_argument("--tokens", type=int, default=1500, help="of a prompt")
@@ -157,7 +160,9 @@ def main() -> None:
     given = parser.parse_args()
     started, found = now(), []
     torch.manual_seed(0)
-    for each in measure(given.backends, list(cases_of(given.cases, given.tokens))):
+    model = str(resolve_checkpoint(given.model))
+    cases = list(cases_of(given.cases, given.tokens, model))
+    for each in measure(given.backends, cases, partial(load, model=model)):
         print(each, flush=True)
         found.append(each)
     document = document_of(

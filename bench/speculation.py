@@ -1,6 +1,6 @@
 """Gain of speculation: tokens per second of a decode worker with and without it, in turns.
 
-    python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48]
+    python -m bench.speculation [--model MODEL] [--draft DIR] [--seconds 45] [--batch 48]
         [--eagle DIR] [--medusa DIR] [--tree WIDTHS] [--always N]
         [--clock wall|cpu] [--json FILE]
 
@@ -42,6 +42,7 @@ from baton.events import Tokens
 from baton.types import KvSource, Sampling, SequenceSpec
 from bench.host_rig import decode_core
 from bench.machine import document_of, now, publish
+from engine.checkpoint import resolve_checkpoint
 from worker_core.admission import CoreLimits
 from worker_core.build import build_decode_engine, build_matchers, build_pool
 from worker_core.commands import Command, Open
@@ -54,7 +55,7 @@ MODULES = ("calendar", "fnmatch", "heapq", "shutil", "statistics", "textwrap")
 #: Accepted lengths of functions, in characters.
 PROMPT_CHARS = range(200, 900)
 
-METHODS = ("none", "control", "ngram", "draft")
+METHODS = ("none", "control", "ngram")
 
 NUM_STRETCHES = 10
 
@@ -255,7 +256,7 @@ def start_method(method: str, arguments: argparse.Namespace) -> MethodRun:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="models/baton-py-6m")
-    parser.add_argument("--draft", default="models/baton-py-6m-draft")
+    parser.add_argument("--draft", default="models/baton-py-6m-draft", help="empty for none")
     parser.add_argument("--eagle", help="an EAGLE head of the model; without one, none is measured")
     parser.add_argument("--medusa", help="Medusa heads of the model; without, none are measured")
     parser.add_argument("--tree", help="--speculative-tree of these heads, measured beside chains")
@@ -268,12 +269,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = now()
-    texts = prompts(Tokenizer.from_file(str(Path(arguments.model) / "tokenizer.json")))
-    heads = {"eagle": arguments.eagle, "medusa": arguments.medusa}
-    given = [method for method, folder in heads.items() if folder]
-    trees = [f"{method} tree" for method in given if arguments.tree]
-    always = [f"{method} always" for method in given if arguments.always]
-    methods = (*METHODS, *given, *trees, *always)
+    texts = prompts(
+        Tokenizer.from_file(str(resolve_checkpoint(arguments.model) / "tokenizer.json"))
+    )
+    heads = [method for method in ("eagle", "medusa") if vars(arguments)[method]]
+    trees = [f"{method} tree" for method in heads if arguments.tree]
+    always = [f"{method} always" for method in heads if arguments.always]
+    drafts = ["draft"] if arguments.draft else []
+    methods = (*METHODS, *drafts, *heads, *trees, *always)
     method_runs = {method: start_method(method, arguments) for method in methods}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for num_at_once, max_tokens in ((1, 256), (arguments.batch, 128)):

@@ -128,7 +128,7 @@ def trained_models(folder: Path, minutes: float) -> Iterator[tuple[str, Path]]:
 
     from models.loop import Plan, train
 
-    tokenizer = Tokenizer.from_file(f"{BUNDLED_MODEL}/tokenizer.json")
+    tokenizer = tokenizer_of(BUNDLED_MODEL)
     stream = training_stream(tokenizer, read_corpus().train, seed=0)
     common: dict[str, Any] = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -165,9 +165,13 @@ def trained_models(folder: Path, minutes: float) -> Iterator[tuple[str, Path]]:
         yield name, folder / name
 
 
-def texts_of(num_windows: int, num_tokens: int) -> list[list[int]]:
+def tokenizer_of(model: str) -> Tokenizer:
+    """The tokenizer of a model's folder."""
+    return Tokenizer.from_file(f"{model}/tokenizer.json")
+
+
+def texts_of(num_windows: int, num_tokens: int, tokenizer: Tokenizer) -> list[list[int]]:
     """Windows of held-out documents, one after the other."""
-    tokenizer = Tokenizer.from_file(f"{BUNDLED_MODEL}/tokenizer.json")
     documents = encode_documents(tokenizer, read_corpus().validation)
     stream = torch.cat([document.long() for document in documents])
     return [
@@ -178,12 +182,13 @@ def texts_of(num_windows: int, num_tokens: int) -> list[list[int]]:
 
 def curves(num_windows: int, minutes: float) -> Iterator[Curve]:
     """All curves, first those of the bundled draft model. minutes: 0 trains nothing."""
-    texts = texts_of(num_windows, ROTARY.read[-1])
+    tokenizer = tokenizer_of(BUNDLED_MODEL)
+    texts = texts_of(num_windows, ROTARY.read[-1], tokenizer)
     for name, overrides in stretches().items():
         yield curve(name, load(ROTARY_MODEL, ROTARY, overrides), texts, ROTARY)
     if not minutes:
         return
-    short = texts_of(8 * num_windows, TRAINED_HERE.read[-1])
+    short = texts_of(8 * num_windows, TRAINED_HERE.read[-1], tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         for name, model in trained_models(Path(folder), minutes):
             yield curve(name, load(str(model), TRAINED_HERE), short, TRAINED_HERE)
