@@ -256,7 +256,7 @@ class SequenceSpec:
 
     @property
     def is_single(self) -> bool:
-        """Whether one sequence makes its output: no choices part from it, and no beams, be it one."""
+        """Whether it stays one sequence: no choices part from it, and no beams, be it one."""
         return self.num_choices == 1 and self.sampling.beam is None
 
     @property

@@ -1,6 +1,6 @@
 """Cost of each part of the host by context length, and its slope.
 
-    python -m bench.context_slopes [--lengths 1024 ...] [--model FOLDER] [--json FILE]
+    python -m bench.context_slopes [--lengths 1024 ...] [--model MODEL] [--json FILE]
 
 A step with new tokens, an event or a chunk must cost the same at every length: its slope, the
 exponent p of time ~ length^p, is 0. What reads a whole prompt once (opening, hashing, conversion)
@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -210,13 +211,13 @@ def request_parts(rig: Rig) -> Iterator[tuple[str, float]]:
     yield "from the wire", typical(lambda: sequence_from_proto(message), 3)
 
 
-def model_parts(engine: Engine, num_tokens: int) -> Iterator[tuple[str, float]]:
+def model_parts(engine: Engine, backend: str, num_tokens: int) -> Iterator[tuple[str, float]]:
     """Yield the parts of steps on a real model: attention reads the context, so a chunk and a step
     have the slope 1 from some length on."""
     rig = Rig(engine, num_tokens)
     rig.open(1, rig.spec)
-    yield "model: last chunk of a prompt", rig.prefill()
-    yield "model: decode", typical(lambda: rig.core.step(()), 5)
+    yield f"{backend}: last chunk of a prompt", rig.prefill()
+    yield f"{backend}: decode", typical(lambda: rig.core.step(()), 5)
 
 
 def measure(
@@ -255,11 +256,11 @@ def typical(work: Callable[[], object], num_times: int = _NUM_STEPS) -> float:
     return median(seconds(work) for _ in range(num_times))
 
 
-def _load(model: str, longest: int) -> Engine:
+def _load(model: str, backend: str, longest: int) -> Engine:
     from engine.load import load_engine
 
     cache = CacheConfig(BLOCK_SIZE, num_blocks=longest // BLOCK_SIZE + 64)
-    choice = ModelChoice(model, max_model_len=longest + 256)
+    choice = ModelChoice(model, max_model_len=longest + 256, attention_backend=backend)
     return load_engine(EngineConfig(choice, cache, device=DeviceConfig(num_threads=1)))
 
 
@@ -267,7 +268,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--model", help="a folder; its context bounds the lengths")
+    parser.add_argument("--model", help="folder or GGUF file; its context bounds the lengths")
+    parser.add_argument("--attention-backend", nargs="+", default=["auto"], help="of the model")
     parser.add_argument("--model-lengths", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -277,9 +279,11 @@ def main() -> None:
     slopes = measure(arguments.lengths, host_parts)
     wrong = too_steep(slopes)
     tables = [table(slopes)]
-    if arguments.model:
-        engine = _load(arguments.model, max(arguments.model_lengths))
-        own = measure(arguments.model_lengths, lambda n: model_parts(engine, n))
+    own: list[Slope] = []
+    for backend in arguments.attention_backend if arguments.model else ():
+        engine = _load(arguments.model, backend, max(arguments.model_lengths))
+        own += measure(arguments.model_lengths, partial(model_parts, engine, backend))
+    if own:
         tables.append(table(own))
         slopes += own
     data = {each.part: {"exponent": each.exponent, **each.seconds} for each in slopes}

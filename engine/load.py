@@ -29,7 +29,7 @@ from engine.interface import EngineSpec
 from engine.kv.groups.window import windows_of
 from engine.kv.layout import groups_of
 from engine.kv.tensors.state_memory import state_bytes
-from engine.memory_plan import NO_HEAD, MemoryPlan, plan_blocks
+from engine.memory_plan import HeadMemory, MemoryPlan, plan_blocks
 from engine.memory_reservations import Reservations
 from engine.model_source import EnginePlan, LoadedModel, ModelSource
 from engine.numerics import numerics_of, sums_of
@@ -218,7 +218,9 @@ def _plan_memory(
         )
         + _table_bytes(plan),
         graphs=source.graph_bytes(plan),
-        head=source.head_memory(head, plan.dtype, sizes.block_size) if head else NO_HEAD,
+        head=source.head_memory(head, plan.dtype, sizes.block_size)
+        if head
+        else _summaries(plan.attention, sizes),
         transfers=planned_device_bytes() if where.type == "cuda" else 0,
         max_model_len=plan.max_len,
         max_num_seqs=max_num_seqs,
@@ -376,6 +378,12 @@ def _read_adapters(
         name: source.read_adapter(Path(path), dtype, device, lora.max_rank)
         for name, path in lora.modules.items()
     }
+
+
+def _summaries(attention: AttentionBackend, layout: KvLayout) -> HeadMemory:
+    """What sparse decode keeps of each block."""
+    row_bytes = layout.block_bytes // (layout.block_size * len(layout.parts))
+    return HeadMemory(0, attention.kept_rows * row_bytes, "summaries of keys")
 
 
 def _table_bytes(plan: EnginePlan) -> int:

@@ -16,10 +16,12 @@ from engine.ranks.mesh import ONE_RANK, Degrees, Stage, stage_layers
 
 @dataclass(frozen=True, slots=True)
 class HeadMemory:
-    """Bytes of a draft head: its weights, and its KV per block."""
+    """Bytes of what stands beside the model's KV: weights, and so many per block. name: a draft
+    head, or summaries of keys."""
 
     weight_bytes: int = 0
     block_bytes: int = 0
+    name: str = "draft head"
 
 
 NO_HEAD = HeadMemory()
@@ -65,7 +67,7 @@ class MemoryPlan:
 
     @property
     def head_bytes(self) -> int:
-        """Draft head: its weights, and KV for all blocks."""
+        """See HeadMemory: its weights, and its bytes of all blocks."""
         most = self.max_num_seqs * -(-self.max_model_len // self.layout.block_size)
         return self.head.weight_bytes + min(self.num_blocks, most) * self.head.block_bytes
 
@@ -114,7 +116,7 @@ class MemoryPlan:
             *(graphs if self.graph_bytes else ()),
             *(transfers if self.transfer_bytes else ()),
             *((("states", states),) if self.state_bytes else ()),
-            *((("draft head", format_bytes(self.head_bytes)),) if self.head_bytes else ()),
+            *(((self.head.name, format_bytes(self.head_bytes)),) if self.head_bytes else ()),
             (
                 "KV cache",
                 f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of "

@@ -23,6 +23,7 @@ from baton_kernels.paged_attention import (
     paged_attention,
     plan_attention,
 )
+from engine.sparse.summaries import KEPT_ROWS, KeySummaries
 
 
 class BlockChoice(Protocol):
@@ -40,11 +41,11 @@ class BlockChoice(Protocol):
         ...
 
     def choose(
-        self, num_blocks: int, query: torch.Tensor | None, keys: torch.Tensor | None
+        self, num_blocks: int, query: torch.Tensor | None, bounds: torch.Tensor | None
     ) -> Sequence[int]:
         """Indices of the `most` blocks to read of num_blocks, which are more; ascending, with the
-        last. query [heads, head_dim], keys [blocks, kv_heads, block_size, head_dim]: None unless
-        reads_keys."""
+        last. query [heads, head_dim], bounds [num_blocks - 1, 2, kv_heads, head_dim]: minima and
+        maxima of the keys of all blocks but the last; None unless reads_keys."""
         ...
 
 
@@ -61,6 +62,7 @@ class _LayerPlan:
 @dataclass(frozen=True, slots=True)
 class _SparseAttention:
     choice: BlockChoice
+    summaries: KeySummaries
 
     def plan(
         self,
@@ -76,10 +78,13 @@ class _SparseAttention:
         block_size = pool.shape[4]
         if window is not None or not any(self._is_sparse(part, block_size) for part in slices):
             return plan_attention(slices, pool, num_heads, scale, window, dtype, placed)
-        if self.choice.reads_keys:
-            return _LayerPlan(tuple(slices), num_heads, scale, dtype)
-        some = [self._shortened(part, block_size, None, None) for part in slices]
-        return plan_attention(some, pool, num_heads, scale, None, dtype)
+        if not self.choice.reads_keys:
+            some = [self._shortened(part, block_size, None, None) for part in slices]
+            return plan_attention(some, pool, num_heads, scale, None, dtype)
+        for part in slices:
+            if self._is_sparse(part, block_size):
+                self.summaries.refresh(pool, _table(part, block_size)[:-1])
+        return _LayerPlan(tuple(slices), num_heads, scale, dtype)
 
     def attend(
         self,
@@ -96,8 +101,7 @@ class _SparseAttention:
         if isinstance(plan, _LayerPlan):
             size = pool.shape[4]
             some = [
-                self._shortened(part, size, query[part.first_row], pool[:, layer, 0])
-                for part in plan.slices
+                self._shortened(part, size, query[part.first_row], layer) for part in plan.slices
             ]
             plan = plan_attention(some, pool, plan.num_heads, plan.scale, None, plan.dtype)
         return paged_attention(query, key, value, pool, layer, plan, scales, terms)
@@ -110,21 +114,27 @@ class _SparseAttention:
         part: AttentionSlice,
         block_size: int,
         query: torch.Tensor | None,
-        keys: torch.Tensor | None,
+        layer: int | None,
     ) -> AttentionSlice:
-        """The slice with chosen blocks alone. keys: of the layer's whole pool."""
+        """The slice with chosen blocks alone. layer: None unless the choice reads keys."""
         if not self._is_sparse(part, block_size):
             return part
-        table = list(part.block_table)[: part.start // block_size + 1]
-        own = None if keys is None else keys[table]
-        kept = self.choice.choose(len(table), query, own)
+        table = _table(part, block_size)
+        bounds = None if layer is None else self.summaries.of(layer, table[:-1])
+        kept = self.choice.choose(len(table), query, bounds)
         start = part.start - (len(table) - len(kept)) * block_size
         return part._replace(start=start, block_table=[table[index] for index in kept])
+
+
+def _table(part: AttentionSlice, block_size: int) -> list[int]:
+    """Blocks of the slice's tokens."""
+    return list(part.block_table)[: part.start // block_size + 1]
 
 
 def sparse_backend(name: str, choice: BlockChoice) -> AttentionBackend:
     """The backend of a choice. name: with all that results depend on; part of the numerics
     class."""
-    sparse = _SparseAttention(choice)
-    attend = sparse.attend if choice.reads_keys else paged_attention
-    return AttentionBackend(name, name, sparse.plan, attend)
+    sparse = _SparseAttention(choice, KeySummaries())
+    if not choice.reads_keys:
+        return AttentionBackend(name, name, sparse.plan, paged_attention)
+    return AttentionBackend(name, name, sparse.plan, sparse.attend, KEPT_ROWS)

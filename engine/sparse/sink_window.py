@@ -22,7 +22,7 @@ class SinkWindow:
         self,
         num_blocks: int,
         query: torch.Tensor | None,  # noqa: ARG002
-        keys: torch.Tensor | None,  # noqa: ARG002
+        bounds: torch.Tensor | None,  # noqa: ARG002
     ) -> Sequence[int]:
         """See BlockChoice."""
         window = self.most - _NUM_SINKS

@@ -93,13 +93,15 @@ class AttentionBackend:
 
     version: empty for the reference; all others agree with it up to rounding. plan: same contract
     as paged_attention.plan_attention. attend: same contract as paged_attention.paged_attention,
-    with a plan made by `plan` or by plan_attention.
+    with a plan made by `plan` or by plan_attention. kept_rows: of a head, that it keeps for each
+    block and layer beside the KV.
     """
 
     name: str
     version: str
     plan: Callable[..., Any]
     attend: Callable[..., torch.Tensor]
+    kept_rows: int = 0
 
 
 REFERENCE = AttentionBackend("triton", "", plan_attention, paged_attention)

@@ -13,6 +13,7 @@ from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 from baton_kernels.paged_attention import AttentionSlice
 from engine.families.read import read_config
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.memory_plan import MemoryPlan
 from engine.sparse.kinds import choose_sparse
 from engine.torch.engine import TorchEngine
 from tests.support.engines import load_engine
@@ -78,6 +79,38 @@ def test_pages_read_the_blocks_that_the_query_looks_for(model: Path) -> None:
     step.pool[step.table[wanted], 0, 0] = 20 * directions[:, None]
     kept = [*range(wanted * BLOCK, (wanted + 1) * BLOCK), 40, 41]
     torch.testing.assert_close(step.attend(backend(model, f"pages:{2 * BLOCK}")), step.over(kept))
+
+
+def test_pages_read_two_rows_of_a_block_until_it_holds_other_tokens(model: Path) -> None:
+    step, pages = Step(41), backend(model, f"pages:{3 * BLOCK}")
+    first = step.attend(pages)
+    assert torch.equal(first, step.attend(backend(model, f"pages:{3 * BLOCK}")))
+    # What is chosen is read from the pool, and what is not chosen is not looked at again.
+    keys = step.pool[:, 0, 0]
+    keys[:, :, :-1] *= 100
+    stale = [step.attend(pages), step.attend(backend(model, f"pages:{3 * BLOCK}"))]
+    assert not torch.equal(*stale)
+    # Others' tokens: the last keys of the blocks differ, too.
+    keys += torch.randn_like(keys)
+    assert torch.equal(step.attend(pages), step.attend(backend(model, f"pages:{3 * BLOCK}")))
+
+
+@pytest.mark.slow
+def test_what_pages_keep_is_in_the_memory_plan(model: Path) -> None:
+    plans: list[MemoryPlan] = []
+    for name in ("auto", "sink-window:8", "pages:8"):
+        load_engine(
+            *(str(model),),
+            num_blocks=24,
+            block_size=BLOCK,
+            attention_backend=name,
+            dtype="float32",
+            on_plan=plans.append,
+        )
+    full, window, pages = plans
+    assert full.rank_bytes == window.rank_bytes
+    assert pages.rank_bytes - full.rank_bytes == full.kv_bytes * 3 // (2 * BLOCK)
+    assert "summaries of keys" in dict(pages.rows())
 
 
 @pytest.mark.parametrize("kind", ["sink-window", "pages"])
