@@ -44,16 +44,18 @@ class BlockChoice(Protocol):
         self, num_blocks: int, query: torch.Tensor | None, bounds: torch.Tensor | None
     ) -> Sequence[int]:
         """Indices of the `most` blocks to read of num_blocks, which are more; ascending, with the
-        last. query [heads, head_dim], bounds [num_blocks - 1, 2, kv_heads, head_dim]: minima and
+        last. query [heads, head_dim], bounds [kv_heads, num_blocks - 1, 2, head_dim]: minima and
         maxima of the keys of all blocks but the last; None unless reads_keys."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerPlan:
-    """What `attend` plans for each layer."""
+    """What `attend` plans for each layer. whole: blocks [n] of each slice that the choice is
+    among, which are all but the last; None for a slice that is read whole."""
 
     slices: tuple[AttentionSlice, ...]
+    whole: tuple[torch.Tensor | None, ...]
     num_heads: int
     scale: float
     dtype: torch.dtype | None
@@ -79,12 +81,16 @@ class _SparseAttention:
         if window is not None or not any(self._is_sparse(part, block_size) for part in slices):
             return plan_attention(slices, pool, num_heads, scale, window, dtype, placed)
         if not self.choice.reads_keys:
-            some = [self._shortened(part, block_size, None, None) for part in slices]
+            some = [self._shortened(part, block_size) for part in slices]
             return plan_attention(some, pool, num_heads, scale, None, dtype)
+        whole: list[torch.Tensor | None] = []
         for part in slices:
+            blocks = None
             if self._is_sparse(part, block_size):
-                self.summaries.refresh(pool, _table(part, block_size)[:-1])
-        return _LayerPlan(tuple(slices), num_heads, scale, dtype)
+                blocks = torch.tensor(_table(part, block_size)[:-1], device=pool.device)
+                self.summaries.refresh(pool, blocks)
+            whole.append(blocks)
+        return _LayerPlan(tuple(slices), tuple(whole), num_heads, scale, dtype)
 
     def attend(
         self,
@@ -101,7 +107,12 @@ class _SparseAttention:
         if isinstance(plan, _LayerPlan):
             size = pool.shape[4]
             some = [
-                self._shortened(part, size, query[part.first_row], layer) for part in plan.slices
+                part
+                if blocks is None
+                else self._shortened(
+                    part, size, query[part.first_row], self.summaries.of(layer, blocks)
+                )
+                for part, blocks in zip(plan.slices, plan.whole, strict=True)
             ]
             plan = plan_attention(some, pool, plan.num_heads, plan.scale, None, plan.dtype)
         return paged_attention(query, key, value, pool, layer, plan, scales, terms)
@@ -113,14 +124,13 @@ class _SparseAttention:
         self,
         part: AttentionSlice,
         block_size: int,
-        query: torch.Tensor | None,
-        layer: int | None,
+        query: torch.Tensor | None = None,
+        bounds: torch.Tensor | None = None,
     ) -> AttentionSlice:
-        """The slice with chosen blocks alone. layer: None unless the choice reads keys."""
+        """The slice with chosen blocks alone. query, bounds: see BlockChoice."""
         if not self._is_sparse(part, block_size):
             return part
         table = _table(part, block_size)
-        bounds = None if layer is None else self.summaries.of(layer, table[:-1])
         kept = self.choice.choose(len(table), query, bounds)
         start = part.start - (len(table) - len(kept)) * block_size
         return part._replace(start=start, block_table=[table[index] for index in kept])

@@ -29,11 +29,11 @@ class Pages:
         """See BlockChoice. The last block is always read."""
         if query is None or bounds is None:
             raise ValueError("a choice by pages needs the query and the keys")
-        low, high = bounds.float().unbind(1)
-        heads = query.float().view(low.shape[1], -1, low.shape[2])
-        positive, negative = heads.clamp(min=0), heads.clamp(max=0)
-        scores = torch.einsum("ghd,bgd->bgh", positive, high)
-        scores += torch.einsum("ghd,bgd->bgh", negative, low)
-        relative = (scores - scores.amax(0)).flatten(1).amax(1)
+        num_heads, head_dim = bounds.shape[0], bounds.shape[3]
+        heads = query.float().view(num_heads, -1, head_dim)
+        signed = torch.cat((heads.clamp(max=0), heads.clamp(min=0)), 2)
+        # [kv_heads, heads of each, blocks]
+        scores = signed @ bounds.flatten(2).float().transpose(1, 2)
+        relative = (scores - scores.amax(2, keepdim=True)).amax((0, 1))
         kept = relative.topk(self.most - 1).indices.sort().values.tolist()
         return [*kept, num_blocks - 1]

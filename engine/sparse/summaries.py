@@ -7,8 +7,6 @@ being written is none of these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 #: Rows of a head that are kept at most for each block and layer: minimum, maximum, and the last
@@ -23,27 +21,25 @@ class KeySummaries:
     thread."""
 
     def __init__(self) -> None:
-        self._rows: torch.Tensor | None = None
+        self._bounds: torch.Tensor | None = None
 
-    def refresh(self, pool: torch.Tensor, block_ids: Sequence[int]) -> None:
-        """Summarise those of these whole blocks that hold other keys than when they last were."""
-        if self._rows is None:
-            num_blocks, num_layers, _, *sizes = pool.shape
-            head = (sizes[0], sizes[2])
-            self._rows = pool.new_zeros((num_blocks, num_layers, 2, *head))
-            self._last_keys = pool.new_full((num_blocks, *head), torch.nan)
-        blocks = torch.tensor(block_ids, device=pool.device)
-        last_keys = pool[blocks, -1, 0, :, -1]
-        is_new = (last_keys != self._last_keys[blocks]).flatten(1).any(1)
+    def refresh(self, pool: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Summarise those of these whole blocks [n] int64 that hold other keys than when they last
+        were."""
+        if self._bounds is None:
+            num_blocks, num_layers, _, num_heads, _, head_dim = pool.shape
+            self._bounds = pool.new_zeros((num_layers, num_heads, num_blocks, 2, head_dim))
+            self._last_keys = pool.new_full((num_blocks, num_heads, head_dim), torch.nan)
+        last_keys = pool[:, -1, 0, :, -1].index_select(0, blocks)
+        is_new = (last_keys != self._last_keys.index_select(0, blocks)).flatten(1).any(1)
         self._last_keys[blocks] = last_keys
         stale = blocks[is_new]
         for first in range(0, len(stale), _CHUNK):
             some = stale[first : first + _CHUNK]
-            keys = pool[some, :, 0]
-            self._rows[some, :, 0] = keys.amin(3)
-            self._rows[some, :, 1] = keys.amax(3)
+            keys = pool[some, :, 0].permute(1, 2, 0, 3, 4)
+            self._bounds[:, :, some] = torch.stack((keys.amin(3), keys.amax(3)), 3)
 
-    def of(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
-        """Minima and maxima [blocks, 2, kv_heads, head_dim] of blocks that were refreshed."""
-        assert self._rows is not None
-        return self._rows[torch.tensor(block_ids, device=self._rows.device), layer]
+    def of(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Minima and maxima [kv_heads, n, 2, head_dim] of refreshed blocks [n]."""
+        assert self._bounds is not None
+        return self._bounds[layer].index_select(1, blocks)
