@@ -37,6 +37,7 @@ from engine.ranks.peers import watch_peers
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
 from engine.ranks.stages import Stages
+from engine.ranks.step_marks import HostMarks, StepMarks
 from engine.torch.divided import LayerDone
 from engine.torch.step import sample_rows
 from engine.torch.step_runner import StepDecoder
@@ -87,13 +88,15 @@ def follow(control: socket.socket, link: Link) -> None:
         load: LoadRank = import_module(spec.code).load_rank
         pools, states = _memory(spec)
         model = load(spec, pools, states)
+        is_host = spec.torch_device.type == "cpu"
+        marks = HostMarks() if is_host else StepMarks(pools[0].mark)
         if spec.kv_service:
             make_pool = partial(_kv_pool, spec, pools)
-            import_module(spec.kv_service).serve(link, make_pool, spec.host)
+            import_module(spec.kv_service).serve(link, make_pool, spec.host, marks)
         control.sendall(json.dumps({"digest": model.digest}).encode() + b"\n")
         backend = BACKENDS[spec.backend]()
         groups, stages = backend.join(spec), backend.stages(spec)
-        rank = _Rank(model.join(groups, stages), stages, pools)
+        rank = _Rank(model.join(groups, stages), stages, pools, marks)
         watch_peers(spec, link)
         for command in read_commands(stream):
             rank.follow(command)
@@ -102,8 +105,15 @@ def follow(control: socket.socket, link: Link) -> None:
 class _Rank:
     """A rank at work. Used by one thread."""
 
-    def __init__(self, steps: RankSteps, stages: Stages, pools: Sequence[TorchKvPool]) -> None:
+    def __init__(
+        self,
+        steps: RankSteps,
+        stages: Stages,
+        pools: Sequence[TorchKvPool],
+        marks: StepMarks | HostMarks,
+    ) -> None:
         self._steps, self._stage, self._pools = steps, stages.stage, pools
+        self._marks = marks
         self._states = torch.empty(0)
         self._in_flight: deque[int] = deque()
         """Rows of each step that the first of several stages has not collected."""
@@ -115,7 +125,9 @@ class _Rank:
             case StepCommand():
                 # Rank 0 reports the layers of other stages once it has collected a step.
                 is_synced = command.syncs_layers and stage.is_first
-                self._states = self._steps.run(command, _meet_only if is_synced else None)
+                layer_done = self._marks.layer_done if is_synced else None
+                self._states = self._steps.run(command, layer_done)
+                self._marks.command_done()
                 if stage.size > 1 and stage.is_first:
                     self._in_flight.append(len(sample_rows(command.batch)[0]))
             case CollectCommand():
@@ -126,6 +138,7 @@ class _Rank:
                 decoder.best(self._states[torch.tensor(command.rows)])
             case CopyCommand():
                 self._pools[command.pool].copy_blocks(command.sources, command.targets)
+                self._marks.command_done()
 
 
 def _kv_pool(spec: RankSpec, pools: Sequence[TorchKvPool], layout: KvLayout) -> KvPool:
@@ -146,7 +159,3 @@ def _memory(spec: RankSpec) -> tuple[list[TorchKvPool], torch.Tensor]:
         size.memory_of(memory, spec.rank).zero_()
         pools.append(size.pool_of(memory, spec.rank))
     return pools, states
-
-
-def _meet_only(_layer: int) -> None:
-    """Ranks meet per layer; only rank 0 reports the layer."""

@@ -128,6 +128,8 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
             "--nnodes",
         )
     config.device.nodes.check(degrees)
+    if device.type == "cuda":
+        _check_gpus(config.device, device)
     graphs = config.graphs
     if graphs is not None:
         graphs = replace(graphs, max_seqs=min(graphs.max_seqs, limits.max_num_seqs))
@@ -161,7 +163,8 @@ def _choose_attention(
     if config.device.degrees.num_ranks > 1 and name != "auto":
         raise ConfigError.of("attention_backend", name, "several ranks have their own; use auto")
     if config.model.batch_invariant:
-        return _batch_invariant(source, attention, dtype, device, config.lora.modules)
+        num_ranks, modules = config.device.degrees.num_ranks, config.lora.modules
+        return _batch_invariant(source, attention, dtype, device, num_ranks, modules)
     return attention
 
 
@@ -346,6 +349,7 @@ def _batch_invariant(
     attention: AttentionBackend,
     dtype: str,
     device: torch.device,
+    num_ranks: int,
     lora_modules: Mapping[str, str],
 ) -> AttentionBackend:
     """The batch-invariant backend that replaces `attention`. Raises ConfigError."""
@@ -357,6 +361,10 @@ def _batch_invariant(
         )
     if device.type == "cpu":
         return attention
+    if num_ranks > 1:
+        raise ConfigError.of(
+            option, True, f"{num_ranks} ranks on GPUs do not hold it; leave it out"
+        )
     if lora_modules:
         raise ConfigError.of(
             option, True, "adapters' products follow the batch on a GPU; leave out --lora-modules"
@@ -419,6 +427,18 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError.of("device", name, "torch sees no CUDA device here; give cpu or auto")
     return device
+
+
+def _check_gpus(config: DeviceConfig, device: torch.device) -> None:
+    """Raise ConfigError unless this node has a GPU for each of its ranks, from `device` on."""
+    num_ranks = config.degrees.num_ranks // config.nodes.size
+    first, num_gpus = device.index or 0, torch.cuda.device_count()
+    if first + num_ranks > num_gpus:
+        raise ConfigError.of(
+            *("device", device),
+            f"{num_ranks} ranks of this host need GPUs {first} to {first + num_ranks - 1}, and "
+            f"torch sees {num_gpus}; name an earlier one, or give fewer ranks",
+        )
 
 
 def check_kv_dtype(name: str, head_elements: int, device: torch.device) -> None:

@@ -214,6 +214,7 @@ class _LoadedNative:
 
 
 def _recording(plan: EnginePlan) -> Recording | None:
-    if plan.graphs is None:
+    # Whole experts are counted on the host in each step, and stages have several steps under way.
+    if plan.graphs is None or plan.degrees.whole_experts or plan.degrees.pipeline > 1:
         return None
     return Recording(plan.graphs.max_seqs, plan.max_seqs, plan.max_len)

@@ -12,8 +12,8 @@ Tick                      ---------->  the engine loop is alive; tickets that ar
 Close                     ---------->  closes its port
                           <----------  Closed
 
-Both ends are of one release. A message's KV is final when it is sent: the ranks have met in the
-step that computed it.
+Both ends are of one release. Put and Send name the last command of rank 0 that writes KV: copies of
+their blocks follow the mark of the rank's device behind it, see KvMarks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from baton.errors import BY_REASON, BatonError, HandoffFailed, StartupError
 from baton.types import KvLayout, Sample
 from engine.interface import DeviceLost
 from engine.kv.interface import KvPool
-from engine.kv.kv_ranks import RankLink
+from engine.kv.kv_ranks import KvMarks, RankLink
+from engine.kv.part import KvPart
 from engine.kv.range import KvRange
 from engine.ranks.link import FIRST_SERVICE_KIND
 from kv_transfer import send_connection as tasks
@@ -80,11 +81,12 @@ class OpenFailed:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """data: of the reservation, in hexadecimal digits."""
+    """data: of the reservation, in hexadecimal digits. num_commands: see KvMarks."""
 
     reservation: Reservation
     data: str
     slots: Slots
+    num_commands: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """block_ids: of the piece; the sequence's first_block blocks before them are left out."""
+    """block_ids: of the piece; the sequence's first_block blocks before them are left out.
+    num_commands: see KvMarks."""
 
     key: int
     first_block: int
@@ -127,6 +130,7 @@ class Send:
     piece: KvRange
     whole_start: int
     slots: Slots
+    num_commands: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +197,11 @@ class RemotePort:
         link: RankLink,
         pool: KvPool,
         on_device_lost: Callable[[DeviceLost], None],
+        num_commands: Callable[[], int],
     ) -> None:
-        """pool: the worker's, for its slots."""
+        """pool: the worker's, for its slots. num_commands: see KvRanks."""
         self._rank = rank
+        self._num_commands = num_commands
         self._link = link
         self._pool = pool
         self._on_device_lost = on_device_lost
@@ -240,7 +246,7 @@ class RemotePort:
         """See RankTickets: the rank acknowledges later."""
         data = reservation.data.hex()
         slots = self._slots(reservation.block_ids)
-        self._send(Put(replace(reservation, data=b""), data, slots))
+        self._send(Put(replace(reservation, data=b""), data, slots, self._num_commands()))
         return False
 
     def abort(self, ticket_id: int, reason: str, message: str) -> None:
@@ -274,7 +280,8 @@ class RemotePort:
                 size = self._pool.layout.block_size
                 first = piece.first_token // size
                 own = block_ids[first : -(-piece.end_token // size)]
-                self._send(Send(number, first, own, piece, whole_start, self._slots(own)))
+                slots, after = self._slots(own), self._num_commands()
+                self._send(Send(number, first, own, piece, whole_start, slots, after))
             case tasks.Finish(_, num_tokens, first_tokens, prefill_end):
                 age_s = time.monotonic() - prefill_end
                 self._send(Finish(number, num_tokens, first_tokens, age_s))
@@ -332,12 +339,16 @@ class PortServer:
     """The rank's own end. Messages are handled in a thread of their own, in order, because opening
     a port takes longer than the link may be silent."""
 
-    def __init__(self, link: RankLink, make_pool: Callable[[KvLayout], KvPool], host: str) -> None:
+    def __init__(
+        self, link: RankLink, make_pool: Callable[[KvLayout], KvPool], host: str, marks: KvMarks
+    ) -> None:
         """See `serve`."""
         self._link = link
         self._host = host
+        self._marks = marks
         self._make_pool = make_pool
         self._pool: KvPool
+        self._part: KvPart | None
         self._port: RankPort
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         link.handle(TO_RANK, self._messages.put)
@@ -364,9 +375,10 @@ class PortServer:
         match message:
             case Open(config, layout):
                 self._open(config, layout)
-            case Put(reservation, data, slots):
+            case Put(reservation, data, slots, num_commands):
                 self._set_slots(reservation.block_ids, slots)
-                self._port.tickets.put(replace(reservation, data=bytes.fromhex(data)))
+                mark = self._marks.after(num_commands)
+                self._port.tickets.put(replace(reservation, data=bytes.fromhex(data)), mark)
                 self._report(Acknowledged(reservation.ticket_id))
             case Abort(ticket_id, reason, text):
                 self._port.tickets.abort(ticket_id, reason, text)
@@ -377,11 +389,12 @@ class PortServer:
                 self._port.tickets.expire()
             case Begin(key, ticket):
                 self._port.sender.begin(key, bytes.fromhex(ticket))
-            case Send(key, first_block, block_ids, piece, whole_start, slots):
+            case Send(key, first_block, block_ids, piece, whole_start, slots, num_commands):
                 self._set_slots(block_ids, slots)
                 # Nothing before the piece is read.
                 table = (-1,) * first_block + block_ids
-                self._port.sender.submit(tasks.Send(key, table, piece, whole_start=whole_start))
+                mark = self._marks.after(num_commands, self._num_own_layers(piece))
+                self._port.sender.submit(tasks.Send(key, table, piece, mark, whole_start))
             case Finish(key, num_tokens, first_tokens, age_s):
                 end = time.monotonic() - age_s
                 self._port.sender.submit(tasks.Finish(key, num_tokens, first_tokens, end))
@@ -392,7 +405,7 @@ class PortServer:
                 self._report(Closed())
 
     def _open(self, config: PortConfig, layout: KvLayout) -> None:
-        self._pool = self._make_pool(layout)
+        self._pool, self._part = self._make_pool(layout), config.part
         # Address and port of the options are rank 0's.
         config = replace(config, host=self._host, port=0, advertise_address="")
         try:
@@ -403,6 +416,11 @@ class PortServer:
             self._report(OpenFailed(error.message))
             return
         self._report(Opened(self._port.endpoints))
+
+    def _num_own_layers(self, piece: KvRange) -> int:
+        """The rank's layers up to the end of a piece, which counts the model's."""
+        part = self._part
+        return max(0, piece.end_layer - part.first_layer) if part else piece.end_layer
 
     def _set_slots(self, block_ids: Sequence[int], slots: Slots) -> None:
         """Rank 0 assigns the slots of blocks, before they are used here."""
@@ -428,12 +446,15 @@ class PortServer:
         self._report(Lost(str(lost)))
 
 
-def serve(link: RankLink, make_pool: Callable[[KvLayout], KvPool], host: str) -> None:
+def serve(
+    link: RankLink, make_pool: Callable[[KvLayout], KvPool], host: str, marks: KvMarks
+) -> None:
     """Serve the KV port of this process's rank from now on; see engine.follower.
 
-    make_pool: the rank's pool, for the layout of the whole model. host: the rank's address.
+    make_pool: the rank's pool, for the layout of the whole model. host: the rank's address. marks:
+    of that pool.
     """
-    PortServer(link, make_pool, host)
+    PortServer(link, make_pool, host, marks)
 
 
 _log = logging.getLogger("baton.kv")

@@ -260,19 +260,21 @@ class TicketTable:
         ticket = self._tickets.get(ticket_id)
         return ticket.arrived_end if ticket else 0
 
-    def put(self, reservation: Reservation) -> bool:
-        """Accept a ticket that the worker's rank 0 has made under the same secret. Return True, see
+    def put(self, reservation: Reservation, mark: object = None) -> bool:
+        """Accept a ticket that the worker's rank 0 has made under the same secret. mark: writes to
+        its blocks follow it, see KvPool.mark; by default, one of now. Return True, see
         RankTickets."""
         with self._lock:
-            self._put(reservation)
+            self._put(reservation, mark)
         return True
 
-    def _put(self, reservation: Reservation) -> None:
+    def _put(self, reservation: Reservation, mark: object = None) -> None:
         """Requires the lock."""
         deadline = self._clock() + min(reservation.lease_s, self._offer_s)
         self._none_over_before_s = min(self._none_over_before_s, deadline)
         self._tickets[reservation.ticket_id] = Ticket(
-            reservation, self._layout, self._part, deadline, mark=self._mark()
+            *(reservation, self._layout, self._part, deadline),
+            mark=self._mark() if mark is None else mark,
         )
 
     def abort(self, ticket_id: int, reason: str, message: str) -> None:

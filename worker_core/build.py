@@ -183,7 +183,9 @@ def _overrides_of(options: EngineOptions) -> ConfigOverrides:
 
 
 def _engine_config(options: EngineOptions, device: str, *, frees_windows: bool) -> EngineConfig:
-    nodes = nodes_of(options)
+    nodes, degrees = nodes_of(options), degrees_of(options)
+    is_on_gpus = degrees.num_ranks > 1 and device != "cpu"
+    has_own_kv = options.kv_per_rank or nodes.size > 1 or is_on_gpus
     return EngineConfig(
         ModelChoice(
             model=options.model,
@@ -211,10 +213,10 @@ def _engine_config(options: EngineOptions, device: str, *, frees_windows: bool) 
         DeviceConfig(
             device,
             options.num_threads,
-            degrees_of(options),
+            degrees,
             options.distributed_backend,
             nodes,
-            KV_SERVICE if options.kv_per_rank or nodes.size > 1 else "",
+            KV_SERVICE if has_own_kv else "",
             options.expert_load_file,
         ),
         LoraConfig(options.adapter_paths, options.max_lora_rank),

@@ -60,7 +60,7 @@ class KvChannel:
         )
         undo.callback(port.close)
         others = [
-            RemotePort(rank, link, engine.kv, submit)
+            RemotePort(rank, link, engine.kv, submit, ranks.num_commands)
             for rank, link in enumerate(ranks.links, start=1)
         ]
         endpoints = [port.endpoints]

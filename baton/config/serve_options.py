@@ -54,7 +54,7 @@ class ServeOptions(
     prefill_devices: Devices = ()
     """GPU numbers of the prefill workers, assigned in turn; one worker per GPU unless
     --num-prefill-workers is given. If not given, the workers of both tiers are distributed over all
-    GPUs."""
+    GPUs. Of several ranks, the first one's: the others have the GPUs after it."""
     decode_devices: Devices = ()
     """GPUs of the decode workers, as --prefill-devices."""
     prefill_block_size: BlockSize | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,8 @@ def threads_per_rank(options: ServeOptions, num_cores: int) -> int:
     return max(1, num_cores // total)
 
 
+#: Values of --device that a GPU's number replaces.
+_ON_GPUS = ("auto", "cuda")
 #: A worker's GPU by number; None if --device decides.
 Gpu = int | None
 
@@ -120,10 +123,10 @@ Gpu = int | None
 def gpus_of_workers(
     options: ServeOptions, num_gpus: int
 ) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
-    """GPU of each prefill worker and of each decode worker, model by model. num_gpus: available
-    here.
+    """The first GPU of each prefill worker and of each decode worker, model by model; further ranks
+    have those after it. num_gpus: available here.
 
-    Raises ConfigError for a GPU that is not available.
+    Raises ConfigError for a GPU that is not available, and for ranks without one of their own.
     """
     prefill, decode = options.prefill_devices, options.decode_devices
     for option, named in (("prefill_devices", prefill), ("decode_devices", decode)):
@@ -135,14 +138,26 @@ def gpus_of_workers(
     if not (num_gpus > 1 or prefill or decode):
         return (None,) * len(prefill_of), (None,) * len(decode_of)
     if not (prefill or decode):
-        gpus = [i % num_gpus for i in range(len(prefill_of) + len(decode_of))]
+        tiers = [0] * len(prefill_of) + [1] * len(decode_of)
+        sizes = [
+            num_ranks(each)[tier] if each.device in _ON_GPUS else 1
+            for tier, each in zip(tiers, prefill_of + decode_of, strict=True)
+        ]
+        gpus = [i % num_gpus for i in accumulate(sizes[:-1], initial=0)]
+        if max(sizes) > 1 and sum(sizes) > num_gpus:
+            raise ConfigError.of(
+                "device",
+                options.device,
+                f"the workers have {sum(sizes)} ranks, each with a GPU of its own, and {num_gpus} "
+                "GPUs are here; give fewer, or cpu",
+            )
     else:
         others = tuple(i for i in range(num_gpus) if i not in prefill + decode) or prefill + decode
         prefill, decode = prefill or others, decode or others
         gpus = [prefill[i % len(prefill)] for i in range(len(prefill_of))]
         gpus += [decode[i % len(decode)] for i in range(len(decode_of))]
     spread = tuple(
-        gpu if each.device in ("auto", "cuda") else None
+        gpu if each.device in _ON_GPUS else None
         for gpu, each in zip(gpus, prefill_of + decode_of, strict=True)
     )
     return spread[: len(prefill_of)], spread[len(prefill_of) :]

@@ -18,11 +18,23 @@ class RankLink(Protocol):
     def send(self, kind: int, payload: bytes = b"") -> None: ...
 
 
+class KvMarks(Protocol):
+    """Marks of a rank's pool, by what rank 0 had sent it. Called in any thread."""
+
+    def after(self, num_commands: int, num_layers: int = ...) -> object:
+        """A mark (see KvPool.mark) after the first num_commands commands, of the last one only
+        after num_layers of this rank's layers; None if nothing is to be waited for. Waits until
+        these are launched, not until they are done."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KvRanks:
     """parts: of the model's KV, by rank. pool: rank 0's. links: to ranks 1, 2, ..., each with a
-    service for its KV, see engine.ranks.rank_spec."""
+    service for its KV, see engine.ranks.rank_spec. num_commands: commands so far that have all
+    ranks write KV; see KvMarks."""
 
     parts: tuple[KvPart, ...]
     pool: KvPool
     links: Sequence[RankLink]
+    num_commands: Callable[[], int] = lambda: 0

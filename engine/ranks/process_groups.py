@@ -85,9 +85,15 @@ class ProcessGroups:
     def stages(self, spec: RankSpec) -> Stages:
         if spec.degrees.pipeline == 1:
             return OneStage()
-        group = self.join_group(spec, "pipeline", spec.pipeline)
-        group.set_timeout(_STAGE)
-        return GroupStages(group, spec.stage, spec.torch_device)
+        # A group for each link: NCCL runs what two ranks of one group exchange in order, and the
+        # only link back to the first of two stages would wait for states on the way there.
+        ring, links = spec.pipeline, dict[int, ProcessGroup]()
+        stage, size = spec.place.stage, len(spec.pipeline)
+        for number in sorted({stage, (stage - 1) % size}):  # all ranks in one order
+            members = (ring[number], ring[(number + 1) % size])
+            links[number] = self.join_group(spec, "link", members)
+            links[number].set_timeout(_STAGE)
+        return GroupStages(links[stage], links[(stage - 1) % size], spec.stage, spec.torch_device)
 
     def join_group(self, spec: RankSpec, name: str, members: Sequence[int]) -> ProcessGroup:
         """The group of the ranks `members`, which include this one, in that order. Waits until all
@@ -148,10 +154,13 @@ def _exchange() -> Iterator[None]:
 class GroupStages:
     """See engine.ranks.stages.Stages."""
 
-    def __init__(self, group: ProcessGroup, stage: Stage, device: torch.device) -> None:
-        """group: of the ring, by stage. device: of the tensors."""
+    def __init__(
+        self, following: ProcessGroup, preceding: ProcessGroup, stage: Stage, device: torch.device
+    ) -> None:
+        """following: this stage and the next. preceding: the previous one and this. device: of the
+        tensors."""
         self.stage = stage
-        self._group = group
+        self._following, self._preceding = following, preceding
         self._token = torch.zeros(1, device=device)
         self._sent: deque[tuple[Work, torch.Tensor]] = deque()
         """Messages that may still be read."""
@@ -162,14 +171,12 @@ class GroupStages:
             with _exchange():
                 self._sent.popleft()[0].wait()
         message = self._message(states)
-        to = (self.stage.number + 1) % self.stage.size
         with _exchange():
-            self._sent.append((self._group.send([message], to, 0), message))
+            self._sent.append((self._following.send([message], 1, 0), message))
 
     def receive(self, states: torch.Tensor) -> None:
-        by = (self.stage.number - 1) % self.stage.size
         with _exchange():
-            self._group.recv([self._message(states)], by, 0).wait()
+            self._preceding.recv([self._message(states)], 0, 0).wait()
 
     def _message(self, states: torch.Tensor) -> torch.Tensor:
         """States without rows have to arrive, too."""

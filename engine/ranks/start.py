@@ -43,18 +43,12 @@ def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> 
             True,
             f"a {config.family} model of this config has no experts; leave it out",
         )
-    if degrees.num_ranks > 1 and device.type != "cpu":
-        sizes = {
-            "tensor_parallel_size": degrees.tensor,
-            "pipeline_parallel_size": degrees.pipeline,
-            degrees.context_option: degrees.context,
-        }
-        name = next(each for each in sizes if sizes[each] > 1)
+    if degrees.context > 1 and device.type != "cpu":
         raise ConfigError.of(
-            name,
-            sizes[name],
-            "the KV channel of a rank does not wait for the stream of that rank's GPU yet, so that "
-            "it could send KV before it is written; give --device=cpu, or leave it out",
+            degrees.context_option,
+            degrees.context,
+            "its ranks have one KV memory, which GPUs do not share; give --device=cpu, or leave it "
+            "out",
         )
 
 

@@ -146,6 +146,8 @@ class RankTeam:
         self._ended: list[str] = []
         """Names of ranks that have ended."""
         self._steps = StepEncoder()
+        self._num_commands = 0
+        """See KvRanks."""
         degrees = spec.degrees
         self._is_on_one_node = nodes.size == 1
         self._shares_kv = self._is_on_one_node and spec.torch_device.type == "cpu"
@@ -257,7 +259,7 @@ class RankTeam:
         own = [each.own for each in of_all if isinstance(each, ShardedKvPool | RemoteParts)]
         table = next(iter(pool.slot_tables.values()), None)
         own_pool = own_kv_pool(parts[0], pool.layout, own, table)
-        return KvRanks(parts, own_pool, self.links)
+        return KvRanks(parts, own_pool, self.links, lambda: self._num_commands)
 
     @contextmanager
     def step(
@@ -274,6 +276,7 @@ class RankTeam:
                 with suppress(OSError):  # the rank is gone: its link reports it
                     link.end_loading()
         frame = self._steps.encode(batch, tables, syncs_layers=syncs_layers, replays=replays)
+        self._num_commands += 1
         with self._together(frame, self._members):
             yield
 
@@ -293,6 +296,7 @@ class RankTeam:
             yield
 
     def _copy(self, pool: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._num_commands += 1
         with self._together(encode_copy(pool, sources, targets), self._members):
             pass
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.part import pool_part
 from engine.ranks.link import Link
+from engine.ranks.step_marks import HostMarks, StepMarks
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.rank_port import PortConfig
 from kv_transfer.remote_port import PORT_TIMEOUT_S, TO_RANK, serve
@@ -37,6 +38,30 @@ WINDOWS: dict[str, Any] = {"window": 4, "windowed_layers": (0, 2)}
 SPEC = SequenceSpec("r", tuple(range(NUM_TOKENS)), Sampling())
 
 
+class Queue:
+    """In place of a GPU's stream: what is launched runs when a copy follows a later mark, or at the
+    end."""
+
+    def __init__(self) -> None:
+        self._launched: list[Callable[[], None]] = []
+        self._num_run = 0
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        self._launched.append(kernel)
+
+    def mark(self) -> int:
+        return len(self._launched)
+
+    def follow(self, mark: Any) -> None:
+        for kernel in self._launched[self._num_run : mark]:
+            kernel()
+        self._num_run = max(self._num_run, mark)
+
+    def order(self, pool: Any) -> None:
+        """Have copies of the pool follow this device."""
+        pool.mark, pool.follow = self.mark, self.follow
+
+
 def nothing() -> None:
     pass
 
@@ -51,8 +76,10 @@ class Ranked:
         grid: tuple[int, int],
         make_pool: Any,
         host: str = "127.0.0.1",
+        marks: Any = None,
     ) -> None:
-        """host: of the ranks other than 0."""
+        """host, marks: of the ranks other than 0."""
+        self.num_commands = 0
         self.layout = layout
         self.parts = parts_of(layout, *grid)
         self.whole = make_pool(layout, NUM_BLOCKS)
@@ -64,14 +91,14 @@ class Ranked:
             ours, theirs = (
                 Link(end, f"{name} {rank}", nothing, nothing) for end in socket.socketpair()
             )
-            serve(theirs, lambda _, pool=pool: pool, host)
+            serve(theirs, lambda _, pool=pool: pool, host, marks or HostMarks())
             ours.start()
             theirs.start()
             self.links += (ours, theirs)
             own.append(ours)
         engine: Any = SimpleNamespace(
             kv=self.whole,
-            kv_ranks=KvRanks(self.parts, self.pools[0], own),
+            kv_ranks=KvRanks(self.parts, self.pools[0], own, lambda: self.num_commands),
             spec=SimpleNamespace(layout=layout),
         )
         secret = KvSecret(b"s" * 32).key.hex()
@@ -174,6 +201,69 @@ def test_either_side_gives_up(workers: tuple[Ranked, Ranked]) -> None:
         target.channel.tickets.release(ticket_id)
     assert source.events.empty()
     assert target.events.empty()
+
+
+def test_a_rank_on_a_gpu_sends_what_the_commands_before_have_written() -> None:
+    """Messages come before the rank has launched the command that they are about, whose kernels run
+    later still."""
+    layout, device = KvLayout("m", 3, 4, 4, "int64", 4), Queue()
+    marks = StepMarks(device.mark)
+    source = Ranked("p0", layout, (2, 1), ArrayKvPool, marks=marks)
+    target = Ranked("d0", layout, (2, 1), ArrayKvPool)
+    pool = source.pools[1]
+    device.order(pool)
+    _, ticket = offered(target)
+    source.channel.sender.begin("k", ticket)
+    source.num_commands = 1
+    source.channel.sender.submit(Send("k", BLOCKS, KvRange(0, NUM_TOKENS, 0, 1)))
+    device.launch(lambda: written(pool, 0, 1, 5))
+    marks.layer_done(0)
+    source.channel.sender.submit(Send("k", BLOCKS, KvRange(0, NUM_TOKENS, 1, 2)))
+    source.channel.sender.submit(Finish("k", NUM_TOKENS, (Sample(7),), time.monotonic()))
+    device.launch(lambda: written(pool, 1, 2, 6))
+    marks.command_done()
+    device.launch(lambda: written(pool, 0, 3, 9))  # of a later step: not waited for
+    assert isinstance(target.event(), TicketCommitted)
+    assert source.event().error is None
+    got, whole = target.pools[1], KvPart.whole(target.pools[1].layout)
+    layers = np.frombuffer(held(got, whole, NUM_TOKENS, (4, 2, 7)), np.int64).reshape(3, -1)
+    assert [set(layer) for layer in layers] == [{5}, {6}, {6}]
+    source.close()
+    target.close()
+
+
+def test_a_rank_on_a_gpu_receives_behind_what_its_blocks_were_used_for() -> None:
+    layout, device = KvLayout("m", 3, 4, 4, "int64", 4), Queue()
+    marks = StepMarks(device.mark)
+    source = Ranked("p0", layout, (2, 1), ArrayKvPool)
+    target = Ranked("d0", layout, (2, 1), ArrayKvPool, marks=marks)
+    pool = target.pools[1]
+    device.order(pool)
+    for each in source.pools:
+        written(each, 0, 3, 5)
+    target.num_commands = 1
+    ticket = target.channel.tickets.offer(SPEC, (4, 2, 7, 1), 0, NUM_TOKENS)
+    assert target.events.empty()  # until the rank has come to the command
+    device.launch(lambda: written(pool, 0, 3, 9))
+    marks.command_done()
+    assert target.event() == TicketOffered(ticket.ticket_id)
+    sender = source.channel.sender
+    sender.begin("k", ticket.data)
+    sender.submit(Send("k", BLOCKS, KvRange(0, NUM_TOKENS, 0, 3)))
+    sender.submit(Finish("k", NUM_TOKENS, (Sample(7),), time.monotonic()))
+    assert isinstance(target.event(), TicketCommitted)
+    device.follow(device.mark())
+    data = held(pool, KvPart.whole(pool.layout), NUM_TOKENS, (4, 2, 7))
+    assert set(np.frombuffer(data, np.int64)) == {5}
+    source.close()
+    target.close()
+
+
+def written(pool: Any, first_layer: int, num_layers: int, value: int) -> None:
+    """Write a value into layers of all blocks."""
+    piece = KvRange(0, NUM_BLOCKS * pool.layout.block_size, first_layer, num_layers)
+    num_bytes = piece.num_bytes(pool.layout.token_layer_bytes)
+    pool.unpack(range(NUM_BLOCKS), piece, np.full(num_bytes // 8, value).view(np.uint8).data)
 
 
 def test_a_port_that_cannot_be_opened_is_an_error_at_once() -> None:

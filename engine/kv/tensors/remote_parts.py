@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from baton.types import KvLayout
-from engine.kv.interface import HostOrdered
 from engine.kv.range import KvRange
 from engine.kv.tensors.packed import ALL_HEADS, PackedPart, PackedPool
 from engine.kv.tensors.paged import TorchKvPool
 
 
-class RemoteParts(HostOrdered, PackedPool):
+class RemoteParts(PackedPool):
     """See engine.kv.interface.KvPool: rank 0's view. Only rank 0's part is in reach, so that blocks
-    can be copied, by all ranks, and not packed."""
+    can be copied, by all ranks, and not packed. Marks are of rank 0's device."""
 
     def __init__(
         self,
@@ -26,6 +25,8 @@ class RemoteParts(HostOrdered, PackedPool):
         super().__init__(layout, own.num_blocks)
         self.own, self._copy_others = own, copy_others
         self.tensor, self.scales = own.tensor, own.scales
+        self.mark, self.follow, self.synchronize = own.mark, own.follow, own.synchronize
+        """See KvPool."""
 
     def pack_parts(
         self,

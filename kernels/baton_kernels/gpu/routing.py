@@ -185,9 +185,10 @@ def combine(
     shared: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See the twin. parts, shared and residual must be contiguous."""
+    """See the twin. parts must be contiguous."""
     (num_tokens, num_chosen), dim = weights.shape, parts.shape[1]
     out = torch.empty(num_tokens, dim, dtype=parts.dtype, device=parts.device)
+    shared, residual = (x if x is None else x.contiguous() for x in (shared, residual))
     block = min(_COLUMNS, triton.next_power_of_2(dim))
     if num_tokens:
         _combine[(num_tokens, triton.cdiv(dim, block))](

@@ -277,6 +277,8 @@ def places(specs: Sequence[ChildSpec]) -> list[str]:
         ({"decode_devices": (0,), "num_decode_workers": 2}, 1, [0, 0, 0]),
         ({"decode_devices": (1, 0)}, 0, [1, 1, 0]),
         ({"decode_devices": (1, 0), "colocated": True}, 2, [1, 0]),
+        ({"prefill_tensor_parallel_size": 2, "num_prefill_workers": 2}, 5, [0, 2, 4]),
+        ({"tensor_parallel_size": 2, "device": "cpu"}, 2, ["cpu", "cpu"]),
     ],
 )
 def test_workers_are_placed_on_gpus(
@@ -309,6 +311,12 @@ def test_workers_share_the_memory_of_their_gpu(
     for spec, place in zip(specs, places(specs), strict=True):
         totals[place] += share(spec)
     assert all(total == pytest.approx(options.gpu_memory_utilization) for total in totals.values())
+
+
+def test_each_rank_has_a_gpu_of_its_own() -> None:
+    options = ServeOptions(model="m", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"device=auto: the workers have 4 ranks, .* 3 GPUs are"):
+        plan_workers(options, 8, num_gpus=3)
 
 
 def test_a_gpu_that_is_not_here_is_refused() -> None:
