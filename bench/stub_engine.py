@@ -25,6 +25,7 @@ class NoKv(HostOrdered):
     """Implements engine.interface.KvPool without memory; transfers are not allowed."""
 
     slot_tables: Mapping[int, SlotTable] = MappingProxyType({})
+    can_pack = False
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout = layout

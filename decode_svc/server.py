@@ -43,7 +43,7 @@ async def serve_decode(
             build_speculation(options, engine, time.perf_counter),
             max_num_launches(options.async_scheduling, engine.spec, has_drafts=has_drafts),
             # KV on several hosts cannot be swapped.
-            int(options.swap_space * 2**30) if options.nnodes == 1 else 0,
+            int(options.swap_space * 2**30),
             options.kv_transfer_dtype,
         )
 

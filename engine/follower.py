@@ -12,14 +12,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from baton.types import KvLayout
+from engine.kv.groups.state import STATE
 from engine.kv.interface import KvPool
 from engine.kv.tensors.paged import TorchKvPool
 from engine.kv.tensors.ranks import own_kv_pool
+from engine.kv.tensors.state_memory import StateMemory, state_bytes, state_records
 from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import (
     BestCommand,
@@ -32,7 +34,6 @@ from engine.ranks.commands import (
 )
 from engine.ranks.exchange import Groups
 from engine.ranks.link import Link
-from engine.ranks.parts import rank_parts
 from engine.ranks.peers import watch_peers
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
@@ -68,8 +69,8 @@ class LoadedRank(Protocol):
         ...
 
 
-#: Loads a rank's part of a model. pools: of the rank, see pool_sizes; states: memory of all states,
-#: see StateMemory. Raises ModelError.
+#: Loads a rank's part of a model. pools: of the rank, see pool_sizes; states: memory of the states
+#: of RankSpec.states_layout, see StateMemory. Raises ModelError.
 LoadRank = Callable[[RankSpec, Sequence[TorchKvPool], torch.Tensor], LoadedRank]
 
 
@@ -137,20 +138,30 @@ class _Rank:
             case BestCommand():
                 decoder.best(self._states[torch.tensor(command.rows)])
             case CopyCommand():
-                self._pools[command.pool].copy_blocks(command.sources, command.targets)
+                self._copy(command)
                 self._marks.command_done()
+
+    def _copy(self, command: CopyCommand) -> None:
+        if command.pool < len(self._pools):
+            self._pools[command.pool].copy_rows(command.sources, command.targets)
+        else:
+            states = cast(StateMemory, self._pools[0].records[STATE])
+            states.copy_slots(command.sources, command.targets)
 
 
 def _kv_pool(spec: RankSpec, pools: Sequence[TorchKvPool], layout: KvLayout) -> KvPool:
     """The rank's part of the model's KV. layout: of the whole model."""
-    return own_kv_pool(rank_parts(layout, spec.degrees)[spec.rank], layout, pools)
+    return own_kv_pool(spec.parts[spec.rank], layout, pools)
 
 
 def _memory(spec: RankSpec) -> tuple[list[TorchKvPool], torch.Tensor]:
-    """A rank's pools, and all states: in memory shared with rank 0, or its own on another node."""
-    if spec.kv_fd < 0:
-        pools = [size.own_pool(spec.rank, spec.torch_device) for size in spec.pools]
-        return pools, torch.zeros(spec.memory_bytes[-1], dtype=torch.uint8)
+    """A rank's pools and states: in memory shared with rank 0, or of its own."""
+    if spec.has_own_kv:
+        layout, num_slots = spec.states_layout, spec.num_state_slots
+        states = torch.zeros(state_bytes(layout, num_slots), dtype=torch.uint8)
+        records = state_records(layout, spec.pools[0].num_blocks, num_slots, states.numpy())
+        pools = [size.own_pool(spec.rank, spec.torch_device, records) for size in spec.pools]
+        return pools, states
     *memories, states = torch.split(map_segment(spec.kv_fd), spec.memory_bytes)
     pools = []
     for memory, size in zip(memories, spec.pools, strict=True):

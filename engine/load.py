@@ -121,12 +121,6 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
         raise ConfigError.of("block_size", cache.block_size, "must be at least 1")
     check_kv_dtype(kv_dtype, cache.block_size * source.head_dim, device)
     source.check_ranks(degrees, device)
-    if source.num_state_layers and config.device.kv_service:
-        raise ConfigError.of(
-            *("kv_per_rank", True),
-            "the ranks of a model with states share them in memory of one host; leave it out, and "
-            "--nnodes",
-        )
     config.device.nodes.check(degrees)
     if device.type == "cuda":
         _check_gpus(config.device, device)
@@ -151,7 +145,21 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
         batch_invariant=choice.batch_invariant,
         graphs=graphs,
     )
+    _check_states(source, plan)
     return _Settled(source, plan, chosen.reason)
+
+
+def _check_states(source: ModelSource, plan: EnginePlan) -> None:
+    """Raise ConfigError if ranks with states of their own have none in the first stage, where rank
+    0 counts the tokens of all."""
+    parts = source.rank_parts(plan.layout, plan.degrees)
+    if plan.kv_service and source.num_state_layers and not parts[0].num_states:
+        raise ConfigError.of(
+            "pipeline_parallel_size",
+            plan.degrees.pipeline,
+            "the first stage has no layer with a state, which --kv-per-rank and --nnodes need; "
+            "give fewer stages",
+        )
 
 
 def _choose_attention(
@@ -214,8 +222,7 @@ def _plan_memory(
         dtype=plan.dtype,
         weights=source.weight_bytes(plan.dtype, where, plan.degrees)
         + sum(adapter.num_bytes for adapter in plan.adapters.values()),
-        # Ranks share the memory of all states.
-        states=-(-state_bytes(sizes, max_num_seqs) // plan.degrees.num_ranks),
+        states=_state_bytes(source, plan, max_num_seqs),
         activations=source.activation_bytes(
             plan.dtype, max_num_batched_tokens, max_num_seqs, plan.max_len
         )
@@ -248,6 +255,14 @@ def _plan_memory(
             "raise kv_cache_memory_bytes or gpu_memory_utilization",
         )
     return memory
+
+
+def _state_bytes(source: ModelSource, plan: EnginePlan, max_num_seqs: int) -> int:
+    """Bytes of states of one rank: of its layers, or a part of the memory that all ranks share."""
+    if not plan.kv_service:
+        return -(-state_bytes(plan.layout, max_num_seqs) // plan.degrees.num_ranks)
+    parts = source.rank_parts(plan.layout, plan.degrees)
+    return max(state_bytes(part.layout(plan.layout), max_num_seqs) for part in parts)
 
 
 def _load_weights(

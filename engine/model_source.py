@@ -13,6 +13,7 @@ from baton.types import KvLayout
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 from engine.checkpoint import HeadFiles
 from engine.cuda.graph_device import GraphDevice
+from engine.kv.part import KvPart
 from engine.memory_plan import HeadMemory
 from engine.ranks.followers import Followers, TensorPool
 from engine.ranks.mesh import Degrees
@@ -124,6 +125,10 @@ class ModelSource(Protocol):
     def check_ranks(self, degrees: Degrees, device: torch.device) -> None:
         """Raise ConfigError unless ranks of these degrees can share the model on this kind of
         device."""
+        ...
+
+    def rank_parts(self, layout: KvLayout, degrees: Degrees) -> tuple[KvPart, ...]:
+        """The part of the model's KV, and of its states, that each rank has."""
         ...
 
     def choose_attention(

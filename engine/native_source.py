@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from baton.types import DTYPE_BYTES
+from baton.types import DTYPE_BYTES, KvLayout
 from baton_kernels.attention_backends import AttentionBackend
 from engine.attention_choice import check_batch_invariant, choose_attention
 from engine.checkpoint import HeadFiles
 from engine.families.config import ModelConfig
+from engine.kv.part import KvPart
 from engine.kv.tensors.ranks import pool_sizes
 from engine.memory_plan import HeadMemory, activation_bytes, weight_bytes
 from engine.model_source import EnginePlan, LoadedModel
@@ -67,6 +68,9 @@ class NativeModel:
     def check_ranks(self, degrees: Degrees, device: torch.device) -> None:
         check_ranks(self._config, degrees, device)
 
+    def rank_parts(self, layout: KvLayout, degrees: Degrees) -> tuple[KvPart, ...]:
+        return rank_parts(layout, degrees)
+
     def choose_attention(
         self, name: str, dtype: str, kv_dtype: str, device: torch.device, block_size: int
     ) -> AttentionBackend:
@@ -116,9 +120,10 @@ class NativeModel:
         config, device = self._config, plan.device
         loads = read_loads(plan.expert_load_file, config)
         num_holders = plan.degrees.num_expert_ranks
+        parts = self.rank_parts(plan.layout, plan.degrees)
         pools = pool_sizes(
             *(plan.layout, plan.num_blocks, plan.num_window_slots),
-            rank_parts(plan.layout, plan.degrees),
+            parts,
             kv_holders(plan.degrees),
         )
         followers = start_followers(
@@ -132,6 +137,7 @@ class NativeModel:
             plan.nodes,
             experts=place_experts(loads, num_holders) if num_holders > 1 else (),
             kv_service=plan.kv_service,
+            parts=parts,
             device=str(device),
             recording=_recording(plan),
             batch_invariant=plan.batch_invariant,

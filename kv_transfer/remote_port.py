@@ -36,8 +36,9 @@ from engine.interface import DeviceLost
 from engine.kv.interface import KvPool
 from engine.kv.kv_ranks import KvMarks, RankLink
 from engine.kv.part import KvPart
-from engine.kv.range import KvRange
+from engine.kv.range import ALL, KvRange
 from engine.ranks.link import FIRST_SERVICE_KIND
+from engine.ranks.step_marks import ALL_LAYERS
 from kv_transfer import send_connection as tasks
 from kv_transfer.rank_port import PortConfig, RankPort
 from kv_transfer.send_connection import LaterTask, SendDone
@@ -277,9 +278,11 @@ class RemotePort:
             return
         match task:
             case tasks.Send(_, block_ids, piece, _, whole_start):
-                size = self._pool.layout.block_size
-                first = piece.first_token // size
-                own = block_ids[first : -(-piece.end_token // size)]
+                first, end = 0, 1  # the block with the slot of records
+                if self._pool.groups.is_paged(piece):
+                    size = self._pool.layout.block_size
+                    first, end = piece.first_token // size, -(-piece.end_token // size)
+                own = block_ids[first:end]
                 slots, after = self._slots(own), self._num_commands()
                 self._send(Send(number, first, own, piece, whole_start, slots, after))
             case tasks.Finish(_, num_tokens, first_tokens, prefill_end):
@@ -420,7 +423,9 @@ class PortServer:
     def _num_own_layers(self, piece: KvRange) -> int:
         """The rank's layers up to the end of a piece, which counts the model's."""
         part = self._part
-        return max(0, piece.end_layer - part.first_layer) if part else piece.end_layer
+        if not part or piece.group != ALL:
+            return ALL_LAYERS
+        return max(0, piece.end_layer - part.first_layer)
 
     def _set_slots(self, block_ids: Sequence[int], slots: Slots) -> None:
         """Rank 0 assigns the slots of blocks, before they are used here."""

@@ -329,9 +329,6 @@ class Sender:
             theirs = config.own.layout(theirs)
         if difference := difference or config.pool.layout.difference(theirs):
             return PeerMismatch.of(ticket.owner.worker_id, *difference)
-        if (ticket.ranks or config.ranks) and theirs.num_state_layers:
-            of_one = "one rank on either side for a model with states"
-            return PeerMismatch.of(ticket.owner.worker_id, "ranks", of_one, "several")
         return None
 
     def _routes(self, ticket: KvTicket) -> tuple[Route | None, ...]:

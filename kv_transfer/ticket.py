@@ -51,7 +51,7 @@ from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto
 from engine.kv.layout import LayerGroups, groups_of, is_sound
-from engine.kv.part import KvPart, covers
+from engine.kv.part import KvPart, are_of_ranks, covers
 from engine.kv.range import KvRange
 from kv_transfer.frame import CHECKSUM_MASK
 
@@ -168,7 +168,10 @@ def part_to_proto(part: KvPart) -> kv_pb2.KvPart:
 
 
 def part_from_proto(message: kv_pb2.KvPart) -> KvPart:
-    return KvPart(message.first_layer, message.num_layers, message.first_head, message.num_heads)
+    states = message.first_state, message.num_states
+    return KvPart(
+        *(message.first_layer, message.num_layers, message.first_head, message.num_heads), *states
+    )
 
 
 def signed_ticket(message: kv_pb2.KvTicket, secret: bytes) -> bytes:
@@ -192,7 +195,7 @@ def parse_ticket(data: bytes) -> KvTicket:
         and message.lease_ms
         and message.num_cached_tokens <= message.num_tokens
         and is_sound(layout)
-        and (not ranks or covers({rank.part for rank in ranks}, KvPart.whole(layout)))
+        and (not ranks or are_of_ranks((rank.part for rank in ranks), KvPart.whole(layout)))
     ):
         raise InvalidRequest("the KV ticket lacks fields, or they contradict each other")
     return KvTicket(

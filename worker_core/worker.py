@@ -204,7 +204,9 @@ class Worker:
             self._submit(DeviceLost(f"a copy of swapped KV failed: {error}"))
 
         runner = ThreadRunner("kv-swap", on_error)
-        return SwapSpace(tier.engine.kv, tier.swap_bytes, runner, self._submit, time.monotonic)
+        kv = tier.engine.kv
+        num_bytes = tier.swap_bytes if kv.can_pack else 0
+        return SwapSpace(kv, num_bytes, runner, self._submit, time.monotonic)
 
     def _make_core(
         self, channel: KvChannel, matchers: Matchers, tiers: TierStack | None, swap: SwapSpace

@@ -206,6 +206,8 @@ class KvPart(message.Message):
     NUM_LAYERS_FIELD_NUMBER: builtins.int
     FIRST_HEAD_FIELD_NUMBER: builtins.int
     NUM_HEADS_FIELD_NUMBER: builtins.int
+    FIRST_STATE_FIELD_NUMBER: builtins.int
+    NUM_STATES_FIELD_NUMBER: builtins.int
     first_layer: builtins.int
     """First layer with KV."""
     num_layers: builtins.int
@@ -214,6 +216,10 @@ class KvPart(message.Message):
     """First KV head."""
     num_heads: builtins.int
     """KV heads, at least 1."""
+    first_state: builtins.int
+    """First layer with a state, of these alone; 0 without any."""
+    num_states: builtins.int
+    """Layers with a state."""
     def __init__(
         self,
         *,
@@ -221,10 +227,12 @@ class KvPart(message.Message):
         num_layers: builtins.int = ...,
         first_head: builtins.int = ...,
         num_heads: builtins.int = ...,
+        first_state: builtins.int = ...,
+        num_states: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["first_head", b"first_head", "first_layer", b"first_layer", "num_heads", b"num_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["first_head", b"first_head", "first_layer", b"first_layer", "first_state", b"first_state", "num_heads", b"num_heads", "num_layers", b"num_layers", "num_states", b"num_states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

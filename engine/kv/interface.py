@@ -86,6 +86,11 @@ class KvPool(Protocol):
     @property
     def slot_tables(self) -> Mapping[int, SlotTable]: ...
 
+    @property
+    def can_pack(self) -> bool:
+        """Whether the KV of all layers and heads is in reach, so that it can be packed here."""
+        ...
+
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Copy the range `piece` of the sequence with block table `block_ids` into `out`.
 

@@ -75,7 +75,8 @@ class BestCommand:
 
 @dataclass(frozen=True, slots=True)
 class CopyCommand:
-    """Copy blocks of a pool, sources[i] to targets[i]. pool: its number among RankSpec.pools."""
+    """Copy blocks of a pool, sources[i] to targets[i]. pool: its number among RankSpec.pools; that
+    after the last pool's: copy slots of states."""
 
     pool: int
     sources: Sequence[int]

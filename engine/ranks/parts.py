@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.types import KvLayout
@@ -10,14 +11,19 @@ from engine.ranks.mesh import Degrees, stage_layers
 from engine.shard import Shard
 
 
-def rank_parts(layout: KvLayout, degrees: Degrees) -> tuple[KvPart, ...]:
+def rank_parts(
+    layout: KvLayout, degrees: Degrees, states: Sequence[range] | None = None
+) -> tuple[KvPart, ...]:
     """By rank: the layers of its stage, and the KV heads that its query heads read. layout: of the
-    whole model."""
+    whole model. states: by stage, its layers with a state, whole on each rank; None without any."""
     stages, found = stage_layers(layout.num_layers, degrees.pipeline), []
     for place in map(degrees.place, range(degrees.num_ranks)):
         layers = stages[place.stage]
         heads = Shard(place.tensor_rank, degrees.tensor).kv_heads(layout.num_kv_heads)
-        found.append(KvPart(layers.start, len(layers), heads.start, len(heads)))
+        own = states[place.stage] if states else range(0)
+        found.append(
+            KvPart(layers.start, len(layers), heads.start, len(heads), own.start, len(own))
+        )
     return tuple(found)
 
 

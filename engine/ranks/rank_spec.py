@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from pydantic import TypeAdapter
 
-from baton.types import DTYPE_BYTES
+from baton.types import DTYPE_BYTES, KvLayout
 from engine.families.config import ModelConfig
 from engine.families.overrides import ConfigOverrides
+from engine.kv.part import KvPart
 from engine.kv.tensors.ranks import PoolSize
 from engine.kv.tensors.state_memory import state_bytes
 from engine.ranks.expert_load import PerExpert
@@ -56,7 +57,7 @@ class RankSpec:
     empty if rank 0 reaches all KV in shared memory.
 
     code: module with `load_rank`, see engine.follower. num_state_slots: of the states, which
-    lie behind the pools; 0 without.
+    lie behind the pools in shared memory; 0 without. parts: of the model's KV, by rank.
     """
 
     rank: int
@@ -81,6 +82,18 @@ class RankSpec:
     kv_service: str = ""
     code: str = "engine.native_rank"
     num_state_slots: int = 0
+    parts: tuple[KvPart, ...] = ()
+
+    @property
+    def has_own_kv(self) -> bool:
+        """Whether each rank has its KV, and its layers' states, in memory of its own."""
+        return self.kv_fd < 0
+
+    @property
+    def states_layout(self) -> KvLayout:
+        """A layout with the layers whose states the rank has in memory: its own, or all."""
+        layout = self.pools[0].layout
+        return self.parts[self.rank].layout(layout) if self.has_own_kv else layout
 
     @property
     def memory_bytes(self) -> list[int]:

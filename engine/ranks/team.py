@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +21,12 @@ import torch
 from baton.errors import ModelError, StartupError
 from baton.types import KvLayout
 from engine.interface import Batch
+from engine.kv.groups.state import STATE
 from engine.kv.kv_ranks import KvRanks
 from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool
 from engine.kv.tensors.ranks import ShardedKvPool, own_kv_pool
-from engine.kv.tensors.remote_parts import RemoteParts
-from engine.kv.tensors.state_memory import state_records
+from engine.kv.tensors.remote_parts import RemoteParts, RemoteStates
+from engine.kv.tensors.state_memory import StateMemory, state_records
 from engine.ranks.backends import BACKENDS
 from engine.ranks.commands import (
     StepEncoder,
@@ -39,7 +40,6 @@ from engine.ranks.followers import TensorPool
 from engine.ranks.link import PEER_SILENT, SILENCE_S, Link
 from engine.ranks.node_listener import NodeListener, RemoteRank
 from engine.ranks.nodes import ONE_NODE, Nodes, files_digest
-from engine.ranks.parts import rank_parts
 from engine.ranks.process_state import is_running
 from engine.ranks.pulse import Pulse, start_pulse
 from engine.ranks.rank_spec import RankSpec
@@ -150,7 +150,10 @@ class RankTeam:
         """See KvRanks."""
         degrees = spec.degrees
         self._is_on_one_node = nodes.size == 1
-        self._shares_kv = self._is_on_one_node and spec.torch_device.type == "cpu"
+        is_cpu = spec.torch_device.type == "cpu"
+        # The pool of all ranks has their states as one, which rank 0 would send.
+        has_own_states = any(part.num_states for part in spec.parts) and bool(spec.kv_service)
+        self._shares_kv = self._is_on_one_node and is_cpu and not has_own_states
         self.shard = spec.shard
         self.stages: Stages = OneStage()
         remote: dict[int, RemoteRank] = {}
@@ -240,7 +243,12 @@ class RankTeam:
             number = next(numbers)
             size = sizes[number]
             if not self._shares_kv:
-                part = size.own_pool(self._spec.rank, device)
+                records: Mapping[int, StateMemory] = {}
+                if (of_rank := self._spec.states_layout).num_state_layers:
+                    copy_states = partial(self._copy, len(sizes))
+                    own_states = RemoteStates(of_rank, num_blocks, num_state_slots, copy_states)
+                    records = {STATE: own_states}
+                part = size.own_pool(self._spec.rank, device, records)
                 return RemoteParts(own, part, partial(self._copy, number))
             if size.num_memories == 1:
                 return TorchKvPool(own, num_blocks, device, self._memories[number])
@@ -254,7 +262,7 @@ class RankTeam:
     def kv_ranks(self, pool: TensorPool) -> KvRanks | None:
         if not self._spec.kv_service:
             return None
-        parts = rank_parts(pool.layout, self._spec.degrees)
+        parts = self._spec.parts
         of_all = pool.pools.values() if isinstance(pool, GroupedTensorPool) else (pool,)
         own = [each.own for each in of_all if isinstance(each, ShardedKvPool | RemoteParts)]
         table = next(iter(pool.slot_tables.values()), None)

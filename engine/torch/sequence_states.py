@@ -23,24 +23,36 @@ class SequenceStates:
 
     before: [state_layers, elements] float32, the states before its first token, read-only; None at
     the beginning of a sequence. after: the states after its last token, to be filled completely.
+    first_layer: of the model's layers with a state, the first one here.
     """
 
     first_token: int
     num_tokens: int
     before: torch.Tensor | None
     after: torch.Tensor
+    first_layer: int = 0
 
 
 class StepStates:
     """The places of all slots (see engine.kv.tensors.state_memory), as one rank's steps use them.
 
-    Ranks of one host share them: each computes the states of its layers, and the first of a
+    Where ranks share them, each computes the states of its layers, and the first of a
     tensor-parallel group writes them. No rank reads them too late or too early: ranks exchange
-    results after each such layer, and a step does not write the places that it reads.
+    results after each such layer, and a step does not write the places that it reads. Elsewhere
+    each rank has those of its layers.
     """
 
-    def __init__(self, memory: torch.Tensor, layout: KvLayout, *, is_writer: bool = True) -> None:
-        """memory: of a StateMemory, uint8. is_writer: whether this rank's states are kept."""
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        layout: KvLayout,
+        first_layer: int = 0,
+        *,
+        is_writer: bool = True,
+    ) -> None:
+        """memory: of a StateMemory with that layout, uint8. first_layer: see SequenceStates.
+        is_writer: whether this rank's states are kept."""
+        self._first_layer = first_layer
         shape = (-1, layout.num_state_layers, layout.state_layer_bytes // ELEMENT_BYTES)
         self._places = memory.view(-1).view(torch.float32).view(shape)
         self._unused = None if is_writer else torch.empty_like(self._places[0])
@@ -55,5 +67,6 @@ class StepStates:
                 len(part.token_ids),
                 None if before == NO_PLACE else self._places[before],
                 self._places[after] if self._unused is None else self._unused,
+                self._first_layer,
             )
             first_token += len(part.token_ids)

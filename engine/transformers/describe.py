@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,6 +126,12 @@ class Description:
         own = stage.layers(len(self.windows))
         start = 0 if stage.is_first else first_ones[own.start]
         return range(start, self.num_layers if stage.is_last else first_ones[own.stop])
+
+    def stage_states(self, stage: Stage) -> range:
+        """A stage's layers with a state, counted among these."""
+        numbers = [_numbered(layer.module)[1] for layer in self.state_layers]
+        own = self.stage_layers(stage)
+        return range(bisect_left(numbers, own.start), bisect_left(numbers, own.stop))
 
     @property
     def plan_keys(self) -> frozenset[PlanKey]:

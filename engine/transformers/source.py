@@ -16,11 +16,12 @@ import torch
 import transformers
 
 from baton.errors import AdapterError, ConfigError, UnsupportedModel
-from baton.types import DTYPE_BYTES, KEY_VALUE
+from baton.types import DTYPE_BYTES, KEY_VALUE, KvLayout
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend
 from engine.checkpoint import HeadFiles
 from engine.families.overrides import NO_OVERRIDES, ConfigOverrides
 from engine.families.read import read_quantization
+from engine.kv.part import KvPart
 from engine.kv.tensors.ranks import pool_sizes
 from engine.memory_plan import HeadMemory
 from engine.model_source import EnginePlan, LoadedModel
@@ -87,6 +88,11 @@ class TransformersModel:
             )
         _check_degrees(self._description, degrees, device)
 
+    def rank_parts(self, layout: KvLayout, degrees: Degrees) -> tuple[KvPart, ...]:
+        """See ModelSource."""
+        stages = (Stage(number, degrees.pipeline) for number in range(degrees.pipeline))
+        return rank_parts(layout, degrees, tuple(map(self._description.stage_states, stages)))
+
     def choose_attention(
         self,
         name: str,
@@ -150,12 +156,14 @@ class TransformersModel:
     def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
         found = self._description
         config = ForeignConfig(found.hidden_size, self._overrides)
+        parts = self.rank_parts(plan.layout, plan.degrees)
         followers = start_followers(
             *(plan.degrees, plan.backend, self._folder, config, plan.dtype),
-            pool_sizes(plan.layout, plan.num_blocks, 0, rank_parts(plan.layout, plan.degrees)),
+            pool_sizes(plan.layout, plan.num_blocks, 0, parts),
             plan.max_tokens + plan.max_seqs,
             nodes=plan.nodes,
             kv_service=plan.kv_service,
+            parts=parts,
             staging_bytes=part_bytes(found.widest, plan.degrees.tensor, 4),
             code=RANK_MODEL,
             num_state_slots=plan.max_seqs,

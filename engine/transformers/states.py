@@ -188,11 +188,12 @@ class _LayerStates:
 
     def _advance(self, hidden: torch.Tensor, sequence: SequenceStates) -> torch.Tensor:
         cache, is_new = LayerCache(), sequence.before is None
+        index = self._index - sequence.first_layer
         if sequence.before is not None:
-            cache = self._read(sequence.before[self._index], hidden.dtype)
+            cache = self._read(sequence.before[index], hidden.dtype)
         pieces = [hidden] if is_new or self._kind.goes_on else torch.split(hidden, 1, dim=1)
         outputs = [self._forward(piece, cache=cache) for piece in pieces]
-        self._write(cache, sequence.after[self._index])
+        self._write(cache, sequence.after[index])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _read(self, elements: torch.Tensor, dtype: torch.dtype) -> LayerCache:

@@ -54,7 +54,7 @@ class TransformersSteps:
         self._memory: StateMemory | None = pool.records.get(STATE)
         states = None
         if self._memory is not None:
-            states = StepStates(torch.from_numpy(self._memory.data), pool.layout)
+            states = StepStates(torch.from_numpy(self._memory.data), self._memory.layout)
         self._forward = RankForward(decoder, pool.tensor, pool.scales, states)
 
     def run(

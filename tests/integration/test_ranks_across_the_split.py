@@ -16,8 +16,9 @@ import pytest
 from baton.client import AsyncClient, SamplingParams
 from baton.config import ServeOptions
 from baton.supervisor import Cluster
+from tests.support.architectures import make_checkpoint
 from tests.support.fault_streams import until_quiet
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import make_tiny_model, write_byte_tokenizer
 from tests.support.transformers_greedy import greedy_outputs
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,17 @@ PROMPTS = [[(11 * i + 5 * j) % 250 for i in range(n)] for j, n in enumerate((3, 
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(
         tmp_path_factory.mktemp("model"), num_attention_heads=8, num_key_value_heads=4
+    )
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Granite 4 hybrid: layers with a state before, between and after two with KV."""
+    types = ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
+    path = tmp_path_factory.mktemp("hybrid")
+    write_byte_tokenizer(path)
+    return make_checkpoint(
+        *(path, "granitemoehybrid"), num_hidden_layers=6, layer_types=types, vocab_size=260
     )
 
 
@@ -93,6 +105,27 @@ async def test_each_rank_sends_its_own_kv(model: Path, options: dict[str, Any]) 
         more = await asyncio.gather(*(client.generate(p, greedy(9)) for p in turns))
     assert [list(each.token_ids) for each in done] == greedy_outputs(model, PROMPTS, 30)
     assert [list(each.token_ids) for each in more] == greedy_outputs(model, turns, 9)
+    assert all(each.timing.transfer_bytes for each in done)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill_tensor_parallel_size": 2},
+        {"prefill_pipeline_parallel_size": 2, "decode_tensor_parallel_size": 2},
+    ],
+)
+async def test_each_rank_sends_its_own_states(hybrid: Path, options: dict[str, Any]) -> None:
+    """Each rank of a tensor-parallel group has all states of its stage; they arrive once."""
+    own = {**options, "kv_per_rank": True, "distributed_backend": "gloo"}
+    async with cluster_of(hybrid, **own) as (_, client):
+        done = await asyncio.gather(*(client.generate(p, greedy(30)) for p in PROMPTS))
+        sampling = SamplingParams(temperature=0.0, max_tokens=9, n=2, ignore_eos=True)
+        forked = await client.generate(PROMPTS[1], sampling)
+    wanted = greedy_outputs(hybrid, PROMPTS, 30)
+    assert [list(each.token_ids) for each in done] == wanted
+    assert [list(each.token_ids) for each in forked.choices] == [wanted[1][:9]] * 2
     assert all(each.timing.transfer_bytes for each in done)
 
 

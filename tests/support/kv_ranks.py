@@ -41,14 +41,22 @@ LEASE_S, OFFER_S = 8.0, 4.0
 
 
 def parts_of(layout: KvLayout, tensor: int, stages: int) -> tuple[KvPart, ...]:
-    """What the ranks of a mesh hold, by rank."""
+    """What the ranks of a mesh hold, by rank. Stages share layers with a state as those with KV."""
+    states = stage_layers(layout.num_state_layers, stages)
     degrees, layers = Degrees(tensor, stages), stage_layers(layout.num_layers, stages)
     places = map(degrees.place, range(degrees.num_ranks))
     shares = [
-        (layers[at.stage], Shard(at.tensor_rank, tensor).kv_heads(layout.num_kv_heads))
+        (
+            layers[at.stage],
+            Shard(at.tensor_rank, tensor).kv_heads(layout.num_kv_heads),
+            states[at.stage] or range(0),
+        )
         for at in places
     ]
-    return tuple(KvPart(own.start, len(own), heads.start, len(heads)) for own, heads in shares)
+    return tuple(
+        KvPart(own.start, len(own), heads.start, len(heads), state.start, len(state))
+        for own, heads, state in shares
+    )
 
 
 def grouped_pool(layout: KvLayout, num_blocks: int) -> Any:

@@ -71,6 +71,7 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         self._slots = np.frombuffer(table.of_block, dtype=np.int64)
         self.in_blocks = make_pool(self.groups.layout_of(kept.number), num_blocks)
         self.in_slots = make_pool(self.groups.layout_of(apart.number), num_slots)
+        self.can_pack = self.in_blocks.can_pack
         self.pools: Mapping[int, P] = {kept.number: self.in_blocks, apart.number: self.in_slots}
 
     def slot_table(self, block_table: Sequence[int], start: int, end: int) -> array[int]:

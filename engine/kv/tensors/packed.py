@@ -124,6 +124,7 @@ class PackedPool(ABC):
 
     # See KvPool; subclasses override the fast paths that they have.
 
+    can_pack = True
     has_block_views = False
     checked_copy: CheckedCopy | None = None
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from engine.kv.groups.group import SlotTable
+from engine.kv.groups.state import STATE
 from engine.kv.interface import BlockMemory, CheckedCopy, KvPool
 from engine.kv.part import KvPart
 from engine.kv.range import ALL, KvRange
-from engine.kv.tensors.packed import ALL_HEADS, PackedPart, PackedPool
+from engine.kv.tensors.packed import (
+    ALL_HEADS,
+    NO_RECORDS,
+    PackedPart,
+    PackedPool,
+    RecordMemory,
+)
 
 
 class DividablePool(KvPool, Protocol):
     """A pool that copies some of its heads; see PackedPool."""
+
+    records: Mapping[int, RecordMemory]
 
     def check(self, block_ids: Sequence[int], piece: KvRange) -> None: ...
 
@@ -45,8 +55,6 @@ def pool_part(pool: KvPool, part: KvPart) -> KvPool:
         return pool
     if part.overlap(whole) != part:
         raise ValueError(f"{part} is not within {whole}")
-    if pool.layout.num_state_layers:
-        raise ValueError("layers with a state are not divided")
     if not isinstance(pool, PackedPool):
         raise ValueError(f"a {type(pool).__name__} is not divided")  # noqa: TRY004, a peer's part
     return PartKvPool(pool, part)
@@ -58,7 +66,10 @@ class PartKvPool(PackedPool):
 
     def __init__(self, base: DividablePool, part: KvPart) -> None:
         """part: within the base, see pool_part."""
-        super().__init__(part.layout(base.layout), base.num_blocks)
+        records: Mapping[int, RecordMemory] = NO_RECORDS
+        if part.num_states:
+            records = {STATE: _LayersOfRecords(base.records[STATE], part.first_state)}
+        super().__init__(part.layout(base.layout), base.num_blocks, records)
         self._base = base
         self._heads = slice(part.heads.start, part.heads.stop)
         self._has_all_heads = part.num_heads == base.layout.num_kv_heads
@@ -114,6 +125,31 @@ class PartKvPool(PackedPool):
 
     def _in_base(self, piece: KvRange) -> KvRange:
         return replace(piece, first_layer=piece.first_layer + self._first_layers[piece.group])
+
+
+@dataclass(frozen=True, slots=True)
+class _LayersOfRecords:
+    """Consecutive layers of a RecordMemory, see there."""
+
+    memory: RecordMemory
+    first_layer: int
+
+    @property
+    def slots(self) -> SlotTable:
+        return self.memory.slots
+
+    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
+        self.memory.pack(block_ids, self._in_base(piece), out)
+
+    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
+        self.memory.unpack(block_ids, self._in_base(piece), data)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Not supported: the base copies all layers. Raises ValueError."""
+        raise ValueError(f"a part of the records of {sources} is not copied to {targets}")
+
+    def _in_base(self, piece: KvRange) -> KvRange:
+        return replace(piece, first_layer=piece.first_layer + self.first_layer)
 
 
 class _LayersOf:

@@ -50,9 +50,12 @@ class PoolSize:
         """A rank's part of the pool's shared memory, uint8."""
         return memory.split(self.rank_bytes)[self.holders[rank]]  # type: ignore[no-any-return, no-untyped-call]
 
-    def own_pool(self, rank: int, device: torch.device) -> TorchKvPool:
-        """A rank's pool in memory of its own."""
-        return TorchKvPool(self.parts[rank].layout(self.layout), self.num_blocks, device)
+    def own_pool(
+        self, rank: int, device: torch.device, records: Mapping[int, RecordMemory] = NO_RECORDS
+    ) -> TorchKvPool:
+        """A rank's pool in memory of its own. records: see PackedPool."""
+        own = self.parts[rank].layout(self.layout)
+        return TorchKvPool(own, self.num_blocks, device, records=records)
 
     def pool_of(self, memory: torch.Tensor, rank: int) -> TorchKvPool:
         """A rank's pool in the shared memory."""

@@ -48,10 +48,10 @@ class StateMemory:
         num_slots: int,
         memory: NDArray[np.uint8] | None = None,
     ) -> None:
-        """layout: with state layers. num_blocks: of the pool next to it. memory: state_bytes of
-        `num_slots`; allocated if not given."""
+        """layout: with the state layers that lie here. num_blocks: of the pool next to it. memory:
+        state_bytes of `num_slots`; allocated if not given."""
         self.slots = SlotTable.empty(num_blocks, num_slots)
-        self._layout = layout
+        self.layout = layout
         shape = (num_slots, STATES_PER_SLOT, layout.num_state_layers, layout.state_layer_bytes)
         self.data = np.zeros(shape, np.uint8) if memory is None else memory.reshape(shape)
         self._num_tokens = np.full(shape[:2], -1, dtype=np.int64)
@@ -70,6 +70,15 @@ class StateMemory:
         at = self._place_of(slot, start)
         self._num_tokens[slot, 1 - at] = -1
         return StatePlace(slot, at), StatePlace(slot, 1 - at)
+
+    def follow_step(self, before: int, after: int, end: int) -> None:
+        """In the place of begin_step and end_step on a rank that gets rank 0's places: a step is
+        about to write the states after tokens [..., end). before, after: see SequenceStates of
+        StepStates; numbers of places, `before` negative at a sequence's beginning."""
+        slot, at = divmod(after, STATES_PER_SLOT)
+        if before < 0:
+            self._num_tokens[slot] = -1
+        self._num_tokens[slot, at] = end
 
     def end_step(self, block_table: Sequence[int], start: int, end: int) -> None:
         """Mark the states after tokens [start, end) as written."""
@@ -93,10 +102,19 @@ class StateMemory:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool.copy_blocks."""
         slot_of = self.slots.of_block
+        pairs = [
+            (slot_of[source], slot_of[target])
+            for source, target in zip(sources, targets, strict=True)
+            if slot_of[source] >= 0 and slot_of[target] >= 0
+        ]
+        if pairs:
+            self.copy_slots(*zip(*pairs, strict=True))
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots, sources[i] to targets[i], in order."""
         for source, target in zip(sources, targets, strict=True):
-            if slot_of[source] >= 0 and slot_of[target] >= 0:
-                self.data[slot_of[target]] = self.data[slot_of[source]]
-                self._num_tokens[slot_of[target]] = self._num_tokens[slot_of[source]]
+            self.data[target] = self.data[source]
+            self._num_tokens[target] = self._num_tokens[source]
 
     def _slot_of(self, block_ids: Sequence[int]) -> int:
         slot = self.slots.of_block[block_ids[0]] if len(block_ids) else -1
@@ -112,7 +130,7 @@ class StateMemory:
         raise ValueError(f"the states after {num_tokens} tokens are not here")
 
     def _layers(self, piece: KvRange, data: memoryview) -> slice:
-        layout = self._layout
+        layout = self.layout
         if (
             piece.num_tokens != 1
             or min(piece.first_token, piece.first_layer) < 0

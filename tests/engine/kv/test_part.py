@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.types import KvLayout
-from engine.kv.part import KvPart, covers
+from engine.kv.part import KvPart, are_of_ranks, covers
 
 LAYOUT = KvLayout("", 6, 4, 8, "float32", 16, window=8, windowed_layers=(1, 3, 4))
 WHOLE = KvPart.whole(LAYOUT)
@@ -41,6 +41,16 @@ def test_a_missing_or_double_part_does_not_cover(parts: list[KvPart], data: st.D
     one = data.draw(st.sampled_from(parts))
     assert not covers([part for part in parts if part != one], WHOLE)
     assert not covers([*parts, one], WHOLE)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=4, max_size=4))
+def test_covering_is_to_contain_each_state_once(states: list[tuple[int, int]]) -> None:
+    """Each part has a head, and some layers with a state."""
+    whole = KvPart(0, 1, 0, 4, 0, 3)
+    parts = [KvPart(0, 1, head, 1, *own) for head, own in enumerate(states)]
+    found = Counter(layer for part in parts for layer in part.states)
+    is_within = all(part.overlap(whole) == part for part in parts)
+    assert covers(parts, whole) is (is_within and found == Counter(whole.states))
 
 
 RECTANGLES = st.builds(
@@ -84,3 +94,17 @@ def test_a_part_has_its_windowed_layers_counted_from_its_first() -> None:
 
 def test_within_counts_from_the_outer_part() -> None:
     assert KvPart(4, 2, 3, 1).within(KvPart(3, 3, 2, 2)) == KvPart(1, 2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([(0, 1, 0, 2, 0, 2), (0, 1, 2, 2, 0, 2), (1, 1, 0, 4, 2, 1)], True),
+        ([(0, 1, 0, 2, 0, 2), (0, 1, 2, 2, 0, 1), (1, 1, 0, 4, 2, 1)], False),
+        ([(0, 1, 0, 4, 0, 2), (1, 1, 0, 4, 1, 2)], False),
+        ([(0, 1, 0, 4, 0, 2), (1, 1, 0, 4, 0, 0)], False),
+        ([(0, 1, 0, 2, 0, 2), (1, 1, 0, 4, 2, 1)], False),
+    ],
+)
+def test_each_rank_of_a_stage_has_its_states(parts: list[tuple[int, ...]], expected: bool) -> None:
+    assert are_of_ranks((KvPart(*part) for part in parts), KvPart(0, 2, 0, 4, 0, 3)) is expected

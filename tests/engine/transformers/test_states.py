@@ -248,8 +248,6 @@ def test_devices_and_ranks_that_such_layers_cannot_use_are_refused(case_of: Case
     source.check_ranks(Degrees(2), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"context_parallel_size=2: .*; leave it out"):
         source.check_ranks(Degrees(context=2), torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"kv_per_rank=True: .*leave it out"):
-        load(case_of(FEW[0]).path, tensor_parallel_size=2, kv_service="any")
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.types import KvLayout
 from engine.kv.groups.group import SlotTable
+from engine.kv.groups.state import STATE
 from engine.kv.groups.window import WINDOWED
 from engine.kv.interface import KvPool
 from engine.kv.part import KvPart
@@ -154,10 +155,21 @@ def test_what_a_pool_does_not_hold_is_refused(part: KvPart) -> None:
         pool_part(ArrayKvPool(layout_of(), 2), part)
 
 
-def test_states_are_not_divided() -> None:
-    pool = ArrayKvPool(layout_of(num_state_layers=1, state_layer_bytes=8), 2, 1)
-    with pytest.raises(ValueError, match="state"):
-        pool_part(pool, KvPart(0, 1, 0, 1))
+def test_a_part_has_some_of_the_layers_with_a_state() -> None:
+    pool = ArrayKvPool(layout_of(num_state_layers=3, state_layer_bytes=8), 2, 1)
+    pool.slot_tables[STATE].of_block[1] = 0
+    pool.unpack([1], KvRange(4, 1, 0, 3, STATE), memoryview(bytes(range(24))))
+    part, without = (pool_part(pool, KvPart(0, 1, 0, 1, *own)) for own in ((1, 2), (0, 0)))
+    assert without.layout.num_state_layers == 0
+    assert STATE not in without.slot_tables
+    out = bytearray(16)
+    part.pack([1], KvRange(4, 1, 0, 2, STATE), memoryview(out))
+    assert out == bytes(range(8, 24))
+    part.unpack([1], KvRange(4, 1, 1, 1, STATE), memoryview(b"x" * 8))
+    pool.pack([1], KvRange(4, 1, 1, 2, STATE), memoryview(out))
+    assert out == bytes(range(8, 16)) + b"x" * 8
+    with pytest.raises(ValueError, match="is no state of 3 layers"):
+        part.pack([1], KvRange(4, 1, 1, 2, STATE), memoryview(out))
 
 
 def test_ranges_are_those_of_the_part() -> None:
