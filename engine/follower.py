@@ -89,8 +89,10 @@ def follow(control: socket.socket, link: Link) -> None:
         load: LoadRank = import_module(spec.code).load_rank
         pools, states = _memory(spec)
         model = load(spec, pools, states)
-        is_host = spec.torch_device.type == "cpu"
-        marks = HostMarks() if is_host else StepMarks(pools[0].mark)
+        # Ranks of a context do not meet in a step that each runs as a whole.
+        is_apart = spec.has_own_kv and spec.degrees.context > 1
+        is_met = spec.torch_device.type == "cpu" and not is_apart
+        marks = HostMarks() if is_met else StepMarks(pools[0].mark)
         if spec.kv_service:
             make_pool = partial(_kv_pool, spec, pools)
             import_module(spec.kv_service).serve(link, make_pool, spec.host, marks)

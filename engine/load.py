@@ -216,6 +216,8 @@ def _plan_memory(
     source, plan = settled.source, settled.plan
     where, sizes, head = plan.device, plan.layout, config.draft_head
     limits = config.limits
+    # Ranks of a context that exchange the rows of one pool each, see ContextKv.
+    is_apart = bool(plan.kv_service) and plan.degrees.context > 1
     max_num_seqs, max_num_batched_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     memory = plan_blocks(
         sizes,
@@ -243,8 +245,9 @@ def _plan_memory(
         max_window_slots=max_window_slots(
             source, sizes, where, max_num_seqs, max_num_batched_tokens
         )
-        if limits.frees_windows and plan.graphs is None
+        if limits.frees_windows and plan.graphs is None and not is_apart
         else 0,
+        num_sharing=1 if is_apart else plan.degrees.context,
     )
     asked = config.model.max_model_len
     if asked is not None and memory.longest_context < asked:

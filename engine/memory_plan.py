@@ -62,6 +62,8 @@ class MemoryPlan:
     slot_bytes: int = 0
     state_bytes: int = 0
     """States of max_num_seqs sequences."""
+    num_sharing: int = 1
+    """Ranks that have their KV blocks together."""
     is_kv_default: bool = False
     """The default of a CPU set the size of the KV cache, not an option."""
 
@@ -105,8 +107,7 @@ class MemoryPlan:
             if self.num_window_slots
             else ""
         )
-        num_sharing = self.degrees.context
-        sharing = f", shared by {num_sharing} ranks" if num_sharing > 1 else ""
+        sharing = f", shared by {self.num_sharing} ranks" if self.num_sharing > 1 else ""
         states = f"{format_bytes(self.state_bytes)}, of {self.max_num_seqs} sequences"
         graphs = (("CUDA graphs", f"about {format_bytes(self.graph_bytes)}"),)
         return (
@@ -278,6 +279,7 @@ def plan_blocks(
     max_window_slots: int = 0,
     states: int = 0,
     default_kv_bytes: int | None = None,
+    num_sharing: int = 1,
 ) -> MemoryPlan:
     """Plan the number of KV blocks: `num_blocks`, else what fits in `kv_cache_memory_bytes`, else
     enough for max_num_seqs sequences of max_model_len tokens within the rest of `available_bytes`.
@@ -290,7 +292,7 @@ def plan_blocks(
 
     layout: of the whole model. weights, activations, graphs, states, transfers: bytes of one rank.
     head: has KV for each block, within the same budget. Other byte counts are totals of all ranks,
-    which share them equally; the ranks of a context have their KV blocks together.
+    which share them equally; num_sharing of them have their KV blocks together.
 
     Raises ConfigError if not even one block fits, or the weights do not.
     """
@@ -323,13 +325,13 @@ def plan_blocks(
     if num_blocks is None:
         others = weights + activations + graphs + states + transfers + head.weight_bytes
         if kv_cache_memory_bytes is None:
-            budget = max(0, available_bytes - others) * degrees.context
+            budget = max(0, available_bytes - others) * num_sharing
             most = max_num_seqs * -(-max_model_len // block_size)
             if is_default := default_kv_bytes is not None:
                 most = min(most, -(-default_kv_tokens(max_model_len) // block_size))
-                budget = min(budget, default_kv_bytes * degrees.context // degrees.num_ranks)
+                budget = min(budget, default_kv_bytes * num_sharing // degrees.num_ranks)
         else:
-            budget = kv_cache_memory_bytes * degrees.context // degrees.num_ranks
+            budget = kv_cache_memory_bytes * num_sharing // degrees.num_ranks
             most = budget // (full_bytes or whole_bytes)
         num_blocks = min(most, budget // whole_bytes)
         left = budget - max_window_slots * slot_bytes
@@ -361,6 +363,7 @@ def plan_blocks(
         num_window_slots=max_window_slots if is_apart else 0,
         slot_bytes=slot_bytes if is_apart else 0,
         state_bytes=states,
+        num_sharing=num_sharing,
         is_kv_default=is_default,
     )
 

@@ -90,7 +90,8 @@ class _Steps:
             stages=stages,
             experts=expert_ranks(degrees, groups.context),
         )
-        self._divided = divided_by(degrees, groups.context, self.decoder)
+        own_pool = model.pools[0] if model.spec.has_own_kv else None
+        self._divided = divided_by(degrees, groups.context, self.decoder, own_pool)
         self._replayed = model.record(self.decoder)
 
     def run(self, command: StepCommand, layer_done: LayerDone | None) -> torch.Tensor:

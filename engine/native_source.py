@@ -192,7 +192,7 @@ class _LoadedNative:
         decoder = make_decoder(
             *(own, self._parameters, pool.tensor.dtype, ranks, attention, stages, experts)
         )
-        divided = divided_by(degrees, context, decoder)
+        divided = divided_by(degrees, context, decoder, None if pool.can_pack else pool)
         self._decoder = decoder
         parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters, attention.plan)
         device, graphs, recording = self._plan.device, self._plan.graphs, _recording(self._plan)

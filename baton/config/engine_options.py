@@ -143,14 +143,8 @@ class EngineOptions(ModelOptions):
                 "--enable-expert-parallel or --data-parallel-size alone; give one of them, too, or "
                 "leave it out"
             )
-        num_sharing = getattr(self, "context_parallel_size", 1)
         if self.data_parallel_size > 1:
             self._check_data_parallel()
-        if self.kv_per_rank and num_sharing > 1:
-            raise ValueError(
-                f"--kv-per-rank=True: {num_sharing} ranks of --context-parallel-size have one KV "
-                "memory, which rank 0 sends; leave one of them out"
-            )
         for kind in ("tensor", "pipeline", "context", "data"):
             # Decode workers have no option for contexts.
             size = getattr(self, name := f"{kind}_parallel_size", 1)

@@ -58,9 +58,9 @@ class Nodes:
         return range(node * length, (node + 1) * length)
 
     def check(self, degrees: Degrees) -> None:
-        """Raise ConfigError unless the nodes can share the ranks evenly. The ranks of a context
-        have one memory for KV."""
-        if self.size > 1 and degrees.context > 1:
+        """Raise ConfigError unless the nodes can share the ranks evenly. Ranks with sequences of
+        their own have one memory for KV."""
+        if self.size > 1 and degrees.by_sequence:
             raise ConfigError.of(
                 degrees.context_option,
                 degrees.context,

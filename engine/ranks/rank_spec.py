@@ -85,6 +85,13 @@ class RankSpec:
     parts: tuple[KvPart, ...] = ()
 
     @property
+    def needs_own_kv(self) -> bool:
+        """Whether ranks that send their own KV cannot share memory, on one host either: a pool of
+        all has all states as one, and the KV of a context once."""
+        is_context = self.degrees.context > 1 and not self.degrees.by_sequence
+        return bool(self.kv_service) and (is_context or any(part.num_states for part in self.parts))
+
+    @property
     def has_own_kv(self) -> bool:
         """Whether each rank has its KV, and its layers' states, in memory of its own."""
         return self.kv_fd < 0

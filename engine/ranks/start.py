@@ -43,7 +43,7 @@ def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> 
             True,
             f"a {config.family} model of this config has no experts; leave it out",
         )
-    if degrees.context > 1 and device.type != "cpu":
+    if degrees.by_sequence and device.type != "cpu":
         raise ConfigError.of(
             degrees.context_option,
             degrees.context,

@@ -151,9 +151,7 @@ class RankTeam:
         degrees = spec.degrees
         self._is_on_one_node = nodes.size == 1
         is_cpu = spec.torch_device.type == "cpu"
-        # The pool of all ranks has their states as one, which rank 0 would send.
-        has_own_states = any(part.num_states for part in spec.parts) and bool(spec.kv_service)
-        self._shares_kv = self._is_on_one_node and is_cpu and not has_own_states
+        self._shares_kv = self._is_on_one_node and is_cpu and not spec.needs_own_kv
         self.shard = spec.shard
         self.stages: Stages = OneStage()
         remote: dict[int, RemoteRank] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +14,9 @@ from engine.torch.step import WindowedStep
 #: Called with each layer's index, in order, once the KV of that layer is in the pool, or its write
 #: is queued on the pool's stream.
 LayerDone = Callable[[int], None]
+#: Called with the shares of a step's ranks: a function to call after each layer's KV, in which they
+#: meet, so that each has the KV of all.
+MeetingOf = Callable[[Sequence[TokenShare]], LayerDone]
 #: Runs a batch on this rank; returns the states [rows, hidden] of its sample rows.
 Forward = Callable[[Batch, WindowedStep, LayerDone | None], torch.Tensor]
 #: Runs a step on all ranks of a context, which call it at once; returns as `forward_divided` does.
@@ -29,6 +32,7 @@ def undivided(
 
 def forward_divided(
     context: Ranks,
+    exchange_of: MeetingOf | None,
     batch: Batch,
     windowed: WindowedStep,
     forward: Forward,
@@ -37,17 +41,19 @@ def forward_divided(
     """Run this rank's share of a batch; returns the states of all sample rows of the batch, in its
     order.
 
-    context: ranks with the same weights and one KV pool; all call this with the same batch. Each
-    writes the KV of its own tokens; they meet after every layer's, so that each attends to the keys
-    and values of all. A batch that `divide` leaves whole is run by the first rank; the others do
-    nothing, and have no states.
+    context: ranks with the same weights; all call this with the same batch. exchange_of: for ranks
+    with a KV pool each; None if they have one pool. Each writes the KV of its own tokens; they meet
+    after every layer's, so that each attends to the keys and values of all. A batch that `divide`
+    leaves whole is run by each rank with a pool of its own; else by the first rank, and the others
+    do nothing, and have no states.
     """
     shares = divide(batch, context.shard.size)
-    if not shares and context.shard.rank > 0:
+    if shares:
+        meeting = exchange_of and exchange_of(shares)
+        return forward_shares(context, shares, windowed, forward, layer_done, meeting)
+    if exchange_of is None and context.shard.rank > 0:
         return torch.empty(0)
-    if not shares:
-        return forward(batch, windowed, layer_done)
-    return forward_shares(context, shares, windowed, forward, layer_done)
+    return forward(batch, windowed, layer_done)
 
 
 def forward_shares(
@@ -56,13 +62,17 @@ def forward_shares(
     windowed: WindowedStep,
     forward: Forward,
     layer_done: LayerDone | None,
+    meeting: LayerDone | None = None,
 ) -> torch.Tensor:
     """Run this rank's share of a batch with the others, which meet after each layer's KV; returns
-    the states of all sample rows."""
+    the states of all sample rows. meeting: see MeetingOf; by default they have one pool."""
     own = shares[context.shard.rank]
 
     def written(layer: int) -> None:
-        context.meet()
+        if meeting is None:
+            context.meet()
+        else:
+            meeting(layer)
         if layer_done is not None:
             layer_done(layer)
 

@@ -4,6 +4,7 @@ the experts of each layer."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,7 @@ from engine.interface import Batch
 from engine.ranks.exchange import Ranks
 from engine.ranks.mesh import Degrees
 from engine.ranks.sequence_shares import divide_sequences
+from engine.torch.context_kv import ContextKv
 from engine.torch.decoder import Decoder
 from engine.torch.divided import (
     DividedForward,
@@ -20,6 +22,13 @@ from engine.torch.divided import (
     forward_shares,
 )
 from engine.torch.step import WindowedStep
+
+
+class OwnPool(Protocol):
+    """See TorchKvPool."""
+
+    tensor: torch.Tensor
+    scales: torch.Tensor | None
 
 
 def forward_own_sequences(
@@ -46,11 +55,16 @@ def forward_own_sequences(
     return forward_shares(context, shares, windowed, run, layer_done)
 
 
-def divided_by(degrees: Degrees, context: Ranks, decoder: Decoder) -> DividedForward:
-    """How the ranks of a context share steps."""
+def divided_by(
+    degrees: Degrees, context: Ranks, decoder: Decoder, own_pool: OwnPool | None
+) -> DividedForward:
+    """How the ranks of a context share steps. own_pool: this rank's; None if they have one."""
     if degrees.by_sequence:
         return partial(forward_own_sequences, context, decoder)
-    return partial(forward_divided, context)
+    if own_pool is None:
+        return partial(forward_divided, context, None)
+    kv = ContextKv(context, own_pool.tensor, own_pool.scales)
+    return partial(forward_divided, context, kv.exchange_of)
 
 
 def expert_ranks(degrees: Degrees, context: Ranks) -> Ranks | None:

@@ -175,8 +175,6 @@ def test_options_without_meaning_are_refused() -> None:
         load_options(ServeOptions, flags | {"prefill_gpu_memory_utilization": 0.1})
     with pytest.raises(ConfigError, match="leave out --context-parallel-size"):
         load_options(ServeOptions, flags | {"context_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"--kv-per-rank=True: 2 ranks of --context-parallel"):
-        load_options(ServeOptions, {"model": "m", "kv_per_rank": True, "context_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"--context-parallel-size=2: --engine=oracle has no"):
         load_options(ServeOptions, {"model": "m", "engine": "oracle", "context_parallel_size": 2})
     own = {"model": "m", "data_parallel_size": 2}

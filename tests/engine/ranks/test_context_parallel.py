@@ -13,7 +13,9 @@ import torch
 from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.interface import KvPool
 from engine.kv.range import KvRange
+from engine.kv.tensors.part import pool_part
 from engine.torch.engine import TorchEngine
 from tests.engine.ranks.conftest import LoadRanks
 from tests.engine.ranks.test_ranks_same_as_one import SAMPLED, kv_of
@@ -93,6 +95,71 @@ def test_any_pool_and_backend_will_do(
     one, two = (load_ranks(path, 1, context_parallel_size=size, **options) for size in (1, 2))
     batch = batch_of(options.get("block_size", 8))
     same(two, one, two.logits(batch), one.logits(batch))
+
+
+#: Of each rank other than 0: makes its pool, for the layout of the whole model.
+POOLS: list[Any] = []
+
+
+def serve(_link: Any, make_pool: Any, _host: str, _marks: Any) -> None:
+    """The service of a rank's KV here."""
+    POOLS.append(make_pool)
+
+
+@pytest.mark.parametrize(
+    ("family", "context", "tensor", "options"),
+    [
+        ("gemma2", 2, 1, {"distributed_backend": "gloo"}),
+        ("qwen3", 3, 1, {"kv_cache_dtype": "int8", "block_size": 16}),
+        ("deepseek_v2", 2, 2, {"distributed_backend": "gloo", "dtype": "bfloat16"}),
+        ("llama", 2, 2, {"kv_cache_dtype": "fp8"}),
+    ],
+)
+def test_ranks_with_a_pool_each_have_the_kv_of_all(
+    family: Family,
+    context: int,
+    tensor: int,
+    options: dict[str, Any],
+    tmp_path: Path,
+    load_ranks: LoadRanks,
+) -> None:
+    """As on several hosts; after a long step, which they divide, and a short one, which each runs
+    as a whole."""
+    POOLS.clear()
+    settings = {"gemma2": {"sliding_window": 6}}.get(family, {})
+    path, size = make_tiny_model(tmp_path, family, **settings), options.get("block_size", 8)
+    one = load_ranks(path, tensor, **options, frees_windows=False)
+    more = {"context_parallel_size": context, "kv_service": __name__}
+    several = load_ranks(path, tensor, **options, **more)
+    row = SampleRow(0, SAMPLED, (), 2)
+    short = Batch((SequenceSlice((7, 8), 0, range(50, 51), (row,), 2),))
+    # The last one, because ranks come to the end of a short one after rank 0.
+    for batch in (batch_of(size), short, batch_of(size)):
+        wanted, logits = one.logits(batch), several.logits(batch)
+        if library() is not None:
+            assert torch.equal(logits, wanted)
+        else:
+            assert (logits - wanted).norm() / wanted.norm() < 0.02
+    ranks = several.kv_ranks
+    assert ranks is not None
+    POOLS.sort(key=lambda make_pool: make_pool.args[0].rank)
+    pools = [ranks.pool, *(make_pool(one.spec.layout) for make_pool in POOLS)]
+    assert len(pools) == context * tensor
+    if library() is not None:
+        for part, pool in zip(ranks.parts, pools, strict=True):
+            assert contents(pool, size) == contents(pool_part(one.kv, part), size)
+
+
+def contents(pool: KvPool, block_size: int) -> bytes:
+    """The KV of all prompts and of the short one."""
+    found = []
+    tables = [(part.block_table, len(part.token_ids)) for part in batch_of(block_size).slices]
+    for table, num_tokens in (*tables, (range(50, 51), 2)):
+        piece = KvRange(0, num_tokens, 0, pool.layout.num_layers)
+        out = bytearray(piece.num_bytes(pool.layout.token_layer_bytes))
+        pool.pack(table, piece, memoryview(out))
+        found.append(bytes(out))
+    return b"".join(found)
 
 
 @pytest.mark.slow

@@ -301,5 +301,5 @@ def test_nodes_share_ranks_evenly() -> None:
     Nodes(2).check(DEGREES)
     with pytest.raises(ConfigError, match="nnodes=3: 4 ranks cannot be shared evenly"):
         Nodes(3).check(DEGREES)
-    with pytest.raises(ConfigError, match="context_parallel_size=2: its ranks need one host"):
-        Nodes(2).check(Degrees(context=2))
+    with pytest.raises(ConfigError, match="data_parallel_size=2: its ranks need one host"):
+        Nodes(2).check(Degrees(context=2, by_sequence=True))

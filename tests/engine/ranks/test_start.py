@@ -21,7 +21,6 @@ from tests.support.rank_specs import BOX, rank_spec
         (Degrees(pipeline=2, context=3), "cpu", "context_parallel_size=3: stages .* leave one"),
         (Degrees(2, whole_experts=True), "cpu", "enable_expert_parallel=True: .* has no experts"),
         (Degrees(3), "cpu", "tensor_parallel_size=3: num_heads=8 is no multiple"),
-        (Degrees(context=2), "cuda", "context_parallel_size=2: .* GPUs do not share"),
     ],
 )
 def test_each_degree_is_refused_by_its_option(degrees: Degrees, device: str, told: str) -> None:

@@ -22,13 +22,14 @@ from baton.types import Sampling
 from baton_kernels import linear
 from bench.gpu.interpreter import kernels_on_cpu
 from engine import native_rank
+from engine.interface import Batch
 from engine.ranks import process_groups, start
 from engine.ranks.process_groups import NcclRanks
 from engine.ranks.team import RankTeam
 from engine.torch import native_decoder
 from engine.torch.engine import TorchEngine
 from tests.kernels.interpreted.test_step_graphs import CountedGraphs, LinearByRow
-from tests.support.drive_engine import generate, token_ids
+from tests.support.drive_engine import generate, token_ids, whole_prompt
 from tests.support.engines import load_engine
 from tests.support.rank_threads import start_thread
 from tests.support.tiny_models import Family, make_tiny_model
@@ -103,3 +104,31 @@ def test_all_ranks_replay_what_each_has_recorded(
     assert len(first.graphs) == len(others.graphs)
     assert bool(first.graphs) == is_recorded
     assert not losses
+
+
+def test_ranks_of_a_context_exchange_the_kv_of_each_layer(
+    losses: list[str], tmp_path: Path
+) -> None:
+    path = make_tiny_model(tmp_path, "llama")
+    prompt = tuple(7 * i % 250 for i in range(70))
+    batch = Batch((whole_prompt(prompt, Sampling(), range(5)),))
+    one, two = (
+        load_engine(
+            str(path),
+            num_blocks=16,
+            max_model_len=128,
+            num_threads=1,
+            distributed_backend="gloo",
+            context_parallel_size=size,
+            kv_service=__name__,
+        )
+        for size in (1, 2)
+    )
+    wanted, got = one.logits(batch), two.logits(batch)
+    two.close()
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert not losses
+
+
+def serve(_link: Any, _make_pool: Any, _host: str, _marks: Any) -> None:
+    """The service of a rank's KV here: none."""
