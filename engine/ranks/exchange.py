@@ -122,7 +122,7 @@ class Alone:
 
 class Groups(NamedTuple):
     """The groups that a rank belongs to. tensor: ranks that share each layer. context: ranks that
-    share a step's tokens and have one KV pool."""
+    share a step's tokens."""
 
     tensor: Ranks
     context: Ranks
