@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ from baton.config.plan_options import PlanOptions
 from bench.machine import ROOT, document_of, now, publish
 from bench.peers.models import NAMES, checkpoint
 from bench.peers.ours import BatonContender
-from bench.peers.processes import ask_all, command_of
 from bench.peers.task import Answer, Task
 from bench.suite.markdown import about, number, replaced, table
-from engine.plan.devices import Device
-from engine.plan.host import CpuProbe, share_of
+from engine.plan.devices import Device, HostCosts
+from engine.plan.host import CpuProbe, Heads, share_of
+from engine.plan.host_costs import host_costs, host_probe
 from engine.plan.model import ModelSizes
 from engine.plan.roofline import prompt_s, step_s
 from engine.plan.source import read_model
@@ -48,6 +48,8 @@ _TASKS = {
     "125m": (Task(8, 128, _TOKENS), Task(1, 512, _TOKENS)),
 }
 _CHUNK = 8192
+#: Seconds.
+Clock = Callable[[], float]
 PAGE = ROOT / "docs" / "planning.md"
 #: The deviation that a plan should keep.
 BOUND = 0.15
@@ -77,25 +79,33 @@ def best_of(devices: Sequence[Device]) -> Device:
     def rate(name: str) -> float:
         return max(float(getattr(device, name)) for device in devices)
 
+    kinds = zip(*(device.attention_flops_per_s or () for device in devices), strict=True)
+    attention = tuple(max(rates) for rates in kinds) or None
     peaks = [device.flops_per_s for device in devices]
     return replace(
         devices[0],
         read_bytes_per_s=rate("read_bytes_per_s"),
         link_bytes_per_s=rate("link_bytes_per_s"),
         few_rows_share=rate("few_rows_share"),
+        attention_flops_per_s=attention,
         flops_per_s={dtype: max(peak[dtype] for peak in peaks) for dtype in peaks[0]},
     )
+
+
+def least_of(costs: Sequence[HostCosts]) -> HostCosts:
+    """The least costs of several measurements."""
+    return HostCosts(*(min(each) for each in zip(*map(astuple, costs), strict=True)))
 
 
 def rows_of(
     name: str,
     sizes: ModelSizes,
-    devices: Callable[[int], Device],
+    devices: Mapping[int, Device],
     answers: Mapping[int, Mapping[Task, Sequence[Answer]]],
 ) -> Iterator[Row]:
     """Rows of one model. devices: what each rank has, by number of ranks, as are the answers."""
     for num_ranks, by_task in answers.items():
-        degrees, own = Degrees(num_ranks), devices(num_ranks)
+        degrees, own = Degrees(num_ranks), devices[num_ranks]
         for task, found in by_task.items():
             # A sequence grows while it is timed: on average by half of its new tokens.
             context = task.context + task.num_tokens // 2
@@ -123,42 +133,39 @@ def sizes_of(folder: Path) -> tuple[ModelSizes, int]:
     return sizes, round(sum(sizes.storage.read_bytes(layer.total) for layer in sizes.layers))
 
 
-def measure_cpu_time(name: str, ranks: Sequence[int], num_rounds: int) -> list[Row]:
-    """Run one model by each number of ranks, rank 0 here, with one thread each, in CPU time."""
+def measure(
+    name: str, ranks: Sequence[int], num_rounds: int, num_threads: int, clock: Clock
+) -> list[Row]:
+    """Run one model by each number of ranks, by turns with the probes. num_threads: of a rank."""
     folder = checkpoint(name, "bfloat16")
     sizes, weight_bytes = sizes_of(folder)
-    dtype, clock = sizes.storage.dtype, time.process_time
-    torch.set_num_threads(1)
-    probe, devices = CpuProbe(weight_bytes, dtype, clock), list[Device]()
-    answers: dict[int, dict[Task, list[Answer]]] = {}
-    for num_ranks in ranks:
-        engine = BatonContender(str(folder), dtype, num_ranks, clock)
-        answers[num_ranks] = {task: [] for task in _TASKS[name]}
-        for task, found in answers[num_ranks].items():
-            engine.run(task)
-            for _ in range(num_rounds):
-                devices.append(probe.measure())
-                found.append(engine.run(task))
-    device = best_of(devices)
-    return list(rows_of(name, sizes, lambda _: device, answers))
-
-
-def measure(name: str, ranks: Sequence[int], num_rounds: int, num_threads: int) -> list[Row]:
-    """Run one model by each number of ranks, by turns."""
-    sizes, weight_bytes = sizes_of(checkpoint(name, "bfloat16"))
-    dtype = sizes.storage.dtype
-    commands = {str(n): [*command_of("baton", name, dtype, num_threads), str(n)] for n in ranks}
-    probe, devices = CpuProbe(weight_bytes, dtype), list[Device]()
-    asked = ask_all(
-        commands,
-        _TASKS[name],
-        num_rounds,
-        lambda: devices.append(probe.measure()),
-    )
-    for failed, reason in asked.failures.items():
-        raise SystemExit(f"{name} by {failed} ranks: {reason}")
-    answers = {int(n): by_task for n, by_task in asked.answers.items()}
-    return list(rows_of(name, sizes, partial(share_of, best_of(devices)), answers))
+    dtype, longest = sizes.storage.dtype, _TASKS[name][0]
+    is_shared = clock is time.perf_counter
+    devices: dict[int, list[Device]] = {num_ranks: [] for num_ranks in ranks}
+    hosts: dict[int, list[HostCosts]] = {num_ranks: [] for num_ranks in {1, *ranks}}
+    answers: dict[int, dict[Task, list[Answer]]] = {n: {t: [] for t in _TASKS[name]} for n in ranks}
+    probe = CpuProbe(weight_bytes, dtype, Heads.of(sizes), clock)
+    with ExitStack() as stack:
+        probes = {n: stack.enter_context(host_probe(n, dtype, clock)) for n in hosts}
+        engines: dict[int, BatonContender] = {}
+        for num_ranks in ranks:
+            torch.set_num_threads(num_threads * num_ranks)
+            engines[num_ranks] = BatonContender(str(folder), dtype, num_ranks, clock)
+            stack.callback(engines[num_ranks].close)
+            engines[num_ranks].run(longest)
+        for task, _ in product(_TASKS[name], range(num_rounds)):
+            for num_ranks in ranks:
+                # In CPU time, what ranks have each for itself is what one has alone.
+                torch.set_num_threads(num_threads * num_ranks if is_shared else num_threads)
+                found = probe.measure()
+                devices[num_ranks].append(share_of(found, num_ranks) if is_shared else found)
+                torch.set_num_threads(num_threads)
+                for size in {1, num_ranks}:
+                    hosts[size].append(probes[size].measure())
+                answers[num_ranks][task].append(engines[num_ranks].run(task))
+    costs = host_costs({n: least_of(found) for n, found in hosts.items()})
+    best = {n: replace(best_of(found), hosts=costs) for n, found in devices.items()}
+    return list(rows_of(name, sizes, best, answers))
 
 
 def accuracy_table(document: Mapping[str, Any]) -> str:
@@ -184,21 +191,17 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=names, default=["box", "125m"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     started = now()
-    torch.set_num_threads(given.threads)
+    clock = time.process_time if given.cpu_time else time.perf_counter
     rows = [
         row
         for model in given.model
-        for row in (
-            measure_cpu_time(model, given.ranks, given.rounds)
-            if given.cpu_time
-            else measure(model, given.ranks, given.rounds, given.threads)
-        )
+        for row in measure(model, given.ranks, given.rounds, given.threads, clock)
     ]
     data = {"num_threads": given.threads, "rows": [dataclasses.asdict(row) for row in rows]}
     document = document_of("bench.plan_accuracy", started, data)

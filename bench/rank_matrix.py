@@ -2,14 +2,15 @@
 on models of each kind of layers.
 
     python -m bench.rank_matrix [--model NAME ...] [--requests 16] [--max-ranks 8] [--minutes M]
-        [--json FILE [--resume]] [--write]
+        [--json FILE [--resume]] [--write | --add]
 
 Models are small and random; each is checked as by `baton check`, against one process, with pairs of
 degrees: tensor parallel 1, 2 and 4 by 1 and 2 stages. In six pairs each of the six degrees is once
 on either tier; which ones meet differs by model, so that five models have 30 of the 36 pairs.
 Ranks exchange results through shared memory or over gloo, by turns; KV leaves from rank 0 or, with
 --kv-per-rank, from each rank. --resume: pairs that FILE has are not checked again; it is written
-after each. --write: renews the table of docs/parallelism.md.
+after each. --write: renews the table of docs/parallelism.md; --add: checks the pairs that it lacks
+and adds them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from baton.check.run import Shape, Verdict, check_shape, reference
 from baton.supervisor.child import ChildFailed
 from bench.machine import BUNDLED_MODEL, ROOT, document_of, now, publish, write_json
-from bench.suite.markdown import about, replaced, table
+from bench.suite.markdown import about, part_of, replaced, table
 from engine.ranks.mesh import Degrees
 
 PAGE = ROOT / "docs" / "parallelism.md"
@@ -178,26 +181,76 @@ async def check_model(
     return num_failed
 
 
-def matrix_table(document: Mapping[str, Any]) -> str:
-    """Markdown: a line for each model, with the pairs that were equal and those that were not."""
-    rows: dict[str, list[Mapping[str, Any]]] = {}
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A model's line of the table: pairs, and numbers of requests."""
+
+    equal: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
+    num_handed_over: int = 0
+    num_requests: int = 0
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Line:
+        """The line of one pair, see row_of."""
+        pair, none = (row["pair"],), ()
+        equal, different = (pair, none) if row["is_equal"] else (none, pair)
+        return cls(equal, different, row["num_handed_over"], row["num_requests"])
+
+    def __add__(self, other: Line) -> Line:
+        return Line(
+            *(self.equal + other.equal, self.different + other.different),
+            *(self.num_handed_over + other.num_handed_over, self.num_requests + other.num_requests),
+        )
+
+    @property
+    def pairs(self) -> tuple[str, ...]:
+        return self.equal + self.different
+
+
+NO_LINES: Mapping[str, Line] = MappingProxyType({})
+
+
+def lines_of(text: str) -> dict[str, Line]:
+    """The lines of a table that matrix_table wrote, by model."""
+    found = {}
+    for line in text.splitlines():
+        for name, (title, _, _) in MODELS.items():
+            if line.startswith(f"| {title} ({name}) |"):
+                equal, different, moved = (cell.strip() for cell in line.split("|")[2:5])
+                handed_over, requests = moved.split(" of ")
+                found[name] = Line(
+                    *(_pairs_of(equal), _pairs_of(different), int(handed_over), int(requests))
+                )
+    return found
+
+
+def _pairs_of(cell: str) -> tuple[str, ...]:
+    return () if cell == "none" else tuple(cell.split(" · "))
+
+
+def matrix_table(document: Mapping[str, Any], earlier: Mapping[str, Line] = NO_LINES) -> str:
+    """Markdown: a line for each model, with the pairs that were equal and those that were not.
+    earlier: lines of other runs, which these rows are added to."""
+    found = dict(earlier)
     for row in document["rows"]:
-        rows.setdefault(row["model"], []).append(row)
+        found[row["model"]] = found.get(row["model"], Line()) + Line.of(row)
     lines = [
         [
             f"{MODELS[name][0]} ({name})",
-            " · ".join(row["pair"] for row in found if row["is_equal"]) or "none",
-            " · ".join(row["pair"] for row in found if not row["is_equal"]) or "none",
-            f"{sum(row['num_handed_over'] for row in found)} of "
-            f"{sum(row['num_requests'] for row in found)}",
+            *(" · ".join(each) or "none" for each in (line.equal, line.different)),
+            f"{line.num_handed_over} of {line.num_requests}",
         ]
-        for name, found in rows.items()
+        for name, line in found.items()
     ]
     text = table(("Model", "Equal", "Different", "Handed over"), lines)
     note = (
         "A pair is the degrees of prefill and of decode workers, each tensor x pipeline; g: over "
         "gloo, else shared memory; r: KV per rank."
     )
+    if earlier:
+        own = ", ".join(f"{row['pair']} ({row['model']})" for row in document["rows"])
+        note += f" This run had {own or 'no pair'}; the others are of earlier runs."
     return "\n\n".join((about(document), text, note))
 
 
@@ -235,10 +288,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=inf, help="no pair begins later")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--write", action="store_true")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--write", action="store_true")
+    target.add_argument("--add", action="store_true")
     given = parser.parse_args()
     if given.resume and given.json is None:
         parser.error("--resume: name the file of the rows by --json")
+    earlier = lines_of(part_of(PAGE.read_text(), "rank-matrix")) if given.add else NO_LINES
     started, rows, num_failed = now(), list[dict[str, Any]](), 0
     end_s = time.monotonic() + 60 * given.minutes
     if given.resume and given.json.exists():
@@ -256,12 +312,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             of_model = (name, Path(folder), given.max_ranks, given.requests)
             known = {row["pair"] for row in rows if row["model"] == name}
+            known.update(earlier.get(name, Line()).pairs)
             check = check_model(*of_model, partial(report, name), end_s, known)
             num_failed += asyncio.run(check)
     document = document_of("bench.rank_matrix", started, {"rows": rows})
-    publish(document, given.json, matrix_table)
-    if given.write:
-        PAGE.write_text(replaced(PAGE.read_text(), "rank-matrix", matrix_table(document)))
+    text = matrix_table(document, earlier)
+    publish(document, given.json, lambda _: text)
+    if given.write or given.add:
+        PAGE.write_text(replaced(PAGE.read_text(), "rank-matrix", text))
     raise SystemExit(0 if all(row["is_equal"] for row in rows) and not num_failed else 1)
 
 

@@ -157,6 +157,12 @@ class EngineOptions(ModelOptions):
 
     def _check_data_parallel(self) -> None:
         """Raise ValueError for what processes with sequences of their own do not go with."""
+        if self.enable_expert_parallel:
+            raise ValueError(
+                f"--data-parallel-size={self.data_parallel_size}: its processes always have whole "
+                "experts, and --enable-expert-parallel is for those of --tensor-parallel-size; "
+                "leave it out"
+            )
         degrees = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
         for name in type(self).model_fields:
             # With baton serve, each tier may have its own.

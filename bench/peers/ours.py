@@ -46,6 +46,11 @@ class BatonContender:
             )
         return self._engine
 
+    def close(self) -> None:
+        """End all ranks."""
+        if self._engine is not None:
+            self._engine.close()
+
     def run(self, task: Task) -> Answer:
         """Prompts one after the other. Blocks are shuffled, as after some time of serving."""
         per_sequence = -(-(task.context + task.num_tokens) // _BLOCK_TOKENS)

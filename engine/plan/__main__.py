@@ -4,7 +4,6 @@ does not import torch."""
 from __future__ import annotations
 
 import json
-import math
 
 import typer
 
@@ -24,11 +23,7 @@ def run(options: PlanOptions) -> None:
     is_cpu = options.gpu == THIS_CPU
     kind, has_float8 = ("cpu", False) if is_cpu else ("cuda", find_device(options.gpu).has_float8)
     model = read_model(options, kind, has_float8=has_float8)
-    sizes = model.sizes
-    total = sum((layer.total for layer in sizes.layers), sizes.head)
-    weight_bytes = math.ceil(sizes.storage.read_bytes(total))
-    device = find_or_measure(options, weight_bytes, sizes.storage.dtype)
-    plan = Planner(options, model, device).plan()
+    plan = Planner(options, model, find_or_measure(options, model.sizes)).plan()
     if options.picture is not None:
         from engine.plan.picture import draw
 

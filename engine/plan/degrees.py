@@ -11,6 +11,8 @@ from engine.plan.devices import Device
 from engine.plan.model import ModelSizes
 from engine.ranks.mesh import Degrees
 
+#: Exchanges of ranks in a layer on a CPU: they gather what each linear layer puts out.
+NUM_GATHERS = 4
 #: Raises ConfigError for degrees that do not divide the model.
 Check = Callable[[Degrees], None]
 
@@ -30,8 +32,11 @@ class Refused:
 
 
 def candidates(num_devices: int) -> Iterator[Degrees]:
-    """Degrees of workers that use all of num_devices devices, alone or as several equal workers."""
-    for used in _divisors(num_devices):
+    """Degrees of workers on num_devices devices, equal ones: those that leave no device idle, and
+    those of a power of two, which most models divide by."""
+    for used in range(1, num_devices + 1):
+        if num_devices % used and used.bit_count() > 1:
+            continue
         for tensor in _divisors(used):
             yield Degrees(tensor, used // tensor)
 
@@ -54,14 +59,15 @@ def variants(
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """What a rank receives in one layer. bytes_per_token: of each token of a step; num: how often
-    ranks wait for each other."""
+    ranks wait for each other, wait_s each time."""
 
     num: int = 0
     bytes_per_token: float = 0.0
+    wait_s: float = 0.0
 
     def seconds(self, num_tokens: int, device: Device) -> float:
         moved = num_tokens * self.bytes_per_token / device.link_bytes_per_s
-        return self.num * device.link_latency_s + moved
+        return self.num * self.wait_s + moved
 
 
 def layer_exchange(
@@ -74,24 +80,25 @@ def layer_exchange(
     ranks of their experts and back.
     """
     size = DTYPE_BYTES[model.storage.dtype]
-    others = (degrees.tensor - 1) / degrees.tensor
+    others, wait_s = (degrees.tensor - 1) / degrees.tensor, device.host(degrees.tensor).exchange_s
     if degrees.tensor == 1:
         return Exchange()
     if device.kind == "cpu":
         width = model.attention_width + 2 * model.hidden_size + model.inner_width
-        return Exchange(4, others * width * size)
+        return Exchange(NUM_GATHERS, others * width * size, wait_s)
     reduced = 2 * others * model.hidden_size * size
     if not (degrees.whole_experts and has_experts):
-        return Exchange(2, 2 * reduced)
+        return Exchange(2, 2 * reduced, wait_s)
     sent = 2 * others * model.num_chosen * model.hidden_size * size / degrees.tensor
-    return Exchange(3, reduced + sent)
+    return Exchange(3, reduced + sent, wait_s)
 
 
-def stage_exchange(model: ModelSizes, degrees: Degrees) -> Exchange:
+def stage_exchange(model: ModelSizes, degrees: Degrees, device: Device) -> Exchange:
     """Hidden states from one stage to the next, between ranks with the same part of each layer."""
     if degrees.pipeline == 1:
         return Exchange()
-    return Exchange(1, model.hidden_size * DTYPE_BYTES[model.storage.dtype])
+    size = model.hidden_size * DTYPE_BYTES[model.storage.dtype]
+    return Exchange(1, size, device.link_latency_s)
 
 
 def _divisors(number: int) -> list[int]:

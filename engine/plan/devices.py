@@ -8,7 +8,7 @@ NVIDIA's data sheets; memory is what nvidia-smi reports.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from baton.errors import ConfigError
@@ -21,13 +21,27 @@ FEW_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Seconds that a forward takes besides reading and products. step_s: once; sequence_s: for each
+    sequence after the first; layer_s: for a layer; exchange_s: for an exchange of ranks that share
+    the layer, which call its operations one by one and wait for each other."""
+
+    step_s: float = 0.0
+    sequence_s: float = 0.0
+    layer_s: float = 0.0
+    exchange_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One device.
 
     kind: "cuda" or "cpu". flops_per_s: by type of the products' inputs. link_latency_s: of one
     exchange. adds_up: whether reading and computing take their sum; else the longer of both, as
     where loads run ahead of products. few_rows_share: of the peak, that products of at most
-    FEW_ROWS rows reach. source: of the figures.
+    FEW_ROWS rows reach. attention_flops_per_s: of attention, by one new token of a sequence and by
+    many; None: as products. hosts: by tensor parallel degree, as far as measured. source: of the
+    figures.
     """
 
     name: str
@@ -41,12 +55,25 @@ class Device:
     source: str
     adds_up: bool = False
     few_rows_share: float = 1.0
+    attention_flops_per_s: tuple[float, float] | None = None
+    hosts: Mapping[int, HostCosts] = field(default_factory=dict)
+
+    def host(self, num_ranks: int) -> HostCosts:
+        """Costs of the host with so many tensor parallel ranks, or with most of those measured."""
+        nearest = max((size for size in self.hosts if size <= num_ranks), default=0)
+        return self.hosts.get(nearest, HostCosts(exchange_s=self.link_latency_s))
 
     def peak(self, dtype: str, num_rows: int) -> float:
         """Operations per second in products of num_rows rows of this type, or of the 16-bit one
         that it is widened to."""
         peak = self.flops_per_s.get(dtype) or self.flops_per_s["bfloat16"]
         return peak * (self.few_rows_share if num_rows <= FEW_ROWS else 1.0)
+
+    def attention_peak(self, dtype: str, num_rows: int, num_new: int) -> float:
+        """Operations per second in attention of num_rows rows, num_new of each sequence."""
+        if self.attention_flops_per_s is None:
+            return self.peak(dtype, num_rows)
+        return self.attention_flops_per_s[num_new > 1]
 
     @property
     def has_float8(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import ceil
 
 from baton.config.plan_options import PlanOptions
 from baton.errors import ConfigError
@@ -154,7 +156,7 @@ class Planner:
         too_large: list[Degrees] = []
         refused: list[Refused] = []
         for degrees in candidates(num_devices):
-            if not self._is_asked(degrees):
+            if not is_asked(self.options, degrees):
                 continue
             found, reason = variants(self.model.sizes, degrees, self.model.check)
             for one in found:
@@ -162,10 +164,6 @@ class Planner:
             if reason:
                 refused.append(reason)
         return fitting, too_large, refused
-
-    def _is_asked(self, degrees: Degrees) -> bool:
-        tensor, pipeline = self.options.tensor_parallel_size, self.options.pipeline_parallel_size
-        return tensor in (None, degrees.tensor) and pipeline in (None, degrees.pipeline)
 
     def _fits(self, degrees: Degrees) -> bool:
         return self._users(degrees, self.model.sizes.layout.block_size) > 0
@@ -211,7 +209,7 @@ class Planner:
             self.options.tensor_parallel_size or 1, self.options.pipeline_parallel_size or 1
         )
         self.model.check(asked)
-        fix = f"a worker takes {asked.num_ranks} devices; use a multiple of it"
+        fix = f"a worker takes {asked.num_ranks} devices; use a multiple of that"
         return ConfigError.of("gpus", self.options.gpus, fix)
 
     def _step_s(self, degrees: Degrees, batch: int, context: int) -> float:
@@ -282,14 +280,28 @@ def _weight_rows(sizes: ModelSizes) -> list[WeightRow]:
     return rows
 
 
-def find_or_measure(options: PlanOptions, weight_bytes: int, dtype: str) -> Device:
-    """The device of options.gpu; the CPU is measured. weight_bytes: of the model, of this type."""
+def is_asked(options: PlanOptions, degrees: Degrees) -> bool:
+    """Whether the options do not exclude these degrees."""
+    tensor, pipeline = options.tensor_parallel_size, options.pipeline_parallel_size
+    return tensor in (None, degrees.tensor) and pipeline in (None, degrees.pipeline)
+
+
+def find_or_measure(options: PlanOptions, sizes: ModelSizes) -> Device:
+    """The device of options.gpu; the CPU is measured, with linear layers and heads of the model's
+    size, and with as many ranks as the plan has and the machine has cores."""
     if options.gpu != THIS_CPU:
         return find_device(options.gpu)
-    # Imports torch's kernels and takes a second.
-    from engine.plan.host import CpuProbe, share_of
+    # Import torch's kernels and take seconds.
+    from engine.plan.host import CpuProbe, Heads, share_of
+    from engine.plan.host_costs import measure_hosts
 
-    return share_of(CpuProbe(weight_bytes, dtype).measure(), options.gpus)
+    total = sum((layer.total for layer in sizes.layers), sizes.head)
+    weight_bytes, dtype = ceil(sizes.storage.read_bytes(total)), sizes.storage.dtype
+    device = share_of(CpuProbe(weight_bytes, dtype, Heads.of(sizes)).measure(), options.gpus)
+    most = max(2, len(os.sched_getaffinity(0)))
+    degrees = {each.tensor for each in candidates(options.gpus) if is_asked(options, each)}
+    ranks = {1, *(size for size in degrees if size <= most)}
+    return replace(device, hosts=measure_hosts(sorted(ranks), dtype))
 
 
 def _requests(options: PlanOptions) -> tuple[Request, ...]:

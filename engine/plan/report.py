@@ -88,7 +88,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
             "KV left",
             *lengths,
         ),
-        [_memory_row(shape) for shape in plan.shapes],
+        [_memory_row(shape, plan.num_devices) for shape in plan.shapes],
     )
     batches, prompts = tuple(plan.shapes[0].steps_ms), tuple(plan.shapes[0].prompts_ms)
     yield _table(
@@ -135,12 +135,13 @@ def _by_reason(plan: Plan) -> dict[str, list[str]]:
     return found
 
 
-def _memory_row(shape: Shape) -> tuple[str, ...]:
+def _memory_row(shape: Shape, num_devices: int) -> tuple[str, ...]:
     rank = shape.tightest
+    num_idle = num_devices - shape.num_workers * shape.degrees.num_ranks
     graphs = rank.reserved.graphs
     return (
         name_of(shape.degrees),
-        str(shape.num_workers),
+        f"{shape.num_workers}, {num_idle} idle" if num_idle else str(shape.num_workers),
         format_bytes(rank.weight_bytes),
         format_bytes(rank.reserved.activations),
         "?" if graphs is None else format_bytes(graphs),

@@ -3,7 +3,7 @@ its products, whichever is longer (Williams, Waterman, Patterson, 2009).
 
     bytes  = weights read + KV read                     by a rank: its share of both
     flops  = 2 * weights * tokens + pair flops * (query, key) pairs
-    stage  = max(bytes / bandwidth, flops / peak) + exchanges of its layers
+    stage  = max(bytes / bandwidth, flops / peak) + exchanges of its layers + the host's time
 """
 
 from __future__ import annotations
@@ -31,21 +31,27 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A rank's work in one forward of num_rows tokens."""
+    """A rank's work in a forward. flops: of products of plain weights; pairs_flops: of attention;
+    host_s: see HostCosts."""
 
-    num_rows: int
+    forward: Forward
     read_bytes: float
     flops: float
+    pairs_flops: float
     quantized_flops: float
     exchange_s: float
+    host_s: float
 
     def seconds(self, device: Device, dtype: str, product_dtype: str) -> float:
-        compute_s = self.flops / device.peak(dtype, self.num_rows)
+        num_rows = self.forward.num_tokens
+        compute_s = self.flops / device.peak(dtype, num_rows)
         if self.quantized_flops:
-            compute_s += self.quantized_flops / device.peak(product_dtype, self.num_rows)
+            compute_s += self.quantized_flops / device.peak(product_dtype, num_rows)
+        attention = device.attention_peak(dtype, num_rows, self.forward.num_new)
+        compute_s += self.pairs_flops / attention
         read_s = self.read_bytes / device.read_bytes_per_s
         busy = read_s + compute_s if device.adds_up else max(read_s, compute_s)
-        return busy + self.exchange_s
+        return busy + self.exchange_s + self.host_s
 
 
 def num_pairs(num_cached: int, num_new: int, window: int | None) -> int:
@@ -96,15 +102,20 @@ def _stage_cost(
         experts = bool(layer.experts.total)
         ranks = layer_exchange(model, degrees, device, has_experts=experts)
         exchange_s += ranks.seconds(tokens, device)
-    flops = 2.0 * tokens * used.plain + pairs_flops
+    flops = 2.0 * tokens * used.plain
     quantized = 2.0 * tokens * used.quantized
     if stage.start == 0:
         read += storage.read_bytes(model.head)
         flops += 2.0 * forward.num_seqs * model.head.plain
         quantized += 2.0 * forward.num_seqs * model.head.quantized
     sent = forward.num_seqs if stage.stop == len(model.layers) else tokens
-    exchange_s += stage_exchange(model, degrees).seconds(sent, device)
-    return Cost(tokens, read / size + kv, flops / size, quantized / size, exchange_s)
+    exchange_s += stage_exchange(model, degrees, device).seconds(sent, device)
+    host = device.host(size)
+    host_s = host.step_s + (forward.num_seqs - 1) * host.sequence_s + len(stage) * host.layer_s
+    return Cost(
+        *(forward, read / size + kv, flops / size, pairs_flops / size, quantized / size),
+        *(exchange_s, host_s),
+    )
 
 
 def _chosen(model: ModelSizes, experts: Weights) -> Weights:

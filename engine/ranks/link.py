@@ -23,7 +23,8 @@ SILENCE_S = 1.5
 #: The same until its first message, because its process imports torch before; and until the first
 #: step, because loading models and libraries holds the GIL for seconds on a busy machine.
 FIRST_MESSAGE_S, LOADING_SILENCE_S = 120.0, 30.0
-#: A peer that is seen to run is held up, and may be silent this many times as long.
+#: A peer that is seen to run is held up, and may be silent this many times as long after its first
+#: message.
 _HELD_UP = 10
 #: Kinds of messages: one byte. Services have those from FIRST_SERVICE_KIND on.
 HEARTBEAT, LOADED = 0, 1
@@ -58,7 +59,7 @@ class Link:
         closed its end, or died, or a handler has failed. on_silent: called there, with the seconds,
         when the peer has sent nothing for SILENCE_S or, before `end_loading`, for as long as stands
         there. Neither is called after `close`. is_running: whether the peer is seen to be neither
-        frozen nor dead; asked at each heartbeat."""
+        frozen nor dead; asked at each heartbeat. What cannot say so any more counts as not."""
         self._connection = connection
         self._connection.settimeout(SILENCE_S)
         self._on_closed, self._on_silent = on_closed, on_silent
@@ -174,11 +175,13 @@ class Link:
                     handler(payload)
                 heard_at, is_first = time.monotonic(), False
                 continue
-            since_s, max_silence_s = heard_at, FIRST_MESSAGE_S if is_first else LOADING_SILENCE_S
+            since_s, max_silence_s = heard_at, LOADING_SILENCE_S
             if self._loaded_s is not None:
                 since_s, max_silence_s = max(heard_at, self._loaded_s), SILENCE_S
             if self._is_running():
                 max_silence_s *= _HELD_UP
+            if is_first and self._loaded_s is None:
+                max_silence_s = FIRST_MESSAGE_S
             if time.monotonic() > since_s + max_silence_s:
                 return max_silence_s
         return 0.0

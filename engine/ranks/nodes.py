@@ -111,7 +111,8 @@ def files_digest(folder: Path) -> str:
 
 
 def refusal(hello: Hello, nodes: Nodes, degrees: Degrees, files: str) -> str:
-    """Why node 0 does not take a rank; empty if it does. files: node 0's."""
+    """Why node 0 does not take a rank; empty if it does. files: node 0's. Neither side has
+    contexts, see Nodes.check."""
     if hello.version != __version__:
         return (
             f"rank {hello.rank} on {hello.name} has Baton {hello.version}, node 0 has "
@@ -123,10 +124,8 @@ def refusal(hello: Hello, nodes: Nodes, degrees: Degrees, files: str) -> str:
         ("nnodes", hello.num_nodes, nodes.size),
         ("tensor-parallel-size", other.tensor, degrees.tensor),
         ("pipeline-parallel-size", other.pipeline, degrees.pipeline),
-        ("context-parallel-size", other.context, degrees.context),
         ("enable-expert-parallel", other.whole_experts, degrees.whole_experts),
         ("tensor-parallel-cut", other.cut, degrees.cut),
-        ("data-parallel-size", other.by_sequence, degrees.by_sequence),
     ):
         if theirs != ours:
             return f"{hello.name} has --{option} {theirs}, node 0 {ours}; give all nodes the same"

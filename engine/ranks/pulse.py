@@ -43,7 +43,8 @@ class Pulse:
         self._felt_s = float("-inf")
 
     def is_running(self) -> bool:
-        """Whether the rank's host says so. Called often, because pulses count from then on."""
+        """Whether the rank's host says so; False, too, once the process there that does has ended.
+        Called often, because pulses count from then on."""
         with suppress(OSError):  # none has come, or the connection is broken
             while self._connection.recv(4096):
                 self._felt_s = time.monotonic()

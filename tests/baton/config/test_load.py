@@ -187,6 +187,8 @@ def test_options_without_meaning_are_refused() -> None:
         told = f"--data-parallel-size=2: .* without --{other.replace('_', '-')}; leave one"
         with pytest.raises(ConfigError, match=told):
             load_options(ServeOptions, own | {other: value})
+    with pytest.raises(ConfigError, match=r"--data-parallel-size=2: .* --enable-expert-parallel"):
+        load_options(ServeOptions, own | {"enable_expert_parallel": True})
     with pytest.raises(ConfigError, match=r"--data-parallel-size=2: --engine=oracle has no"):
         load_options(ServeOptions, own | {"engine": "oracle"})
 

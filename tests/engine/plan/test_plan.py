@@ -62,6 +62,18 @@ def test_more_devices_never_hold_fewer_users(plan: Planning) -> None:
     assert users[Degrees(1)] < users[Degrees(1, 2)] < users[Degrees(1, 4)]
 
 
+def test_a_power_of_two_may_leave_devices_idle(
+    plan: Planning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(LLAMA_8B, gpus=6)
+    workers = {shape.degrees: shape.num_workers for shape in found.shapes}
+    assert workers[Degrees(4)] == 1
+    assert workers[Degrees(2)] == 3
+    assert Degrees(1, 5) not in workers
+    print_plan(found)
+    assert "1, 2 idle" in capsys.readouterr().out
+
+
 def test_experts_are_shared_both_ways(plan: Planning) -> None:
     found = plan(CONFIGS["qwen3_moe"], gpus=2)
     assert Degrees(2, whole_experts=True) in [shape.degrees for shape in found.shapes]
@@ -104,7 +116,7 @@ def test_a_plan_follows_the_rotary_scaling(plan: Planning) -> None:
     [
         ({"gpus": 3, "tensor_parallel_size": 3}, "num_heads=32 is no multiple of it"),
         ({"gpus": 64, "pipeline_parallel_size": 64}, "pipeline_parallel_size=64: .* 32 layers"),
-        ({"gpus": 6, "tensor_parallel_size": 4}, "gpus=6: a worker takes 4 devices"),
+        ({"gpus": 6, "tensor_parallel_size": 8}, "gpus=6: a worker takes 8 devices"),
         ({"gpu": "h900"}, "gpu=h900: use one of b200"),
         ({"trace": "/none.csv"}, "trace=/none.csv: give a readable trace"),
         ({"gpu": "a100", "kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8: .* use int8"),

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.plan.degrees import layer_exchange
+from engine.plan.degrees import layer_exchange, stage_exchange
+from engine.plan.devices import HostCosts
 from engine.plan.roofline import Forward, num_pairs, prompt_s, stage_costs, step_s
 from engine.ranks.mesh import Degrees
 from tests.support.planned import CONFIGS, LLAMA_8B, NAMES, device_of, sizes_of
@@ -56,7 +57,8 @@ def test_a_forward_takes_as_long_as_its_bytes_and_its_products(
         cost.seconds(each, "bfloat16", "bfloat16")
         for each in (device, replace(device, adds_up=True))
     )
-    read_s, compute_s = cost.read_bytes / 4.3e12, (cost.flops + cost.quantized_flops) / 790e12
+    flops = cost.flops + cost.quantized_flops + cost.pairs_flops
+    read_s, compute_s = cost.read_bytes / 4.3e12, flops / 790e12
     assert alone == pytest.approx(max(read_s, compute_s))
     assert added == pytest.approx(read_s + compute_s)
     assert cost.exchange_s == 0
@@ -117,4 +119,37 @@ def test_a_token_is_computed_by_the_experts_that_it_chooses() -> None:
     attention = sum(layer.attention.total + layer.other.total for layer in sizes.layers)
     chosen = sum(layer.experts.total for layer in sizes.layers) * 2 // 8
     pairs = sum(layer.pair_flops for layer in sizes.layers)
-    assert cost.flops == 2 * (attention + chosen + sizes.head.total) + pairs
+    assert cost.flops == 2 * (attention + chosen + sizes.head.total)
+    assert cost.pairs_flops == pairs
+
+
+@given(NAMES, st.integers(1, 64), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
+def test_the_host_takes_its_time_beside(name: str, batch: int, tensor: int, pipeline: int) -> None:
+    """In each stage; ranks that were not measured take as long as most of those that were."""
+    sizes, degrees = sizes_of(CONFIGS[name]), Degrees(tensor, pipeline)
+    costs = {1: HostCosts(3.0, 0.5, 0.25), 2: HostCosts(4.0, 0.75, 0.25, 1.0)}
+    plain = device_of()
+    added = step_s(sizes, degrees, replace(plain, hosts=costs), batch, 100) - step_s(
+        sizes, degrees, plain, batch, 100
+    )
+    host, part, num_layers = costs[tensor], -(-batch // pipeline), len(sizes.layers)
+    waits = num_layers * 2 if tensor > 1 else 0
+    wanted = pipeline * (host.step_s + (part - 1) * host.sequence_s) + num_layers * host.layer_s
+    assert added == pytest.approx(wanted + waits * (host.exchange_s - plain.link_latency_s))
+    assert replace(plain, hosts=costs).host(8) == costs[2]
+
+
+def test_attention_has_rates_of_its_own() -> None:
+    """One for steps, one for prompts."""
+    sizes, device = sizes_of(CONFIGS["llama"]), replace(device_of(), adds_up=True)
+    own = replace(device, attention_flops_per_s=(1e9, 1e10))
+    pairs_flops = sum(layer.pair_flops for layer in sizes.layers)
+    step, own_step = (step_s(sizes, ALONE, each, 2, 100) for each in (device, own))
+    assert own_step - step == pytest.approx(200 * pairs_flops * (1 / 1e9 - 1 / 790e12))
+    prompt, own_prompt = (prompt_s(sizes, ALONE, each, 100, 512) for each in (device, own))
+    assert own_prompt - prompt == pytest.approx(5050 * pairs_flops * (1 / 1e10 - 1 / 790e12))
+
+
+def test_stages_wait_for_their_link_alone() -> None:
+    sizes, device = sizes_of(LLAMA_8B), replace(device_of(), hosts={1: HostCosts(exchange_s=9.0)})
+    assert stage_exchange(sizes, Degrees(1, 2), device).wait_s == device.link_latency_s

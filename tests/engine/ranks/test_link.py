@@ -128,6 +128,19 @@ def test_a_peer_that_never_begins_is_silent_later(
     theirs.close()
 
 
+def test_a_peer_that_never_begins_has_one_deadline(
+    ends: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process runs, and may be stuck."""
+    monkeypatch.setattr(module, "FIRST_MESSAGE_S", 0.3)
+    ours, theirs = socket.socketpair()
+    link = Link(ours, "a", lambda: None, lambda seconds: ends.put(f"{seconds}"), lambda: True)
+    link.start()
+    assert ends.get(timeout=10) == "0.3"
+    link.close()
+    theirs.close()
+
+
 def test_a_message_that_does_not_end_is_silence_too(ends: queue.SimpleQueue[str]) -> None:
     ours, theirs = socket.socketpair()
     link = link_over(ours, "a", ends)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 
 import pytest
@@ -15,8 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from engine.ranks import link as link_module
 from engine.ranks import peers as module
-from engine.ranks.link import Link
-from engine.ranks.peers import link_to
+from engine.ranks.peers import Peers, link_to
 
 HOSTS = {1: "127.0.0.1", 2: "127.0.0.1", 3: "127.0.0.2", 4: "127.0.0.3"}
 Silences = queue.SimpleQueue[tuple[int, int]]
@@ -34,7 +34,7 @@ def silences() -> Silences:
     return queue.SimpleQueue()
 
 
-def linked(silences: Silences, store: HashStore, rank: int) -> list[Link]:
+def linked(silences: Silences, store: HashStore, rank: int) -> Peers:
     def on_silent(peer: int, _: float) -> None:
         silences.put((rank, peer))
 
@@ -42,21 +42,45 @@ def linked(silences: Silences, store: HashStore, rank: int) -> list[Link]:
 
 
 @pytest.fixture
-def links(silences: Silences) -> Iterator[dict[int, list[Link]]]:
+def linked_ranks(silences: Silences) -> Iterator[dict[int, Peers]]:
     with ThreadPoolExecutor() as threads, ExitStack() as stack:
         all_of_them = threads.map(partial(linked, silences, HashStore()), HOSTS)
         made = dict(zip(HOSTS, all_of_them, strict=True))
-        for each in (link for some in made.values() for link in some):
+        for each in made.values():
             stack.callback(each.close)
         yield made
 
 
+@pytest.mark.slow
 def test_only_ranks_of_other_hosts_are_linked(
-    links: dict[int, list[Link]], silences: Silences
+    linked_ranks: dict[int, Peers], silences: Silences
 ) -> None:
-    assert {rank: len(some) for rank, some in links.items()} == {1: 2, 2: 2, 3: 3, 4: 3}
+    found = {rank: len(peers.links) for rank, peers in linked_ranks.items()}
+    assert found == {1: 2, 2: 2, 3: 3, 4: 3}
     with pytest.raises(queue.Empty):
         silences.get(timeout=1.5)
+
+
+@pytest.mark.slow
+def test_peers_say_of_each_other_that_they_run(linked_ranks: dict[int, Peers]) -> None:
+    """Until the process that sends a rank's pulses has ended."""
+
+    def running(rank: int) -> list[bool]:
+        return [link._is_running() for link in linked_ranks[rank].links]
+
+    until(lambda: all(all(running(rank)) for rank in HOSTS))
+    sender = linked_ranks[4].pulse
+    assert sender is not None
+    sender.kill()
+    # Links to ranks of other hosts, in the order of HOSTS: rank 4 is the last of each.
+    until(lambda: all(running(rank) == [*[True] * (2 - (rank < 3)), False] for rank in (1, 2, 3)))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end_s
+        threading.Event().wait(0.05)
 
 
 def test_a_rank_that_cannot_be_reached_is_named_and_strangers_are_dropped(
@@ -71,10 +95,13 @@ def test_a_rank_that_cannot_be_reached_is_named_and_strangers_are_dropped(
         stranger = socket.create_connection((address.host, address.port))
         stranger.sendall(b'{"token": "\xc3\xa9", "rank": "3"}\n')
         store.set("3", module._Address(HOSTS[3], own.getsockname()[1], "-").encode())
-        with stranger, module._connect(address, 3):
-            (link,) = linking.result()
+        with (
+            stranger,
+            module._connect(address, 3, "link"),
+            module._connect(address, 3, "pulse"),
+            closing(linking.result()),
+        ):
             assert silences.get() == (1, 3)
-            link.close()
 
 
 def test_strangers_do_not_prolong_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

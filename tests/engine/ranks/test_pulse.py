@@ -61,6 +61,19 @@ def test_a_rank_runs_until_it_is_frozen_or_dead() -> None:
     ours.close()
 
 
+def test_a_process_of_pulses_that_has_ended_says_nothing_of_the_rank() -> None:
+    ours, theirs = socket.socketpair()
+    pulse = Pulse(ours)
+    with killed(start_pulse(os.getpid(), [theirs])) as sender:
+        until(pulse, runs=True)
+        sender.kill()
+        until(pulse, runs=False)
+    # This process has the other end, too: nothing says that it is over.
+    assert theirs.fileno() >= 0
+    for each in (ours, theirs):
+        each.close()
+
+
 def test_pulses_that_nobody_reads_stop_nothing_and_end_with_their_connections() -> None:
     full, others = socket.socketpair(), socket.socketpair()
     full[0].setblocking(False)
