@@ -4,10 +4,11 @@ rank and by two.
     python -m bench.plan_accuracy [--model NAME ...] [--ranks N ...] [--rounds 3] [--threads N]
         [--cpu-time] [--json FILE] [--write]
 
-The device is measured before each round of the same run (engine.plan.host). Both sides are the best
-of all rounds, which others on the machine disturb least. Where they disturb too much, --cpu-time
-compares the CPU time of rank 0, each rank having one thread: what it waits for others does not
-count. --write: renews the table of docs/planning.md.
+The device and the costs of the host are measured before each run of a task, in this process
+(engine.plan.host, engine.plan.host_costs). Both sides are the best of a task's rounds, which others
+on the machine disturb least. Where they disturb too much, --cpu-time compares the CPU time of
+rank 0: what it waits for others does not count. --threads: of each rank. --write: renews the table
+of docs/planning.md.
 Models: see bench/peers/models.py.
 """
 
@@ -19,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from engine.plan.roofline import prompt_s, step_s
 from engine.plan.source import read_model
 from engine.ranks.mesh import Degrees
 
+#: Of each answer, and as many times is the device measured: the best of few is worse.
 _TOKENS = 16
 #: The largest first: see BatonContender.
 _TASKS = {
@@ -140,32 +141,34 @@ def measure(
     folder = checkpoint(name, "bfloat16")
     sizes, weight_bytes = sizes_of(folder)
     dtype, longest = sizes.storage.dtype, _TASKS[name][0]
-    is_shared = clock is time.perf_counter
-    devices: dict[int, list[Device]] = {num_ranks: [] for num_ranks in ranks}
-    hosts: dict[int, list[HostCosts]] = {num_ranks: [] for num_ranks in {1, *ranks}}
-    answers: dict[int, dict[Task, list[Answer]]] = {n: {t: [] for t in _TASKS[name]} for n in ranks}
     probe = CpuProbe(weight_bytes, dtype, Heads.of(sizes), clock)
+    rows: list[Row] = []
     with ExitStack() as stack:
-        probes = {n: stack.enter_context(host_probe(n, dtype, clock)) for n in hosts}
+        probes = {n: stack.enter_context(host_probe(n, dtype, clock)) for n in {1, *ranks}}
         engines: dict[int, BatonContender] = {}
         for num_ranks in ranks:
             torch.set_num_threads(num_threads * num_ranks)
             engines[num_ranks] = BatonContender(str(folder), dtype, num_ranks, clock)
             stack.callback(engines[num_ranks].close)
             engines[num_ranks].run(longest)
-        for task, _ in product(_TASKS[name], range(num_rounds)):
-            for num_ranks in ranks:
-                # In CPU time, what ranks have each for itself is what one has alone.
-                torch.set_num_threads(num_threads * num_ranks if is_shared else num_threads)
-                found = probe.measure()
-                devices[num_ranks].append(share_of(found, num_ranks) if is_shared else found)
+        for task in _TASKS[name]:
+            devices: dict[int, list[Device]] = {num_ranks: [] for num_ranks in ranks}
+            hosts: dict[int, list[HostCosts]] = {num_ranks: [] for num_ranks in probes}
+            answers: dict[int, list[Answer]] = {num_ranks: [] for num_ranks in ranks}
+            for num_ranks in [*ranks] * num_rounds:
+                # In CPU time a rank has its threads for itself.
+                size = 1 if clock is time.process_time else num_ranks
+                torch.set_num_threads(num_threads * size)
+                devices[num_ranks].append(share_of(probe.measure(_TOKENS), size))
                 torch.set_num_threads(num_threads)
                 for size in {1, num_ranks}:
                     hosts[size].append(probes[size].measure())
-                answers[num_ranks][task].append(engines[num_ranks].run(task))
-    costs = host_costs({n: least_of(found) for n, found in hosts.items()})
-    best = {n: replace(best_of(found), hosts=costs) for n, found in devices.items()}
-    return list(rows_of(name, sizes, best, answers))
+                answers[num_ranks].append(engines[num_ranks].run(task))
+            costs = host_costs({n: least_of(found) for n, found in hosts.items()})
+            best = {n: replace(best_of(found), hosts=costs) for n, found in devices.items()}
+            by_task = {n: {task: found} for n, found in answers.items()}
+            rows += rows_of(name, sizes, best, by_task)
+    return rows
 
 
 def accuracy_table(document: Mapping[str, Any]) -> str:

@@ -22,6 +22,8 @@ _MAX_BYTES = 128 << 20
 _COPY_BYTES = 64 << 20
 _NUM_IN, _NUM_OUT = 1024, 1024
 _FEW_ROWS, _MANY_ROWS = 8, 256
+#: Inputs and outputs of a layer that takes no longer than its call.
+_SMALLEST = 32
 #: Tokens of a sequence that attention sees.
 _CONTEXT, _BLOCK_SIZE = 512, 16
 #: Layers that compute many rows: enough for some milliseconds.
@@ -67,6 +69,7 @@ class CpuProbe:
         self._layer_bytes = weight.numel() * weight.element_size()
         num_layers = max(1, min(weight_bytes, _MAX_BYTES) // self._layer_bytes)
         self._layers = [pack_linear(weight, None) for _ in range(num_layers)]
+        self._smallest = [pack_linear(weight[:_SMALLEST, :_SMALLEST].contiguous(), None)] * 8
         self._rows = torch.empty(_MANY_ROWS, _NUM_IN, dtype=weight.dtype).normal_()
         self._decode = _Attention(heads, weight.dtype, _FEW_ROWS, 1)
         self._prompt = _Attention(heads, weight.dtype, 1, _MANY_ROWS)
@@ -74,14 +77,18 @@ class CpuProbe:
 
     def measure(self, num_rounds: int = 5) -> Device:
         """The whole machine, with torch's number of threads: the best of some rounds."""
-        one = few = many = copy = decode = prompt = float("inf")
+        call = one = few = many = copy = decode = prompt = float("inf")
         for _ in range(num_rounds):
+            call = min(call, self._layer_s(self._smallest, 1))
             one = min(one, self._layer_s(self._layers, 1))
             few = min(few, self._layer_s(self._layers, _FEW_ROWS))
             many = min(many, self._layer_s(self._layers[:_NUM_COMPUTING], _MANY_ROWS))
             copy = min(copy, self._seconds(lambda: self._copy.copy_(self._copied)))
-            decode = min(decode, self._seconds(self._decode.run))
-            prompt = min(prompt, self._seconds(self._prompt.run))
+            # In the second run KV is in the cache: reading it is counted by its bytes.
+            decode = min(decode, *(self._seconds(self._decode.run) for _ in range(2)))
+            prompt = min(prompt, *(self._seconds(self._prompt.run) for _ in range(2)))
+        # A call's own time is of the host's costs.
+        one, few, many = (max(taken / 2, taken - call) for taken in (one, few, many))
         row_s = max(0.0, many - one) / (_MANY_ROWS - 1) or many / _MANY_ROWS
         few_row_s = max(row_s, (few - one) / (_FEW_ROWS - 1))
         # Where products take nearly all of the time, the difference says nothing of reading.
@@ -104,7 +111,7 @@ class CpuProbe:
 
     def _layer_s(self, layers: Sequence[Linear], num_rows: int) -> float:
         """Seconds of one of the layers, in the mean, with so many rows."""
-        rows = self._rows[:num_rows]
+        rows = self._rows[:num_rows, : layers[0].num_in].contiguous()
         return self._seconds(lambda: [layer(rows) for layer in layers]) / len(layers)
 
     def _seconds(self, run: Callable[[], object]) -> float:
