@@ -20,7 +20,7 @@ import grpc.aio
 from baton import __version__
 from baton.config import GatewayOptions
 from baton.errors import StartupError
-from baton.registry import PipeRegistry, StaticRegistry, make_lease, make_registry
+from baton.registry import PipeRegistry, StaticRegistry, make_board, make_lease, make_registry
 from baton.rpc.api_key import ApiKeyInterceptor, digest_of
 from baton.rpc.server import Register, RunningServer, start_server
 from baton.rpc.tls import server_credentials
@@ -47,6 +47,7 @@ from gateway.routing.fleets import Fleets
 from gateway.routing.gauges import DISCOVERY_PATH, observe_gateway, scrape_targets
 from gateway.routing.migrator import Migrator
 from gateway.routing.planner.steering import Steering
+from gateway.routing.rivals import share_counters
 from gateway.routing.workers import Membership, Roster, keep_connected
 from gateway.service import InferenceService
 from gateway.serving import Models, Serving, ServingOptions
@@ -88,7 +89,9 @@ class _Model:
             if part is not None:
                 await part.close()
 
-    def jobs(self, options: GatewayOptions) -> Iterator[Coroutine[Any, Any, None]]:
+    def jobs(
+        self, options: GatewayOptions, has_accounts: bool
+    ) -> Iterator[Coroutine[Any, Any, None]]:
         """To run while the model is served."""
         yield self.dispatcher.run()
         yield self.migrator.run()
@@ -96,6 +99,8 @@ class _Model:
             lease = make_lease(options.registry, self.name)
             order = functools.partial(set_role, tls=options.worker_tls)
             yield Steering(self.fleet, self.dispatcher.log, lease, order).run()
+        if has_accounts and (board := make_board(options.registry, self.name)):
+            yield share_counters(self.dispatcher.shares, self.dispatcher.take_shares, board)
 
     def serving(
         self,
@@ -220,7 +225,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         for part in parts:
             listed = make_registry(options.registry, part.name)
             jobs.append(Roster(part.fleet, connect=connect).follow(listed))
-            jobs += part.jobs(options)
+            jobs += part.jobs(options, bool(api_keys))
         async with _background(jobs):
             for fleet in fleets:
                 fleet.listen(lambda: _set_health(server, fleets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -29,6 +30,9 @@ REPORT_S = 0.25
 
 #: Maximum threads that a role may ask for: a system that refuses to start as many ends the process.
 _MAX_THREADS = 1024
+
+#: How far a term may be ahead of this host's clock.
+_MAX_TERM_AHEAD_MS = 86_400_000
 
 _SEQUENCE_SERVICE = sequence_service_pb2.DESCRIPTOR.services_by_name["SequenceService"].full_name
 _WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -112,6 +116,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             text = f"{request.num_threads} is too many; give at most {_MAX_THREADS}"
             raise InvalidRequest.of(FieldViolation("num_threads", text))
         if request.term:
+            # Terms follow a clock in milliseconds (RedisLease); one that is far ahead would lock
+            # all planners out.
+            if request.term > 1e3 * time.time() + _MAX_TERM_AHEAD_MS:
+                text = f"{request.term} is more than a day ahead of this worker's clock in ms"
+                raise InvalidRequest.of(FieldViolation("term", text))
             if request.term < self._term:
                 text = f"{request.term} is over: a planner of term {self._term} has asked since"
                 raise InvalidRequest.of(FieldViolation("term", text))

@@ -1,7 +1,7 @@
 """Worker registries: workers announce their addresses, gateways discover them. Entries are hints
 only."""
 
-from baton.registry.choose import make_lease, make_registry
+from baton.registry.choose import make_board, make_lease, make_registry
 from baton.registry.interface import (
     Registry,
     StaticRegistry,
@@ -18,6 +18,7 @@ __all__ = [
     "Registration",
     "Registry",
     "StaticRegistry",
+    "make_board",
     "make_lease",
     "make_registry",
 ]

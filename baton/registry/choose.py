@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.errors import ConfigError
+from baton.registry.board import Board
 from baton.registry.interface import Registry, StaticRegistry
 from baton.registry.lease import Lease, SoleLease
 
@@ -16,6 +17,16 @@ def make_lease(url: str | None, model: str) -> Lease:
     from baton.registry.redis_lease import RedisLease
 
     return RedisLease(url, model)
+
+
+def make_board(url: str | None, model: str) -> Board | None:
+    """The board of a model's gateways in the registry at `url`; None for a gateway that is alone.
+    Raises ConfigError."""
+    if url is None:
+        return None
+    from baton.registry.redis_board import RedisBoard
+
+    return RedisBoard(url, model)
 
 
 def make_registry(url: str | None, model: str = "") -> Registry:

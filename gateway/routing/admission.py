@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Generic, Protocol, TypeVar
 
 from baton.errors import Overloaded
 from baton.types import Rank, across_accounts
+from gateway.routing.rivals import Share, Shares
 
 #: Longer of the two estimates of a wait over the shorter one, up to which a refusal says it.
 _MAX_DISAGREEMENT = 1.5
@@ -37,6 +38,10 @@ LATE_EVERY = 8
 
 #: Entries of removed items that an account's heap may have, beside as many as it has places.
 _NUM_REMOVED = 64
+
+#: Units by which an account may be ahead of one that waits at another gateway, at least; else twice
+#: what others were given between the last two notes.
+_MIN_LEAD = 2.0
 
 #: Counters kept for accounts with no waiting request.
 _NUM_KEPT = 1024
@@ -87,6 +92,15 @@ class AdmissionQueue(Generic[QueuedT]):
         """Places given to each account per unit of its weight, counted from a common start."""
         self._floor = 0.0
         """Counter of the account served last, before it was charged."""
+        self._given: dict[bytes, float] = defaultdict(float)
+        """Units of weight given to each account by this queue."""
+        self._waiting_elsewhere: Mapping[bytes, float] = {}
+        """Counters of the accounts that wait in other gateways' queues; see rivals.py."""
+        self._lead = _MIN_LEAD
+        self.has_held = False
+        """Whether an account was held up for one that waits elsewhere. Cleared by the caller."""
+        self.ignores_rivals = False
+        """Set for a place that nobody took; cleared once it is charged."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -140,7 +154,7 @@ class AdmissionQueue(Generic[QueuedT]):
         return [
             (self._counters[account], across_accounts(rank), account)
             for account, heap in heaps.items()
-            if (rank := self._first_of(heap)) is not None
+            if (rank := self._first_of(heap)) is not None and not self.is_held(account)
         ]
 
     def _put_late_apart(self) -> None:
@@ -153,12 +167,54 @@ class AdmissionQueue(Generic[QueuedT]):
 
     def charge(self, item: QueuedT) -> None:
         """Charge the account of a popped item for the places it was given."""
+        self.ignores_rivals = False
         if not item.is_return:
             is_late = item.late_s <= self._now_s
             self._num_on_time = 0 if is_late else self._num_on_time + item.width
             counter = self._counters.get(item.account, self._floor)
             self._floor = max(self._floor, counter)
-            self._counters[item.account] = counter + item.width / self._weight(item.account)
+            units = item.width / self._weight(item.account)
+            self._counters[item.account] = counter + units
+            self._given[item.account] += units
+
+    def shares(self) -> Shares:
+        """What other gateways need to know of this queue."""
+        accounts = {
+            account: Share(self._given.get(account, 0.0), counter, account in self._widths)
+            for account, counter in self._counters.items()
+        }
+        return Shares(self._floor, accounts)
+
+    def share(
+        self, floor: float, charges: Mapping[bytes, float], waiting: Mapping[bytes, float]
+    ) -> None:
+        """Count what other gateways do. floor: their highest. charges: units that they gave to each
+        account. waiting: counters of the accounts that wait there."""
+        for account, units in charges.items():
+            if account in self._counters:
+                self._counters[account] += units
+        for account, counter in waiting.items():
+            self._counters[account] = max(self._counters.get(account, 0.0), counter)
+        self._floor = max(self._floor, floor)
+        self._waiting_elsewhere = waiting
+        self._lead = max(_MIN_LEAD, 2.0 * max(charges.values(), default=0.0))
+        self._forget_idle()
+
+    @property
+    def has_rivals(self) -> bool:
+        """Whether accounts wait at other gateways, so that places are charged without a queue."""
+        return bool(self._waiting_elsewhere)
+
+    def is_held(self, account: bytes) -> bool:
+        """Whether another account that waits elsewhere comes first, by more than it may have been
+        given since this queue heard of it."""
+        if not self._waiting_elsewhere or self.ignores_rivals:
+            return False
+        counters = (c for other, c in self._waiting_elsewhere.items() if other != account)
+        least = min(counters, default=math.inf)
+        is_held = self._counters.get(account, self._floor) > least + self._lead
+        self.has_held |= is_held
+        return is_held
 
     def remove(self, item: QueuedT) -> None:
         """Remove an item at any position; no-op if it is not queued."""
@@ -212,6 +268,20 @@ class AdmissionQueue(Generic[QueuedT]):
                 for account, counter in self._counters.items()
                 if counter > self._floor or account in self._widths
             }
+            for account in self._given.keys() - self._counters.keys():
+                del self._given[account]
+
+
+class _Latest:
+    """The mean of the latest values; 0 before the first one."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=_NUM_LATEST)
+        self.mean = 0.0
+
+    def append(self, value: float) -> None:
+        self._values.append(value)
+        self.mean = fmean(self._values)
 
 
 class WaitEstimate:
@@ -225,8 +295,8 @@ class WaitEstimate:
         """Seconds during which something waited: a clock that stops while the queue is empty."""
         self._since_s: float | None = None
         """Start of the current waiting period; None while the queue is empty."""
-        self._holds: deque[tuple[float, int]] = deque(maxlen=_NUM_LATEST)
-        """(seconds from placement to end, output tokens) of each ended output."""
+        self._holds_s, self._lengths = _Latest(), _Latest()
+        """Seconds from placement to end of ended outputs, and their tokens."""
         self._running: deque[int] = deque(maxlen=_NUM_LATEST)
         """Outputs that held a place, at each estimate. Outputs of one length end together: the
         most of them is the number of places, the latest may be next to none."""
@@ -247,7 +317,8 @@ class WaitEstimate:
 
     def on_ended(self, hold_s: float, num_tokens: int) -> None:
         """Record that an output of `num_tokens` tokens ended `hold_s` after its placement."""
-        self._holds.append((hold_s, max(1, num_tokens)))
+        self._holds_s.append(hold_s)
+        self._lengths.append(max(1, num_tokens))
 
     def seconds_for(self, num_places: float, num_running: int, now_s: float) -> float | None:
         """Estimated seconds until `num_places` places have been given; None before the first
@@ -273,21 +344,16 @@ class WaitEstimate:
         num_served = sum([width for _, width in self._served][1:])
         if num_served:
             estimates_s.append((self._waited_s - self._served[0][0]) / num_served)
-        if self._holds and (num_running := max(self._running, default=0)):
-            estimates_s.append(self._mean_hold_s / num_running)
+        if self._lengths.mean and (num_running := max(self._running, default=0)):
+            estimates_s.append(self._holds_s.mean / num_running)
         return estimates_s
 
     def hold_s(self, max_tokens: int) -> float:
         """Estimated seconds from placement to end of an output of at most `max_tokens` tokens; 0
         before the first sample."""
-        if not self._holds:
+        if not self._lengths.mean:
             return 0.0
-        mean_tokens = fmean(num_tokens for _, num_tokens in self._holds)
-        return self._mean_hold_s * min(1.0, max_tokens / mean_tokens)
-
-    @property
-    def _mean_hold_s(self) -> float:
-        return fmean(hold_s for hold_s, _ in self._holds)
+        return self._holds_s.mean * min(1.0, max_tokens / self._lengths.mean)
 
 
 def queue_full(num_waiting: int, max_size: int, clear_s: float | None) -> Overloaded:

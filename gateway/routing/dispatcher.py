@@ -27,6 +27,7 @@ from gateway.routing.fleet import Fleet, Worker
 from gateway.routing.history import Digest, PrefixAffinity, PrefixHasher, prefix_digests
 from gateway.routing.placement import Placement, plan
 from gateway.routing.planner.planner import LoadLog
+from gateway.routing.rivals import HOLD_S, Rivals, Shares
 from gateway.routing.router import Need, Plan, Verdict, choose
 
 #: Seconds that a sequence waits for a suitable worker to come back. A worker starved of CPU is
@@ -50,6 +51,9 @@ _MAX_HASHERS = 256
 #: Maximum requests with a recorded placement time, from which running times are learned.
 _MAX_STARTS = 4096
 
+
+#: Chooses the workers of a sequence; see placement.plan.
+Placing = Callable[[Need, Fleet, Mapping[str, int], bytes], Plan | Verdict]
 
 #: Receives the placement, or the reason why there is none. Must be quick and raise nothing.
 OnPlace = Callable[[Placement | BatonError], None]
@@ -111,14 +115,17 @@ class Dispatcher:
         key: bytes,
         max_prefixes: int = DEFAULT_MAX_PREFIXES,
         weights: Mapping[bytes, float] | None = None,
+        placing: Placing = plan,
     ) -> None:
         """key: a secret of this process, against requests aimed at another client's prefixes or at
         a chosen worker.
         weights: by account; 1 if absent."""
+        self._placing = placing
         self._fleet = fleet
         self.log = LoadLog()
         self._key = key
         self._queue: AdmissionQueue[Waiting] = AdmissionQueue(max_queue_size, weights)
+        self._rivals = Rivals()
         self._affinity = PrefixAffinity(max_prefixes)
         self._wake = asyncio.Event()
         self._is_placing = False
@@ -131,6 +138,8 @@ class Dispatcher:
         """Prefix hashers of long sequences, by request id and first choice."""
         self._stranded_s: dict[Rank, float] = {}
         """Start of the wait of each sequence that no ready worker could serve."""
+        self._room_since_s = inf
+        """Since when there is room that is left to other gateways; infinite if there is none."""
         self._last_ready_s = -inf
         """Last time that a decode worker was ready."""
         fleet.listen(self._on_change)
@@ -149,6 +158,17 @@ class Dispatcher:
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
+
+    def shares(self) -> Shares:
+        """What other gateways need to know of the queue."""
+        return self._queue.shares()
+
+    def take_shares(self, others: Mapping[str, Shares]) -> None:
+        """Count what other gateways give to accounts, by gateway."""
+        charges, waiting = self._rivals.update(others)
+        floor = max((shares.floor for shares in others.values()), default=0.0)
+        self._queue.share(floor, charges, waiting)
+        self._wake.set()
 
     def place(
         self,
@@ -181,8 +201,11 @@ class Dispatcher:
             self._see_ready(now_s)
             if not is_return and now_s - self._last_ready_s >= NO_WORKER_GRACE_S:
                 raise NoWorkers("no decode worker is ready", tier="decode")
-            place = None if self._queue else self._place(waiting, now_s)
+            is_first = not (self._queue or self._queue.is_held(account))
+            place = self._place(waiting, now_s) if is_first else None
             if isinstance(place, Placement):
+                if self._queue.has_rivals:
+                    self._queue.charge(waiting)
                 waiting.answer(place)
                 return waiting
             if not is_return:
@@ -277,16 +300,42 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
+            self._queue.has_held = False
             self._is_placing = True
             is_full = self._place_all(loop.time())
+            held_until_s = self._place_held(loop.time()) if self._queue.has_held else inf
             self._is_placing = False
             if is_full and len(self._fleet.workers) > _MANY_WORKERS:
                 await asyncio.sleep(_SEARCH_PAUSE_S)
-            since_s = min(self._stranded_s.values(), default=None)
-            until_s = None if since_s is None else since_s + NO_WORKER_GRACE_S
+            since_s = min(self._stranded_s.values(), default=inf)
+            until_s = min(since_s + NO_WORKER_GRACE_S, held_until_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(until_s):
+                async with asyncio.timeout_at(until_s if until_s < inf else None):
                     await self._wake.wait()
+
+    def _place_held(self, now_s: float) -> float:
+        """Place the first sequence held up for other gateways' if these left its room for HOLD_S.
+        Return when to look again."""
+        queue = self._queue
+        queue.ignores_rivals = True
+        waiting = queue.pop(now_s)
+        queue.ignores_rivals = False
+        if waiting is None:
+            return inf
+        queue.add(waiting)
+        matched = self._affinity.matched_tokens(waiting.digests)
+        choice = self._placing(waiting.need, self._fleet, matched, self._next_key())
+        if not isinstance(choice, Plan):
+            self._room_since_s = inf
+            return inf
+        self._room_since_s = min(self._room_since_s, now_s)
+        if now_s < self._room_since_s + HOLD_S:
+            return self._room_since_s + HOLD_S
+        self._room_since_s = inf
+        queue.ignores_rivals = True
+        self._place_all(now_s)
+        queue.ignores_rivals = False
+        return now_s + HOLD_S
 
     def _place_all(self, now_s: float) -> bool:
         """Place queued sequences in order, up to the first that must not be overtaken any more.
@@ -338,7 +387,7 @@ class Dispatcher:
         """Place one sequence, or return why not."""
         self._fleet.broken_pairs.expire(now_s)
         matched = self._affinity.matched_tokens(waiting.digests)
-        choice = plan(waiting.need, self._fleet, matched, self._next_key())
+        choice = self._placing(waiting.need, self._fleet, matched, self._next_key())
         if isinstance(choice, Verdict):
             return choice
         self._starts_s.setdefault(waiting.spec.request_id, now_s)

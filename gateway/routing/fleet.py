@@ -144,6 +144,7 @@ class Worker:
             max_pending_tokens=self._max_queued_tokens(slo),
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             num_host_blocks=load.num_host_blocks,
+            sequence_s=load.costs.sequence_s,
         )
 
     def _max_queued_tokens(self, slo: Slo) -> float:

@@ -59,7 +59,7 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
         if is_all or (isinstance(choice, Plan) and _is_good(choice, need, fleet)):
             break
     is_full = choice is Verdict.NOT_NOW and not any(d.is_awaiting_report for d in decodes)
-    if not (is_full and need.needs_decode):
+    if not (is_full and need.needs_decode and prefills):
         return choice
     # Late handoff: while the decode tier is full, a prefill worker keeps decoding.
     views = [w.prefill_view(matched, fleet.prefill_work, fleet.slo) for w in drawn[0]]

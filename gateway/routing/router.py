@@ -38,6 +38,9 @@ ASSUMED_SHARE = 0.5
 #: Share of its prefill speed that a decode worker reaches while other prompts precede this one.
 BEHIND_SHARE = 0.5
 
+#: Tokens of an answer that are counted on where its maximum is larger.
+USUAL_OUTPUT_TOKENS = 256
+
 #: Difference in fill (0..1) that a fully cached prompt outweighs: relative to the fill, and its
 #: minimum.
 AFFINITY_SHARE, MIN_AFFINITY = 0.05, 0.02
@@ -135,6 +138,7 @@ class DecodeView:
     prefill_tokens_per_s: its prefill speed beside the sequences that decode here; 0 if unknown.
     num_host_blocks: blocks of KV that may arrive in host memory now.
     is_colocated: whether it computes all prompts of its sequences.
+    sequence_s: seconds that a sequence adds to each step; 0 if unknown.
     """
 
     address: str
@@ -154,6 +158,7 @@ class DecodeView:
     prefill_tokens_per_s: int = 0
     num_host_blocks: int = 0
     is_colocated: bool = False
+    sequence_s: float = 0.0
 
     def ttft_s(self, need: Need, assumed_tokens_per_s: float) -> float:
         """Estimated seconds until the prompt is computed in chunks beside decoding sequences;
@@ -204,8 +209,19 @@ class DecodeView:
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether it may be given a prompt to compute now."""
-        return self.pending_tokens < self.max_pending_tokens
+        """Whether it may be given a prompt to compute now. A cached prefix counts as a shorter
+        queue."""
+        worth = RECOMPUTE_WEIGHT * self.matched_tokens if self.is_colocated else 0.0
+        return self.pending_tokens < self.max_pending_tokens + worth
+
+    def delay_s(self, need: Need, assumed_tokens_per_s: float) -> float:
+        """Estimated seconds by which a prompt computed here delays itself and other sequences: its
+        own queue, the tokens to compute, and a longer step for each sequence that decodes here."""
+        num_missing = max(1, need.num_tokens - self.matched_tokens)
+        speed = self.prefill_tokens_per_s or assumed_tokens_per_s
+        num_steps = min(need.max_num_tokens - need.num_tokens, USUAL_OUTPUT_TOKENS)
+        decode_s = self.num_sequences * num_steps * self.sequence_s
+        return (self.pending_tokens + RECOMPUTE_WEIGHT * num_missing) / speed + decode_s
 
     @property
     def is_short(self) -> bool:
@@ -250,17 +266,22 @@ def choose(
     able_decodes = [d for d in decodes if d.fits(need)]
     if not able_decodes:
         return Verdict.NO_WORKER
-    split = [d for d in able_decodes if not d.is_colocated] if able_prefills else []
-    decode = _best_decode(need, split, able_prefills, tie_key) or _best_decode(
-        need, able_decodes, able_prefills, tie_key
+    split = [d for d in able_decodes if not d.is_colocated]
+    if not split:
+        colocated = _best_colocated(need, able_decodes, tie_key)
+        return Plan(None, colocated.address) if colocated else Verdict.NOT_NOW
+    decode = _best_decode(need, split if able_prefills else [], able_prefills, tie_key)
+    decode = decode or _best_decode(need, able_decodes, able_prefills, tie_key)
+    is_here = decode is not None and (
+        need.num_tokens <= decode.max_local_prefill_tokens
+        or not decode.is_reached_by(need, able_prefills)
     )
-    if decode is None:
+    if decode is None or (is_here and not decode.takes_prompts):
         return Verdict.NOT_NOW
-    is_short = need.num_tokens <= decode.max_local_prefill_tokens
-    if is_short or not decode.is_reached_by(need, able_prefills):
-        return Plan(None, decode.address) if decode.takes_prompts else Verdict.NOT_NOW
     reaching = [p for p in able_prefills if p.address not in decode.unreached_by]
-    way = choose_way([*_ways(need, able_decodes, reaching, decode)], slo)
+    way = Way(None, decode.address, 0.0)
+    if not is_here:
+        way = choose_way([*_ways(need, able_decodes, reaching, decode)], slo)
     if way.prefill is None:
         return Plan(None, way.decode)
     prefill = _best_prefill(need, reaching, tie_key)
@@ -365,6 +386,17 @@ def _best_decode(
         matched = min(1.0, view.matched_tokens / need.num_tokens)
         cost = fill - matched * (MIN_AFFINITY + AFFINITY_SHARE * fill)
         return cost, _tie(tie_key, view.address)
+
+    return min(views, key=rank, default=None)
+
+
+def _best_colocated(need: Need, views: Sequence[DecodeView], tie_key: bytes) -> DecodeView | None:
+    views = [view for view in views if view.takes_prompts and view.has_room(need)]
+    views = [view for view in views if view.address not in need.avoid] or views
+    assumed = max((view.prefill_tokens_per_s for view in views), default=0) or 1
+
+    def rank(view: DecodeView) -> tuple[float, int, bytes]:
+        return view.delay_s(need, assumed), view.num_sequences, _tie(tie_key, view.address)
 
     return min(views, key=rank, default=None)
 

@@ -269,7 +269,9 @@ class LoadNode:
         while True:
             self._woken.clear()
             commands, self._inbox = self._inbox, []
+            self._cluster.stepping = self
             step = self.core.step(commands)
+            self._cluster.stepping = None
             if self.clock.ahead_s:
                 await asyncio.sleep(self.clock.ahead_s)
                 self.clock.ahead_s = 0.0
@@ -328,6 +330,7 @@ class LoadCluster:
     is_steered: bool = False
     hub: LoopbackHub = field(default_factory=LoopbackHub)
     nodes: list[LoadNode] = field(default_factory=list)
+    stepping: LoadNode | None = None
 
     def __post_init__(self) -> None:
         prefills = [name for name, (tier, _) in self.policies.items() if tier is Tier.PREFILL]
@@ -361,7 +364,7 @@ class LoadCluster:
     @property
     def ahead_s(self) -> float:
         """Time ahead of the worker that computes a step now."""
-        return max(node.clock.ahead_s for node in self.nodes) if self.nodes else 0.0
+        return self.stepping.clock.ahead_s if self.stepping else 0.0
 
     async def close(self) -> None:
         for task in self.tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -93,3 +94,11 @@ async def test_a_planner_of_an_earlier_term_is_refused_and_a_person_is_not() -> 
         await worker.set_role(role=worker_pb2.TIER_PREFILL, term=6)
     await worker.set_role(role=worker_pb2.TIER_PREFILL)
     assert len(worker.roles) == 3
+
+
+async def test_a_term_far_ahead_of_the_clock_does_not_lock_planners_out() -> None:
+    worker = Worker()
+    with pytest.raises(InvalidRequest, match="more than a day ahead"):
+        await worker.set_role(role=worker_pb2.TIER_PREFILL, term=2**64 - 1)
+    await worker.set_role(role=worker_pb2.TIER_PREFILL, term=int(1e3 * time.time()) + 60_000)
+    assert len(worker.roles) == 1

@@ -10,23 +10,29 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import inf
+from dataclasses import astuple, replace
+from math import inf, isfinite
 from statistics import fmean, median
 
 from baton.types import Role, Slo, StepCosts, Tier
-from gateway.routing.planner.replay import Demand, Model, score
+from gateway.routing.planner.replay import BEST_SCORE, Demand, Model, score
 from gateway.routing.planner.shapes import Shape, WorkerFacts, roles_in, shapes_of
 
-#: Latest requests that are replayed, and the least number of them for a decision.
-_MAX_REQUESTS, _MIN_REQUESTS = 48, 8
-#: Least gain of another shape, as a share of the requests; and seconds between two changes.
-MIN_GAIN, REST_S = 0.04, 10.0
+#: Latest requests that are replayed for each worker, so that queues have time to grow; and the
+#: least number of them for a decision.
+_REQUESTS_PER_WORKER, _MIN_REQUESTS = 24, 8
+#: Least gain of another shape, as a share of the requests, where many miss their targets; where few
+#: do, as a share of those that do, but not less than one in a hundred requests.
+MIN_GAIN, _GAIN_OF_MISSES, _LEAST_GAIN = 0.04, 0.3, 0.01
+#: Seconds between two changes.
+REST_S = 10.0
 #: Weight of the latest replay in a shape's score: few requests say little.
 _LATEST_WEIGHT = 0.3
 #: Workers that are replayed; a larger fleet is represented by so many, and by its share of the
 #: requests.
 _MAX_WORKERS = 8
+#: Latest requests, the later half of which is replayed.
+_MAX_LOGGED = 2 * _REQUESTS_PER_WORKER * _MAX_WORKERS
 
 
 class LoadLog:
@@ -34,11 +40,16 @@ class LoadLog:
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, tuple[float, int, int]] = OrderedDict()
+        self.num_arrivals = 0
+        """Since the start."""
 
     def on_arrival(self, request_id: str, now_s: float, num_prompt_tokens: int) -> None:
+        """Also for a request that is refused because the fleet is full: another shape might have
+        served it."""
+        self.num_arrivals += 1
         self._requests[request_id] = (now_s, num_prompt_tokens, 0)
         self._requests.move_to_end(request_id)  # names may come again
-        while len(self._requests) > 2 * _MAX_REQUESTS:
+        while len(self._requests) > _MAX_LOGGED:
             self._requests.popitem(last=False)
 
     def on_placed(self, request_id: str, num_missing_tokens: int) -> None:
@@ -56,7 +67,7 @@ class LoadLog:
         if len(known) < _MIN_REQUESTS:
             return ()
         usual = max(1, round(fmean(known)))
-        latest = [*self._requests.values()][-_MAX_REQUESTS:]
+        latest = [*self._requests.values()][-_MAX_LOGGED // 2 :]
         start_s = latest[0][0]
         return tuple(
             Demand((at_s - start_s) * share, max(1, num_prompt), num_output or usual)
@@ -78,10 +89,12 @@ class Planner:
         self._changed_s = -inf
 
     def observe(self, measured: Sequence[tuple[int, StepCosts]]) -> None:
-        """Learn from load reports: (threads in use, costs) of each worker."""
+        """Learn from load reports: (threads in use, costs) of each worker. Costs that no step can
+        have are ignored."""
         by_threads: dict[int, list[StepCosts]] = defaultdict(list)
         for num_threads, costs in measured:
-            by_threads[num_threads].append(costs)
+            if all(isfinite(seconds) and seconds >= 0 for seconds in astuple(costs)):
+                by_threads[num_threads].append(costs)
         for num_threads, of_workers in by_threads.items():
             known = self._costs.get(num_threads, StepCosts())
             decode = [costs for costs in of_workers if costs.step_s or costs.sequence_s]
@@ -134,13 +147,14 @@ class Planner:
             self._scores.clear()
         scores = self._scores
         num_shown = min(len(workers), _MAX_WORKERS)
-        thinned = _thinned(demands, num_shown / len(workers))
+        latest = demands[-_REQUESTS_PER_WORKER * num_shown :]
+        thinned = _thinned(latest, num_shown / len(workers))
         for shape in {*shapes_of(workers), *([present] if present else [])}:
             models = self._models(shape, workers)
             if models is not None:
-                latest = score(_some(models, num_shown), thinned, self._slo)
-                before = scores.get(shape, latest)
-                scores[shape] = before + _LATEST_WEIGHT * (latest - before)
+                now = score(_some(models, num_shown), thinned, self._slo)
+                before = scores.get(shape, now)
+                scores[shape] = before + _LATEST_WEIGHT * (now - before)
         if not scores:
             return None
 
@@ -149,8 +163,11 @@ class Planner:
             return sum(roles[worker.address] == worker.role for worker in workers)
 
         best = max(scores, key=lambda shape: (scores[shape], num_kept(shape)))
-        least = scores.get(present, -inf) + MIN_GAIN if present else -inf
-        return best if scores[best] >= least else present
+        if present is None or present not in scores:
+            return best
+        num_missed = BEST_SCORE - scores[present]
+        gain = max(_LEAST_GAIN, min(MIN_GAIN, _GAIN_OF_MISSES * num_missed))
+        return best if scores[best] >= scores[present] + gain else present
 
     def _models(self, shape: Shape, workers: Sequence[WorkerFacts]) -> list[Model] | None:
         """Models of the workers that serve in a shape; None before costs are known."""

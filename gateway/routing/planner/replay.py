@@ -29,6 +29,8 @@ _TRANSFER_S = 0.005
 _STEPS_AT_ONCE = 4
 #: Weight of how far requests are from their targets, beside the share inside.
 _NEARNESS_WEIGHT = 0.1
+#: Score if all requests are inside.
+BEST_SCORE = 1.0 + _NEARNESS_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)

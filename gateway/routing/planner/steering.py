@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two decisions.
 PERIOD_S = 4.0
+#: The same while workers do not have the roles of the plan yet; nothing is replayed meanwhile.
+MOVING_S = 1.0
 #: One of so many workers changes its role in a period, at least one.
 _MOVE_ONE_OF = 4
 
@@ -71,6 +73,9 @@ class Steering:
         self._lease = lease
         self._set_role = set_role
         self._planner = Planner(fleet.slo)
+        self._is_moving = False
+        self._num_arrivals = 0
+        """Requests that the last decision was made from."""
         self.num_changes = 0
         """Roles that were changed."""
 
@@ -78,7 +83,7 @@ class Steering:
         """Plan until cancelled."""
         try:
             while True:
-                await asyncio.sleep(PERIOD_S)
+                await asyncio.sleep(min(PERIOD_S, MOVING_S) if self._is_moving else PERIOD_S)
                 await self._plan()
         finally:
             await self._lease.close()
@@ -89,10 +94,17 @@ class Steering:
         term = await self._lease.hold()
         if term is None:
             return
-        demands = self._load_log.demands(self._share(workers))
+        demands: Sequence[Demand] = ()
+        if self._load_log.num_arrivals != self._num_arrivals:
+            demands = self._load_log.demands(self._share(workers))
+            self._num_arrivals = self._load_log.num_arrivals
         now_s = asyncio.get_running_loop().time()
         facts = [*map(_facts_of, workers)]
-        roles = await self._aside(self._planner.decide, now_s, facts, demands)
+        try:
+            roles = await self._aside(self._planner.decide, now_s, facts, demands)
+        except (ArithmeticError, ValueError) as error:  # of numbers that workers report
+            _log.warning("no plan for now: %r", error)
+            return
         left: set[Worker] = set()
         for worker, role in self._changes(workers, roles):
             # Orders to workers that do not answer may take longer than the lease lasts.
@@ -120,6 +132,7 @@ class Steering:
             for worker in workers
             if (role := roles.get(worker.address)) and _role_of(worker) != role
         ]
+        self._is_moving = bool(differing)
         differing.sort(key=lambda change: change[1].tier is Tier.PREFILL)
         yield from differing[: max(1, len(workers) // _MOVE_ONE_OF)]
 

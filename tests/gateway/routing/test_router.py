@@ -65,6 +65,7 @@ DECODES = st.lists(
         is_awaiting_report=st.booleans(),
         matched_tokens=st.integers(0, 40),
         unreached_by=st.frozensets(st.integers(0, 5).map("p{}".format)),
+        is_colocated=st.booleans(),
     ),
     max_size=4,
     unique_by=lambda v: v.address,
@@ -369,6 +370,23 @@ def test_a_colocated_worker_takes_what_it_has_sooner_than_the_split() -> None:
     assert choose(NEED, [behind], [busy, colocated], b"k") == Plan(None, "c"), "140 against 80"
     full = replace(SHARING, num_available_blocks=3)
     assert choose(NEED, [FAST], [full, colocated], b"k") == Plan(None, "c")
+
+
+def test_among_colocated_workers_a_cached_prefix_wins_while_it_saves_more_than_the_queue() -> None:
+    def chosen(knowing: DecodeView, other: DecodeView) -> str | None:
+        plan = choose(NEED, [], [knowing, other], b"k")
+        return plan.decode if isinstance(plan, Plan) else None
+
+    other = replace(SHARING, address="o", is_colocated=True)
+    knowing = replace(other, address="k", matched_tokens=30, sequence_s=0.001)
+    assert chosen(knowing, other) == "k"
+    assert chosen(replace(knowing, num_sequences=5), other) == "k", "busier, yet worth it"
+    assert chosen(replace(knowing, pending_tokens=61), other) == "o", "it would wait longer"
+    slow = replace(knowing, num_sequences=5, sequence_s=0.01)
+    assert chosen(slow, other) == "o", "20 steps, slower for five: a second against 120 ms"
+    credit = {"max_pending_tokens": 50.0, "pending_tokens": 55}
+    full = [replace(view, **credit) for view in (knowing, other)]
+    assert chosen(*full) == "k", "a cached prefix counts as a shorter queue"
 
 
 def test_a_prompt_that_the_decode_tier_has_cached_is_computed_there() -> None:

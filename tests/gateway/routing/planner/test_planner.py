@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -113,18 +114,18 @@ def test_a_leader_that_finds_a_mixture_moves_as_few_as_serve_as_well() -> None:
 
 def test_a_log_keeps_the_latest_and_takes_unknown_answers_to_be_usual() -> None:
     log = LoadLog()
-    for number in range(200):
+    for number in range(600):
         log.on_arrival(f"r{number}", float(number), 100)
         log.on_placed(f"r{number}", 30)
-        if number < 199:
+        if number < 599:
             log.on_ended(f"r{number}", 20)
     latest = log.demands()
-    assert len(latest) < 100
+    assert len(latest) < 300
     assert latest[0].at_s == 0.0
     assert {demand.num_prompt for demand in latest} == {30}
     assert latest[-1].num_output == 20
     assert log.demands(0.5)[-1].at_s == latest[-1].at_s / 2, "two gateways see twice as much"
-    log.on_arrival("r190", 200.0, 100)
+    log.on_arrival("r590", 600.0, 100)
     arrivals = [demand.at_s for demand in log.demands()]
     assert arrivals == sorted(arrivals), "a name that comes again is a later request"
     few = LoadLog()
@@ -143,3 +144,12 @@ def test_a_replay_counts_what_is_inside_the_targets() -> None:
     assert 0.5 < score([worker], both, Slo(0.15)) < 0.6, "the second waits"
     pair = [Model(worker.costs, True, False), Model(worker.costs, False, True)]
     assert score(pair, one, Slo(0.2, 0.02)) == pytest.approx(1.1)
+
+
+def test_costs_that_no_step_can_have_are_ignored() -> None:
+    planner = Planner(Slo(10.0, 1.0))
+    strange = (math.nan, math.inf, -1.0)
+    planner.observe([(0, ONE_CORE), *((0, StepCosts(s, s, s, s)) for s in strange)])
+    light = [Demand(float(i), 10, 10) for i in range(10)]
+    workers = [WorkerFacts(f"w{i}", f"w{i}", Tier.DECODE, Role(Tier.DECODE)) for i in range(3)]
+    assert planner.decide(100.0, workers, light)

@@ -95,3 +95,34 @@ async def test_the_decode_tier_is_not_emptied_before_reports_say_who_left(
     await asyncio.wait_for(lease.is_over.wait(), 10.0)
     task.cancel()
     assert orders == ["p0:1", "d0:1"]
+
+
+async def test_nothing_is_replayed_while_nothing_comes_and_bad_numbers_cost_one_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(steering, "PERIOD_S", 0.0)
+    log, seen = LoadLog(), []
+    for number in range(10):
+        log.on_arrival(f"r{number}", float(number), 10)
+        log.on_ended(f"r{number}", 10)
+
+    async def count(
+        decide: Decide,  # noqa: ARG001
+        now_s: float,  # noqa: ARG001
+        workers: Sequence[WorkerFacts],  # noqa: ARG001
+        demands: Sequence[Demand],
+    ) -> Mapping[str, Role]:
+        seen.append(len(demands))
+        if len(seen) == 2:
+            log.on_arrival("another", 10.0, 10)
+            raise ZeroDivisionError
+        return {}
+
+    async def set_role(address: str, role: Role, term: int) -> None:
+        raise AssertionError((address, role, term))
+
+    lease = Registry(7, 7, 7, 7)
+    task = asyncio.create_task(Steering(fleet_of(4, 4), log, lease, set_role, count).run())
+    await asyncio.wait_for(lease.is_over.wait(), 10.0)
+    task.cancel()
+    assert seen == [10, 0, 11, 0]

@@ -1,0 +1,131 @@
+"""Loads from traces, and what a contender makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from statistics import fmean
+from time import process_time
+
+from baton.types import Slo
+from bench.fleet.cluster import Answer, Cluster, Shape, serve
+from bench.fleet.worker import Hardware
+from bench.measure import percentile
+from engine.plan.trace import TraceEntry
+from tests.support.virtual_loop import run_virtual
+
+#: Share of a run, from its start, that is not counted.
+WARM_UP = 0.3
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A contender's shape under a load."""
+
+    shape: Shape
+    hardware: Hardware
+    slo: Slo
+    entries: Sequence[TraceEntry]
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """goodput: requests/s that arrive and end inside the targets. attainment: their share.
+    refused_ms: longest time to a refusal. cpu_s: of the simulation."""
+
+    goodput: float
+    attainment: float
+    hit_share: float
+    sent_bytes: int
+    num_changes: int
+    refused: float
+    refused_ms: float
+    ttft_p99_s: float
+    worker_hours: float
+    cpu_s: float
+
+
+def figures_of(run: Run) -> Figures:
+    """Simulate."""
+    began_s = process_time()
+
+    async def main() -> tuple[Cluster, list[Answer]]:
+        size = run.entries[0].block_tokens
+        cluster = Cluster(run.shape, run.hardware, run.slo, size, run.seed)
+        answers = await serve(cluster, run.entries)
+        await cluster.close()
+        return cluster, answers
+
+    cluster, answers = run_virtual(main(), max_time_s=10 * _DAY_S)
+    last_s = answers[-1].due_s
+    first_s = answers[0].due_s + WARM_UP * (last_s - answers[0].due_s)
+    counted = [answer for answer in answers if answer.due_s >= first_s]
+    num_inside = sum(answer.is_inside(run.slo) for answer in counted)
+    refused = [answer.refused_s for answer in counted if answer.refused_s is not None]
+    ttfts_s = sorted(a.first_s - a.due_s for a in counted if a.refused_s is None)
+    return Figures(
+        num_inside / (last_s - first_s),
+        num_inside / len(counted),
+        cluster.num_hit_tokens / max(1, cluster.num_prompt_tokens),
+        cluster.num_sent_bytes,
+        cluster.num_changes,
+        len(refused) / len(counted),
+        1e3 * max(refused, default=0.0),
+        percentile(ttfts_s, 0.99),
+        len(run.shape.policies) * last_s / 3600,
+        process_time() - began_s,
+    )
+
+
+def capacity(
+    entries: Sequence[TraceEntry], hardware: Hardware, num_workers: int, slo: Slo
+) -> float:
+    """Requests/s of a fleet that never waits, finds half of the prefixes that an endless cache
+    would, and decodes in the largest batches within the target. A yardstick for load factors."""
+    costs = hardware.costs
+    most = hardware.max_num_seqs
+    if slo.tpot_s is not None and costs.sequence_s:
+        most = min(most, int((slo.tpot_s - costs.step_s) / costs.sequence_s))
+    batch = max(1, most)
+    token_s = (costs.step_s + costs.sequence_s * batch) / batch
+    missing = fmean(
+        entry.num_input_tokens - hit / 2 for entry, hit in zip(entries, hits(entries), strict=True)
+    )
+    output = fmean(entry.num_output_tokens for entry in entries)
+    return num_workers / (missing * costs.token_s + output * token_s)
+
+
+def hits(entries: Iterable[TraceEntry]) -> list[int]:
+    """Tokens of each prompt that were in an earlier one."""
+    seen: set[int] = set()
+    found = []
+    for entry in entries:
+        number = next((i for i, n in enumerate(entry.hash_ids) if n not in seen), None)
+        number = len(entry.hash_ids) if number is None else number
+        seen.update(entry.hash_ids)
+        found.append(min(number * entry.block_tokens, entry.num_input_tokens))
+    return found
+
+
+def load_of(
+    trace: Sequence[TraceEntry], rate: float, seconds: float, seed: int
+) -> list[TraceEntry]:
+    """Requests of a trace in their order, repeated as need be with new prefixes, at a mean rate.
+    seed: begins elsewhere in the trace."""
+    number = max(2, round(rate * seconds))
+    start = seed * len(trace) // 7 % len(trace)
+    rounds = cycle(trace)
+    span_s = (trace[-1].arrival_s - trace[0].arrival_s) * len(trace) / (len(trace) - 1)
+    stretch = len(trace) / rate / span_s
+    num_names = 1 + max((max(entry.hash_ids, default=0) for entry in trace), default=0)
+    found = []
+    for index, entry in enumerate(islice(rounds, start, start + number), start=start):
+        turn = index // len(trace)
+        at_s = (entry.arrival_s - trace[0].arrival_s + turn * span_s) * stretch
+        names = tuple(name + turn * num_names for name in entry.hash_ids)
+        found.append(replace(entry, arrival_s=at_s, hash_ids=names))
+    begin_s = found[0].arrival_s
+    return [replace(entry, arrival_s=entry.arrival_s - begin_s) for entry in found]

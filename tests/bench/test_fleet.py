@@ -1,0 +1,71 @@
+"""The simulated fleet: as the real cores, whatever it serves is served once, and it repeats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.types import Slo, StepCosts
+from bench.fleet.__main__ import Cell, Fleet, gains, markdown
+from bench.fleet.cache import Blocks
+from bench.fleet.contenders import families
+from bench.fleet.runs import Figures, Run, figures_of, hits, load_of
+from bench.fleet.validation import deviations
+from bench.fleet.worker import Hardware
+from engine.plan.trace import TraceEntry
+
+HARDWARE = Hardware(StepCosts(0.008, 0.0001, 0.008, 0.0001), num_blocks=4000)
+SLO = Slo(2.0, 0.03)
+TRACE = [TraceEntry(i * 0.3, 1500, 20 + i % 30, (i % 5, 100 + i, 200 + i)) for i in range(60)]
+
+
+@pytest.mark.slow
+def test_simulated_workers_take_as_long_as_whole_cores() -> None:
+    for deviation in deviations(num_requests=40):
+        assert deviation.worst < 0.1, deviation
+
+
+@pytest.mark.slow
+def test_every_contender_serves_all_and_a_run_repeats() -> None:
+    for contender, shapes in families(HARDWARE, 3, SLO).items():
+        for shape in shapes.values():
+            run = Run(shape, HARDWARE, SLO, TRACE)
+            figures = figures_of(run)
+            assert figures.refused == 0.0
+            assert figures.attainment > 0.5, contender
+            assert 0.0 < figures.hit_share < 0.4
+            assert replace(figures_of(run), cpu_s=0.0) == replace(figures, cpu_s=0.0)
+
+
+def test_a_load_repeats_a_trace_with_new_prefixes_at_the_rate() -> None:
+    load = load_of(TRACE, 2.0, 60.0, seed=0)
+    assert len(load) == 120
+    assert load[-1].arrival_s == pytest.approx(60.0, rel=0.05)
+    assert sum(hits(load)) == 2 * sum(hits(TRACE))
+    assert load_of(TRACE, 2.0, 60.0, seed=1)[0].num_output_tokens != load[0].num_output_tokens
+
+
+def test_blocks_are_never_more_than_there_are_and_beginnings_stay_longest() -> None:
+    blocks = Blocks(num_blocks=100, block_size=16, piece_tokens=512)
+    for name in range(5):
+        blocks.lease(64)
+        blocks.hold((name, 10 + name))
+        blocks.release(64, (name, 10 + name))
+        assert blocks.counts().total == 100
+    assert blocks.matched_tokens((4, 14), 1024) == 1008, "the last token is computed"
+    assert blocks.matched_tokens((3, 13), 1025) == 512
+    assert blocks.matched_tokens((0,), 600) == 0
+
+
+def test_the_page_says_where_the_planner_is_below() -> None:
+    figures = Figures(10.0, 0.9, 0.1, 10**9, 1, 0.0, 0.0, 1.0, 0.1, 1.0)
+    cells = [
+        Cell("t", 1.0, "static split", "1:1", [figures, replace(figures, goodput=12.0)]),
+        Cell("t", 1.0, "planned", "", [replace(figures, goodput=9.9)]),
+        Cell("t", 10.0, "planned", "", [replace(figures, goodput=9.0, refused_ms=3.0)]),
+    ]
+    assert gains(cells) == {"static split": pytest.approx(0.9)}
+    text = markdown(cells, [], Fleet(HARDWARE, 2, SLO, 60.0, 2), "command")
+    assert text.count("(**missed**)") == 1
+    assert "t 90.9 (met)" in text
