@@ -41,8 +41,8 @@ _MAX_MODEL_LEN = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Workers and how they are chosen. num_prefill: of `policies`, those of prefill workers first.
-    is_planned: whether the planner gives them other roles."""
+    """Workers, by their policies, and how they are chosen. is_planned: whether the planner gives
+    them other roles."""
 
     policies: Sequence[Policy]
     placing: Placing = plan

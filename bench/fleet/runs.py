@@ -11,7 +11,6 @@ from time import process_time
 from baton.types import Slo
 from bench.fleet.cluster import Answer, Cluster, Shape, serve
 from bench.fleet.worker import Hardware
-from bench.measure import percentile
 from engine.plan.trace import TraceEntry
 from tests.support.virtual_loop import run_virtual
 
@@ -43,7 +42,6 @@ class Figures:
     num_changes: int
     refused: float
     refused_ms: float
-    ttft_p99_s: float
     worker_hours: float
     cpu_s: float
 
@@ -65,7 +63,6 @@ def figures_of(run: Run) -> Figures:
     counted = [answer for answer in answers if answer.due_s >= first_s]
     num_inside = sum(answer.is_inside(run.slo) for answer in counted)
     refused = [answer.refused_s for answer in counted if answer.refused_s is not None]
-    ttfts_s = sorted(a.first_s - a.due_s for a in counted if a.refused_s is None)
     return Figures(
         num_inside / (last_s - first_s),
         num_inside / len(counted),
@@ -74,7 +71,6 @@ def figures_of(run: Run) -> Figures:
         cluster.num_changes,
         len(refused) / len(counted),
         1e3 * max(refused, default=0.0),
-        percentile(ttfts_s, 0.99),
         len(run.shape.policies) * last_s / 3600,
         process_time() - began_s,
     )

@@ -137,7 +137,6 @@ class WorkerModel:
         """Start, seconds and number of steps that only decode."""
         self._ended_s: float | None = None
         """End of the last step, if it decoded."""
-        self.num_computed_tokens = 0
         self.report()
 
     # What the gateway asks for
@@ -280,7 +279,6 @@ class WorkerModel:
     ) -> None:
         now_s = self._loop.time()
         num_decoding = sum(not sequence.is_prefilling for sequence, _ in grants)
-        self.num_computed_tokens += num_prompt
         for sequence, number in grants:
             if sequence.num_held == 0:
                 continue  # taken out meanwhile

@@ -59,7 +59,7 @@ def test_blocks_are_never_more_than_there_are_and_beginnings_stay_longest() -> N
 
 
 def test_the_page_says_where_the_planner_is_below() -> None:
-    figures = Figures(10.0, 0.9, 0.1, 10**9, 1, 0.0, 0.0, 1.0, 0.1, 1.0)
+    figures = Figures(10.0, 0.9, 0.1, 10**9, 1, 0.0, 0.0, 0.1, 1.0)
     cells = [
         Cell("t", 1.0, "static split", "1:1", [figures, replace(figures, goodput=12.0)]),
         Cell("t", 1.0, "planned", "", [replace(figures, goodput=9.9)]),
