@@ -17,6 +17,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from baton.registry.board import Board
@@ -62,12 +63,18 @@ class Shares:
         try:
             read: Any = json.loads(note)
             accounts = {
-                bytes.fromhex(name): Share(float(given), float(counter), bool(is_waiting))
+                bytes.fromhex(name): Share(_finite(given), _finite(counter), bool(is_waiting))
                 for name, (given, counter, is_waiting) in read["accounts"].items()
             }
-            return cls(float(read["floor"]), accounts)
+            return cls(_finite(read["floor"]), accounts)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no note of a gateway: {error!r}") from error
+
+
+def _finite(value: Any) -> float:
+    if not isfinite(value):
+        raise ValueError(f"no note of a gateway: {value}")
+    return float(value)
 
 
 class Rivals:

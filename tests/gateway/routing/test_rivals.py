@@ -144,7 +144,15 @@ def test_a_gateway_that_is_gone_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "note", ["", "1", "[]", "{}", '{"floor": 1, "accounts": {"zz": [1, 1, 1]}}']
+    "note",
+    [
+        "",
+        "1",
+        "[]",
+        "{}",
+        '{"floor": NaN, "accounts": {}}',
+        '{"floor": 1, "accounts": {"zz": [1, 1, 1]}}',
+    ],
 )
 def test_what_is_no_note_is_a_value_error(note: str) -> None:
     with pytest.raises(ValueError, match=r"note|value|hex|unpack"):
