@@ -300,6 +300,8 @@ async def _start_http(
         int(time.time()),
         root_path=options.root_path or "",
         has_metrics=options.enable_per_request_metrics,
+        response_store_bytes=options.response_store_bytes or 0,
+        response_store_s=options.response_store_s,
     )
     app = HttpApp(models, recorder, probes, settings)
     return await start_http(

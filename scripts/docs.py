@@ -74,7 +74,7 @@ gRPC port.
 |---|---|
 | `/v1/completions` | text or token ids of up to 128 prompts in, text out |
 | `/v1/chat/completions` | a conversation in, a message out; tools, thoughts, structured output |
-| `/v1/responses` | OpenAI's newer form of the same; nothing is kept between requests |
+| `/v1/responses` | OpenAI's newer form of the same; see below for answers that are kept |
 | `/v1/messages`, `/v1/messages/count_tokens` | Anthropic's API; see below |
 | `/v1/models`, `/v1/models/{id}` | what is served |
 | `/tokenize`, `/detokenize` | as vLLM has them, for a `prompt` or `messages`, and `tokens` |
@@ -116,6 +116,17 @@ of KV, the prompt's token ids, the sampling as resolved with its seed, the token
 `logprobs`) log probabilities of each choice, the workers with their versions and numerics, and the
 handoffs with their checksums. `baton check --receipt` asks again for the answer in a file and
 compares: see [reliability.md](reliability.md#receipts).
+
+## Answers that are kept
+
+With `--response-store-bytes N` the gateway keeps answers of `/v1/responses` in its memory, as
+OpenAI does, unless `store` is false: `GET` and `DELETE /v1/responses/{id}`, `previous_response_id`,
+and `background: true`, which is answered once the request is admitted and goes on without the
+client; `POST /v1/responses/{id}/cancel` ends it. An answer is found by the API key that asked for
+it alone (without keys, by whoever knows its id), for `--response-store-s`. Beyond N bytes the key
+with the most bytes loses its oldest answers. An answer of more than 4 MiB with its conversation is
+not kept. Answers end with their gateway, so the option goes with one gateway: several, and gateways
+of one registry, do not share them.
 
 ## Resuming a stream
 

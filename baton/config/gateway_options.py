@@ -11,6 +11,7 @@ from baton.config.fields import (
     SECRET,
     Addresses,
     ApiKeys,
+    ByteSize,
     CertReqs,
     Count,
     FileDescriptor,
@@ -89,6 +90,11 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     enable_per_request_metrics: bool = False
     """Give answers of the HTTP API `metrics`, as vLLM does: milliseconds by phase, and tokens per
     second."""
+    response_store_bytes: ByteSize | None = None
+    """Keep answers of /v1/responses in the gateway's memory, up to so many bytes, for
+    previous_response_id, background and their own paths; nothing is kept if not given."""
+    response_store_s: Seconds = 3600.0
+    """Seconds that such an answer is kept."""
     tool_call_parser: Literal[
         "auto",
         "none",
@@ -188,6 +194,15 @@ class GatewayOptions(
         if self.tls is None or self.ssl_ca_certs is None:
             return None
         return self.tls
+
+    @model_validator(mode="after")
+    def _check_store(self) -> Self:
+        if self.response_store_bytes and self.reuse_port:
+            raise ValueError(
+                "--response-store-bytes: goes without --reuse-port and several gateways on one "
+                "port, for each keeps its own answers; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:

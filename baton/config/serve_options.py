@@ -84,6 +84,15 @@ class ServeOptions(
         return self
 
     @model_validator(mode="after")
+    def _check_store(self) -> Self:
+        if self.response_store_bytes and self.num_gateways > 1:
+            raise ValueError(
+                "--response-store-bytes: goes with one gateway, for each keeps its own answers; "
+                "leave out --num-gateways"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_devices(self) -> Self:
         if self.device not in ("auto", "cuda") and (self.prefill_devices or self.decode_devices):
             option = "prefill-devices" if self.prefill_devices else "decode-devices"

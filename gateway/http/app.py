@@ -18,7 +18,7 @@ from baton import __version__
 from baton.errors import BatonError, ClientStalled
 from baton.rpc.api_key import ApiKeys, refusal
 from gateway.chat.style import ChatStyle
-from gateway.http import chat, completions
+from gateway.http import chat, completions, responses
 from gateway.http.chat import ChatBody
 from gateway.http.completions import CompletionBody
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
@@ -38,6 +38,8 @@ from gateway.http.generation import Generation
 from gateway.http.openapi import OPERATIONS
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
 from gateway.http.requests import GenerationBody, ModelBody
+from gateway.http.response_store import ResponseStore
+from gateway.http.stored_responses import RESPONSES, Run, StoredResponses
 from gateway.serving import Models, Serving, unique_request_id
 from gateway.telemetry.recorder import GatewayRecorder
 
@@ -88,6 +90,7 @@ class HttpSettings:
     styles: by model name. api_keys: empty serves every client. allowed_origins: of web pages; "*"
     allows all. created_s: creation time of the models, Unix seconds. root_path: prefix that paths
     may have, from a proxy that does not take it off. has_metrics: give answers vLLM's metrics.
+    response_store_bytes, response_store_s: bounds of kept answers of /v1/responses; 0 keeps none.
     """
 
     styles: Mapping[str, ChatStyle]
@@ -96,6 +99,8 @@ class HttpSettings:
     created_s: int = 0
     root_path: str = ""
     has_metrics: bool = False
+    response_store_bytes: int = 0
+    response_store_s: float = 0.0
 
 
 class HttpApp:
@@ -116,6 +121,10 @@ class HttpApp:
         self._has_metrics = settings.has_metrics
         self._num_running = 0
         """Generations in flight."""
+        self._stored: StoredResponses | None = None
+        if settings.response_store_bytes:
+            store = ResponseStore(settings.response_store_bytes, settings.response_store_s)
+            self._stored = StoredResponses(self._door, self._generate, store)
         page, docs = Page(models, recorder, time.monotonic), Docs()
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
             **{
@@ -134,7 +143,9 @@ class HttpApp:
 
     def _of_formats(self) -> Iterator[tuple[Route, _Handler]]:
         for route in OPERATIONS:
-            if route.make is not None and route.body is not None:
+            if route is responses.ROUTE and self._stored is not None:
+                yield route, self._stored.create
+            elif route.make is not None and route.body is not None:
                 yield route, functools.partial(self._complete, route.body, route.make)
             elif route.handle is not None:
                 yield route, functools.partial(route.handle, self._door)
@@ -202,6 +213,8 @@ class HttpApp:
     def _handler_of(self, request: HttpRequest) -> _Handler:
         if request.path.startswith(_MODELS) and request.path != _MODELS:
             methods: Mapping[str, _Handler] = {"GET": self._get_model}
+        elif request.path.startswith(RESPONSES) and self._stored is not None:
+            methods = self._stored.methods(request.path)
         elif request.path in self._routes:
             methods = self._routes[request.path]
         else:
@@ -250,7 +263,12 @@ class HttpApp:
             await self._generate(body, route.make, request, response)
 
     async def _generate(
-        self, body: ModelBody, make: MakeFormat, request: HttpRequest, response: HttpResponse
+        self,
+        body: ModelBody,
+        make: MakeFormat,
+        request: HttpRequest,
+        response: HttpResponse,
+        run: Run = Generation.run,
     ) -> None:
         serving, form = self._door.form(make, body)
         if form.warning:
@@ -261,7 +279,7 @@ class HttpApp:
                 generation = Generation(
                     serving, form, request, response, has_metrics=self._has_metrics
                 )
-                await generation.run()
+                await run(generation)
         finally:
             self._num_running -= 1
 

@@ -102,21 +102,28 @@ class Generation:
 
     async def run(self) -> None:
         """Run the request and send the whole answer."""
-        await self._run_all()
         if not self._form.body.is_streamed:
-            document = self._form.document(self._chunks, self._usage.fields()) | self._metrics()
-            if self._has_timing:
-                document["timing"] = self._of_each_prompt(timing_of)
-            if self._has_receipt:
-                document["receipt"] = self._of_each_prompt(receipt_of)
+            document = await self.whole()
             await self._response.send(200, JSON, json.dumps(document).encode())
             return
+        await self._run_all()
         if self._event_ids is not None:
             self._event_ids.check_end()
         if not self._response.has_started:  # only the end was left to send
             self._response.start(EVENTS)
         end = self._form.end(self._usage.fields(), self._metrics())
         await self._response.end(end.encode())
+
+    async def whole(self) -> dict[str, Any]:
+        """Run a request that is not streamed and return its answer."""
+        await self._run_all()
+        document: dict[str, Any] = self._form.document(self._chunks, self._usage.fields())
+        document |= self._metrics()
+        if self._has_timing:
+            document["timing"] = self._of_each_prompt(timing_of)
+        if self._has_receipt:
+            document["receipt"] = self._of_each_prompt(receipt_of)
+        return document
 
     def _metrics(self) -> dict[str, Any]:
         """The member `metrics`, if wanted; null for several choices or prompts."""

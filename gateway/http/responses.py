@@ -1,18 +1,19 @@
-"""/v1/responses, stateless: converts each request to a chat, and its output to items."""
+"""/v1/responses: converts each request to a chat, and its output to items."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import FailFast, Field, WithJsonSchema
 
-from baton.errors import InvalidRequest
+from baton.errors import FieldViolation, InvalidRequest
 from gateway.chat.choice import ChatChoice
 from gateway.chat.style import ChatStyle
 from gateway.http.conversation import MAX_ARGUMENTS_CHARS
 from gateway.http.errors import Fills, invalid, shown_value
-from gateway.http.format import FINISHES, OPENAI, Chunk, Route, timing_of
+from gateway.http.format import FINISHES, OPENAI, Answer, Chunk, Route, timing_of
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import (
     ChoiceSoFar,
@@ -86,14 +87,20 @@ class ResponsesBody(SamplingBody):
     text and tokens."""
     metadata: Any = None
     """Returned with the answer."""
+    store: bool | None = None
+    """false: do not keep the answer where --response-store-bytes keeps answers."""
+    previous_response_id: str | None = None
+    """Kept answer whose conversation this one continues; needs --response-store-bytes."""
+    background: bool | None = None
+    """Answer at once, and again under the answer's own path; needs --response-store-bytes."""
 
     refused = (
-        *("previous_response_id", "conversation", "background", "prompt"),
+        *("conversation", "prompt"),
         *SamplingBody.refused,
         *("n", "best_of", "prompt_logprobs", "use_beam_search"),
     )
     ignored = (
-        *("store", "truncation", "user", "service_tier", "safety_identifier"),
+        *("truncation", "user", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "stream_options", "request_id", "spaces_between_special_tokens"),
     )
 
@@ -107,8 +114,12 @@ class ResponsesBody(SamplingBody):
 
 #: Faults of refused fields other than the usual one.
 _REFUSALS: Mapping[str, str] = dict.fromkeys(
-    ("previous_response_id", "conversation", "background", "prompt"),
-    "is not served here: nothing is kept; send the whole conversation as input",
+    ("conversation", "prompt"),
+    "is not served here; send the whole conversation as input",
+)
+_NOTHING_KEPT = (
+    "is not served here: nothing is kept without --response-store-bytes; send the whole "
+    "conversation as input, and wait for the answer"
 )
 
 #: Sampling options that an answer reports.
@@ -124,18 +135,40 @@ _LOGPROBS = "message.output_text.logprobs"
 _MAX_ITEMS = 4 * MAX_MESSAGES
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How a gateway that keeps answers keeps one.
+
+    earlier: items of the conversation that it continues. keep: called with the whole answer and the
+    items of its conversation; None keeps nothing. on_begin: called with the answer, queued, once
+    the request is admitted.
+    """
+
+    earlier: Sequence[Any]
+    keep: Callable[[Mapping[str, Any], Sequence[Any]], None] | None = None
+    on_begin: Callable[[Mapping[str, Any]], None] | None = None
+
+
 class ResponsesFormat(TranslatedChat):
     """Response requests and answers (format.Format)."""
 
     id_prefix = "resp_"
     dialect = OPENAI
 
-    def __init__(self, body: ResponsesBody, bytes_of: BytesOf, style: ChatStyle) -> None:
-        """Raises InvalidRequest with this API's field names."""
+    def __init__(
+        self, body: ResponsesBody, bytes_of: BytesOf, style: ChatStyle, kept: Kept | None = None
+    ) -> None:
+        """kept: None in a gateway that keeps no answers. Raises InvalidRequest with this API's
+        field names."""
         self._asked = body
-        if violations := refusals(body, _REFUSALS):
+        violations = refusals(body, _REFUSALS)
+        if kept is None:
+            asked = {name for name in ("previous_response_id", "background") if getattr(body, name)}
+            violations += [FieldViolation(name, _NOTHING_KEPT) for name in sorted(asked)]
+        if violations:
             raise InvalidRequest.of(*violations)
-        messages, paths = _conversation(body)
+        self._kept = kept or Kept(())
+        messages, paths = _conversation(body, self._kept.earlier)
         super().__init__(body, _chat_fields(body, messages), paths, bytes_of, style)
         self._items = _Items(self.ids)
         self._token_ids = [i for entry in body.resume_from or () for i in entry.token_ids]
@@ -144,6 +177,11 @@ class ResponsesFormat(TranslatedChat):
     @property
     def output(self) -> ChatOutput:
         return self._items
+
+    def begin(self, prompt: int, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+        super().begin(prompt, answer, prompt_token_ids)
+        if self._kept.on_begin is not None:
+            self._kept.on_begin(self._document("queued", None))
 
     def begin_stream(self) -> None:
         for kind in ("response.created", "response.in_progress"):
@@ -161,6 +199,9 @@ class ResponsesFormat(TranslatedChat):
         if self._asked.enable_response_messages:
             document["input_messages"] = self._raw(self.prompt_token_ids)
             document["output_messages"] = self._raw(self._token_ids)
+        if self._kept.keep is not None:
+            items = (*self._kept.earlier, *_own_items(self._asked), *self._items.items)
+            self._kept.keep(document, items)
         return document
 
     def _count(self, choice: ChatChoice, *chunks: Chunk) -> None:
@@ -199,12 +240,12 @@ class ResponsesFormat(TranslatedChat):
             "max_tool_calls": None,
             "metadata": asked.metadata or {},
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": extra.get("prompt_cache_key"),
             "safety_identifier": extra.get("safety_identifier"),
-            "background": False,
+            "background": bool(asked.background),
             "service_tier": "default",
-            "store": False,
+            "store": self._kept.keep is not None,
             "truncation": "disabled",
             "reasoning": asked.reasoning and {"effort": None, "summary": None, **asked.reasoning},
             **{name: self._resolved(name) for name in _RESOLVED},
@@ -367,23 +408,30 @@ def _chat_fields(body: ResponsesBody, messages: list[Any]) -> Mapping[str, Any]:
     }
 
 
-def _conversation(body: ResponsesBody) -> tuple[list[Any], list[str]]:
-    """The messages of a chat, and the field path of each."""
+def _own_items(body: ResponsesBody) -> list[Any]:
+    """The items of the input."""
+    if isinstance(body.input, str):
+        return [{"role": "user", "content": body.input}]
+    if not isinstance(body.input, list):
+        raise _wrong("input", body.input, "give text, or a list of items")
+    return body.input
+
+
+def _conversation(body: ResponsesBody, earlier: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """The messages of a chat, and the field path of each. earlier: items before the input."""
     messages: list[Any] = []
     paths: list[str] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
         paths.append("instructions")
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}], [*paths, "input"]
-    if not isinstance(body.input, list):
-        raise _wrong("input", body.input, "give text, or a list of items")
-    if len(body.input) > _MAX_ITEMS:
-        raise _wrong("input", body.input, f"give at most {_MAX_ITEMS} items")
-    for index, item in enumerate(body.input):
+    items = _own_items(body)
+    if len(earlier) + len(items) > _MAX_ITEMS:
+        raise _wrong("input", body.input, f"give at most {_MAX_ITEMS} items, with earlier ones")
+    for index, item in enumerate((*earlier, *items), -len(earlier)):
         message = _message(index, item)
         if message is not None and _append(messages, message):
-            paths.append(f"input[{index}]")
+            path = f"input[{index}]" if isinstance(body.input, list) else "input"
+            paths.append(path if index >= 0 else "previous_response_id")
     return messages, paths
 
 
@@ -460,7 +508,7 @@ def _tool_choice(choice: Any) -> Any:
 ROUTE = Route(
     "/v1/responses",
     "post",
-    "OpenAI's newer form of a chat. Nothing is kept between requests.",
+    "OpenAI's newer form of a chat; answers are kept where --response-store-bytes says so.",
     ResponsesBody,
     make=ResponsesFormat,
 )

@@ -1369,7 +1369,7 @@ def _(result: Any, world: World) -> None:
 
 @case(
     "Responses",
-    "nothing is kept: `previous_response_id` is refused",
+    "`previous_response_id` is refused where nothing is kept",
     "responses.create",
     openai.BadRequestError,
     model=MODEL,

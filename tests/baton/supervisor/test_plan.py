@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config import ServeOptions
+from baton.config import GatewayOptions, ServeOptions
 from baton.config.load import build_options
 from baton.errors import ConfigError
 from baton.supervisor.cluster import child_environment
@@ -335,3 +335,15 @@ def test_gpus_are_counted(tmp_path: Path) -> None:
     assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
     assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ServeOptions(model="m", num_gateways=2, response_store_bytes=1),
+        lambda: GatewayOptions(model="m", reuse_port=True, response_store_bytes=1),
+    ],
+)
+def test_kept_answers_are_those_of_one_gateway(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="each keeps its own answers"):
+        make()

@@ -193,6 +193,9 @@ class Script:
         for pattern, answer in _SAID:
             if found := re.search(pattern, last, re.S):
                 return found.expand(answer)
+        names = re.findall(r"my (?:real )?name is (\w+)", head, re.I)
+        if names and "name again" in last:
+            return str(names[-1])
         tools = _tools(head)
         asks = re.search(r"weather|product|capital|time|tool|customer", last, re.I)
         if tools and asks and last.startswith("user"):

@@ -43,6 +43,8 @@ def _parsed(argv: list[str]) -> tuple[str, dict[str, str], dict[str, Any]]:
         gateway["served_model_aliases"] = tuple(aliases.split(","))
     gateway["root_path"] = given.get("--root-path")
     gateway["enable_per_request_metrics"] = "--enable-per-request-metrics" in given
+    if os.environ.get("VLLM_ENABLE_RESPONSES_API_STORE") == "1":
+        gateway["response_store_bytes"] = 2**24
     if key := given.get("--api-key") or os.environ.get("VLLM_API_KEY"):
         gateway["api_key"] = (key,)
     return model, given, gateway

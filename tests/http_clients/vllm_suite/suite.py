@@ -71,11 +71,6 @@ def _run(tests: Sequence[str]) -> Outcomes:
 
 _REASONS: Sequence[Reason] = (
     Reason(
-        "test_stateful",
-        DECISION,
-        "nothing is kept between requests: no `store`, `background`, `previous_response_id`",
-    ),
-    Reason(
         "test_long_seed|test_empty_prompt",
         DECISION,
         "refused with 400 as there, in other words",
