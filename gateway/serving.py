@@ -206,6 +206,11 @@ class Serving:
             yield from self._unsorted.workers.values()
 
     @property
+    def request_timeout_s(self) -> float:
+        """Deadline of requests without one."""
+        return self._options.request_timeout_s
+
+    @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return self._deps.dispatcher.num_waiting

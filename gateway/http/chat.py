@@ -216,10 +216,11 @@ class ChatFormat(OpenAiFormat):
         self._put_prompt(chat)
         last = chat.messages[-1]
         self._echo = last.content if body.echo and last.role == "assistant" else ""
-        if token_ids := (body.kv_transfer_params or {}).get(_PROMPT_IDS):
-            put_token_ids(
-                f"kv_transfer_params.{_PROMPT_IDS}", token_ids, request.prompt.token_ids.ids
-            )
+        if (token_ids := (body.kv_transfer_params or {}).get(_PROMPT_IDS)) is not None:
+            field, given = f"kv_transfer_params.{_PROMPT_IDS}", request.prompt.token_ids.ids
+            put_token_ids(field, token_ids, given)
+            if not given:
+                raise invalid(field, "is empty; give the prompt's token ids, or leave it out")
         return request
 
     def _put_prompt(self, chat: inference_pb2.ChatPrompt) -> None:

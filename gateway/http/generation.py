@@ -81,7 +81,7 @@ class Generation:
         self._serving = serving
         self._form = form
         self._metadata = request.headers
-        self._timeout_s = _timeout_s_of(request)
+        self._timeout_s = _timeout_s_of(request, serving.request_timeout_s)
         self._response = response
         self._usage = Usage(len(form.requests))
         self._answer: Answer | None = None
@@ -226,11 +226,11 @@ class Generation:
         return self._no_usage
 
 
-def _timeout_s_of(request: HttpRequest) -> float | None:
-    """The time that the proxy in front gives the request, as Envoy sends it; None if it does not
-    say."""
+def _timeout_s_of(request: HttpRequest, longest_s: float) -> float:
+    """The time that the proxy in front gives the request, as Envoy sends it, at most longest_s,
+    which is that of requests without one."""
     text = request.header(TIMEOUT_MS)
-    return int(text) / 1e3 if _TIMEOUT.fullmatch(text) else None
+    return min(int(text) / 1e3, longest_s) if _TIMEOUT.fullmatch(text) else longest_s
 
 
 def _event_ids_of(form: Format, last: str) -> EventIds | None:

@@ -59,6 +59,7 @@ _RESPONSE_FORMAT = {
     "properties": {
         "type": {"enum": ["text", "json_object", "json_schema"]},
         "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}},
+        "schema": {"type": "object"},
     },
     "required": ["type"],
 }
@@ -212,7 +213,7 @@ class SamplingBody(ModelBody):
     cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
     """Share prefixes in the KV cache only with requests of the same salt."""
 
-    refused: ClassVar[tuple[str, ...]] = ("logits_processors",)
+    refused: ClassVar[tuple[str, ...]] = ("logits_processors", "grammar")
 
 
 class GenerationBody(SamplingBody):
@@ -237,7 +238,8 @@ class GenerationBody(SamplingBody):
         WithJsonSchema(_RESPONSE_FORMAT),
         Fills(_STRUCTURE, when=lambda asked: asked.get("type") != "text"),
     ] = None
-    """Form of the output: text, any JSON object, or JSON by a schema."""
+    """Form of the output: text, any JSON object, or JSON by a schema; that may stand beside
+    json_object, as for llama.cpp, too."""
     structured_outputs: StructuredOutputs = None
     """Exactly one of the guided fields, without their prefix. With enable_in_reasoning it applies
     to reasoning and tool calls, too, not only to the answer's text."""
@@ -245,6 +247,10 @@ class GenerationBody(SamplingBody):
         Any, WithJsonSchema({"type": ["object", "string"]}), Fills(_STRUCTURE)
     ] = None
     """JSON Schema that the output must follow, as an object or as text."""
+    json_schema: Annotated[
+        Any, WithJsonSchema({"type": ["object", "string"]}), Fills(_STRUCTURE)
+    ] = None
+    """llama.cpp's name of guided_json."""
     guided_regex: Annotated[
         str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["regex"])), Fills(_STRUCTURE)
     ] = None
@@ -356,10 +362,14 @@ def sampling_message(
     if body.stream_options is not None and not body.is_streamed:
         fault = "goes with stream; set it to true, or leave it out"
         violations.append(FieldViolation("stream_options", fault))
-    violations += refusals(body)
+    violations += refusals(body, _REFUSALS)
     if violations:
         raise InvalidRequest.of(*violations)
     return params
+
+
+#: GBNF is llama.cpp's own.
+_REFUSALS = {"grammar": "is not served here; give guided_grammar, in Lark's syntax, or json_schema"}
 
 
 #: A grammar of any text, and any special tokens.
@@ -515,31 +525,32 @@ def _put_structure(body: GenerationBody, params: sampling_pb2.SamplingParams) ->
         (kind,) = kinds
         yield from _put_kind(f"{field}.{kind}", kind, asked[kind], params)
     elif field:
-        yield from _put_kind(field, field.removeprefix("guided_"), getattr(body, field), params)
+        kind = field.removeprefix("guided_").replace("json_schema", "json")
+        yield from _put_kind(field, kind, getattr(body, field), params)
 
 
 def _put_response_format(
     asked: Mapping[str, Any], params: sampling_pb2.SamplingParams
 ) -> Violations:
+    field, schema = "response_format.json_schema.schema", asked.get("json_schema")
     match asked.get("type"):
-        case "json_object":
+        case "json_object" if asked.get("schema") is None:
             params.structured_output.json_object = True
+            return
+        case "json_object":
+            field, inner = "response_format.schema", asked["schema"]
         case "json_schema":
-            schema = asked.get("json_schema")
             inner = schema.get("schema") if isinstance(schema, dict) else None
-            if not isinstance(inner, dict):
-                yield FieldViolation(
-                    "response_format.json_schema.schema",
-                    f"{shown_value(inner)}: must be a JSON Schema, an object",
-                )
-                return
-            field = "response_format.json_schema.schema"
-            params.structured_output.json_schema = json_text(field, inner, _MAX_SCHEMA_CHARS)
         case kind:
             yield FieldViolation(
                 "response_format.type",
                 f"{shown_value(kind)}: must be text, json_object or json_schema",
             )
+            return
+    if isinstance(inner, dict):
+        params.structured_output.json_schema = json_text(field, inner, _MAX_SCHEMA_CHARS)
+    else:
+        yield FieldViolation(field, f"{shown_value(inner)}: must be a JSON Schema, an object")
 
 
 def _put_kind(field: str, kind: str, value: Any, params: sampling_pb2.SamplingParams) -> Violations:

@@ -623,6 +623,12 @@ bad(
     chat,
     extra_body={"kv_transfer_params": {"prompt_token_ids": [5, VOCAB_SIZE]}},
 )
+bad(
+    "an empty list of them",
+    "kv_transfer_params.prompt_token_ids",
+    chat,
+    extra_body={"kv_transfer_params": {"prompt_token_ids": []}},
+)
 
 
 @extra("vLLM's fields", "Baton's `return_timing`", return_timing=True)
@@ -767,6 +773,37 @@ def _(result: Any, world: World) -> None:
     assert message.model_extra["reasoning_content"]
     assert result.choices[0].finish_reason == "length"
     assert not message.content
+
+
+@chat(
+    "Structured output",
+    "`response_format: json_object` with a schema, as for llama.cpp",
+    response_format={"type": "json_object", "schema": {"enum": ["x", "y"]}},
+    extra_body={},
+    max_tokens=40,
+)
+def _(result: Any, world: World) -> None:
+    assert json.loads(result.choices[0].message.content) in ("x", "y")
+
+
+@chat(
+    "Structured output",
+    "`json_schema`, as for llama.cpp",
+    extra_body={"json_schema": {"enum": ["x", "y"]}},
+    max_tokens=40,
+)
+def _(result: Any, world: World) -> None:
+    assert json.loads(result.choices[0].message.content) in ("x", "y")
+
+
+bad(
+    "a schema beside `json_object` that is none",
+    "response_format.schema",
+    chat,
+    response_format={"type": "json_object", "schema": "x"},
+)
+
+bad("llama.cpp's `grammar`", "grammar", chat, extra_body={"grammar": "root ::= x"})
 
 
 @chat("Structured output", "`response_format: text`", response_format={"type": "text"})

@@ -534,6 +534,9 @@ async def test_a_full_queue_and_a_time_that_is_over(tmp_path: Path) -> None:
         )
         by_status = {response.status: (response, body) for response, body in answers}
         assert set(by_status) == {408, 429}
+        hour = {"x_envoy_expected_rq_timeout_ms": "3600000"}  # no more than the gateway gives
+        late, _ = await fetch(system.http, "/v1/completions", asked, **hour)
+        assert late.status == 408
         response, body = by_status[429]
         assert int(response.getheader("retry-after") or "0") >= 1
         assert json.loads(body)["error"]["type"] == "rate_limit_error"

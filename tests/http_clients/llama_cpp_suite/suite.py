@@ -9,7 +9,6 @@ from tests.http_clients.scripted_server import scripted_server
 from tests.http_clients.suite import (
     DECISION,
     HERE,
-    MISSING,
     MODEL,
     Outcomes,
     Reason,
@@ -66,14 +65,10 @@ _REASONS = (
         "llama.cpp's own paths and members: `/completion`, `/apply-template`, slots, progress",
     ),
     Reason(
-        "json_schema|with_grammar|invalid_grammar|test_logit_bias",
+        "with_grammar|test_logit_bias",
         DECISION,
-        "llama.cpp's own fields; `structured_outputs` and OpenAI's forms say the same",
-    ),
-    Reason(
-        "with_response_format",
-        MISSING,
-        "a schema in `response_format` of type `json_object`; OpenAI's form is `json_schema`",
+        "llama.cpp's own fields: `content` of `/tokenize`, and GBNF, which is refused; "
+        "`guided_grammar` takes Lark's syntax",
     ),
     Reason(
         "timings_per_token|test_logprobs_stream",
