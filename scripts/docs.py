@@ -181,9 +181,9 @@ The answer to each request that was read whole, under `/v1`, `/tokenize` and `/d
 one. That of `/v1/messages` has it as `request-id`, too, and an error there as `request_id`.
 `traceparent` is continued.
 
-The deadline of a request is `--request-timeout-s`, or less, if the proxy in front gives it less by Envoy's
-`x-envoy-expected-rq-timeout-ms`; it is the deadline of all that the request does in both tiers, as
-that of a gRPC call, and a client that reaches the gateway directly may send it, too. The
+The deadline of a request is `--request-timeout-s`, or less, if the proxy in front gives it less by
+Envoy's `x-envoy-expected-rq-timeout-ms`; it is the deadline of all that the request does in both
+tiers, and a client that reaches the gateway directly may send it, too. The
 `x-stainless-read-timeout` of OpenAI's package is not read: it is a time between two pieces, begins
 anew with each, and a client that gives up cancels its request by closing the connection.
 
