@@ -127,6 +127,11 @@ class RequestDriver:
         self._migrations: dict[Choice, Callable[[], None]] = {}
         """Callbacks of migrations under way."""
 
+    @property
+    def account(self) -> bytes:
+        """The account charged."""
+        return self._request.account
+
     async def run(self, on_admitted: OnAdmitted | None = None) -> None:
         """Stream the output until the request ends. `on_admitted` is awaited once it is queued or
         placed.
@@ -394,6 +399,10 @@ class _RunningChoice:
     @property
     def rank(self) -> Rank:
         return self.driver.state.rank_of(self.choice)
+
+    @property
+    def account(self) -> bytes:
+        return self.driver.account
 
     @property
     def spec(self) -> SequenceSpec:

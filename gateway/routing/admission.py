@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import fmean
 from typing import Generic, Protocol, TypeVar
 
@@ -125,9 +125,9 @@ class AdmissionQueue(Generic[QueuedT]):
         self._widths[account] += item.width
         heapq.heappush(self._heaps.setdefault(account, []), item.rank)
 
-    def pop(self, now_s: float) -> QueuedT | None:
+    def pop(self, now_s: float, but_of: Collection[bytes] = ()) -> QueuedT | None:
         """Remove and return the item to serve next, or None. The caller calls `charge` once it is
-        served."""
+        served. but_of: accounts to pass over."""
         self._now_s = now_s
         while self._returns:
             _, returned = heapq.heappop(self._returns)
@@ -137,11 +137,11 @@ class AdmissionQueue(Generic[QueuedT]):
         if self._num_on_time >= LATE_EVERY - 1:
             self._put_late_apart()
             kinds.reverse()
-        return self._pop_of(kinds[0]) or self._pop_of(kinds[1])
+        return self._pop_of(kinds[0], but_of) or self._pop_of(kinds[1], but_of)
 
-    def _pop_of(self, heaps: dict[bytes, list[Rank]]) -> QueuedT | None:
+    def _pop_of(self, heaps: dict[bytes, list[Rank]], but_of: Collection[bytes]) -> QueuedT | None:
         """Remove and return the first of these of the account to serve next, or None."""
-        while heads := self._heads_of(heaps):
+        while heads := self._heads_of(heaps, but_of):
             _, _, account = min(heads)
             rank = heapq.heappop(heaps[account])
             if heaps is self._late or self._items[rank].late_s > self._now_s:
@@ -149,12 +149,16 @@ class AdmissionQueue(Generic[QueuedT]):
             heapq.heappush(self._late.setdefault(account, []), rank)
         return None
 
-    def _heads_of(self, heaps: dict[bytes, list[Rank]]) -> list[tuple[float, Rank, bytes]]:
+    def _heads_of(
+        self, heaps: dict[bytes, list[Rank]], but_of: Collection[bytes]
+    ) -> list[tuple[float, Rank, bytes]]:
         """(counter, sort key, account) of the first item of each account."""
         return [
             (self._counters[account], across_accounts(rank), account)
             for account, heap in heaps.items()
-            if (rank := self._first_of(heap)) is not None and not self.is_held(account)
+            if account not in but_of
+            and (rank := self._first_of(heap)) is not None
+            and not self.is_held(account)
         ]
 
     def _put_late_apart(self) -> None:

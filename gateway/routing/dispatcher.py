@@ -17,6 +17,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest, NoWorkers, Overloaded
@@ -25,10 +26,11 @@ from gateway.long_work import LONG_PIECE, Pacer, in_pieces
 from gateway.routing.admission import AdmissionQueue, WaitEstimate, queue_full, too_late
 from gateway.routing.fleet import Fleet, Worker
 from gateway.routing.history import Digest, PrefixAffinity, PrefixHasher, prefix_digests
-from gateway.routing.placement import Placement, plan
+from gateway.routing.placement import NUM_DRAWN, Placement, plan
 from gateway.routing.planner.planner import LoadLog
 from gateway.routing.rivals import HOLD_S, Rivals, Shares
 from gateway.routing.router import Need, Plan, Verdict, choose
+from gateway.routing.spare_place import MIN_PLACES, SparePlace
 
 #: Seconds that a sequence waits for a suitable worker to come back. A worker starved of CPU is
 #: declared silent and is ready again a moment later.
@@ -134,6 +136,7 @@ class Dispatcher:
         self._estimate = WaitEstimate()
         self._starts_s: OrderedDict[str, float] = OrderedDict()
         """Placement times, by request id."""
+        self._spare = SparePlace()
         self._hashers: OrderedDict[tuple[str, int], PrefixHasher] = OrderedDict()
         """Prefix hashers of long sequences, by request id and first choice."""
         self._stranded_s: dict[Rank, float] = {}
@@ -195,6 +198,7 @@ class Dispatcher:
         now_s = asyncio.get_running_loop().time()
         if not is_return:
             self.log.on_arrival(spec.request_id, now_s, need.num_tokens)
+            self._spare.on_request(account, now_s)
         late_s = now_s + self._fleet.spare_ttft_s(need.num_tokens)
         waiting = Waiting(spec, need, digests, on_place, account, is_return, deadline_s, late_s)
         try:
@@ -271,7 +275,25 @@ class Dispatcher:
             self._queue.remove(waiting)
             self._wake.set()
 
-    def place_now(self, spec: SequenceSpec, among: Collection[Worker]) -> Placement | None:
+    def keeps_last_place(self, now_s: float) -> bool:
+        """Whether the decode tier has but one place left, and keeps it for an account that has
+        none."""
+        return self._spare.is_kept(now_s) and self._is_last(1)
+
+    def _is_last(self, width: int) -> bool:
+        """Whether so many sequences would take the last place of the decode tier. Large tiers have
+        free places all the time, and small ones too few to keep any."""
+        ready = self._fleet.ready(Tier.DECODE)
+        if not 0 < len(ready) <= NUM_DRAWN:
+            return False
+        views = [worker.decode_view() for worker in ready]
+        num_places = sum(view.max_num_seqs for view in views)
+        num_taken = sum(min(view.max_num_seqs, view.num_sequences) for view in views)
+        return num_places >= MIN_PLACES and num_taken + width >= num_places
+
+    def place_now(
+        self, spec: SequenceSpec, among: Collection[Worker], account: bytes = b""
+    ) -> Placement | None:
         """Claim room for a running sequence on one of these decode workers; None if none has room
         now.
 
@@ -284,7 +306,7 @@ class Dispatcher:
         choice = choose(need, [], views, self._next_key())
         if not isinstance(choice, Plan):
             return None
-        return self._claim(need, digests, choice, num_prefill_tokens=0)
+        return self._claim(need, digests, choice, 0, account)
 
     def record(self, worker: Worker, spec: SequenceSpec) -> None:
         """Record that `worker` holds the KV of all tokens of `spec`, an output that has ended."""
@@ -342,8 +364,10 @@ class Dispatcher:
         Return whether any is blocked for lack of room."""
         passed_over: list[Waiting] = []
         blocked: list[Waiting] = []
-        while len(blocked) < _MAX_BLOCKED and all(other.may_be_overtaken for other in blocked):
-            waiting = self._queue.pop(now_s)
+        kept: dict[bytes, Waiting] = {}
+        """First of each account that leaves the last place to others."""
+        while len(blocked) + len(kept) < _MAX_BLOCKED and all(b.may_be_overtaken for b in blocked):
+            waiting = self._queue.pop(now_s, kept)
             if waiting is None:
                 break
             if not all(map(waiting.may_overtake, blocked)):
@@ -363,21 +387,30 @@ class Dispatcher:
                     other.num_overtaking += waiting.width
                 waiting.answer(place)
             elif place is Verdict.NOT_NOW:
-                blocked.append(waiting)
+                if self._is_last_kept_from(waiting, now_s):
+                    kept[waiting.account] = waiting
+                else:
+                    blocked.append(waiting)
             elif error := self._why_hopeless(waiting, now_s):
                 waiting.answer(error)
             else:
                 passed_over.append(waiting)
+        self._put_back(passed_over, (*blocked, *kept.values()), now_s)
+        return bool(blocked or kept)
+
+    def _put_back(
+        self, passed_over: Sequence[Waiting], others: Sequence[Waiting], now_s: float
+    ) -> None:
+        """Queue again what was not placed. passed_over: what no ready worker could serve."""
         # An answer may have cancelled other sequences.
         passed_over = [waiting for waiting in passed_over if not waiting.is_over]
         self._stranded_s = {
             waiting.rank: self._stranded_s.get(waiting.rank, now_s) for waiting in passed_over
         }
-        for waiting in (*passed_over, *blocked):
+        for waiting in (*passed_over, *others):
             if not waiting.is_over:
                 self._queue.add(waiting)
         self._estimate.set_waiting(bool(self._queue), now_s)
-        return bool(blocked)
 
     def _next_key(self) -> bytes:
         self._num_tries += 1
@@ -387,20 +420,34 @@ class Dispatcher:
         """Place one sequence, or return why not."""
         self._fleet.broken_pairs.expire(now_s)
         matched = self._affinity.matched_tokens(waiting.digests)
-        choice = self._placing(waiting.need, self._fleet, matched, self._next_key())
+        need, account = waiting.need, waiting.account
+        if self._is_last_kept_from(waiting, now_s):
+            choice = plan(need, self._fleet, matched, self._next_key(), is_full=True)
+        else:
+            choice = self._placing(need, self._fleet, matched, self._next_key())
         if isinstance(choice, Verdict):
             return choice
         self._starts_s.setdefault(waiting.spec.request_id, now_s)
         if len(self._starts_s) > _MAX_STARTS:
             self._starts_s.popitem(last=False)
         num_cached = matched.get(choice.prefill or choice.decode or "", 0)
-        num_missing = max(1, waiting.need.num_tokens - num_cached)
+        num_missing = max(1, need.num_tokens - num_cached)
         if not waiting.is_return:
             self.log.on_placed(waiting.spec.request_id, num_missing)
-        return self._claim(waiting.need, waiting.digests, choice, num_missing)
+        return self._claim(need, waiting.digests, choice, num_missing, account)
+
+    def _is_last_kept_from(self, waiting: Waiting, now_s: float) -> bool:
+        """Whether a sequence must leave the last place to others. One that comes back need not."""
+        is_kept = not waiting.is_return and self._spare.is_kept_from(waiting.account, now_s)
+        return is_kept and self._is_last(waiting.width)
 
     def _claim(
-        self, need: Need, digests: tuple[Digest, ...], choice: Plan, num_prefill_tokens: int
+        self,
+        need: Need,
+        digests: tuple[Digest, ...],
+        choice: Plan,
+        num_prefill_tokens: int,
+        account: bytes,
     ) -> Placement:
         workers = self._fleet.workers
         prefill = workers[choice.prefill] if choice.prefill else None
@@ -409,6 +456,8 @@ class Dispatcher:
         for worker in (prefill, decode):
             if worker:
                 self._affinity.record(digests, worker.address)
+        if decode:
+            self._spare.on_placed(account)
         return Placement(
             self._fleet,
             self._num_tries,
@@ -417,6 +466,7 @@ class Dispatcher:
             num_prefill_tokens,
             num_blocks,
             need.num_sequences,
+            partial(self._spare.on_released, account),
         )
 
     def _why_hopeless(self, waiting: Waiting, now_s: float) -> BatonError | None:

@@ -48,6 +48,11 @@ class Movable(Protocol):
     def rank(self) -> Rank: ...
 
     @property
+    def account(self) -> bytes:
+        """The account charged."""
+        ...
+
+    @property
     def spec(self) -> SequenceSpec:
         """The choice as a sequence of its own, with all known tokens."""
         ...
@@ -108,6 +113,8 @@ class Migrator:
         """Migrate a worker's sequences elsewhere, best rank first, while there is room."""
         choices = self._movable(now_s)[worker.address]
         for choice in heapq.nsmallest(MAX_MIGRATIONS, choices, key=lambda c: c.rank):
+            if worker.tier is Tier.PREFILL and self._dispatcher.keeps_last_place(now_s):
+                return
             if not self._migrate(choice, worker.address, self._fleet.ready(Tier.DECODE)):
                 return
 
@@ -140,7 +147,7 @@ class Migrator:
         if self._num_migrating >= MAX_MIGRATIONS:
             return False
         reachable = [w for w in among if here not in self._fleet.barred_from(w.address)]
-        placement = self._dispatcher.place_now(choice.spec, reachable)
+        placement = self._dispatcher.place_now(choice.spec, reachable, choice.account)
         if placement is None:
             return False
         self._num_migrating += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.types import Tier
 from gateway.routing.fleet import Fleet, Worker
@@ -31,11 +31,14 @@ _log = logging.getLogger(__name__)
 NUM_DRAWN = 12
 
 
-def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Plan | Verdict:
+def plan(
+    need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes, *, is_full: bool = False
+) -> Plan | Verdict:
     """Place one sequence among the fleet's ready workers.
 
     matched: leading tokens probably cached, by worker address.
     key: seed of the random choices.
+    is_full: take the decode tier as full.
     """
     decodes = fleet.ready(Tier.DECODE)
     prefills = fleet.ready(Tier.PREFILL) if fleet.has_split else ()
@@ -47,7 +50,7 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
         _some(decodes, fleet, Tier.DECODE, matched, key),
     )
     choice: Plan | Verdict = Verdict.NO_WORKER
-    for some_prefills, some_decodes in (drawn, (prefills, decodes)):
+    for some_prefills, some_decodes in () if is_full else (drawn, (prefills, decodes)):
         choice = choose(
             need,
             [w.prefill_view(matched, fleet.prefill_work, fleet.slo) for w in some_prefills],
@@ -58,6 +61,8 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
         is_all = some_prefills is prefills and some_decodes is decodes
         if is_all or (isinstance(choice, Plan) and _is_good(choice, need, fleet)):
             break
+    if is_full:
+        choice = Verdict.NOT_NOW
     is_full = choice is Verdict.NOT_NOW and not any(d.is_awaiting_report for d in decodes)
     if not (is_full and need.needs_decode and prefills):
         return choice
@@ -135,13 +140,15 @@ class Placement:
         num_prefill_tokens: int,
         num_blocks: int,
         num_sequences: int = 1,
+        on_release: Callable[[], None] | None = None,
     ) -> None:
         """prefill: worker that computes the prompt, as a prefill worker.
         decode: worker that runs the sequence beyond its first tokens. At least one of the two is
         set; both may be the same.
         num_prefill_tokens: prompt tokens that probably have to be computed; at least 1 with a
         prefill worker, 0 where a migration sends the KV.
-        num_sequences: sequences that it becomes on the decode worker."""
+        num_sequences: sequences that it becomes on the decode worker.
+        on_release: called once the decode worker has none of them."""
         owner = decode or prefill
         if owner is None or owner.link is None:
             raise ValueError("a placement without a worker that was reached")
@@ -164,6 +171,7 @@ class Placement:
         self._computing = prefill or owner
         self._prefill_tokens = num_prefill_tokens
         self._num_sequences = num_sequences if decode else 0
+        self._on_release = on_release
         if prefill:
             prefill.num_in_flight += prefill is not decode
             fleet.prefill_work.give(prefill.address, num_prefill_tokens)
@@ -225,6 +233,8 @@ class Placement:
             self.decode.num_homed -= self._num_sequences
             self._num_sequences = 0
             self.decode.unreported_blocks.pop(self._id, None)
+            if self._on_release is not None:
+                self._on_release()
             self._fleet.changed()
 
     def _release_prefill(self) -> None:
