@@ -278,18 +278,19 @@ class Dispatcher:
     def keeps_last_place(self, now_s: float) -> bool:
         """Whether the decode tier has but one place left, and keeps it for an account that has
         none."""
-        return self._spare.is_kept(now_s) and self._is_last(1)
+        return self._spare.is_kept(now_s) and self._num_free <= 1
 
-    def _is_last(self, width: int) -> bool:
-        """Whether so many sequences would take the last place of the decode tier. Large tiers have
-        free places all the time, and small ones too few to keep any."""
+    @property
+    def _num_free(self) -> float:
+        """Free places of the decode tier. Infinite for tiers that keep none: large ones have free
+        places all the time, and small ones too few."""
         ready = self._fleet.ready(Tier.DECODE)
         if not 0 < len(ready) <= NUM_DRAWN:
-            return False
+            return inf
         views = [worker.decode_view() for worker in ready]
         num_places = sum(view.max_num_seqs for view in views)
         num_taken = sum(min(view.max_num_seqs, view.num_sequences) for view in views)
-        return num_places >= MIN_PLACES and num_taken + width >= num_places
+        return num_places - num_taken if num_places >= MIN_PLACES else inf
 
     def place_now(
         self, spec: SequenceSpec, among: Collection[Worker], account: bytes = b""
@@ -421,10 +422,12 @@ class Dispatcher:
         self._fleet.broken_pairs.expire(now_s)
         matched = self._affinity.matched_tokens(waiting.digests)
         need, account = waiting.need, waiting.account
-        if self._is_last_kept_from(waiting, now_s):
-            choice = plan(need, self._fleet, matched, self._next_key(), is_full=True)
-        else:
+        if not self._is_last_kept_from(waiting, now_s):
             choice = self._placing(need, self._fleet, matched, self._next_key())
+        elif self._num_free:
+            choice = plan(need, self._fleet, matched, self._next_key(), is_full=True)
+        else:  # nor the last one of a prefill worker that decodes
+            return Verdict.NOT_NOW
         if isinstance(choice, Verdict):
             return choice
         self._starts_s.setdefault(waiting.spec.request_id, now_s)
@@ -439,7 +442,7 @@ class Dispatcher:
     def _is_last_kept_from(self, waiting: Waiting, now_s: float) -> bool:
         """Whether a sequence must leave the last place to others. One that comes back need not."""
         is_kept = not waiting.is_return and self._spare.is_kept_from(waiting.account, now_s)
-        return is_kept and self._is_last(waiting.width)
+        return is_kept and self._num_free <= waiting.width
 
     def _claim(
         self,
