@@ -144,18 +144,7 @@ class Serving:
         name = self._options.model_name
         with self._recorder.recording(call.metadata, name, is_chat=is_chat) as record:
             request_id = unique_request_id(call.metadata)
-            scope = asyncio.timeout_at(deadline_s)
-            try:
-                async with scope:
-                    validated = await self._validated(request, call, request_id, record)
-            except BatonError as error:
-                error.request_id = request_id
-                raise
-            except TimeoutError:
-                if not scope.expired():
-                    raise
-                text = "the request's time was over before its prompt was tokenized"
-                raise DeadlineExceeded(text, request_id=request_id) from None
+            validated = await self._validated_by(deadline_s, request, call, request_id, record)
             record.spec = validated.spec
             deps = self._deps
             outputs = await resumed_outputs_of(validated, deps.decodings)
@@ -167,6 +156,29 @@ class Serving:
                 )
             driver = RequestDriver(deps, validated, outputs, write, deadline_s, record.timeline)
             await driver.run(call.on_admitted)
+
+    async def _validated_by(
+        self,
+        deadline_s: float,
+        request: inference_pb2.GenerateRequest,
+        call: Call,
+        request_id: str,
+        record: RequestRecord,
+    ) -> ValidatedRequest:
+        """Apart from `generate`, where the scope, which has the task, would be in a cycle with the
+        task's error."""
+        scope = asyncio.timeout_at(deadline_s)
+        try:
+            async with scope:
+                return await self._validated(request, call, request_id, record)
+        except BatonError as error:
+            error.request_id = request_id
+            raise
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            text = "the request's time was over before its prompt was tokenized"
+            raise DeadlineExceeded(text, request_id=request_id) from None
 
     def _infos_by_name(self) -> Mapping[str, WorkerInfo]:
         infos = (worker.info for worker in self._fleet.workers.values())

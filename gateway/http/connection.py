@@ -160,6 +160,7 @@ class HttpConnection(asyncio.Protocol):
         self._drop_body()
         self._whole.clear()
         self._transport = None
+        del self._parser  # which has this object's methods: see RequestDriver.run
         self._cancel_timer()
         self.resume_writing()
         if self.task is not None:

@@ -104,7 +104,8 @@ class Delivery:
             self._on_stall(ClientStalled(text))
 
     def close(self) -> None:
-        """Cancel the pending write."""
+        """Cancel the pending write, and forget the owner, which would otherwise be in a cycle."""
+        self._on_stall = _ignore
         if self._timer is not None:
             self._timer.cancel()
         if self._taken is not None:
@@ -146,3 +147,7 @@ class Delivery:
         timeline.finish = finish
         timeline.note(RequestEvent.FINISHED, now_s)
         chunk.timing.CopyFrom(timeline.to_proto(now_s))
+
+
+def _ignore(_: ClientStalled) -> None:
+    pass
