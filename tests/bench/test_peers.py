@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.peers import processes
 from bench.peers.__main__ import cases_of, rounds_of
 from bench.peers.figures import agreement, figure_of
 from bench.peers.models import NAMES, PeerMissing, gguf_file
@@ -153,3 +154,11 @@ def test_there_are_cases_of_every_model() -> None:
 def test_llama_cpp_is_missing_where_it_is_not_built(tmp_path: Path) -> None:
     with pytest.raises(PeerMissing, match=r"setup\.sh"):
         gguf_file("box", "bfloat16", tmp_path, tmp_path / "python")
+
+
+def test_a_peer_that_is_not_installed_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(processes, "_VLLM_PYTHON", tmp_path / "python")
+    with pytest.raises(PeerMissing, match="WITH_VLLM=1"):
+        processes.command_of("vllm", "box", "float32", 1)
