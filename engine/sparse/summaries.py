@@ -41,5 +41,6 @@ class KeySummaries:
 
     def of(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Minima and maxima [kv_heads, n, 2, head_dim] of refreshed blocks [n]."""
-        assert self._bounds is not None
+        if self._bounds is None:
+            raise ValueError("no block has been summarised")
         return self._bounds[layer].index_select(1, blocks)
