@@ -49,6 +49,7 @@ ADVANCED = frozenset(
         *("ssl_server_name", "ssl_peer_names", "ssl_cert_reqs", "metrics_compat"),
         *("rope_scaling", "hf_overrides", "root_path", "enable_per_request_metrics"),
         *("max_remembered_prefixes", "max_json_whitespace", "max_logprobs"),
+        *("response_store_bytes", "response_store_s"),
     }
 )
 #: Heading of advanced options in --help-all.
