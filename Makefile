@@ -14,9 +14,8 @@ FETCHED := $(SMOL)
 endif
 ARGS ?=
 TRACE ?=
-# One thread for each worker of xdist and each process of a test: more would spin while they wait for a core. One worker
-# more than cores: tests of processes wait for a fifth of their time.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist worksteal
+# One thread for each worker of xdist and each process of a test: more would spin while they wait for a core.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Every process that a test or a bench starts would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE

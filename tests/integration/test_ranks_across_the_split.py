@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -224,5 +224,6 @@ async def through_a_signal(
     os.kill(rank, signum)
     done = await asyncio.gather(*streams)
     if signum is signal.SIGSTOP:
-        os.kill(rank, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # frozen ranks are ended, too, some seconds later
+            os.kill(rank, signal.SIGCONT)
     return done
