@@ -1,8 +1,8 @@
 """Minima and maxima of the keys of each block, kept from step to step.
 
 A block is summarised when a step first asks for it, and again once it holds the KV of other tokens.
-Its last key in the last layer tells: that key depends on all tokens before it. The block that is
-being written is none of these.
+Its last key in the last layer tells: that key depends on all tokens of the block, unless it is the
+first layer, too. The block that is being written is none of these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class KeySummaries:
         last_keys = pool[:, -1, 0, :, -1].index_select(0, blocks)
         is_new = (last_keys != self._last_keys.index_select(0, blocks)).flatten(1).any(1)
         self._last_keys[blocks] = last_keys
-        stale = blocks[is_new]
+        # A key of the first layer says nothing of the tokens before it.
+        stale = blocks[is_new] if pool.shape[1] > 1 else blocks
         for first in range(0, len(stale), _CHUNK):
             some = stale[first : first + _CHUNK]
             keys = pool[some, :, 0].permute(1, 2, 0, 3, 4)

@@ -34,24 +34,25 @@ def backend(model: Path, name: str) -> AttentionBackend:
 
 
 class Step:
-    """One new token at position `start` of a sequence in scattered blocks."""
+    """One new token at position `start` of a sequence in scattered blocks, in the last layer."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, num_layers: int = 2) -> None:
         torch.manual_seed(start)
         num_blocks = start // BLOCK + 1
         self.start, self.table = start, torch.randperm(2 * num_blocks)[:num_blocks].tolist()
-        self.pool = torch.randn(2 * num_blocks, 1, 2, KV_HEADS, BLOCK, DIM)
+        self.pool = torch.randn(2 * num_blocks, num_layers, 2, KV_HEADS, BLOCK, DIM)
+        self.layer = num_layers - 1
         self.query = torch.randn(1, HEADS, DIM)
 
     def attend(self, by: AttentionBackend) -> torch.Tensor:
         part = AttentionSlice(0, 1, self.start, self.table)
         plan = by.plan([part], self.pool, HEADS, SCALE, None, torch.float32)
         key, value = self.kv(range(self.start, self.start + 1))
-        return by.attend(self.query, key, value, self.pool, 0, plan)
+        return by.attend(self.query, key, value, self.pool, self.layer, plan)
 
     def kv(self, positions: range | list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, kv_heads, dim]."""
-        rows = [self.pool[self.table[p // BLOCK], 0, :, :, p % BLOCK] for p in positions]
+        rows = [self.pool[self.table[p // BLOCK], self.layer, :, :, p % BLOCK] for p in positions]
         key, value = torch.stack(rows, 1)
         return key, value
 
@@ -76,7 +77,7 @@ def test_pages_read_the_blocks_that_the_query_looks_for(model: Path) -> None:
     wanted = 5
     # The keys of one block point where each head's query does.
     directions = step.query[0].unflatten(0, (KV_HEADS, -1)).mean(1)
-    step.pool[step.table[wanted], 0, 0] = 20 * directions[:, None]
+    step.pool[step.table[wanted], step.layer, 0] = 20 * directions[:, None]
     kept = [*range(wanted * BLOCK, (wanted + 1) * BLOCK), 40, 41]
     torch.testing.assert_close(step.attend(backend(model, f"pages:{2 * BLOCK}")), step.over(kept))
 
@@ -86,7 +87,7 @@ def test_pages_read_two_rows_of_a_block_until_it_holds_other_tokens(model: Path)
     first = step.attend(pages)
     assert torch.equal(first, step.attend(backend(model, f"pages:{3 * BLOCK}")))
     # What is chosen is read from the pool, and what is not chosen is not looked at again.
-    keys = step.pool[:, 0, 0]
+    keys = step.pool[:, step.layer, 0]
     keys[:, :, :-1] *= 100
     stale = [step.attend(pages), step.attend(backend(model, f"pages:{3 * BLOCK}"))]
     assert not torch.equal(*stale)
@@ -95,12 +96,19 @@ def test_pages_read_two_rows_of_a_block_until_it_holds_other_tokens(model: Path)
     assert torch.equal(step.attend(pages), step.attend(backend(model, f"pages:{3 * BLOCK}")))
 
 
+def test_keys_of_a_single_layer_are_no_sign_of_other_tokens(model: Path) -> None:
+    step, pages = Step(41, num_layers=1), backend(model, f"pages:{3 * BLOCK}")
+    step.attend(pages)
+    step.pool[:, 0, 0, :, :-1] *= 100
+    assert torch.equal(step.attend(pages), step.attend(backend(model, f"pages:{3 * BLOCK}")))
+
+
 @pytest.mark.slow
 def test_what_pages_keep_is_in_the_memory_plan(model: Path) -> None:
     plans: list[MemoryPlan] = []
     for name in ("auto", "sink-window:8", "pages:8"):
         load_engine(
-            *(str(model),),
+            str(model),
             num_blocks=24,
             block_size=BLOCK,
             attention_backend=name,
