@@ -17,7 +17,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 from baton.registry.board import Board
@@ -26,8 +25,10 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two notes.
 PERIOD_S = 0.5
-#: Maximum accounts in a note, those that were given most.
+#: Maximum accounts in a note: those that wait, then those that were given most.
 MAX_ACCOUNTS = 256
+#: Maximum units: up to here, a float counts by ones.
+_MAX_UNITS = 2.0**53
 #: Seconds for which a free place is left to accounts that wait elsewhere.
 HOLD_S = 0.01
 
@@ -50,7 +51,10 @@ class Shares:
     accounts: Mapping[bytes, Share]
 
     def to_note(self) -> str:
-        most = sorted(self.accounts.items(), key=lambda item: item[1].given, reverse=True)
+        def weight(item: tuple[bytes, Share]) -> tuple[bool, float]:
+            return item[1].is_waiting, item[1].given
+
+        most = sorted(self.accounts.items(), key=weight, reverse=True)
         accounts = {
             account.hex(): [share.given, share.counter, int(share.is_waiting)]
             for account, share in most[:MAX_ACCOUNTS]
@@ -62,18 +66,20 @@ class Shares:
         """Raises ValueError for what is no note."""
         try:
             read: Any = json.loads(note)
+            if (number := len(read["accounts"])) > MAX_ACCOUNTS:
+                raise ValueError(f"no note of a gateway: {number} accounts, not {MAX_ACCOUNTS}")
             accounts = {
-                bytes.fromhex(name): Share(_finite(given), _finite(counter), bool(is_waiting))
+                bytes.fromhex(name): Share(_units(given), _units(counter), bool(is_waiting))
                 for name, (given, counter, is_waiting) in read["accounts"].items()
             }
-            return cls(_finite(read["floor"]), accounts)
-        except (KeyError, TypeError, AttributeError) as error:
+            return cls(_units(read["floor"]), accounts)
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no note of a gateway: {error!r}") from error
 
 
-def _finite(value: Any) -> float:
-    if not isfinite(value):
-        raise ValueError(f"no note of a gateway: {value}")
+def _units(value: Any) -> float:
+    if not 0 <= value <= _MAX_UNITS:  # nor NaN; an integer may be too large for a float
+        raise ValueError(f"no note of a gateway: {value!r:.40} units")
     return float(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from gateway.routing.admission import AdmissionQueue
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.placement import Outcome, Placement
-from gateway.routing.rivals import Rivals, Shares, share_counters
+from gateway.routing.rivals import MAX_ACCOUNTS, Rivals, Share, Shares, share_counters
 from gateway.routing.router import Need
 from tests.support.fake_workers import make_info
 from tests.support.stub_link import StubLink
@@ -152,11 +153,28 @@ def test_a_gateway_that_is_gone_holds_nobody_up() -> None:
         "{}",
         '{"floor": NaN, "accounts": {}}',
         '{"floor": 1, "accounts": {"zz": [1, 1, 1]}}',
+        pytest.param(f'{{"floor": 1{"0" * 400}, "accounts": {{}}}}', id="too large for a float"),
+        '{"floor": 1, "accounts": {"aa": [-1, 1, 1]}}',
+        pytest.param("[" * 100_000, id="too deep"),
+        pytest.param(
+            json.dumps(
+                {"floor": 1, "accounts": {f"{i:04x}": [1, 1, 1] for i in range(MAX_ACCOUNTS + 1)}}
+            ),
+            id="too many",
+        ),
     ],
 )
 def test_what_is_no_note_is_a_value_error(note: str) -> None:
     with pytest.raises(ValueError, match=r"note|value|hex|unpack"):
         Shares.from_note(note)
+
+
+def test_a_note_of_many_accounts_tells_first_who_waits() -> None:
+    accounts = {bytes([1, *divmod(i, 256)]): Share(5.0, 5.0, False) for i in range(MAX_ACCOUNTS)}
+    told = Shares(1.0, {**accounts, LIGHT: Share(0.0, 1.0, True)})
+    read = Shares.from_note(told.to_note())
+    assert len(read.accounts) == MAX_ACCOUNTS
+    assert read.accounts[LIGHT] == told.accounts[LIGHT]
 
 
 class Room:
