@@ -287,10 +287,8 @@ class Dispatcher:
         ready = self._fleet.ready(Tier.DECODE)
         if not 0 < len(ready) <= NUM_DRAWN:
             return inf
-        views = [worker.decode_view() for worker in ready]
-        num_places = sum(view.max_num_seqs for view in views)
-        num_taken = sum(min(view.max_num_seqs, view.num_sequences) for view in views)
-        return num_places - num_taken if num_places >= MIN_PLACES else inf
+        num_places = sum(worker.max_num_seqs for worker in ready)
+        return sum(worker.num_free for worker in ready) if num_places >= MIN_PLACES else inf
 
     def place_now(
         self, spec: SequenceSpec, among: Collection[Worker], account: bytes = b""
@@ -357,8 +355,9 @@ class Dispatcher:
         self._room_since_s = inf
         queue.ignores_rivals = True
         self._place_all(now_s)
-        queue.ignores_rivals = False
-        return now_s + HOLD_S
+        was_placed, queue.ignores_rivals = not queue.ignores_rivals, False
+        # Else the room is kept for an account that is expected: until something changes.
+        return now_s + HOLD_S if was_placed else inf
 
     def _place_all(self, now_s: float) -> bool:
         """Place queued sequences in order, up to the first that must not be overtaken any more.

@@ -83,6 +83,21 @@ class Worker:
         """Whether it was accepted and not refused since, and may come back."""
         return self.info is not None and self.state is not WorkerState.REFUSED
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that it has, as far as its last report and this gateway know."""
+        num_reported = self.load.num_running + self.load.num_waiting + len(self.unreported_blocks)
+        return max(self.num_in_flight, num_reported)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._known_info().max_num_seqs
+
+    @property
+    def num_free(self) -> int:
+        """Sequences that it may take besides."""
+        return max(0, self.max_num_seqs - self.num_sequences)
+
     def join(self, info: WorkerInfo, link: WorkerLink) -> None:
         """Record an accepted connection."""
         self.info, self.link = info, link
@@ -125,7 +140,6 @@ class Worker:
     ) -> DecodeView:
         """matched: leading tokens probably cached, by worker address."""
         info, load = self._known_info(), self.load
-        num_reported = load.num_running + load.num_waiting + len(self.unreported_blocks)
         return DecodeView(
             address=self.address,
             max_model_len=info.max_model_len,
@@ -133,7 +147,7 @@ class Worker:
             layout=info.layout,
             num_blocks=info.num_blocks,
             num_available_blocks=load.blocks.available - sum(self.unreported_blocks.values()),
-            num_sequences=max(self.num_in_flight, num_reported),
+            num_sequences=self.num_sequences,
             max_num_seqs=info.max_num_seqs,
             is_awaiting_report=self.is_awaiting_report,
             matched_tokens=matched.get(self.address, 0),

@@ -18,9 +18,10 @@ from baton.types import BlockCounts, Rank, Sampling, SequenceSpec, Tier, WorkerL
 from gateway.routing.admission import AdmissionQueue
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
-from gateway.routing.placement import Outcome, Placement
+from gateway.routing.placement import Outcome, Placement, plan
 from gateway.routing.rivals import MAX_ACCOUNTS, Rivals, Share, Shares, share_counters
-from gateway.routing.router import Need
+from gateway.routing.router import Need, Plan, Verdict
+from gateway.routing.spare_place import MIN_PLACES
 from tests.support.fake_workers import make_info
 from tests.support.stub_link import StubLink
 from tests.support.virtual_loop import run_virtual
@@ -271,3 +272,48 @@ def test_two_gateways_keep_weights_of_accounts_that_come_by_one_each(has_notes: 
     assert sum(served.values()) >= 0.95 * 80 * 1500 * 0.0125, "no place is left empty"
     ratio = served[HEAVY] / served[LIGHT]
     assert 3.0 <= ratio <= 5.0 if has_notes else ratio < 1.5
+
+
+def test_a_place_kept_for_an_account_that_is_expected_is_not_tried_again_and_again() -> None:
+    """One account is held up for another that waits elsewhere; the last place is kept for a third.
+    Nothing is tried before something changes."""
+    num_tries = 0
+
+    def counting(
+        need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes
+    ) -> Plan | Verdict:
+        nonlocal num_tries
+        num_tries += 1
+        return plan(need, fleet, matched, key)
+
+    async def main() -> None:
+        (fleet,) = SharedWorker(1, MIN_PLACES).fleets
+        dispatcher = Dispatcher(fleet, max_queue_size=100, key=bytes(16), placing=counting)
+        given = list[Placement]()
+
+        def place(account: bytes) -> None:
+            number = next(_numbers)
+            spec = SequenceSpec(f"r{number}", (1,), Sampling(max_tokens=4), arrival_ns=number)
+            dispatcher.place(spec, Need.of(spec), on_place, account=account)
+
+        def on_place(place: Placement | BatonError) -> None:
+            assert isinstance(place, Placement)
+            given.append(place)
+
+        run = asyncio.create_task(dispatcher.run())
+        place(THIRD)
+        given.pop().release()
+        dispatcher.take_shares({"other": Shares(0.0, {LIGHT: Share(0.0, 0.0, True)})})
+        for _ in range(MIN_PLACES + 1):
+            place(b"held up")
+        await asyncio.sleep(1.0)
+        assert len(given) == MIN_PLACES - 1, "all but the last place are given, after a moment each"
+        tried = num_tries
+        await asyncio.sleep(1.0)
+        assert num_tries == tried
+        given.pop().release()
+        await asyncio.sleep(1.0)
+        assert len(given) == MIN_PLACES - 1, "a place that got free is given"
+        run.cancel()
+
+    run_virtual(main())
