@@ -14,8 +14,6 @@ from itertools import chain, islice, repeat
 from baton.errors import BatonError
 from baton.registry.lease import SoleLease
 from baton.types import (
-    KvLayout,
-    NumericsClass,
     Role,
     Sampling,
     SequenceSpec,
@@ -25,7 +23,6 @@ from baton.types import (
     WorkerInfo,
 )
 from bench.fleet.worker import Hardware, Running, WorkerModel
-from engine.interface import EngineSpec
 from engine.plan.trace import TraceEntry
 from gateway.routing.dispatcher import Dispatcher, Placing
 from gateway.routing.fleet import Fleet
@@ -35,8 +32,6 @@ from gateway.routing.router import Need
 from tests.support.sim_load import inline
 from tests.support.stub_link import StubLink
 from worker_core.policy import Policy, policy_of
-
-_MAX_MODEL_LEN = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +86,7 @@ class Cluster:
             hardware = replace(hardware, max_num_batched_tokens=most)
         self.hardware, self.slo = hardware, slo
         self._loop = asyncio.get_running_loop()
-        layout = KvLayout("simulated", 1, 1, 1, "float16", hardware.block_size)
-        self.spec = EngineSpec(
-            "simulated",
-            layout,
-            hardware.num_blocks,
-            1000,
-            _MAX_MODEL_LEN,
-            numerics=NumericsClass("simulated", dtype="none"),
-        )
+        self.spec = hardware.spec
         names = [(f"w{number}:1", policy) for number, policy in enumerate(shape.policies)]
         self.fleet = Fleet(
             [name for name, policy in names if policy.role is Tier.PREFILL],
@@ -118,11 +105,11 @@ class Cluster:
             info = WorkerInfo(
                 WorkerIdentity(name, 1),
                 policy.role,
-                "simulated",
-                layout,
-                1000,
-                _MAX_MODEL_LEN,
-                hardware.num_blocks,
+                self.spec.model,
+                self.spec.layout,
+                self.spec.vocab_size,
+                self.spec.max_model_len,
+                self.spec.num_blocks,
                 hardware.max_num_seqs,
                 hardware.max_num_batched_tokens,
                 policy.local_prefill.max_shared_tokens,

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from baton.types import KvLayout, NumericsClass, Slo, Tier
+from baton.types import Slo, Tier
 from bench.fleet.cluster import Shape
-from bench.fleet.worker import Hardware
-from engine.interface import EngineSpec
+from bench.fleet.worker import MAX_MODEL_LEN, Hardware
 from gateway.routing.dispatcher import Placing
 from gateway.routing.fleet import Fleet
 from gateway.routing.router import DecodeView, Need, Plan, Verdict
@@ -24,16 +23,6 @@ from worker_core.policy import (
 
 #: Tokens of a step of colocated workers that bound gaps by nothing else.
 CHUNKS = (512, 2048)
-_MAX_MODEL_LEN = 1 << 20
-
-
-def spec_of(hardware: Hardware) -> EngineSpec:
-    """An engine of such workers."""
-    layout = KvLayout("simulated", 1, 1, 1, "float16", hardware.block_size)
-    numerics = NumericsClass("simulated", dtype="none")
-    return EngineSpec(
-        "simulated", layout, hardware.num_blocks, 1000, _MAX_MODEL_LEN, numerics=numerics
-    )
 
 
 def split(num_prefill: int, num_workers: int, decode: Policy, slo: Slo) -> Shape:
@@ -45,7 +34,7 @@ def splits(hardware: Hardware, num_workers: int, slo: Slo, num_tried: int = 3) -
     """Fixed splits to search: shares of prefill workers, with prompts shared by load and without.
     num_tried: shares."""
     apart = decode_policy(pinned_local_prefill(hardware.block_size))
-    shared = decode_policy(learned_local_prefill(spec_of(hardware), slo))
+    shared = decode_policy(learned_local_prefill(hardware.spec, slo))
     numbers = {max(1, round(num_workers * (i + 1) / (num_tried + 1))) for i in range(num_tried)}
     return {
         f"{number}:{num_workers - number} {name}": split(number, num_workers, policy, slo)
@@ -91,14 +80,14 @@ def _least(
 
 def chunked(num_workers: int, chunk: int, placing: Placing) -> Shape:
     """Colocated workers with chunks of one size."""
-    policy = decode_policy(pinned_local_prefill(_MAX_MODEL_LEN, gap_rule=None))
+    policy = decode_policy(pinned_local_prefill(MAX_MODEL_LEN, gap_rule=None))
     policy = replace(policy, is_colocated=True)
     return Shape([policy] * num_workers, placing, max_num_batched_tokens=chunk)
 
 
 def colocated(hardware: Hardware, num_workers: int, slo: Slo) -> Shape:
     """Colocated workers that keep the targets."""
-    return Shape([colocated_policy(spec_of(hardware), slo)] * num_workers)
+    return Shape([colocated_policy(hardware.spec, slo)] * num_workers)
 
 
 def planned(hardware: Hardware, num_workers: int, slo: Slo) -> Shape:

@@ -13,13 +13,16 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton.types import Rank, SequenceSpec, StepCosts, Tier, WorkerLoad
+from baton.types import KvLayout, NumericsClass, Rank, SequenceSpec, StepCosts, Tier, WorkerLoad
 from bench.fleet.cache import Blocks
+from engine.interface import EngineSpec
 from gateway.routing.placement import Placement
 from worker_core.costs import Costs
 from worker_core.gap_rule import Pace
 from worker_core.policy import Policy
 from worker_core.scheduler import Budget, plan_step
+
+MAX_MODEL_LEN = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,15 @@ class Hardware:
     block_size: int = 16
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
+
+    @property
+    def spec(self) -> EngineSpec:
+        """An engine of such workers."""
+        layout = KvLayout("simulated", 1, 1, 1, "float16", self.block_size)
+        numerics = NumericsClass("simulated", dtype="none")
+        return EngineSpec(
+            "simulated", layout, self.num_blocks, 1000, MAX_MODEL_LEN, numerics=numerics
+        )
 
     def step_s(self, num_decoding: int, num_prompt: int) -> float:
         costs = self.costs
