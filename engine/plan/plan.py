@@ -288,7 +288,7 @@ def is_asked(options: PlanOptions, degrees: Degrees) -> bool:
 
 def find_or_measure(options: PlanOptions, sizes: ModelSizes) -> Device:
     """The device of options.gpu; the CPU is measured, with linear layers and heads of the model's
-    size, and with as many ranks as the plan has and the machine has cores."""
+    size, and with as many ranks as the plan has, but not more than the machine has cores."""
     if options.gpu != THIS_CPU:
         return find_device(options.gpu)
     # Import torch's kernels and take seconds.
@@ -300,7 +300,7 @@ def find_or_measure(options: PlanOptions, sizes: ModelSizes) -> Device:
     device = share_of(CpuProbe(weight_bytes, dtype, Heads.of(sizes)).measure(), options.gpus)
     most = max(2, len(os.sched_getaffinity(0)))
     degrees = {each.tensor for each in candidates(options.gpus) if is_asked(options, each)}
-    ranks = {1, *(size for size in degrees if size <= most)}
+    ranks = {1, *(min(size, most) for size in degrees)}
     return replace(device, hosts=measure_hosts(sorted(ranks), dtype))
 
 

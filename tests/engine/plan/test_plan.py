@@ -13,13 +13,13 @@ from baton.config.load import build_options
 from baton.config.plan_options import PlanOptions
 from baton.errors import ConfigError, ModelError
 from engine.plan.degrees import candidates
-from engine.plan.devices import DEVICES, find_device
+from engine.plan.devices import DEVICES, THIS_CPU, HostCosts, find_device
 from engine.plan.goodput import Split
-from engine.plan.plan import Plan, Planner
+from engine.plan.plan import Plan, Planner, find_or_measure
 from engine.plan.report import as_json, print_plan
 from engine.plan.source import read_model
 from engine.ranks.mesh import Degrees
-from tests.support.planned import CONFIGS, LLAMA_8B
+from tests.support.planned import CONFIGS, LLAMA_8B, sizes_of
 
 pytestmark = pytest.mark.slow
 
@@ -175,3 +175,26 @@ def test_one_plan_in_three_forms(
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"picture=.*give a path that can be written"):
         draw(found, tmp_path / "none" / "plan.png")
+
+
+@pytest.mark.parametrize(("gpus", "tensor", "measured"), [(2, None, [1, 2]), (3, 3, [1, 2])])
+def test_more_ranks_than_cores_take_exchanges_as_so_many_as_cores(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, tensor: int | None, measured: list[int]
+) -> None:
+    """Not none, as one rank takes."""
+    ranks: list[int] = []
+
+    def measure_hosts(asked: list[int], dtype: str) -> Mapping[int, HostCosts]:
+        del dtype
+        ranks.extend(asked)
+        return {num: HostCosts(exchange_s=num - 1.0) for num in asked}
+
+    monkeypatch.setattr("engine.plan.host_costs.measure_hosts", measure_hosts)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    options = build_options(
+        PlanOptions,
+        {"model": "m", "gpu": THIS_CPU, "gpus": gpus, "tensor_parallel_size": tensor},
+    )
+    device = find_or_measure(options, sizes_of(CONFIGS["llama"]))
+    assert ranks == measured
+    assert device.host(gpus).exchange_s == 1.0
