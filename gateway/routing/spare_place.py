@@ -3,7 +3,7 @@
 The queue serves an account without running sequences next, but not before a place is free: where
 another account has all of them, after one of its answers has ended. So the last free place is left
 to accounts that have none, as long as one such account is expected: it sent a request lately, and
-neither waits nor runs now. Without one, all places are given away.
+has none running now. Without one, all places are given away.
 """
 
 from __future__ import annotations
