@@ -324,7 +324,7 @@ class Dispatcher:
             self._queue.has_held = False
             self._is_placing = True
             is_full = self._place_all(loop.time())
-            held_until_s = self._place_held(loop.time()) if self._queue.has_held else inf
+            held_until_s = self._place_held(loop.time())
             self._is_placing = False
             if is_full and len(self._fleet.workers) > _MANY_WORKERS:
                 await asyncio.sleep(_SEARCH_PAUSE_S)
@@ -335,13 +335,14 @@ class Dispatcher:
                     await self._wake.wait()
 
     def _place_held(self, now_s: float) -> float:
-        """Place the first sequence held up for other gateways' if these left its room for HOLD_S.
-        Return when to look again."""
+        """Place the first sequence held up for other gateways', if any, once these have left its
+        room for HOLD_S. Return when to look again."""
         queue = self._queue
         queue.ignores_rivals = True
-        waiting = queue.pop(now_s)
+        waiting = queue.pop(now_s) if queue.has_held else None
         queue.ignores_rivals = False
         if waiting is None:
+            self._room_since_s = inf
             return inf
         queue.add(waiting)
         matched = self._affinity.matched_tokens(waiting.digests)

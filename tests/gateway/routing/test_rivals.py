@@ -19,7 +19,7 @@ from gateway.routing.admission import AdmissionQueue
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.placement import Outcome, Placement, plan
-from gateway.routing.rivals import MAX_ACCOUNTS, Rivals, Share, Shares, share_counters
+from gateway.routing.rivals import HOLD_S, MAX_ACCOUNTS, Rivals, Share, Shares, share_counters
 from gateway.routing.router import Need, Plan, Verdict
 from gateway.routing.spare_place import MIN_PLACES
 from tests.support.fake_workers import make_info
@@ -272,6 +272,41 @@ def test_two_gateways_keep_weights_of_accounts_that_come_by_one_each(has_notes: 
     assert sum(served.values()) >= 0.95 * 80 * 1500 * 0.0125, "no place is left empty"
     ratio = served[HEAVY] / served[LIGHT]
     assert 3.0 <= ratio <= 5.0 if has_notes else ratio < 1.5
+
+
+def test_a_place_is_left_to_others_for_a_moment_each_time() -> None:
+    """Also if it was while others waited before, and these went away."""
+
+    async def main() -> None:
+        (fleet,) = SharedWorker(1, 100).fleets
+        dispatcher = Dispatcher(fleet, max_queue_size=100, key=bytes(16))
+        given_s = list[float]()
+        loop = asyncio.get_running_loop()
+
+        def place() -> None:
+            number = next(_numbers)
+            spec = SequenceSpec(f"r{number}", (1,), Sampling(max_tokens=4), arrival_ns=number)
+            dispatcher.place(
+                spec, Need.of(spec), lambda _: given_s.append(loop.time()), account=b"held up"
+            )
+
+        run = asyncio.create_task(dispatcher.run())
+        others = {"other": Shares(0.0, {LIGHT: Share(0.0, 0.0, True)})}
+        dispatcher.take_shares(others)
+        while dispatcher.num_waiting == 0:
+            place()
+        await asyncio.sleep(HOLD_S / 2)
+        dispatcher.take_shares({})
+        await asyncio.sleep(1.0)
+        assert dispatcher.num_waiting == 0
+        dispatcher.take_shares(others)
+        began_s = loop.time()
+        place()
+        await asyncio.sleep(1.0)
+        assert given_s[-1] == pytest.approx(began_s + HOLD_S)
+        run.cancel()
+
+    run_virtual(main())
 
 
 def test_a_place_kept_for_an_account_that_is_expected_is_not_tried_again_and_again() -> None:
