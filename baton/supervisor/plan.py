@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -137,12 +138,12 @@ def gpus_of_workers(
     prefill_of, decode_of = _models_of_workers(options)
     if not (num_gpus > 1 or prefill or decode):
         return (None,) * len(prefill_of), (None,) * len(decode_of)
+    tiers = [0] * len(prefill_of) + [1] * len(decode_of)
+    sizes = [
+        num_ranks(each)[tier] if each.device in _ON_GPUS else 1
+        for tier, each in zip(tiers, prefill_of + decode_of, strict=True)
+    ]
     if not (prefill or decode):
-        tiers = [0] * len(prefill_of) + [1] * len(decode_of)
-        sizes = [
-            num_ranks(each)[tier] if each.device in _ON_GPUS else 1
-            for tier, each in zip(tiers, prefill_of + decode_of, strict=True)
-        ]
         gpus = [i % num_gpus for i in accumulate(sizes[:-1], initial=0)]
         if max(sizes) > 1 and sum(sizes) > num_gpus:
             raise ConfigError.of(
@@ -156,11 +157,33 @@ def gpus_of_workers(
         prefill, decode = prefill or others, decode or others
         gpus = [prefill[i % len(prefill)] for i in range(len(prefill_of))]
         gpus += [decode[i % len(decode)] for i in range(len(decode_of))]
+        _check_named(options, gpus, sizes, num_gpus)
     spread = tuple(
         gpu if each.device in _ON_GPUS else None
         for gpu, each in zip(gpus, prefill_of + decode_of, strict=True)
     )
     return spread[: len(prefill_of)], spread[len(prefill_of) :]
+
+
+def _check_named(
+    options: ServeOptions, gpus: Sequence[int], sizes: Sequence[int], num_gpus: int
+) -> None:
+    """Raise ConfigError if a worker of several ranks, which has sizes[i] GPUs from gpus[i] on,
+    shares one with another, or needs one that is not here. num_gpus: 0 if unknown."""
+    if max(sizes) == 1:
+        return
+    counts = Counter(gpu + i for gpu, size in zip(gpus, sizes, strict=True) for i in range(size))
+    for gpu, count in sorted(counts.items()):
+        is_missing = 0 < num_gpus <= gpu
+        if count > 1 or is_missing:
+            option = "prefill_devices" if options.prefill_devices else "decode_devices"
+            what = "is not here" if is_missing else f"would have {count} ranks"
+            raise ConfigError.of(
+                option,
+                ",".join(map(str, getattr(options, option))),
+                f"a worker's ranks have GPUs from its first on, and GPU {gpu} {what}; name GPUs of "
+                "both tiers that are as far apart as a worker has ranks",
+            )
 
 
 def _models_of_workers(options: ServeOptions) -> tuple[list[ServeOptions], list[ServeOptions]]:

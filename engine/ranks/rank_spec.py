@@ -53,8 +53,8 @@ class RankSpec:
     host: this rank's address for exchanges over a network. store: host and port of the store of
     torch.distributed; unset with other backends.
 
-    kv_service: module with `serve(link, make_pool, host)`, which sends and receives the rank's KV;
-    empty if rank 0 reaches all KV in shared memory.
+    kv_service: module with `serve(link, make_pool, host, marks)`, which sends and receives the
+    rank's KV; empty if rank 0 reaches all KV in shared memory.
 
     code: module with `load_rank`, see engine.follower. num_state_slots: of the states, which
     lie behind the pools in shared memory; 0 without. parts: of the model's KV, by rank.

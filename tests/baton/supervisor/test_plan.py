@@ -279,6 +279,12 @@ def places(specs: Sequence[ChildSpec]) -> list[str]:
         ({"decode_devices": (1, 0), "colocated": True}, 2, [1, 0]),
         ({"prefill_tensor_parallel_size": 2, "num_prefill_workers": 2}, 5, [0, 2, 4]),
         ({"tensor_parallel_size": 2, "device": "cpu"}, 2, ["cpu", "cpu"]),
+        (
+            {"tensor_parallel_size": 2, "prefill_devices": (0,), "decode_devices": (2, 4)},
+            6,
+            [0, 2, 4],
+        ),
+        ({"prefill_tensor_parallel_size": 2, "prefill_devices": (1,)}, 3, [1, 0]),
     ],
 )
 def test_workers_are_placed_on_gpus(
@@ -317,6 +323,26 @@ def test_each_rank_has_a_gpu_of_its_own() -> None:
     options = ServeOptions(model="m", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"device=auto: the workers have 4 ranks, .* 3 GPUs are"):
         plan_workers(options, 8, num_gpus=3)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "num_gpus", "problem"),
+    [
+        ((0,), (1,), 4, "prefill_devices=0: .* GPU 1 would have 2 ranks"),
+        ((0,), (1,), 0, "prefill_devices=0: .* GPU 1 would have 2 ranks"),
+        ((0, 1), (3,), 5, "prefill_devices=0,1: .* GPU 1 would have 2 ranks"),
+        ((0,), (), 4, "prefill_devices=0: .* GPU 1 would have 2 ranks"),
+        ((), (3,), 4, "decode_devices=3: .* GPU 4 is not here"),
+    ],
+)
+def test_each_rank_has_a_gpu_of_its_own_beside_named_ones(
+    prefill: tuple[int, ...], decode: tuple[int, ...], num_gpus: int, problem: str
+) -> None:
+    options = ServeOptions(
+        model="m", tensor_parallel_size=2, prefill_devices=prefill, decode_devices=decode
+    )
+    with pytest.raises(ConfigError, match=problem):
+        plan_workers(options, 8, num_gpus=num_gpus)
 
 
 def test_a_gpu_that_is_not_here_is_refused() -> None:
