@@ -107,7 +107,9 @@ def _draft_model(
             # One process, with as many threads as the target's rank here.
             "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
             "nnodes": 1,
+            "kv_per_rank": False,
             "enable_expert_parallel": False,
             "tensor_parallel_cut": "outputs",
             "expert_load_file": None,

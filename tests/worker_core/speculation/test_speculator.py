@@ -4,13 +4,21 @@ nothing elsewhere."""
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from baton.config import DecodeOptions
+from baton.errors import StartupError
 from baton.types import Sampling
+from engine.oracle import FULL_LAYERS, undisturbed_oracle
+from engine.ranks.mesh import ONE_RANK
 from worker_core.drafting import verify
+from worker_core.nodes import degrees_of
+from worker_core.speculation import speculator
 from worker_core.speculation.draft_lengths import DraftCosts
 from worker_core.speculation.interface import NO_PROPOSAL, NOTHING, DraftRequest, Estimate, Proposal
 from worker_core.speculation.speculator import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Speculator
@@ -327,3 +335,29 @@ def test_a_draft_that_took_long_when_it_was_tried_is_tried_again() -> None:
     before = len(world.texts[0])
     world.gain(500)
     assert len(world.texts[0]) - before > 500 * 2.3
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "kv_per_rank": True},
+        {"data_parallel_size": 2},
+    ],
+)
+def test_a_draft_model_runs_in_rank_0_alone(
+    degrees: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[DecodeOptions] = []
+
+    def build(options: DecodeOptions, **_: Any) -> Any:
+        asked.append(options)
+        raise StartupError("asked for")
+
+    monkeypatch.setattr(speculator, "build_decode_engine", build)
+    options = DecodeOptions(model="m", speculative_method="draft", speculative_model="d", **degrees)
+    with pytest.raises(StartupError, match="asked for"):
+        speculator.build_speculation(options, undisturbed_oracle(97, FULL_LAYERS), time.monotonic)
+    (of_draft,) = asked
+    assert of_draft.model == "d"
+    assert degrees_of(of_draft) == ONE_RANK
+    assert not of_draft.kv_per_rank
