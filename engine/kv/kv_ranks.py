@@ -37,4 +37,4 @@ class KvRanks:
     parts: tuple[KvPart, ...]
     pool: KvPool
     links: Sequence[RankLink]
-    num_commands: Callable[[], int] = lambda: 0
+    num_commands: Callable[[], int]
