@@ -238,7 +238,7 @@ class HttpApp:
         yield ("vary", "origin")
         yield ("access-control-expose-headers", "x-request-id, request-id, retry-after, warning")
         if request.method == "OPTIONS":
-            yield ("access-control-allow-methods", "GET, POST")
+            yield ("access-control-allow-methods", "GET, POST, DELETE")
             asked = request.header("access-control-request-headers")
             if _HEADER_NAMES.fullmatch(asked):
                 yield ("access-control-allow-headers", asked)

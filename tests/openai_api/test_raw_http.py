@@ -223,6 +223,9 @@ async def test_other_names_and_pages_of_other_origins(tmp_path: Path) -> None:
             assert response.getheader("access-control-allow-headers") == (
                 allowed and "authorization"
             )
+            assert response.getheader("access-control-allow-methods") == (
+                allowed and "GET, POST, DELETE"
+            )
 
 
 async def until(is_so: Any) -> None:
