@@ -123,10 +123,12 @@ With `--response-store-bytes N` the gateway keeps answers of `/v1/responses` in 
 OpenAI does, unless `store` is false: `GET` and `DELETE /v1/responses/{id}`, `previous_response_id`,
 and `background: true`, which is answered once the request is admitted and goes on without the
 client; `POST /v1/responses/{id}/cancel` ends it. An answer is found by the API key that asked for
-it alone (without keys, by whoever knows its id), for `--response-store-s`. Beyond N bytes the key
-with the most bytes loses its oldest answers. An answer of more than 4 MiB with its conversation is
-not kept. Answers end with their gateway, so the option goes with one gateway: several, and gateways
-of one registry, do not share them.
+it alone (without keys, by whoever knows its id), for `--response-store-s`. Only a whole answer can
+be continued: one that is in progress, failed or was cancelled is refused as
+`previous_response_id`. Beyond N bytes the key with the most bytes loses its oldest answers. An
+answer of more than 4 MiB with its conversation is not kept. Answers end with their gateway, and
+those in the background with it, so the option goes with one gateway: several, and gateways of one
+registry, do not share them.
 
 ## Resuming a stream
 

@@ -3,12 +3,13 @@ answers."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import re
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -124,7 +125,9 @@ class HttpApp:
         self._stored: StoredResponses | None = None
         if settings.response_store_bytes:
             store = ResponseStore(settings.response_store_bytes, settings.response_store_s)
-            self._stored = StoredResponses(self._door, self._generate, store)
+            self._stored = StoredResponses(
+                self._door, self._generate, store, has_owners=bool(settings.api_keys)
+            )
         page, docs = Page(models, recorder, time.monotonic), Docs()
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
             **{
@@ -282,6 +285,10 @@ class HttpApp:
                 await run(generation)
         finally:
             self._num_running -= 1
+
+    @property
+    def background(self) -> Collection[asyncio.Task[None]]:
+        return () if self._stored is None else self._stored.running
 
     # The gateway itself
 

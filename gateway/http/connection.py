@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from enum import Enum, auto
@@ -81,6 +81,10 @@ class HttpHandler(Protocol):
 
     async def handle(self, request: HttpRequest, response: HttpResponse) -> None:
         """Answer the request. Cancelled when the client disconnects."""
+
+    @property
+    def background(self) -> Collection[asyncio.Task[None]]:
+        """What goes on without a connection."""
 
 
 @dataclass(slots=True, eq=False)

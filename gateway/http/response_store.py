@@ -15,10 +15,10 @@ MAX_ENTRY_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """JSON of an answer, and of the items of its conversation, output included."""
+    """JSON, in ASCII, of an answer, and of the items of its conversation, output included."""
 
-    document: bytes
-    items: bytes
+    document: str
+    items: str
     expires_s: float
 
     @property
@@ -47,12 +47,15 @@ class ResponseStore:
         """Bytes of all answers."""
         return sum(self._num_bytes.values())
 
-    def put(self, owner: bytes, response_id: str, document: Any, items: Sequence[Any]) -> None:
-        """Keep an answer instead of an earlier one of that id; one that is too large is dropped."""
+    def put(
+        self, owner: bytes, response_id: str, document: Any, items: Sequence[Any] | None
+    ) -> None:
+        """Keep an answer instead of an earlier one of that id; one that is too large is dropped.
+        items: None of an answer that is not whole."""
         self.drop(owner, response_id)
         self._expire()
-        document_json, items_json = (json.dumps(each).encode() for each in (document, items))
-        entry = _Entry(document_json, items_json, self._clock() + self._max_age_s)
+        expires_s = self._clock() + self._max_age_s
+        entry = _Entry(json.dumps(document), json.dumps(items), expires_s)
         if entry.num_bytes > min(self._max_bytes, MAX_ENTRY_BYTES):
             return
         self._by_owner.setdefault(owner, OrderedDict())[response_id] = entry
@@ -61,15 +64,16 @@ class ResponseStore:
             largest = max(self._num_bytes, key=lambda each: self._num_bytes[each])
             self.drop(largest, next(iter(self._by_owner[largest])))
 
-    def document(self, owner: bytes, response_id: str) -> dict[str, Any] | None:
-        """The answer; None if there is none of that owner."""
+    def document(self, owner: bytes, response_id: str) -> str | None:
+        """The answer as JSON; None if there is none of that owner."""
         entry = self._entry(owner, response_id)
-        return None if entry is None else dict(json.loads(entry.document))
+        return None if entry is None else entry.document
 
     def items(self, owner: bytes, response_id: str) -> list[Any] | None:
-        """The items of its conversation."""
+        """The items of its conversation; None if it is not there, or not whole."""
         entry = self._entry(owner, response_id)
-        return None if entry is None else list(json.loads(entry.items))
+        items: list[Any] | None = None if entry is None else json.loads(entry.items)
+        return items
 
     def drop(self, owner: bytes, response_id: str) -> bool:
         """Return whether it was there."""

@@ -44,8 +44,9 @@ class HttpServer:
         return f"{self.host}:{self.port}"
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Refuse new requests; cancel running ones after `grace_s` seconds, or at once if None. All
-        connections are closed on return."""
+        """Refuse new requests; cancel running ones after `grace_s` seconds, or at once if None, and
+        what goes on without a connection once they have ended. All connections are closed on
+        return."""
         state = self._state
         state.is_stopping = True
         self._acceptor.close()
@@ -53,7 +54,7 @@ class HttpServer:
             connection.stop()
         if grace_s is not None:
             await _ended(self._tasks(), grace_s)
-        tasks = self._tasks()
+        tasks = {*self._tasks(), *state.handler.background}
         for task in tasks:
             task.cancel()
         await _ended(tasks, _CLEAN_UP_S)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import json
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -13,7 +14,7 @@ from urllib.parse import unquote
 from baton.errors import BatonError
 from baton.rpc.api_key import shown_digest
 from gateway.http.connection import HttpRequest, HttpResponse
-from gateway.http.errors import HttpError, http_error, invalid
+from gateway.http.errors import HttpError, http_error, invalid, shown_value
 from gateway.http.format import Door, MakeFormat, send_json
 from gateway.http.generation import Generation
 from gateway.http.requests import ModelBody
@@ -33,13 +34,22 @@ _Handler = Callable[[HttpRequest, HttpResponse], Awaitable[None]]
 class StoredResponses:
     """Handlers of /v1/responses and the paths below it. An API key is an owner of answers."""
 
-    def __init__(self, door: Door, generate: Generate, store: ResponseStore) -> None:
-        """generate: makes an answer; HttpApp's."""
+    def __init__(
+        self, door: Door, generate: Generate, store: ResponseStore, *, has_owners: bool
+    ) -> None:
+        """generate: makes an answer; HttpApp's. has_owners: false without API keys, where a key
+        that a client shows means nothing, and answers have one owner."""
         self._door = door
         self._generate = generate
         self._store = store
+        self._has_owners = has_owners
         self._running: dict[str, asyncio.Task[None]] = {}
         """Answers that are made in the background, by id."""
+
+    @property
+    def running(self) -> Collection[asyncio.Task[None]]:
+        """Answers that are made in the background."""
+        return self._running.values()
 
     def methods(self, path: str) -> Mapping[str, _Handler]:
         """Handlers of a path below RESPONSES."""
@@ -49,7 +59,7 @@ class StoredResponses:
 
     async def create(self, request: HttpRequest, response: HttpResponse) -> None:
         """Make an answer, and keep it unless `store` is false."""
-        owner, is_large = shown_digest(request.headers), len(request.body) > MAX_ENTRY_BYTES
+        owner, is_large = self._owner(request), len(request.body) > MAX_ENTRY_BYTES
         body = await self._door.parsed(ResponsesBody, request, response)
         earlier = self._earlier(owner, body)
         if body.store is False or is_large:
@@ -62,6 +72,9 @@ class StoredResponses:
             await self._make_behind(owner, body, earlier, request, response)
         else:
             await self._make(body, Kept(earlier, self._keeps(owner)), request, response)
+
+    def _owner(self, request: HttpRequest) -> bytes:
+        return shown_digest(request.headers) if self._has_owners else b""
 
     def _keeps(self, owner: bytes) -> Callable[[Mapping[str, Any], Sequence[Any]], None]:
         return lambda document, items: self._store.put(owner, document["id"], document, items)
@@ -93,7 +106,7 @@ class StoredResponses:
 
         def on_begin(queued: Mapping[str, Any]) -> None:
             self._running[queued["id"]] = task
-            self._store.put(owner, queued["id"], {**queued, "status": "in_progress"}, earlier)
+            self._store.put(owner, queued["id"], {**queued, "status": "in_progress"}, None)
             begun.set_result(queued)
 
         kept = Kept(earlier, self._keeps(owner), on_begin)
@@ -132,20 +145,26 @@ class StoredResponses:
                     fault = {"code": "server_error", "message": message}
                     error_of = {"error": fault if status == "failed" else None}
                     ended = {**queued, "status": status, **error_of}
-                    self._store.put(owner, queued["id"], ended, ())
+                    self._store.put(owner, queued["id"], ended, None)
 
     def _earlier(self, owner: bytes, body: ResponsesBody) -> Sequence[Any]:
         """Items of the conversation that the request continues."""
-        if body.previous_response_id is None:
+        field, response_id = "previous_response_id", body.previous_response_id
+        if response_id is None:
             return ()
-        items = self._store.items(owner, body.previous_response_id)
-        if items is None:
-            raise _not_found(body.previous_response_id, "previous_response_id")
-        return items
+        items = self._store.items(owner, response_id)
+        if items is not None:
+            return items
+        document = self._store.document(owner, response_id)
+        if document is None:
+            raise _not_found(response_id, field)
+        status = json.loads(document)["status"]
+        fault = f"{shown_value(response_id)}: is {status}; give that of a completed answer"
+        raise invalid(field, fault)
 
-    def _found(self, request: HttpRequest) -> tuple[bytes, str, Mapping[str, Any]]:
-        """Owner, id and answer. Raises HttpError."""
-        owner = shown_digest(request.headers)
+    def _found(self, request: HttpRequest) -> tuple[bytes, str, str]:
+        """Owner, id, and the answer as JSON. Raises HttpError."""
+        owner = self._owner(request)
         response_id = unquote(request.path.removeprefix(RESPONSES).removesuffix(_CANCEL))
         document = self._store.document(owner, response_id)
         if document is None:
@@ -171,7 +190,7 @@ class StoredResponses:
             task.cancel()
             await asyncio.wait((task,))
             *_, document = self._found(request)
-        elif not document["background"]:
+        elif not json.loads(document)["background"]:
             fault = "Cannot cancel a synchronous response."
             raise http_error(HTTPStatus.BAD_REQUEST, fault, param="response_id")
         await send_json(document, request, response)

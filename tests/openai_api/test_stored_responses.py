@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,37 @@ async def test_what_was_awaited_cannot_be_cancelled(client: openai.AsyncOpenAI) 
     made = await _create(client)
     with pytest.raises(openai.BadRequestError, match=r"Cannot cancel a synchronous response\."):
         await client.responses.cancel(made.id)
+
+
+async def test_a_conversation_goes_on_from_a_whole_answer_only(client: openai.AsyncOpenAI) -> None:
+    more: Any = {"max_output_tokens": 3900, "extra_body": {"ignore_eos": True}}
+    queued = await _create(client, background=True, **more)
+    for status in ("in_progress", "cancelled"):
+        with pytest.raises(openai.BadRequestError, match=f"is {status}; give that of") as error:
+            await _create(client, previous_response_id=queued.id)
+        assert error.value.param == "previous_response_id"
+        await client.responses.cancel(queued.id)
+
+
+async def test_without_keys_whoever_knows_an_id_finds_it(folder: Path) -> None:
+    async with _without_keys(folder) as system, _client(system, KEY) as one:
+        made = await _create(one)
+        async with _client(system, OTHER_KEY) as other:
+            assert await other.responses.retrieve(made.id) == made
+
+
+async def test_a_gateway_that_ends_leaves_nothing_in_the_background(folder: Path) -> None:
+    more: Any = {"max_output_tokens": 3900, "extra_body": {"ignore_eos": True}}
+    async with _without_keys(folder) as system, _client(system, KEY) as client:
+        await _create(client, background=True, **more)
+        before = asyncio.all_tasks()
+    assert not [t for t in before if not t.done() and "_watched" in repr(t.get_coro())]
+
+
+def _without_keys(folder: Path) -> AbstractAsyncContextManager[LiveSystem]:
+    common = {"model": str(folder), "served_model_name": MODEL}
+    own = {"response_store_bytes": 2**20}
+    return live_system(worker_options=common, gateway_options={**common, **own})
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ class Handler:
         self.seen: list[tuple[str, str, bytes]] = []
         self.answer: Callable[[HttpResponse], Awaitable[None]] | None = None
         self.num_cancelled = 0
+        self.background: list[asyncio.Task[None]] = []
 
     def refusal_of(self, request: HttpRequest) -> HttpError | None:
         return http_error(401, "no key") if request.path == "/secret" else None
