@@ -200,8 +200,8 @@ class ResponsesFormat(TranslatedChat):
             document["input_messages"] = self._raw(self.prompt_token_ids)
             document["output_messages"] = self._raw(self._token_ids)
         if self._kept.keep is not None:
-            items = (*self._kept.earlier, *_own_items(self._asked), *self._items.items)
-            self._kept.keep(document, items)
+            made = map(_without_logprobs, self._items.items)
+            self._kept.keep(document, (*self._kept.earlier, *_own_items(self._asked), *made))
         return document
 
     def _count(self, choice: ChatChoice, *chunks: Chunk) -> None:
@@ -415,6 +415,14 @@ def _own_items(body: ResponsesBody) -> list[Any]:
     if not isinstance(body.input, list):
         raise _wrong("input", body.input, "give text, or a list of items")
     return body.input
+
+
+def _without_logprobs(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An output item for the conversation, which has no use for log probabilities: they are far
+    more than the text, and would be read with each request that continues it."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
 def _conversation(body: ResponsesBody, earlier: Sequence[Any]) -> tuple[list[Any], list[str]]:

@@ -12,6 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from gateway.http.response_store import ResponseStore
 from tests.openai_api.world import KEY, MODEL, World
 from tests.support.live_tiers import LiveSystem, live_system
 
@@ -134,6 +135,26 @@ async def test_a_conversation_goes_on_from_a_whole_answer_only(client: openai.As
             await _create(client, previous_response_id=queued.id)
         assert error.value.param == "previous_response_id"
         await client.responses.cancel(queued.id)
+
+
+async def test_log_probabilities_are_no_part_of_a_conversation(
+    client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, put = list[Any](), ResponseStore.put
+
+    def noting(self: ResponseStore, owner: bytes, name: str, document: Any, items: Any) -> None:
+        kept.append(items)
+        put(self, owner, name, document, items)
+
+    monkeypatch.setattr(ResponseStore, "put", noting)
+    made = await _create(client, include=["message.output_text.logprobs"], top_logprobs=2)
+    assert made.output[0].content[0].logprobs
+    assert await client.responses.retrieve(made.id) == made
+    ((_, answer),) = kept
+    assert (answer["content"][0]["text"], answer["content"][0]["logprobs"]) == (
+        made.output_text,
+        [],
+    )
 
 
 async def test_without_keys_whoever_knows_an_id_finds_it(folder: Path) -> None:
