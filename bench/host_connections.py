@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.host_gateway import Flow, cpu_seconds, gateway_before_source, open_post, read_events
+from bench.host_gateway import Flow, gateway_before_source, open_post, read_events
+from bench.threads import cpu_seconds
 
 #: Connections opened at once, at most the accept queue's length.
 _NUM_AT_ONCE = 250

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from baton.supervisor.plan import PROGRAMS, Programs
 from baton.types import KvSource, Sampling, SequenceSpec
 from baton.v1 import inference_pb2, sequence_service_pb2, sequence_service_pb2_grpc
 from baton.wire import sequence_to_proto
+from bench.threads import cpu_seconds, pin
 
 _GENERATE = "/baton.v1.InferenceService/Generate"
 _PROMPT = (17, 18, 19, 20)
@@ -303,15 +303,3 @@ def _generate(channel: grpc.aio.Channel, num_tokens: int) -> Any:
         _GENERATE, request_serializer=inference_pb2.GenerateRequest.SerializeToString
     )
     return generate(request, timeout=_DEADLINE_S)
-
-
-def pin(pid: int, cores: set[int]) -> None:
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU seconds, user and kernel, of all threads of a process so far, with nanosecond resolution
-    (the counters that ps reads have 10 ms)."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9

@@ -32,6 +32,7 @@ from baton.rpc.channel import aio_channel
 from baton.supervisor import Cluster
 from bench.long_texts import Silences, Turns, gateway_of_a_long_model
 from bench.machine import describe_machine
+from bench.threads import pin
 
 #: Cores of the gateway and of an attacker elsewhere.
 GATEWAY_CORE, OTHER_CORE = 0, 1
@@ -141,12 +142,6 @@ class Streams:
         return row
 
 
-def pin(pid: int, core: int) -> None:
-    """Pin all threads of a process."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(task.name), {core})
-
-
 async def attack_elsewhere(asked: Attack, address: str, core: int) -> str:
     """`attack` in a process on a core; returns its result."""
     sizes = (str(each) for each in (asked.num, asked.size, asked.length, asked.seconds))
@@ -164,7 +159,7 @@ async def measure(
     """Print a row per attack and core. turns: of the cluster's gateway."""
     streams, health = Streams(), Health()
     host, _, port = cluster.http_address.rpartition(":")
-    pin(cluster.pid_of("gateway"), GATEWAY_CORE)
+    pin(cluster.pid_of("gateway"), {GATEWAY_CORE})
     async with aio_channel(cluster.address) as channel, asyncio.TaskGroup() as group:
         jobs = [group.create_task(streams.listen(channel)) for _ in range(num_streams)]
         jobs.append(group.create_task(health.ask(host, int(port))))

@@ -38,10 +38,10 @@ from typing import NamedTuple
 from baton.client import AsyncClient
 from baton.supervisor import Cluster
 from bench.drive import COLOCATED, DriveOptions, cluster_options, drive, started
-from bench.host_gateway import cpu_seconds
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.measure import Record
 from bench.suite.markdown import about, replaced, table
+from bench.threads import cpu_seconds
 from bench.workload import fitted, requests_of
 from engine.plan.trace import TraceEntry, read_trace
 

@@ -41,6 +41,7 @@ from bench.kv_ways import (
 )
 from bench.machine import document_of, now, publish
 from bench.suite.markdown import about, replaced, table
+from bench.threads import cpu_seconds
 from engine.kv.range import KvRange
 from engine.kv.tensors.paged import TorchKvPool
 from kv_transfer.codec import ChunkCodec
@@ -91,9 +92,8 @@ def summary_of(costs: Sequence[Cost]) -> Summary:
 
 
 def peer_cpu_s_of(way: Way) -> float:
-    """CPU seconds of the other process's threads; 0 if the kernel does not report them."""
-    tasks = Path(f"/proc/{way.peer_pid}/task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+    """CPU seconds of the other process's threads; 0 without another process."""
+    return cpu_seconds(way.peer_pid) if way.peer_pid else 0.0
 
 
 def channels(certificate_folder: str) -> dict[str, Channel]:

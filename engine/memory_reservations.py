@@ -94,7 +94,8 @@ class Reservations:
                 if line.startswith(("RssAnon:", "RssShmem:")):
                     total += int(line.split()[1]) * 1024
             for children in (self._proc / str(pid) / "task").glob("*/children"):
-                total += sum(self._touched(int(child)) for child in children.read_text().split())
+                with suppress(OSError):  # a thread that has just ended
+                    total += sum(map(self._touched, map(int, children.read_text().split())))
         return total
 
 

@@ -26,9 +26,10 @@ from baton.client import AsyncClient, SamplingParams
 from baton.errors import BatonError
 from baton.rpc.channel import aio_channel
 from baton.supervisor import Cluster
-from bench.hostile_http import GATEWAY_CORE, OTHER_CORE, Streams, pin
+from bench.hostile_http import GATEWAY_CORE, OTHER_CORE, Streams
 from bench.long_texts import Turns, gateway_of_a_long_model
 from bench.machine import describe_machine
+from bench.threads import pin
 from tests.support.http2 import (
     ACK,
     CANCEL,
@@ -112,7 +113,7 @@ class Polite:
 
 async def measure(cluster: Cluster, rates: Sequence[int], seconds: float, num_streams: int) -> None:
     """Print a row per rate and core."""
-    pin(cluster.pid_of("gateway"), GATEWAY_CORE)
+    pin(cluster.pid_of("gateway"), {GATEWAY_CORE})
     streams = Streams()
     async with (
         aio_channel(cluster.address) as channel,

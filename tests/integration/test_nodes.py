@@ -22,9 +22,9 @@ from engine.ranks import start
 from engine.ranks.nodes import Nodes
 from engine.ranks.team import RankTeam
 from engine.torch.engine import TorchEngine
-from tests.engine.ranks.test_processes import rank_pids
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine
+from tests.support.processes import rank_pids
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow

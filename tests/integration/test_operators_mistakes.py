@@ -28,6 +28,7 @@ from tests.support.commands_in_use import ORACLE, address_of, http_url_of, runni
 from tests.support.live_tiers import BOX_MODEL
 from tests.support.metrics_page import free_ports
 from tests.support.oracle_model import make_oracle_model
+from tests.support.processes import command_of, pids_of
 from tests.support.redis_server import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -103,19 +104,6 @@ def until(is_so: Callable[[], object], seconds: float = 120) -> None:
     while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
-
-
-def pids_of(text: str) -> list[int]:
-    """Processes with `text` on their command line, that have not ended."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if text.encode() in command and int(folder.name) != os.getpid():
-            found.append(int(folder.name))
-    return found
 
 
 def test_one_refused_model_of_two_leaves_the_other(tmp_path: Path) -> None:
@@ -203,19 +191,15 @@ def test_folders_of_kv_sockets_go_with_their_workers(
     with running(["serve", str(model), *ORACLE, "--port=0"], log, TMPDIR=str(sockets)) as process:
         address_of(process, log)
         assert len(list(sockets.glob("baton-*"))) == 2
-        (decode,) = [pid for pid in pids_of(str(model)) if "decode_svc" in _command(pid)]
+        (decode,) = [pid for pid in pids_of(str(model)) if b"decode_svc" in command_of(pid)]
         os.kill(decode, signal.SIGKILL)
         until(lambda: any("decode-0 is back" in line for line in lines_of(log)))
         assert len(list(sockets.glob("baton-*"))) == 2
-        (decode,) = [pid for pid in pids_of(str(model)) if "decode_svc" in _command(pid)]
+        (decode,) = [pid for pid in pids_of(str(model)) if b"decode_svc" in command_of(pid)]
         os.kill(decode, signal.SIGKILL)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     assert not list(sockets.glob("baton-*"))
-
-
-def _command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")

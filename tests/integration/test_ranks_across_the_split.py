@@ -18,6 +18,7 @@ from baton.config import ServeOptions
 from baton.supervisor import Cluster
 from tests.support.architectures import make_checkpoint
 from tests.support.fault_streams import until_quiet
+from tests.support.processes import child_pids
 from tests.support.tiny_models import make_tiny_model, write_byte_tokenizer
 from tests.support.transformers_greedy import greedy_outputs
 
@@ -64,13 +65,6 @@ async def cluster_of(model: Path, **options: Any) -> AsyncIterator[tuple[Cluster
 
 def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-
-
-def child_pids(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task")
-    return [
-        int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()
-    ]
 
 
 @pytest.mark.long

@@ -29,6 +29,7 @@ from engine.ranks.team import RankTeam
 from engine.torch.engine import TorchEngine
 from tests.support.drive_engine import generate
 from tests.support.engines import load_engine
+from tests.support.processes import child_pids, rank_pids
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -55,22 +56,6 @@ def engine(
     made = load_engine(str(model), num_blocks=32, tensor_parallel_size=2)
     yield made
     made.close()
-
-
-def child_pids(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task")
-    return [
-        int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()
-    ]
-
-
-def rank_pids(of: int | None = None) -> list[int]:
-    """Ranks that a process, this one by default, has started, without its other children."""
-    return [
-        pid
-        for pid in child_pids(of or os.getpid())
-        if b"engine.follow" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
 
 
 def test_a_killed_rank_is_told_of(
