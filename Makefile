@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 # Every process that a test or a bench starts would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo serve smol test test-fast check protos docs pages bench bench-peers locks sbom audit test-images test-chart clean
+.PHONY: help venv demo serve smol test test-fast explore check protos docs pages bench bench-peers locks sbom audit test-images test-chart clean
 
 help:
 	@echo "make demo               serve the bundled model, stream a completion, print each tier's timing"
@@ -28,6 +28,7 @@ help:
 	@echo "make smol               fetch SmolLM2-135M-Instruct, a GGUF file: MODEL=smol in make demo and make serve"
 	@echo "make test               run the tests, and name the slowest (ARGS= adds pytest's options)"
 	@echo "make test-fast          run those of them that are not slow, with few examples of each property"
+	@echo "make explore            run the simulations and properties by examples that nobody has seen"
 	@echo "make check              lint, formatting, types, import directions, protos"
 	@echo "make protos             generate baton/v1 and gateway/openengine/v1 from protos/"
 	@echo "make docs               build the site of docs/ into site/"
@@ -67,6 +68,12 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	@$(PYTEST) -m "not slow" --hypothesis-profile="few examples" $(ARGS)
+
+explore: $(STAMP)
+	@first_seed=$$(shuf -i 3000000-1999999999 -n 1) && echo "--first-seed $$first_seed --num-seeds 40" && \
+	$(PYTEST) tests/sim/test_chaos.py tests/sim/test_mix.py tests/sim/test_cores.py \
+	    --first-seed $$first_seed --num-seeds 40 && \
+	$(PYTEST) --hypothesis-profile="many examples" -m "not long" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 NUM_FAST_SEEDS = 1
-#: Of the first ones; .ci/run has fresh ones besides.
+#: Of the first ones; .ci/run has others besides, and make explore fresh ones.
 LONG_SEEDS = range(3, 6)
 
 #: Seeds of chaos that showed a fault once; they run beside the first ones.
