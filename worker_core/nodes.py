@@ -16,9 +16,7 @@ from baton.service import ReadyReport
 from baton.start_log import PhaseClock
 from engine.checkpoint import naming_model, resolve_checkpoint
 from engine.ranks.mesh import Degrees
-from engine.ranks.node_agent import NodeAgent, wait_for
 from engine.ranks.nodes import ONE_NODE, Nodes
-from engine.ranks.team import end_process
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
 
 _log = logging.getLogger(__name__)
@@ -66,6 +64,10 @@ async def serve_node(
 ) -> None:
     """Run the ranks of a node other than 0 until node 0 ends them. `stop` ends the waiting for node
     0 only: node 0 needs the ranks to finish what runs. Raises StartupError."""
+    # Only a process that computes with a model pays for importing torch.
+    from engine.ranks.node_agent import NodeAgent, wait_for
+    from engine.ranks.team import end_process
+
     clock, cancelled = PhaseClock(), threading.Event()
     with naming_model(options.model):
         folder = resolve_checkpoint(options.model, options.revision)

@@ -20,6 +20,9 @@ LIGHT = (
     "baton.rpc.server",
     "baton.service",
     "engine.checkpoint",
+    # They import an engine once they know which: the oracle needs none of this.
+    "prefill_svc.server",
+    "decode_svc.server",
 )
 
 
