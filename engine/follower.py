@@ -38,7 +38,7 @@ from engine.ranks.peers import watch_peers
 from engine.ranks.rank_spec import RankSpec
 from engine.ranks.segment import map_segment
 from engine.ranks.stages import Stages
-from engine.ranks.step_marks import HostMarks, StepMarks
+from engine.ranks.step_marks import StepMarks
 from engine.torch.divided import LayerDone
 from engine.torch.step import sample_rows
 from engine.torch.step_runner import StepDecoder
@@ -89,10 +89,7 @@ def follow(control: socket.socket, link: Link) -> None:
         load: LoadRank = import_module(spec.code).load_rank
         pools, states = _memory(spec)
         model = load(spec, pools, states)
-        # Ranks of a context do not meet in a step that each runs as a whole.
-        is_apart = spec.has_own_kv and spec.degrees.context > 1
-        is_met = spec.torch_device.type == "cpu" and not is_apart
-        marks = HostMarks() if is_met else StepMarks(pools[0].mark)
+        marks = StepMarks(pools[0].mark)
         if spec.kv_service:
             make_pool = partial(_kv_pool, spec, pools)
             import_module(spec.kv_service).serve(link, make_pool, spec.host, marks)
@@ -113,7 +110,7 @@ class _Rank:
         steps: RankSteps,
         stages: Stages,
         pools: Sequence[TorchKvPool],
-        marks: StepMarks | HostMarks,
+        marks: StepMarks,
     ) -> None:
         self._steps, self._stage, self._pools = steps, stages.stage, pools
         self._marks = marks

@@ -31,8 +31,8 @@ class KvMarks(Protocol):
 @dataclass(frozen=True, slots=True)
 class KvRanks:
     """parts: of the model's KV, by rank. pool: rank 0's. links: to ranks 1, 2, ..., each with a
-    service for its KV, see engine.ranks.rank_spec. num_commands: commands so far that have all
-    ranks write KV; see KvMarks."""
+    service for its KV, see engine.ranks.rank_spec. num_commands: commands so far that a
+    copy of KV has to follow; see KvMarks."""
 
     parts: tuple[KvPart, ...]
     pool: KvPool

@@ -97,6 +97,13 @@ class RankSpec:
         return self.kv_fd < 0
 
     @property
+    def meets_in_steps(self) -> bool:
+        """Whether the ranks have met in a step, in host memory, before rank 0 sends a message about
+        the KV that it wrote. Ranks of a context do not meet in a step that each runs as a whole."""
+        is_apart = self.has_own_kv and self.degrees.context > 1
+        return self.torch_device.type == "cpu" and not is_apart
+
+    @property
     def states_layout(self) -> KvLayout:
         """A layout with the layers whose states the rank has in memory: its own, or all."""
         layout = self.pools[0].layout

@@ -1,8 +1,8 @@
 """Marks of a rank's steps, for the threads that copy its KV.
 
 Rank 0 sends a command and a message about KV on separate connections, and on a GPU the rank's
-kernels run after both: a message therefore names the last command that rank 0 had sent, and a copy
-follows the mark that the rank records behind that command's kernels.
+kernels run after both: a message therefore names the last command that may write KV after it
+arrives, and a copy follows the mark that the rank records behind that command's kernels.
 """
 
 from __future__ import annotations
@@ -51,18 +51,3 @@ class StepMarks:
         with self._reached:
             self._reached.wait_for(lambda: self._marks and self._marks[-1][0] >= wanted)
             return next(mark for place, mark in self._marks if place >= wanted)
-
-
-class HostMarks:
-    """See KvMarks: of a rank in host memory, where KV is written before rank 0 sends a message
-    about it, because the ranks have met in the step that computed it."""
-
-    def layer_done(self, _layer: int) -> None:
-        """See StepMarks."""
-
-    def command_done(self) -> None:
-        """See StepMarks."""
-
-    def after(self, num_commands: int, num_layers: int = ALL_LAYERS) -> object:  # noqa: ARG002
-        """See KvMarks."""
-        return None

@@ -147,7 +147,9 @@ class RankTeam:
         """Names of ranks that have ended."""
         self._steps = StepEncoder()
         self._num_commands = 0
-        """See KvRanks."""
+        """Commands so far that have all ranks write KV."""
+        self._num_followed = 0
+        """Those up to the last one that copies of KV have to follow; see KvRanks."""
         degrees = spec.degrees
         self._is_on_one_node = nodes.size == 1
         is_cpu = spec.torch_device.type == "cpu"
@@ -265,7 +267,7 @@ class RankTeam:
         own = [each.own for each in of_all if isinstance(each, ShardedKvPool | RemoteParts)]
         table = next(iter(pool.slot_tables.values()), None)
         own_pool = own_kv_pool(parts[0], pool.layout, own, table)
-        return KvRanks(parts, own_pool, self.links, lambda: self._num_commands)
+        return KvRanks(parts, own_pool, self.links, lambda: self._num_followed)
 
     @contextmanager
     def step(
@@ -283,6 +285,8 @@ class RankTeam:
                     link.end_loading()
         frame = self._steps.encode(batch, tables, syncs_layers=syncs_layers, replays=replays)
         self._num_commands += 1
+        if not self._spec.meets_in_steps:
+            self._num_followed = self._num_commands
         with self._together(frame, self._members):
             yield
 
@@ -303,6 +307,7 @@ class RankTeam:
 
     def _copy(self, pool: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._num_commands += 1
+        self._num_followed = self._num_commands
         with self._together(encode_copy(pool, sources, targets), self._members):
             pass
 

@@ -21,7 +21,7 @@ from engine.kv.range import KvRange
 from engine.kv.tensors.array import ArrayKvPool
 from engine.kv.tensors.part import pool_part
 from engine.ranks.link import Link
-from engine.ranks.step_marks import HostMarks, StepMarks
+from engine.ranks.step_marks import StepMarks
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.rank_port import PortConfig
 from kv_transfer.remote_port import PORT_TIMEOUT_S, TO_RANK, serve
@@ -91,7 +91,7 @@ class Ranked:
             ours, theirs = (
                 Link(end, f"{name} {rank}", nothing, nothing) for end in socket.socketpair()
             )
-            serve(theirs, lambda _, pool=pool: pool, host, marks or HostMarks())
+            serve(theirs, lambda _, pool=pool: pool, host, marks or StepMarks(pool.mark))
             ours.start()
             theirs.start()
             self.links += (ours, theirs)

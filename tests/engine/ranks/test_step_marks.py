@@ -12,7 +12,8 @@ import pytest
 from baton.types import Sampling
 from engine import follower
 from engine.interface import Batch
-from engine.ranks.step_marks import _NUM_KEPT, HostMarks, StepMarks
+from engine.ranks.rank_spec import RankSpec
+from engine.ranks.step_marks import _NUM_KEPT, StepMarks
 from tests.engine.ranks.conftest import LoadRanks
 from tests.support.drive_engine import whole_prompt
 from tests.support.tiny_models import make_tiny_model
@@ -39,7 +40,6 @@ def test_a_copy_follows_the_first_mark_behind_what_it_needs() -> None:
 def test_nothing_is_waited_for_before_the_first_command_or_layer() -> None:
     assert marks_of().after(0) is None
     assert marks_of().after(1, 0) is None
-    assert HostMarks().after(7) is None
 
 
 def test_a_mark_that_is_gone_is_replaced_by_a_later_one() -> None:
@@ -73,7 +73,8 @@ def serve(_link: Any, _make_pool: Any, _host: str, marks: Any) -> None:
 def test_a_rank_counts_commands_as_rank_0_does(
     syncs_layers: bool, load_ranks: LoadRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "HostMarks", marks_of)  # as on a GPU
+    monkeypatch.setattr(follower, "StepMarks", lambda _: marks_of())
+    monkeypatch.setattr(RankSpec, "meets_in_steps", False)  # as on a GPU
     SERVED.clear()
     engine = load_ranks(make_tiny_model(tmp_path, "llama"), 2, kv_service=__name__)
     (marks,), ranks = SERVED, engine.kv_ranks
@@ -83,3 +84,17 @@ def test_a_rank_counts_commands_as_rank_0_does(
     engine._followers._copy(0, [1], [2])  # as where ranks share no memory
     assert ranks.num_commands() == 2
     assert marks.after(2) == 2 + syncs_layers * engine.spec.layout.num_layers
+
+
+def test_on_a_cpu_a_copy_waits_for_copies_of_blocks_alone(
+    load_ranks: LoadRanks, tmp_path: Path
+) -> None:
+    """Ranks meet in steps. A block that was copied to, released, and reserved again before a step
+    would get the copy over what was received."""
+    engine = load_ranks(make_tiny_model(tmp_path, "llama"), 2, kv_service=__name__)
+    ranks = engine.kv_ranks
+    assert ranks is not None
+    engine.forward(Batch((whole_prompt((5, 77, 200), Sampling(), (3,)),)))
+    assert ranks.num_commands() == 0
+    engine._followers._copy(0, [1], [2])
+    assert ranks.num_commands() == 2
