@@ -105,9 +105,9 @@ def _marks(cls: type[BaseModel]) -> tuple[tuple[str, Fills], ...]:
     )
 
 
-def filler_of(path: str, body: BaseModel) -> str:
-    """The first field that is set and fills `path`; empty if there is none."""
-    return next((name for name, mark in _filled(body) if mark.path == path), "")
+def fillers_of(path: str, body: BaseModel) -> list[str]:
+    """Fields that are set and fill `path`."""
+    return [name for name, mark in _filled(body) if mark.path == path]
 
 
 def _filled(body: BaseModel) -> Iterator[tuple[str, Fills]]:

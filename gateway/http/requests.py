@@ -26,7 +26,7 @@ from baton.sampling_params import ALL_LOGPROBS, MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.chat.reasoning import BEGIN, END
 from gateway.chat.style import ChatStyle
-from gateway.http.errors import Fills, filler_of, from_validation, invalid, shown_value
+from gateway.http.errors import Fills, fillers_of, from_validation, invalid, shown_value
 from gateway.http.json_body import wrong_ids
 from gateway.intake.rules import MAX_SHOWN, MAX_STRUCTURED_CHARS, Violations
 from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
@@ -505,12 +505,20 @@ def is_whole_structured(body: GenerationBody) -> bool:
 
 
 def structure_field(body: GenerationBody) -> str:
-    """The field that requests a structured output; empty if there is none."""
-    return filler_of(_STRUCTURE, body)
+    """The field that requests a structured output, the first of several; empty if there is none."""
+    return next(iter(fillers_of(_STRUCTURE, body)), "")
 
 
 def _put_structure(body: GenerationBody, params: sampling_pb2.SamplingParams) -> Violations:
-    field = structure_field(body)
+    first, *others = fillers_of(_STRUCTURE, body) or [""]
+    for field in others:
+        yield FieldViolation(field, f"the output has one form; leave it out, or {first}")
+    yield from _put_structure_of(first, body, params)
+
+
+def _put_structure_of(
+    field: str, body: GenerationBody, params: sampling_pb2.SamplingParams
+) -> Violations:
     if field == "response_format":
         yield from _put_response_format(body.response_format or {}, params)
     elif field == "structured_outputs":

@@ -157,6 +157,7 @@ def test_unknown_fields_are_passed_over_and_named() -> None:
         ({"prompt": "x", "stream_options": {"include_usage": 5}}, "stream_options.include_usage"),
         ({"prompt": "x", "structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
         ({"prompt": "x", "guided_choice": "a"}, "guided_choice"),
+        ({"prompt": "x", "guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
         ({"prompt": "x", "logits_processors": ["x"]}, "logits_processors"),
     ],
 )
