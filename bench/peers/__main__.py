@@ -1,13 +1,15 @@
-"""Baton's engine beside llama.cpp, vLLM and transformers, on the same weights, prompts and
-cores, by turns.
+"""Baton's engine beside llama.cpp, vLLM, OpenVINO GenAI and transformers, on the same weights,
+prompts and cores, by turns.
 
     python -m bench.peers [--peer NAME ...] [--model NAME ...] [--dtype NAME ...] [--rounds 5]
         [--threads N] [--json FILE]
 
 Contenders are processes that take turns, first to last, then again from the next one. Prompts are
-random token ids and all answers are greedy. Models, see bench/peers/models.py: the bundled one, and
-Llamas of random weights. int8 is Baton's int8 by output and llama.cpp's Q8_0. `agreement` is the
-share of each answer before the first token that differs from transformers'.
+random token ids and all answers are greedy. Models, see bench/peers/models.py: the bundled one,
+SmolLM2, and Llamas of random weights. int8 is Baton's int8 by output and llama.cpp's Q8_0.
+`agreement` is the share of each answer before the first token that differs from transformers'.
+llama.cpp, vLLM and OpenVINO first run each task with each chunk of CHUNKS, and are measured with
+the fastest. The engine runs a second time, as `baton again`: the difference is noise.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from collections.abc import Sequence
 
 from bench.machine import document_of, now, publish
 from bench.peers.comparison import Case, data_of, parser_of, run_cases
-from bench.peers.models import peer_versions
-from bench.peers.processes import CONTENDERS, INT8
+from bench.peers.figures import AGAIN
+from bench.peers.models import QUANTIZED_DTYPES, peer_versions
+from bench.peers.processes import CONTENDERS, QUANTIZED
 from bench.peers.task import Task
 from bench.suite.engine_tables import peers_table
 
@@ -26,6 +29,7 @@ _TOKENS = 16
 _TASKS = {
     "tiny": (Task(2, 20, 6),),
     "box": (Task(1, 500, _TOKENS), Task(8, 500, _TOKENS)),
+    "smol": (Task(1, 256, _TOKENS), Task(8, 64, _TOKENS)),
     "125m": (Task(1, 256, _TOKENS), Task(8, 128, _TOKENS)),
     "1.1b": (Task(1, 64, 8), Task(8, 8, 8)),
 }
@@ -33,18 +37,20 @@ _TASKS = {
 _DTYPES = {
     "tiny": ("float32", "int8"),
     "box": ("float32", "bfloat16", "int8"),
-    "125m": ("float32", "bfloat16", "int8"),
+    "smol": ("bfloat16", "q4_1"),
+    "125m": ("bfloat16", "int8"),
     "1.1b": ("bfloat16", "int8"),
 }
 
 
 def cases_of(models: Sequence[str], dtypes: Sequence[str], peers: Sequence[str]) -> list[Case]:
     """Baton, and those of `peers` that run the type."""
-    contenders = [name for name in CONTENDERS if name == "baton" or name in peers]
+    contenders = [name for name in CONTENDERS if name in ("baton", AGAIN) or name in peers]
     cases = []
     for model in models:
         for dtype in _DTYPES[model]:
-            able = tuple(name for name in contenders if dtype != "int8" or name in INT8)
+            is_plain = dtype not in QUANTIZED_DTYPES
+            able = tuple(name for name in contenders if is_plain or name in QUANTIZED)
             if dtype in dtypes:
                 cases.append(Case(model, dtype, able, _TASKS[model]))
     return cases
@@ -57,8 +63,9 @@ def rounds_of(case: Case, num_rounds: int) -> int:
 
 def main() -> None:
     """Measure and print."""
-    peers = [name for name in CONTENDERS if name != "baton"]
-    parser = parser_of(__doc__, ("box", "125m", "1.1b"), ("float32", "bfloat16", "int8"))
+    peers = [name for name in CONTENDERS if name not in ("baton", AGAIN)]
+    types = ("float32", "bfloat16", "int8", "q4_1")
+    parser = parser_of(__doc__, ("box", "smol", "125m", "1.1b"), types)
     parser.add_argument("--peer", nargs="+", choices=peers, default=peers)
     given = parser.parse_args()
     started = now()
@@ -66,7 +73,7 @@ def main() -> None:
         case: rounds_of(case, given.rounds)
         for case in cases_of(given.model, given.dtype, given.peer)
     }
-    results = run_cases(cases, given.threads)
+    results = run_cases(cases, given.threads, tunes=True)
     data = {"num_threads": given.threads, **data_of(results)}
     document = document_of("bench.peers", started, data)
     document["versions"] |= peer_versions()

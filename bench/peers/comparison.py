@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +16,7 @@ import torch
 
 from bench.peers.figures import Figure, figure_of
 from bench.peers.models import NAMES, PeerMissing
-from bench.peers.processes import Asked, ask_all, command_of
+from bench.peers.processes import CHUNKS, Asked, ContenderFailed, ask_all, command_of
 from bench.peers.task import Task
 from bench.roof import Roof, measure_roof
 
@@ -52,13 +53,18 @@ class Result:
     roof: Roof
 
 
-def run_case(case: Case, num_rounds: int, num_threads: int) -> Result:
-    """Contenders that cannot run are shown as missing. All others end with it."""
-    commands, missing = {}, []
+def run_case(case: Case, num_rounds: int, num_threads: int, *, tunes: bool = False) -> Result:
+    """Contenders that cannot run are shown as missing. All others end with it. tunes: run those of
+    CHUNKS with the fastest chunk, else with the first."""
+    commands, missing, chunks = {}, [], dict[str, int]()
     for contender in case.contenders:
+        command = partial(command_of, contender, case.model, case.dtype, num_threads)
         try:
-            commands[contender] = command_of(contender, case.model, case.dtype, num_threads)
-        except PeerMissing as error:
+            if sizes := CHUNKS.get(contender, ()):
+                ways = {size: command(size) for size in sizes}
+                chunks[contender] = _fastest(ways, case.tasks) if tunes else sizes[0]
+            commands[contender] = command(chunks.get(contender, 0))
+        except (PeerMissing, ContenderFailed) as error:
             missing.append(Missing(case.model, case.dtype, contender, str(error)))
     torch.set_num_threads(num_threads)
     roofs: list[Roof] = []
@@ -70,16 +76,33 @@ def run_case(case: Case, num_rounds: int, num_threads: int) -> Result:
         median(roof.read_bytes_per_s for roof in roofs),
         median(roof.flops_per_s for roof in roofs),
     )
-    return Result(tuple(_figures(case, asked)), tuple(missing), roof)
+    return Result(tuple(_figures(case, asked, chunks)), tuple(missing), roof)
 
 
-def _figures(case: Case, asked: Asked) -> Iterator[Figure]:
+def _fastest(commands: Mapping[int, Sequence[str]], tasks: Sequence[Task]) -> int:
+    """The chunk that takes the least time for one round of all tasks, of those that can run. Raises
+    ContenderFailed if none can."""
+    seconds: dict[int, float] = {}
+    for chunk, command in commands.items():
+        asked = ask_all({"": command}, tasks, 1)
+        if not asked.failures:
+            answers = (answer for of_task in asked.answers[""].values() for answer in of_task)
+            seconds[chunk] = sum(answer.prefill_s + sum(answer.steps_s) for answer in answers)
+    if not seconds:
+        raise ContenderFailed(asked.failures[""])
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _figures(case: Case, asked: Asked, chunks: Mapping[str, int]) -> Iterator[Figure]:
     for task in case.tasks:
         references = asked.answers.get(REFERENCE, {}).get(task, ())
         reference = references[-1] if references else None
         for name, by_task in asked.answers.items():
             if by_task[task]:
-                yield figure_of(case.model, case.dtype, name, task, by_task[task], reference)
+                yield figure_of(
+                    *(case.model, case.dtype, name, task, by_task[task], reference),
+                    chunk=chunks.get(name, 0),
+                )
 
 
 def parser_of(
@@ -96,13 +119,13 @@ def parser_of(
     return parser
 
 
-def run_cases(cases: Mapping[Case, int], num_threads: int) -> list[Result]:
+def run_cases(cases: Mapping[Case, int], num_threads: int, *, tunes: bool = False) -> list[Result]:
     """Each case in so many rounds. This process and all that it starts run on the first of the
-    cores that it may use, one for each thread."""
+    cores that it may use, one for each thread. tunes: see run_case."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num_threads])
     results = []
     for case, num_rounds in cases.items():
-        results.append(run_case(case, num_rounds, num_threads))
+        results.append(run_case(case, num_rounds, num_threads, tunes=tunes))
         _show(case, results[-1])
     return results
 

@@ -15,12 +15,10 @@ def make(name: str, model: str, dtype: str, num_ranks: int = 1) -> Contender:
     """One of those that share this environment. num_ranks: of baton. Raises ValueError."""
     if name == "baton":
         return BatonContender(model, dtype, num_ranks)
-    from bench.peers.transformers_peers import ContinuousBatchingContender, GenerateContender
-
     if name == "transformers":
+        from bench.peers.transformers_peers import GenerateContender
+
         return GenerateContender(model, dtype)
-    if name == "continuous-batching":
-        return ContinuousBatchingContender(model, dtype)
     raise ValueError(f"{name!r} is no contender")
 
 

@@ -8,13 +8,16 @@ from statistics import median
 
 from bench.peers.task import Answer, Task
 
+#: The engine a second time: what differs from the first is noise.
+AGAIN = "baton again"
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One contender at one task; medians over all rounds, best of all. prompt_ms: per prompt.
 
-    agreement: share of the reference's tokens before the first difference; None without a
-    reference.
+    chunk: tokens of a prompt's chunk that it ran with; 0 for its only way. agreement: share of the
+    reference's tokens before the first difference; None without a reference.
     """
 
     model: str
@@ -27,6 +30,7 @@ class Figure:
     prompt_ms: float
     step_ms: float
     best_step_ms: float
+    chunk: int
     agreement: float | None
 
 
@@ -53,6 +57,7 @@ def figure_of(
     task: Task,
     answers: Sequence[Answer],
     reference: Answer | None,
+    chunk: int = 0,
 ) -> Figure:
     """Raises ValueError without answers."""
     if not answers:
@@ -69,5 +74,6 @@ def figure_of(
         prompt_ms=median(answer.prefill_s for answer in answers) / task.batch * 1e3,
         step_ms=median(steps_s) * 1e3,
         best_step_ms=min(steps_s) * 1e3,
+        chunk=chunk,
         agreement=None if reference is None else agreement(answers[-1], reference),
     )

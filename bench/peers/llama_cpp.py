@@ -1,5 +1,5 @@
 """llama.cpp as a contender: `bench/peers/.venv/bin/python -m bench.peers.llama_cpp FILE.gguf
-THREADS`.
+THREADS CHUNK`.
 
 Through the C interface of the library that llama-cpp-python builds, so that the batches are ours
 and no tokenizer is needed.
@@ -23,13 +23,15 @@ _BATCH_TOKENS = 2048
 class LlamaCppContender:
     """One call per prompt, then one call per step for all. KV is float16, llama.cpp's default."""
 
-    def __init__(self, path: str, num_threads: int) -> None:
+    def __init__(self, path: str, num_threads: int, chunk: int) -> None:
+        """chunk: tokens that are computed at once (n_ubatch)."""
         lib.llama_backend_init()
         model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
         if not model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
         self._model = model
         self._num_threads = num_threads
+        self._chunk = chunk
         self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
 
     def run(self, task: Task) -> Answer:
@@ -38,7 +40,7 @@ class LlamaCppContender:
         params.n_seq_max = task.batch
         # Rounded up, because llama.cpp divides its cells among the sequences.
         params.n_ctx = task.batch * (-(-(task.context + task.num_tokens) // 256) * 256)
-        params.n_batch = _BATCH_TOKENS
+        params.n_batch, params.n_ubatch = _BATCH_TOKENS, self._chunk
         params.n_threads = params.n_threads_batch = self._num_threads
         context = lib.llama_init_from_model(self._model, params)
         if not context:
@@ -93,8 +95,8 @@ class LlamaCppContender:
 
 def main() -> None:
     """Serve tasks until stdin ends."""
-    path, num_threads = sys.argv[1:]
-    serve(LlamaCppContender(path, int(num_threads)))
+    path, num_threads, chunk = sys.argv[1:]
+    serve(LlamaCppContender(path, int(num_threads), int(chunk)))
 
 
 if __name__ == "__main__":

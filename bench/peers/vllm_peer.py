@@ -1,5 +1,5 @@
-"""vLLM on a CPU as a contender: `PYTHON -m bench.peers.vllm_peer FOLDER DTYPE THREADS`, with the
-Python of bench/peers/.venv-vllm.
+"""vLLM on a CPU as a contender: `PYTHON -m bench.peers.vllm_peer FOLDER DTYPE THREADS CHUNK`, with
+the Python of bench/peers/.venv-vllm.
 
 Its engine in this process, a step at a time, so that the times are those of steps. Without prefix
 caching, because rounds repeat the prompts.
@@ -21,7 +21,8 @@ _KV_GIB = "2"
 class VllmContender:
     """All prompts at once, as a server would get them."""
 
-    def __init__(self, folder: str, dtype: str) -> None:
+    def __init__(self, folder: str, dtype: str, chunk: int) -> None:
+        """chunk: tokens of a step."""
         from vllm import EngineArgs, LLMEngine
 
         arguments = EngineArgs(
@@ -31,6 +32,7 @@ class VllmContender:
             enable_prefix_caching=False,
             max_model_len=2048,
             max_num_seqs=16,
+            max_num_batched_tokens=chunk,
         )
         self._engine = LLMEngine.from_engine_args(arguments)
         self._vocab_size = self._engine.model_config.get_vocab_size()
@@ -60,12 +62,12 @@ class VllmContender:
 
 def main() -> None:
     """Serve tasks until stdin ends."""
-    folder, dtype, num_threads = sys.argv[1:]
+    folder, dtype, num_threads, chunk = sys.argv[1:]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = _KV_GIB
     os.environ["OMP_NUM_THREADS"] = num_threads
     answers, sys.stdout = sys.stdout, sys.stderr  # its logs are no answers
-    contender = VllmContender(folder, dtype)
+    contender = VllmContender(folder, dtype, int(chunk))
     sys.stdout = answers
     serve(contender)
 

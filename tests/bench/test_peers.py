@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.peers import processes
+from bench.peers import comparison, processes
 from bench.peers.__main__ import cases_of, rounds_of
 from bench.peers.figures import agreement, figure_of
 from bench.peers.models import NAMES, PeerMissing, gguf_file
 from bench.peers.ours import BatonContender
 from bench.peers.processes import (
     CONTENDERS,
-    INT8,
+    QUANTIZED,
     ContenderFailed,
     ask_all,
     contender_process,
@@ -135,8 +135,8 @@ def test_a_contender_of_this_environment_answers(model: str) -> None:
 def test_only_those_who_can_run_int8() -> None:
     cases = cases_of(["box"], ["bfloat16", "int8"], ["llama.cpp", "transformers"])
     whole, rounded = cases
-    assert whole.contenders == ("baton", "llama.cpp", "transformers")
-    assert set(rounded.contenders) <= set(INT8)
+    assert whole.contenders == ("baton", "baton again", "llama.cpp", "transformers")
+    assert set(rounded.contenders) <= set(QUANTIZED)
     assert "llama.cpp" in rounded.contenders
 
 
@@ -159,6 +159,17 @@ def test_llama_cpp_is_missing_where_it_is_not_built(tmp_path: Path) -> None:
 def test_a_peer_that_is_not_installed_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(processes, "_VLLM_PYTHON", tmp_path / "python")
-    with pytest.raises(PeerMissing, match="WITH_VLLM=1"):
-        processes.command_of("vllm", "box", "float32", 1)
+    monkeypatch.setattr(processes, "_PEERS", tmp_path)
+    for peer in ("vllm", "openvino"):
+        with pytest.raises(PeerMissing, match=f"WITH_{peer.upper()}=1"):
+            processes.command_of(peer, "box", "float32", 1)
+
+
+def test_the_fastest_chunk_is_measured() -> None:
+    def taking(seconds: float) -> list[str]:
+        return [word.replace("0.25", str(seconds)) for word in STEADY]
+
+    assert comparison._fastest({512: taking(0.5), 128: taking(0.25)}, [TASK]) == 128
+    assert comparison._fastest({512: taking(0.5), 128: WEARY}, [TASK]) == 512
+    with pytest.raises(ContenderFailed, match="out of memory"):
+        comparison._fastest({128: WEARY}, [TASK])
