@@ -2,7 +2,7 @@
 with the Python of bench/peers/.venv-openvino.
 
 Its continuous batching in this process, a step at a time. The model is exported by optimum-intel
-beside the folder, once for each type. Without prefix caching, because rounds repeat the prompts.
+to bench/peers/.models, once for each type. Without prefix caching, because rounds repeat the prompts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from bench.peers.task import Answer, Task, prompts_of, serve
 
+_MADE = Path(__file__).with_name(".models")
 #: KV memory, in GiB.
 _KV_GIB = 2
 #: Its IR has no bfloat16.
@@ -29,7 +30,7 @@ _PRECISION = {"bfloat16": "bf16", "float32": "f32"}
 
 def exported(folder: Path, dtype: str) -> Path:
     """The checkpoint as OpenVINO reads it. Raises CalledProcessError."""
-    output = folder.with_name(f"{folder.name}-openvino-{dtype}")
+    output = _MADE / f"{folder.name}-openvino-{dtype}"
     if not output.exists():
         part = output.with_name(f"{output.name}.part")
         shutil.rmtree(part, ignore_errors=True)
