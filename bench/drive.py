@@ -39,6 +39,19 @@ async def drive(
 ) -> tuple[Record, ...]:
     """Send all requests, each at its time; returns their records in the same order, including
     failures."""
+
+    async def ask(request: LoadRequest, now: Callable[[], float]) -> Record:
+        return await _measure(client, request, options, now)
+
+    return await drive_each(requests, ask)
+
+
+async def drive_each(
+    requests: Sequence[LoadRequest],
+    ask: Callable[[LoadRequest, Callable[[], float]], Awaitable[Record]],
+) -> tuple[Record, ...]:
+    """Ask for all requests, each at its time; returns their records in the same order. ask: is
+    given a clock of seconds from the start, and records failures."""
     loop = asyncio.get_running_loop()
     start_s = loop.time()
 
@@ -48,7 +61,7 @@ async def drive(
     async def run(request: LoadRequest) -> Record:
         # Waits for the due time: the only sleep in an open loop.
         await asyncio.sleep(request.due_s - now())
-        return await _measure(client, request, options, now)
+        return await ask(request, now)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run(request)) for request in requests]

@@ -66,9 +66,13 @@ class Targets:
     def slo(self) -> Slo:
         return Slo(self.ttft_ms / 1e3, self.tpot_ms / 1e3)
 
+    @property
+    def limits(self) -> measure.Slo:
+        """For records of a client."""
+        return measure.Slo(self.ttft_ms, self.tpot_ms)
+
     def share_of(self, records: Sequence[Record]) -> float:
-        inside = measure.Slo(self.ttft_ms, self.tpot_ms)
-        return fmean(inside.is_met_by(record) for record in records)
+        return fmean(self.limits.is_met_by(record) for record in records)
 
 
 TARGETS = (

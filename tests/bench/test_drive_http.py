@@ -1,0 +1,54 @@
+"""The open loop over HTTP: each piece has its tokens, and what is no whole answer is a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from bench.drive_http import drive_http
+from bench.workload import LoadRequest
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+PIECES = b"".join(
+    b"data: " + json.dumps({"choices": [{"text": "", "token_ids": ids}]}).encode() + b"\n\n"
+    for ids in ([7], [], [8, 9])
+)
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "num_tokens"),
+    [
+        (HEAD + PIECES + DONE, "", 3),
+        (HEAD + PIECES, "BROKEN", 3),
+        (HEAD + b'data: {"error": {"message": "no"}}\n\n' + DONE, "BROKEN", 0),
+        (b'HTTP/1.1 429 Too Many Requests\r\n\r\n{"error": {}}', "BROKEN", 0),
+        (b"", "BROKEN", 0),
+    ],
+)
+async def test_a_record_has_the_pieces_and_whether_the_answer_was_whole(
+    answer: bytes, error: str, num_tokens: int
+) -> None:
+    asked: list[Any] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        asked.append(json.loads(await reader.readexactly(length)))
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()[:2]
+        requests = (LoadRequest(0.0, (1, 2, 3), 4), LoadRequest(0.001, (5,), 2))
+        records = await drive_http(f"{host}:{port}", requests, "salt")
+    assert [record.num_prompt_tokens for record in records] == [3, 1]
+    for record in records:
+        assert (record.error, record.num_output_tokens) == (error, num_tokens)
+        assert record.is_complete is (not error)
+    assert {(len(body["prompt"]), body["max_tokens"]) for body in asked} == {(3, 4), (1, 2)}
+    assert {body["cache_salt"] for body in asked} == {"salt"}
