@@ -9,6 +9,8 @@ only.
 
 With a target of the first token, requests that can still meet it precede those that cannot, which
 get one place of LATE_EVERY: under overload first come, first served would make every request late.
+While late requests wait, the newest of an account's others goes first: the oldest would be served
+when they are about to be late, and be so once their worker computes them.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ class AdmissionQueue(Generic[QueuedT]):
         self._weights = weights or {}
         self._heaps: dict[bytes, list[Rank]] = {}
         """Of each account, those that were not late when they were last looked at."""
+        self._newest: dict[bytes, list[tuple[int, int, Rank]]] = {}
+        """The same and more, latest arrival of a priority first: (priority, -arrival, rank)."""
         self._late: dict[bytes, list[Rank]] = {}
         self._num_on_time = 0
         """Places given to others since the last late item."""
@@ -123,7 +127,15 @@ class AdmissionQueue(Generic[QueuedT]):
             self._counters[account] = max(self._counters.get(account, 0), self._floor)
             self._forget_idle()
         self._widths[account] += item.width
-        heapq.heappush(self._heaps.setdefault(account, []), item.rank)
+        by_rank = self._heaps.setdefault(account, [])
+        newest = self._newest.setdefault(account, [])
+        heapq.heappush(by_rank, item.rank)
+        heapq.heappush(newest, (item.rank[0], -item.rank[1], item.rank))
+        # What is taken by one heap leaves an entry in the other, and has two once it is put back.
+        if len(by_rank) > self._max_entries(account):
+            by_rank[:] = sorted(self._items.keys() & set(by_rank))
+        if len(newest) > self._max_entries(account):
+            newest[:] = sorted({entry for entry in newest if entry[2] in self._items})
 
     def pop(self, now_s: float, but_of: Collection[bytes] = ()) -> QueuedT | None:
         """Remove and return the item to serve next, or None. The caller calls `charge` once it is
@@ -133,11 +145,37 @@ class AdmissionQueue(Generic[QueuedT]):
             _, returned = heapq.heappop(self._returns)
             if (item := self._items.pop(returned, None)) is not None:
                 return item
-        kinds = [self._heaps, self._late]
-        if self._num_on_time >= LATE_EVERY - 1:
+        is_turn_of_late = self._num_on_time >= LATE_EVERY - 1
+        if is_turn_of_late:
             self._put_late_apart()
-            kinds.reverse()
-        return self._pop_of(kinds[0], but_of) or self._pop_of(kinds[1], but_of)
+        has_late = any(self._first_of(heap) is not None for heap in self._late.values())
+        return (
+            (self._pop_of(self._late, but_of) if is_turn_of_late else None)
+            or (self._pop_newest(but_of) if has_late else None)
+            or self._pop_of(self._heaps, but_of)
+            or self._pop_of(self._late, but_of)
+        )
+
+    def _pop_newest(self, but_of: Collection[bytes]) -> QueuedT | None:
+        """Remove and return the newest item that is not late, of the account to serve next, or
+        None."""
+        heads = [
+            (self._counters[account], across_accounts(rank), rank)
+            for account, entries in self._newest.items()
+            if account not in but_of
+            and (rank := self._newest_on_time(entries)) is not None
+            and not self.is_held(account)
+        ]
+        return self._take(min(heads)[2]) if heads else None
+
+    def _newest_on_time(self, entries: list[tuple[int, int, Rank]]) -> Rank | None:
+        """Drops the entries of items that were removed or are late; these are in `_heaps`, too."""
+        while entries:
+            rank = entries[0][2]
+            if rank in self._items and self._items[rank].late_s > self._now_s:
+                return rank
+            heapq.heappop(entries)
+        return None
 
     def _pop_of(self, heaps: dict[bytes, list[Rank]], but_of: Collection[bytes]) -> QueuedT | None:
         """Remove and return the first of these of the account to serve next, or None."""
@@ -226,9 +264,8 @@ class AdmissionQueue(Generic[QueuedT]):
             return
         self._take(item.rank)
         # Entries of removed items would wait for all better ones: for ever, if these keep coming.
-        most = 2 * self._widths[item.account] + _NUM_REMOVED
         for heaps in (self._heaps, self._late):
-            if len(heap := heaps.get(item.account, [])) > most:
+            if len(heap := heaps.get(item.account, [])) > self._max_entries(item.account):
                 heap[:] = filter(self._items.__contains__, heap)
                 heapq.heapify(heap)
 
@@ -246,6 +283,9 @@ class AdmissionQueue(Generic[QueuedT]):
         )
         return returns + own + sum(others)
 
+    def _max_entries(self, account: bytes) -> int:
+        return 2 * self._widths[account] + _NUM_REMOVED
+
     def _weight(self, account: bytes) -> float:
         return self._weights.get(account, 1.0)
 
@@ -262,6 +302,7 @@ class AdmissionQueue(Generic[QueuedT]):
             if not self._widths[item.account]:
                 del self._widths[item.account]
                 self._heaps.pop(item.account, None)
+                self._newest.pop(item.account, None)
                 self._late.pop(item.account, None)
         return item
 

@@ -87,17 +87,55 @@ def test_late_items_get_one_place_of_so_many_while_others_wait(
         queue.add(item)
     order = served(queue)
     assert [item for item in order if item in late] == late
-    assert [item for item in order if item in on_time] == on_time
+    expected: list[Item] = []
+    # That items are late is seen when the first place is given.
     while on_time:
-        assert (
-            order[: LATE_EVERY - 1]
-            == on_time[: LATE_EVERY - 1] + (late[: max(0, LATE_EVERY - 1 - len(on_time))])
-        )
-        del order[: LATE_EVERY - 1], on_time[: LATE_EVERY - 1]
-        if not on_time:
-            return
-        if late:
-            assert order.pop(0) == late.pop(0)
+        is_known = bool(expected and late)
+        if len(expected) % LATE_EVERY == LATE_EVERY - 1 and late:
+            expected.append(late.pop(0))
+        else:
+            expected.append(on_time.pop(-1 if is_known else 0))
+    assert order == [*expected, *late]
+
+
+@given(
+    items=st.lists(
+        st.builds(
+            Item,
+            number=st.integers(0, 200),
+            account=st.sampled_from([b"a", b"b"]),
+            priority=st.integers(-1, 1),
+            late_s=st.floats(0, 100),
+        ),
+        unique_by=lambda item: item.rank,
+        max_size=60,
+    ),
+    is_put_back=st.lists(st.booleans(), min_size=1, max_size=20),
+)
+def test_under_overload_each_item_is_served_once_and_the_newest_on_time_first(
+    items: list[Item], is_put_back: list[bool]
+) -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(100)
+    queue.add(Item(1000, b"c", late_s=0.0))
+    queue.add(Item(1001, b"c"))
+    assert queue.pop(0.0) is not None  # and the other one is known to be late
+    for item in items:
+        queue.add(item)
+    waiting, order, number = [*items], list[Item](), 0
+    while (popped := queue.pop(now_s := float(number))) is not None:
+        number += 1
+        if is_put_back[number % len(is_put_back)] and number < 300:
+            queue.add(popped)
+            continue
+        queue.charge(popped)
+        if popped.account != b"c":
+            order.append(popped)
+            waiting.remove(popped)
+            if popped.late_s > now_s and len(queue) > len(waiting):
+                own = [i for i in waiting if i.account == popped.account and i.late_s > now_s]
+                assert all((popped.priority, -popped.number) < (i.priority, -i.number) for i in own)
+    assert sorted(item.rank for item in order) == sorted(item.rank for item in items)
+    assert not any((queue._heaps, queue._newest, queue._late))
 
 
 def test_an_item_is_late_from_its_time_on() -> None:
@@ -243,7 +281,9 @@ def test_what_is_removed_leaves_nothing_behind_better_ones_that_stay(late_s: flo
         assert first.priority == -1
         queue.add(first)
         queue.remove(worse)
-    assert sum(len(heap) for heaps in (queue._heaps, queue._late) for heap in heaps.values()) < 200
+    by_rank = (heap for heaps in (queue._heaps, queue._late) for heap in heaps.values())
+    assert sum(map(len, by_rank)) < 200
+    assert sum(map(len, queue._newest.values())) < 100
     assert [item.number for item in served(queue)] == [0, 1, 2]
 
 
