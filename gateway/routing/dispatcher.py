@@ -47,8 +47,9 @@ _MAX_BLOCKED, _OVERTAKEN_PER_PLACE = 16, 4
 #: Factor on the estimated wait, so that few admitted requests miss their deadline.
 _WAIT_MARGIN = 1.25
 
-#: Maximum long sequences with a stored prefix hasher.
-_MAX_HASHERS = 256
+#: Tokens from which the prefix hasher of a sequence is stored, so that its prompt is not hashed
+#: again when it comes back, moves or ends; and maximum sequences that have one, of about 5 KB each.
+STORED_TOKENS, _MAX_HASHERS = 1024, 1024
 
 #: Maximum requests with a recorded placement time, from which running times are learned.
 _MAX_STARTS = 4096
@@ -138,7 +139,8 @@ class Dispatcher:
         """Placement times, by request id."""
         self._spare = SparePlace()
         self._hashers: OrderedDict[tuple[str, int], PrefixHasher] = OrderedDict()
-        """Prefix hashers of long sequences, by request id and first choice."""
+        """Prefix hashers of sequences of STORED_TOKENS and more, by request id and first
+        choice."""
         self._stranded_s: dict[Rank, float] = {}
         """Start of the wait of each sequence that no ready worker could serve."""
         self._room_since_s = inf
@@ -234,18 +236,26 @@ class Dispatcher:
             self._hashers[spec.request_id, spec.choice] = hasher = of_prompt.copy()
             await in_pieces(spec.output_token_ids, hasher.add)
             await pacer.advance(len(spec.output_token_ids))
-        while len(self._hashers) > _MAX_HASHERS:
-            self._hashers.popitem(last=False)
+        self._forget_hashers()
 
     def _digests_of(self, spec: SequenceSpec) -> tuple[Digest, ...]:
-        """Digests of all tokens so far. A prepared sequence hashes only its new tokens."""
-        hasher = self._hashers.get((spec.request_id, spec.choice))
+        """Digests of all tokens so far. A sequence with a stored hasher hashes only its new
+        tokens."""
+        name = spec.request_id, spec.choice
+        hasher = self._hashers.get(name)
         if hasher is None:
-            return prefix_digests(spec.token_ids, spec.prefix_key, self._key)
+            if spec.num_tokens < STORED_TOKENS:
+                return prefix_digests(spec.token_ids, spec.prefix_key, self._key)
+            hasher = self._hashers[name] = PrefixHasher(spec.prefix_key, self._key)
+            self._forget_hashers()
         num_of_output = max(0, hasher.num_tokens - len(spec.prompt_token_ids))
         hasher.add(spec.prompt_token_ids[hasher.num_tokens :])
         hasher.add(spec.output_token_ids[num_of_output:])
         return tuple(digest for digest in hasher.digests if digest.num_tokens <= spec.num_tokens)
+
+    def _forget_hashers(self) -> None:
+        while len(self._hashers) > _MAX_HASHERS:
+            self._hashers.popitem(last=False)
 
     def _check_wait(self, waiting: Waiting, now_s: float) -> None:
         """Raise Overloaded if the queue is full, or if the estimated wait exceeds the deadline."""
@@ -315,6 +325,7 @@ class Dispatcher:
             self._estimate.on_ended(hold_s, len(spec.output_token_ids))
         self.log.on_ended(spec.request_id, len(spec.output_token_ids))
         self._affinity.record(self._digests_of(spec), worker.address)
+        self._hashers.pop((spec.request_id, spec.choice), None)
 
     async def run(self) -> None:
         """Place queued sequences until cancelled."""

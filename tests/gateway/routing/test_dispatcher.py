@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -202,6 +202,39 @@ def test_tokens_that_were_prepared_are_not_looked_at_again(monkeypatch: pytest.M
                 matched = dispatcher._affinity.matched_tokens(digests)
                 assert matched == {worker.address: 128}
             assert [size for size in looked_at if size < 140] == [0, 10] * 2
+
+    run_virtual(main())
+
+
+def test_a_sequence_is_hashed_once_from_its_place_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at: list[int] = []
+    add = PrefixHasher.add
+
+    def watched(hasher: PrefixHasher, token_ids: Sequence[int]) -> None:
+        looked_at.append(len(token_ids))
+        add(hasher, token_ids)
+
+    monkeypatch.setattr("gateway.routing.dispatcher.STORED_TOKENS", 100)
+    monkeypatch.setattr(PrefixHasher, "add", watched)
+
+    async def main() -> None:
+        async with gateway_world() as world:
+            dispatcher, worker = world.dispatcher, world.fleet.workers["d0:1"]
+            spec = make_spec("s", range(150))
+            (await world.place(spec)).release()
+            moved = dispatcher.place_now(
+                replace(spec, output_token_ids=(1,) * 5), world.fleet.ready(Tier.DECODE)
+            )
+            assert moved is not None
+            moved.release()
+            ended = replace(spec, output_token_ids=(1,) * 60)
+            dispatcher.record(worker, ended)
+            assert sum(looked_at) == 150 + 60
+            digests = prefix_digests(ended.token_ids, ended.prefix_key, dispatcher._key)
+            assert dispatcher._affinity.matched_tokens(digests)[worker.address] == 192
+            assert not dispatcher._hashers
 
     run_virtual(main())
 
