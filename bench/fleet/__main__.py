@@ -2,6 +2,7 @@
 
     python -m bench.fleet TRACE ... [--workers 8] [--seconds 60] [--factor 0.7 --factor 10 ...]
         [--ttft-ms 3000 --tpot-ms 30] [--seeds 2] [--write docs/fleet.md]
+    python -m bench.fleet TRACE ... --day [--write docs/fleet.md]
 
 A simulation (bench/fleet): dispatcher, admission, router and planner of the gateway, and
 schedulers, costs and policies of the workers are the real code under a virtual clock. A step takes
@@ -14,6 +15,9 @@ the fleet can do (runs.capacity). Each contender starts cold; the first 30 % of 
 Contenders: the best of some fixed splits; colocated workers with chunks of one size that take the
 next request by the fewest sequences, and by cached prefixes (the best of two sizes); colocated
 workers that keep the targets; and the planner, which begins with these.
+
+--day runs the planner alone, through one wave of load on a large and a busy fleet, in which workers
+are lost (bench/fleet/day.py).
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import typer
 
 from baton.types import Slo, StepCosts
 from bench.fleet.contenders import families
+from bench.fleet.day import markdown as days
 from bench.fleet.runs import Figures, Run, capacity, figures_of, load_of
 from bench.fleet.validation import Deviation, deviations
 from bench.fleet.worker import Hardware
@@ -211,19 +216,25 @@ def main(
     costs: Annotated[
         str, typer.Option(help="step_s,sequence_s,prompt_s,token_s of a worker.")
     ] = H100_8B,
+    day: Annotated[
+        bool, typer.Option("--day", help="One wave of load with failures; the planner alone.")
+    ] = False,
     write: Annotated[Path | None, typer.Option(help="Page with a part for the table.")] = None,
 ) -> None:
     """Simulate a fleet."""
     hardware = Hardware(StepCosts(*map(float, costs.split(","))))
     slo = Slo(ttft_ms / 1e3, tpot_ms / 1e3)
-    fleet = Fleet(hardware, workers, slo, 3600 * hours or seconds, seeds)
-    cells = [cell for path in trace for cell in cells_of(path, fleet, factor or FACTORS)]
     command = " ".join(["python -m bench.fleet", *_names(sys.argv[1:])])
-    body = markdown(cells, deviations(), fleet, command)
+    if day:
+        part, body = "fleet-day", days(trace, hardware, slo, command)
+    else:
+        fleet = Fleet(hardware, workers, slo, 3600 * hours or seconds, seeds)
+        cells = [cell for path in trace for cell in cells_of(path, fleet, factor or FACTORS)]
+        part, body = "fleet", markdown(cells, deviations(), fleet, command)
     typer.echo(body)
     if write:
         page = write.read_text(encoding="utf-8")
-        write.write_text(replaced(page, "fleet", body), encoding="utf-8")
+        write.write_text(replaced(page, part, body), encoding="utf-8")
 
 
 def _names(words: Sequence[str]) -> list[str]:

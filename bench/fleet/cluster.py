@@ -1,13 +1,14 @@
 """A gateway and its simulated workers, to be made inside a virtual loop.
 
 Fleet, dispatcher with admission and router, planner: the real ones. A request's way between them is
-short here: placed, computed, handed over, decoded; no worker fails.
+short here: placed, computed, handed over, decoded. What a lost worker had is placed again and goes
+on, its tokens so far being computed anew.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 
@@ -25,7 +26,7 @@ from baton.types import (
 from bench.fleet.worker import Hardware, Running, WorkerModel
 from engine.plan.trace import TraceEntry
 from gateway.routing.dispatcher import Dispatcher, Placing
-from gateway.routing.fleet import Fleet
+from gateway.routing.fleet import Fleet, WorkerState
 from gateway.routing.placement import Outcome, Placement, plan
 from gateway.routing.planner.steering import Steering
 from gateway.routing.router import Need
@@ -46,6 +47,18 @@ class Shape:
     """Of a step; None: as the hardware says."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Workers that are lost at once, one of so many, and come back. Times in seconds from the start
+    of the load."""
+
+    name: str
+    at_s: float
+    down_s: float
+    one_of: int
+    first: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Answer:
     """What became of a request. Times in seconds; inf: never."""
@@ -55,6 +68,13 @@ class Answer:
     first_s: float = float("inf")
     end_s: float = float("inf")
     refused_s: float | None = None
+    num_restarts: int = 0
+    """Workers that were lost with it."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it was begun and not finished."""
+        return self.refused_s is not None and self.first_s < float("inf")
 
     @property
     def tpot_s(self) -> float:
@@ -100,30 +120,55 @@ class Cluster:
             placing=shape.placing,
         )
         self.workers: dict[str, WorkerModel] = {}
+        self.live: dict[_Request, None] = {}
+        """Requests that were not answered yet."""
         self.num_hit_tokens = self.num_prompt_tokens = self.num_sent_bytes = 0
-        for name, policy in names:
-            info = WorkerInfo(
-                WorkerIdentity(name, 1),
-                policy.role,
-                self.spec.model,
-                self.spec.layout,
-                self.spec.vocab_size,
-                self.spec.max_model_len,
-                self.spec.num_blocks,
-                hardware.max_num_seqs,
-                hardware.max_num_batched_tokens,
-                policy.local_prefill.max_shared_tokens,
-            )
-            self.fleet.join(name, info, StubLink())
-            self.workers[name] = WorkerModel(
-                name, hardware, policy, piece_tokens, self.fleet.report, self._move
-            )
+        self._piece_tokens = piece_tokens
+        self._policies = dict(names)
+        for name in self._policies:
+            self._start(name)
         self._steering = Steering(
             self.fleet, self.dispatcher.log, SoleLease(), self._set_role, inline
         )
         self._tasks = [asyncio.create_task(self.dispatcher.run())]
         if shape.is_planned:
             self._tasks.append(asyncio.create_task(self._steering.run()))
+
+    def _start(self, name: str) -> None:
+        """Start a worker in its first role, with empty caches."""
+        policy, hardware = self._policies[name], self.hardware
+        info = WorkerInfo(
+            WorkerIdentity(name, 1),
+            policy.role,
+            self.spec.model,
+            self.spec.layout,
+            self.spec.vocab_size,
+            self.spec.max_model_len,
+            self.spec.num_blocks,
+            hardware.max_num_seqs,
+            hardware.max_num_batched_tokens,
+            policy.local_prefill.max_shared_tokens,
+        )
+        self.fleet.join(name, info, StubLink())
+        self.workers[name] = WorkerModel(
+            name, hardware, policy, self._piece_tokens, self.fleet.report, self._move
+        )
+
+    def expect(self, outages: Sequence[Outage]) -> None:
+        """Lose workers at these times from now."""
+        self._tasks += [asyncio.create_task(self._fail(outage)) for outage in outages]
+
+    async def _fail(self, outage: Outage) -> None:
+        await asyncio.sleep(outage.at_s)
+        names = [*self.workers][outage.first :: outage.one_of]
+        for name in names:
+            self.workers[name].lose()
+            self.fleet.leave(name, WorkerState.UNREACHABLE, "lost")
+        for request in [*self.live]:
+            request.on_lost(names)
+        await asyncio.sleep(outage.down_s)
+        for name in names:
+            self._start(name)
 
     @property
     def num_changes(self) -> int:
@@ -141,12 +186,13 @@ class Cluster:
     def send(self, entry: TraceEntry, number: int, on_end: asyncio.Event) -> Answer:
         """Serve a request that arrives now."""
         request = _Request(self, entry, number, on_end)
+        self.live[request] = None
         request.place(is_return=False)
         return request.outcome
 
     def _move(self, worker: WorkerModel, sequence: Running) -> None:
         """A prefill worker decodes: hand the sequence over if a decode worker has room."""
-        num_output = sequence.num_tokens - sequence.spec.num_tokens
+        num_output = sequence.num_tokens - len(sequence.spec.prompt_token_ids)
         spec = replace(sequence.spec, output_token_ids=(0,) * num_output)
         placement = self.dispatcher.place_now(spec, self.fleet.ready(Tier.DECODE))
         if placement is None:
@@ -189,6 +235,11 @@ class _Request:
             arrival_ns=number,
         )
         self._placement: Placement | None = None
+        self._sequence: Running | None = None
+        self._computing: WorkerModel | None = None
+        """Worker that has the sequence; None while it waits, or its KV is under way."""
+        self._held: tuple[WorkerModel, int] | None = None
+        """Owner and its blocks, until the prompt is computed elsewhere."""
 
     def place(self, *, is_return: bool) -> None:
         need = Need.of(self._spec)
@@ -197,7 +248,7 @@ class _Request:
     def _on_place(self, place: Placement | BatonError) -> None:
         if isinstance(place, BatonError):
             self.outcome.refused_s = self._loop.time() - self.outcome.due_s
-            self._on_end.set()
+            self._finish()
             return
         self._placement = place
         if not place.source:
@@ -208,10 +259,13 @@ class _Request:
         self._loop.call_later(delay_s, self._reserve, place, place.source.address)
 
     def _reserve(self, place: Placement, source: str) -> None:
+        if self._placement is not place:
+            return  # one of its workers was lost
         num_held = self._cluster.workers[place.owner.address].reserve(self._spec.num_tokens)
         if num_held is None:
             place.record(Outcome.REFUSED)
             place.release()
+            self._placement = None
             self.place(is_return=True)
         else:
             self._compute(place, self._cluster.workers[source], num_held)
@@ -228,29 +282,57 @@ class _Request:
             spec.rank,
             self._names,
             spec.num_tokens,
-            spec.sampling.max_tokens,
+            spec.sampling.max_tokens - len(spec.output_token_ids),
             worker.blocks,
             lambda now_s: self._on_first(sequence, num_held or 0, offered_s, now_s),
             self._end,
             self._on_moved,
             is_leaving=num_held is not None,
         )
+        self._sequence, self._computing = sequence, worker
+        if num_held is not None:
+            self._held = self._cluster.workers[place.owner.address], num_held
         worker.open(sequence)
 
     def _on_moved(self, placement: Placement) -> None:
         if self._placement:
             self._placement.release()
-        self._placement = placement
+        self._placement, self._computing = placement, None
+
+    def on_lost(self, names: Collection[str]) -> None:
+        """Workers are lost. If it was theirs, it is placed again with its tokens so far."""
+        place = self._placement
+        if place is None:
+            return
+        needed = [place.owner]
+        if place.source is not None and (self._held or self._sequence is None):
+            needed.append(place.source)  # it has yet to compute the prompt
+        if all(worker.address not in names for worker in needed):
+            return
+        sequence = self._sequence
+        if sequence is not None:
+            if self._computing and self._computing.name not in names:
+                self._computing.drop(sequence)
+            num_output = sequence.num_tokens - len(self._spec.prompt_token_ids)
+            self._spec = replace(self._spec, output_token_ids=(0,) * num_output)
+        if self._held and self._held[0].name not in names:
+            self._held[0].give_back(self._held[1])
+        self._sequence = self._computing = self._held = self._placement = None
+        self.outcome.num_restarts += 1
+        place.release()
+        self.place(is_return=True)
 
     def _on_first(self, sequence: Running, num_held: int, offered_s: float, now_s: float) -> None:
         place = self._placement
-        if place is None or self.outcome.first_s <= now_s:
-            return  # computed anew after a preemption
-        self.outcome.first_s = now_s
+        if place is None:
+            return
+        # Later, if it is computed anew after a preemption or a loss.
+        self.outcome.first_s = min(self.outcome.first_s, now_s)
         place.record(Outcome.PREFILLED)
         if not sequence.is_leaving:
             return
         sequence.is_leaving = False
+        self._computing = self._held = None
         owner = self._cluster.workers[place.owner.address]
         num_prompt = self._spec.num_tokens
         num_sent = num_prompt - owner.blocks.matched_tokens(self._names, num_prompt)
@@ -272,6 +354,10 @@ class _Request:
         self._cluster.dispatcher.record(place.owner, done)
         place.release()
         self._placement = None
+        self._finish()
+
+    def _finish(self) -> None:
+        del self._cluster.live[self]
         self._on_end.set()
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from time import process_time
 
 from baton.types import Slo
-from bench.fleet.cluster import Answer, Cluster, Shape, serve
+from bench.fleet.cluster import Answer, Cluster, Outage, Shape, serve
 from bench.fleet.worker import Hardware
 from engine.plan.trace import TraceEntry
 from tests.support.virtual_loop import run_virtual
@@ -28,12 +28,14 @@ class Run:
     slo: Slo
     entries: Sequence[TraceEntry]
     seed: int = 0
+    outages: Sequence[Outage] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """goodput: requests/s that arrive and end inside the targets. attainment: their share.
-    refused_ms: longest time to a refusal. cpu_s: of the simulation."""
+    refused_ms: longest time to a refusal. num_restarts: losses of workers that had a request.
+    num_broken: requests that were begun and not finished. cpu_s: of the simulation."""
 
     goodput: float
     attainment: float
@@ -44,6 +46,9 @@ class Figures:
     refused_ms: float
     worker_hours: float
     cpu_s: float
+    num_requests: int = 0
+    num_restarts: int = 0
+    num_broken: int = 0
 
 
 def figures_of(run: Run) -> Figures:
@@ -53,6 +58,7 @@ def figures_of(run: Run) -> Figures:
     async def main() -> tuple[Cluster, list[Answer]]:
         size = run.entries[0].block_tokens
         cluster = Cluster(run.shape, run.hardware, run.slo, size, run.seed)
+        cluster.expect(run.outages)
         answers = await serve(cluster, run.entries)
         await cluster.close()
         return cluster, answers
@@ -73,6 +79,9 @@ def figures_of(run: Run) -> Figures:
         1e3 * max(refused, default=0.0),
         len(run.shape.policies) * last_s / 3600,
         process_time() - began_s,
+        len(answers),
+        sum(answer.num_restarts for answer in answers),
+        sum(answer.is_broken for answer in answers),
     )
 
 

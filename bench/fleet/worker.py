@@ -149,6 +149,7 @@ class WorkerModel:
         """Start, seconds and number of steps that only decode."""
         self._ended_s: float | None = None
         """End of the last step, if it decoded."""
+        self._is_lost = False
         self.report()
 
     # What the gateway asks for
@@ -175,7 +176,9 @@ class WorkerModel:
         self.blocks.release(num_held, ())
 
     def commit(self, sequence: Running, num_held: int) -> None:
-        """The KV that blocks were reserved for has come."""
+        """The KV that blocks were reserved for has come. No-op if the worker is lost."""
+        if self._is_lost:
+            return
         sequence.blocks, sequence.num_held = self.blocks, num_held
         sequence.begun_s, sequence.num_begun = self._loop.time(), sequence.num_tokens
         sequence.num_computed = sequence.num_tokens - 1
@@ -201,6 +204,19 @@ class WorkerModel:
         """Stop running a sequence."""
         self.running.remove(sequence)
         self._release(sequence)
+
+    def drop(self, sequence: Running) -> None:
+        """Stop serving a sequence, running or queued."""
+        if sequence in self._queued:
+            self._queued.remove(sequence)
+        else:
+            self.take_out(sequence)
+
+    def lose(self) -> None:
+        """End with all that it has; it does nothing more."""
+        self._is_lost = True
+        if self._timer is not None:
+            self._timer.cancel()
 
     # Steps
 

@@ -2,7 +2,8 @@
 with the Python of bench/peers/.venv-openvino.
 
 Its continuous batching in this process, a step at a time. The model is exported by optimum-intel
-to bench/peers/.models, once for each type. Without prefix caching, because rounds repeat the prompts.
+to bench/peers/.models, once for each type. Without prefix caching, because rounds repeat the
+prompts.
 """
 
 from __future__ import annotations

@@ -9,11 +9,14 @@ import pytest
 from baton.types import Slo, StepCosts
 from bench.fleet.__main__ import Cell, Fleet, gains, markdown
 from bench.fleet.cache import Blocks
-from bench.fleet.contenders import families
+from bench.fleet.cluster import Outage
+from bench.fleet.contenders import colocated, families, split
+from bench.fleet.day import in_a_wave
 from bench.fleet.runs import Figures, Run, figures_of, hits, load_of
 from bench.fleet.validation import deviations
 from bench.fleet.worker import Hardware
 from engine.plan.trace import TraceEntry
+from worker_core.policy import decode_policy, pinned_local_prefill
 
 HARDWARE = Hardware(StepCosts(0.008, 0.0001, 0.008, 0.0001), num_blocks=4000)
 SLO = Slo(2.0, 0.03)
@@ -36,6 +39,38 @@ def test_every_contender_serves_all_and_a_run_repeats() -> None:
             assert figures.attainment > 0.5, contender
             assert 0.0 < figures.hit_share < 0.4
             assert replace(figures_of(run), cpu_s=0.0) == replace(figures, cpu_s=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_prefill", [0, 2])
+def test_what_lost_workers_had_is_finished_by_others(num_prefill: int) -> None:
+    """Losses of each worker at some time; of the handoff, each part."""
+    apart = decode_policy(pinned_local_prefill(16))
+    shape = split(num_prefill, 4, apart, SLO) if num_prefill else colocated(HARDWARE, 4, SLO)
+    outages = [
+        Outage(f"{first} at {at_s}", at_s, 0.5, one_of=4, first=first)
+        for first in range(4)
+        for at_s in (2.0 + 1.13 * first, 9.0 + 1.13 * first)
+    ]
+    run = Run(shape, HARDWARE, SLO, TRACE, outages=outages)
+    figures = figures_of(run)
+    assert figures.num_requests == len(TRACE)
+    assert figures.num_restarts > 0
+    assert (figures.num_broken, figures.refused) == (0, 0.0)
+    assert replace(figures_of(run), cpu_s=0.0) == replace(figures, cpu_s=0.0)
+    assert figures.goodput <= figures_of(replace(run, outages=())).goodput
+
+
+def test_a_wave_keeps_requests_and_their_order_and_has_most_in_the_middle() -> None:
+    entries = load_of(TRACE, 2.0, 600.0, seed=0)
+    wave = in_a_wave(entries, 600.0)
+    assert [e.hash_ids for e in wave] == [e.hash_ids for e in entries]
+    times_s = [entry.arrival_s for entry in wave]
+    assert times_s == sorted(times_s)
+    assert times_s[0] >= 0.0
+    assert times_s[-1] <= 600.0
+    in_third = [sum(200 * i <= t < 200 * (i + 1) for t in times_s) for i in range(3)]
+    assert in_third[1] > 2 * max(in_third[0], in_third[2])
 
 
 def test_a_load_repeats_a_trace_with_new_prefixes_at_the_rate() -> None:

@@ -1,0 +1,122 @@
+"""Days of a fleet: one wave of load, in which workers are lost and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from math import pi, sin
+from os import cpu_count
+from pathlib import Path
+
+from baton.types import Slo
+from bench.fleet.cluster import Outage
+from bench.fleet.contenders import planned
+from bench.fleet.runs import Figures, Run, capacity, figures_of, load_of
+from bench.fleet.worker import Hardware
+from bench.suite.markdown import Goal, goal_line, number, table
+from engine.plan.trace import TraceEntry, read_trace
+
+#: Depth of the wave: the rate goes from 0.2 to 1.8 times its mean.
+_DEPTH = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """num_requests: None: those of `factor`, the mean load relative to runs.capacity."""
+
+    name: str
+    num_workers: int
+    seconds: float
+    factor: float = 0.0
+    num_requests: int | None = None
+
+    @property
+    def outages(self) -> tuple[Outage, ...]:
+        """A rack (one worker of 16) near the middle of the morning, a zone (one of 3) at noon."""
+        down_s = self.seconds / 48
+        return (
+            Outage("rack", self.seconds * 3 / 8, down_s, one_of=16),
+            Outage("zone", self.seconds / 2, down_s, one_of=3, first=1),
+        )
+
+
+#: The large fleet is idle most of the time: as many requests as a core simulates in minutes.
+DAYS = (
+    Day("large", 1000, 86_400.0, num_requests=100_000),
+    Day("busy", 16, 600.0, factor=0.4),
+)
+HEADINGS = (
+    *("trace", "workers", "hours", "requests", "goodput, requests/s", "inside", "worker-hours"),
+    *("hits", "GB handed over", "role changes", "refused", "computed anew", "not finished"),
+    "s of a core",
+)
+
+
+def in_a_wave(entries: Sequence[TraceEntry], seconds: float) -> list[TraceEntry]:
+    """The same requests, fewest at the start and the end and most in the middle."""
+
+    def at(share: float) -> float:
+        """When this share of the requests has come."""
+        low, high = 0.0, 1.0
+        for _ in range(30):
+            middle = (low + high) / 2
+            come = middle - _DEPTH / (2 * pi) * sin(2 * pi * middle)
+            low, high = (middle, high) if come < share else (low, middle)
+        return low
+
+    return [
+        replace(entry, arrival_s=seconds * at(min(1.0, entry.arrival_s / seconds)))
+        for entry in entries
+    ]
+
+
+def run_of(day: Day, trace: Sequence[TraceEntry], hardware: Hardware, slo: Slo) -> Run:
+    """The planner's run of a day."""
+    if day.num_requests:
+        rate = day.num_requests / day.seconds
+    else:
+        rate = day.factor * capacity(trace[:4000], hardware, day.num_workers, slo)
+    entries = in_a_wave(load_of(trace, rate, day.seconds, 0), day.seconds)
+    shape = planned(hardware, day.num_workers, slo)
+    return Run(shape, hardware, slo, entries, outages=day.outages)
+
+
+def markdown(paths: Sequence[Path], hardware: Hardware, slo: Slo, command: str) -> str:
+    """Run all days on all traces; the table, and whether the goals are met."""
+    names = [(path.stem, day) for path in paths for day in DAYS]
+    runs = [run_of(day, trace, hardware, slo) for trace in map(read_trace, paths) for day in DAYS]
+    with ProcessPoolExecutor(cpu_count()) as pool:
+        figures = list(pool.map(figures_of, runs))
+    rows = [_row(name, day, each) for (name, day), each in zip(names, figures, strict=True)]
+    num_broken = {
+        f"{name}, {day.name}": float(each.num_broken)
+        for (name, day), each in zip(names, figures, strict=True)
+    }
+    goal = Goal("requests that were begun and not finished", 0, is_at_most=True)
+    about = (
+        f"By `{command}`, simulated: the planner; the rate goes from {1 - _DEPTH:.1f} to "
+        f"{1 + _DEPTH:.1f} times its mean; a rack (one worker of 16) and a zone (one of 3) are "
+        f"lost for 1/48 of the time each. Inside: first token within {slo.ttft_s:g} s, then "
+        f"{1e3 * (slo.tpot_s or 0):g} ms a token.\n"
+    )
+    return "\n".join([about, table(HEADINGS, rows), "", goal_line(goal, num_broken)])
+
+
+def _row(trace: str, day: Day, figures: Figures) -> list[str]:
+    return [
+        trace,
+        f"{day.num_workers:,}",
+        number(day.seconds / 3600),
+        f"{figures.num_requests:,}",
+        number(figures.goodput),
+        f"{figures.attainment:.1%}",
+        number(figures.worker_hours),
+        f"{figures.hit_share:.0%}",
+        number(figures.sent_bytes / 1e9),
+        f"{figures.num_changes}",
+        f"{figures.refused:.1%}",
+        f"{figures.num_restarts}",
+        f"{figures.num_broken}",
+        number(figures.cpu_s),
+    ]
