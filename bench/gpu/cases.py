@@ -25,6 +25,7 @@ from baton_kernels.gpu.rms_norm import rms_norm
 from baton_kernels.gpu.routing import tile_rows_for
 from baton_kernels.layer import Routing
 from baton_kernels.linear import Linear, PlainLinear
+from baton_kernels.mxfp4_linear import Mxfp4Linear, pack_mxfp4
 from baton_kernels.quantize_rows import dequantize_rows, quantize_rows
 from baton_kernels.quantized_linear import (
     Float8Linear,
@@ -91,7 +92,7 @@ def _clamped_swiglu(generator: torch.Generator, sizes: Sizes) -> Trial:
 
 
 def _grouped_linear(scheme: str, generator: torch.Generator, sizes: Sizes) -> Trial:
-    """Four experts with biases, two per token. scheme: half, int8, int4 or fp8, the latter three in
+    """Four experts with biases, two per token. scheme: half, mxfp4, or int8, int4 or fp8 in
     groups of 128 inputs."""
     shape = (4, sizes.hidden, sizes.hidden)
     weights = (randn(generator, *shape) / sizes.hidden**0.5).to(sizes.half)
@@ -105,6 +106,10 @@ def _grouped_linear(scheme: str, generator: torch.Generator, sizes: Sizes) -> Tr
             Float8Linear(code.view(shape[1:]), scale.t().contiguous(), bias)
             for code, scale, bias in zip(codes, scales, biases, strict=True)
         ]
+    elif scheme == "mxfp4":
+        blocks = [_mxfp4(bias, generator, sizes) for bias in biases]
+        weights = torch.stack([linear.dequantize() for linear in blocks])
+        linears = list(blocks)
     elif scheme != "half":
         packed = [_integers(scheme, generator, sizes) for _ in range(len(biases))]
         weights = torch.stack([dequantize(weight) for weight in packed])
@@ -195,6 +200,14 @@ def _integers(scheme: str, generator: torch.Generator, sizes: Sizes) -> IntWeigh
     return pack_int_weight(levels, scales, zeros, bits)
 
 
+def _mxfp4(bias: torch.Tensor, generator: torch.Generator, sizes: Sizes) -> Mxfp4Linear:
+    """Random numbers; weights of usual size."""
+    device, rows = generator.device, sizes.hidden
+    codes = torch.randint(256, (rows, rows // 2), generator=generator, device=device).byte()
+    powers = torch.randint(118, 124, (rows, rows // 32), generator=generator, device=device).byte()
+    return pack_mxfp4(codes, powers, bias)
+
+
 def _fixed_linear(generator: torch.Generator, sizes: Sizes) -> Trial:
     weight = (randn(generator, sizes.hidden, sizes.hidden) / sizes.hidden**0.5).to(sizes.half)
     bias = randn(generator, sizes.hidden).to(sizes.half)
@@ -217,6 +230,7 @@ def all_cases() -> Sequence[Case]:
         Case("grouped linear", partial(_grouped_linear, "half")),
         Case("grouped linear int8", partial(_grouped_linear, "int8")),
         Case("grouped linear int4", partial(_grouped_linear, "int4")),
+        Case("grouped linear mxfp4", partial(_grouped_linear, "mxfp4")),
         Case("grouped linear fp8", partial(_grouped_linear, "fp8"), 89, is_interpretable=False),
         Case("headwise linear", _headwise_linear),
         *(Case(f"route {name}", partial(_route, routing)) for name, routing in _ROUTINGS.items()),

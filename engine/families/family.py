@@ -3,14 +3,15 @@ Llama's. Each family is one file that defines FAMILY; engine.families.registry l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from baton.errors import UnsupportedSetting
 from engine.families.config import ExpertsConfig, LatentConfig, RopeConfig, Traits
 from engine.families.fields import Fields, Settings
 from engine.families.rope import read_rope
 from engine.families.windows import read_windows
+from engine.quantization.config import QuantizationConfig
 
 
 def read_activation(settings: Settings, field: str = "hidden_act") -> str:
@@ -52,5 +53,5 @@ class Family:
     """Whether queries and keys have norms even without use_qk_norm."""
     has_mtp_layers: bool = False
     """Whether checkpoints may have MTP layers that engine.torch.mtp reads."""
-    dequantized_methods: tuple[str, ...] = ()
-    """Values of quant_method for weights that are dequantised during reading."""
+    quantizations: Mapping[str, QuantizationConfig] = field(default_factory=dict)
+    """Storage of weights in this family's own layouts, by quant_method."""

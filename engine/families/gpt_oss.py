@@ -10,6 +10,7 @@ from engine.families.experts import in_all_layers
 from engine.families.family import Family
 from engine.families.fields import COMMON, Settings, bools, floats, ints, ints_or_null, numbers
 from engine.families.rope import make_rope_config, rope_parameters
+from engine.quantization.config import MXFP4
 
 #: As in baton_kernels.gated_activation.clamped_swiglu, which would import torch.
 CLAMPED_SILU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
@@ -60,5 +61,5 @@ FAMILY = Family(
     windows=windows.alternate,
     experts=_experts,
     traits=_traits,
-    dequantized_methods=("mxfp4",),
+    quantizations={"mxfp4": MXFP4},
 )

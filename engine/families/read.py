@@ -75,7 +75,7 @@ def choose_implementation(
         parse_quantization(raw.get("quantization_config"))
     except UnsupportedModel as error:
         reason = f"model_type={kind!r} by transformers' code: {error.message}"
-        if asked == "transformers" and kind in FAMILIES and _is_dequantized(FAMILIES[kind], raw):
+        if asked == "transformers" and kind in FAMILIES and _own_quantization(FAMILIES[kind], raw):
             reason += ". Baton's own code reads it: leave out --model-impl=transformers"
         raise UnsupportedModel(". ".join(filter(None, (refusal, reason)))) from error
     return Implementation("transformers", refusal)
@@ -193,15 +193,14 @@ def _traits(
 
 
 def _quantization(family: Family, raw: Mapping[str, Any]) -> QuantizationConfig | None:
-    if _is_dequantized(family, raw):
-        return None
-    return parse_quantization(raw.get("quantization_config"))
+    return _own_quantization(family, raw) or parse_quantization(raw.get("quantization_config"))
 
 
-def _is_dequantized(family: Family, raw: Mapping[str, Any]) -> bool:
-    """See Family.dequantized_methods."""
+def _own_quantization(family: Family, raw: Mapping[str, Any]) -> QuantizationConfig | None:
+    """See Family.quantizations."""
     found = raw.get("quantization_config")
-    return isinstance(found, Mapping) and found.get("quant_method") in family.dequantized_methods
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    return family.quantizations.get(str(method))
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:

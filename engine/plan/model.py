@@ -118,6 +118,8 @@ def native_storage(
     levels."""
     if stored is None or not keeps_levels:
         return Storage(dtype)
+    if stored.packed_bytes:
+        return Storage(dtype, stored.method, stored.packed_bytes, stored.packed_bytes, dtype)
     per_group = 1 / stored.group_size if stored.group_size else 0.0
     loaded = 1.0 + (4 * per_group if stored.kind == "float" else 0.0)
     name = f"{'float' if stored.kind == 'float' else 'int'}{stored.bits}"
@@ -137,7 +139,9 @@ def native_sizes(
     key_dim = config.head_dim
     value_dim = config.head_dim if latent is None else latent.rank
     layers = tuple(
-        _native_layer(spec, keeps, 2 * config.num_heads * (key_dim + value_dim), window)
+        _native_layer(
+            spec, stored if keeps else None, 2 * config.num_heads * (key_dim + value_dim), window
+        )
         for spec, window in zip(describe_layers(config), config.windows, strict=True)
     )
     width = config.num_heads * (config.head_dim if latent is None else latent.value_dim)
@@ -163,13 +167,17 @@ def native_sizes(
     )
 
 
-def _native_layer(spec: LayerSpec, keeps: bool, pair_flops: int, window: int | None) -> LayerSizes:
+def _native_layer(
+    spec: LayerSpec, stored: QuantizationConfig | None, pair_flops: int, window: int | None
+) -> LayerSizes:
+    """stored: of layers that run as they are stored; None if none does."""
     attention, mlp, experts = Weights(), Weights(), Weights()
     other = sum(vector.size for vector in spec.vectors)
     for part, linear in _linears(spec):
         other += linear.num_out if linear.has_bias else 0
         count = linear.num_in * linear.num_out
-        weights = Weights(quantized=count) if keeps and linear.is_quantizable else Weights(count)
+        is_kept = stored and linear.is_quantizable and all(map(stored.is_quantized, linear.names))
+        weights = Weights(quantized=count) if is_kept else Weights(count)
         if linear.is_router:
             other += count
         elif part == "attention":

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from baton.errors import UnsupportedModel
 from baton.gguf.block_types import BLOCK_TYPES
 
-Method = Literal["compressed-tensors", "gptq", "awq", "fp8", "gguf"]
+Method = Literal["compressed-tensors", "gptq", "awq", "fp8", "gguf", "mxfp4"]
 
 #: Formats of compressed-tensors, by kind of number.
 _FORMATS = {
@@ -37,10 +37,12 @@ class QuantizationConfig:
     output_layer: storage of lm_head; None if it is not quantised.
     layers: storage of each layer, by name, where they differ (gguf); others are not quantised.
     block_type: of a layer in a GGUF file, a name of BLOCK_TYPES.
+    packed_bytes: bytes of a weight with its part of the scales, loaded as it is stored; 0 for
+    others. only_experts: a mixture's experts alone are quantised.
     """
 
     method: Method
-    kind: Literal["int", "float"]
+    kind: Literal["int", "float", "mxfp4"]
     bits: int
     group_size: int
     is_symmetric: bool
@@ -51,6 +53,8 @@ class QuantizationConfig:
     output_layer: QuantizationConfig | None = None
     layers: Mapping[str, QuantizationConfig] = field(default_factory=dict)
     block_type: str = ""
+    packed_bytes: float = 0.0
+    only_experts: bool = False
 
     def of(self, layer: str) -> QuantizationConfig:
         """Storage of a layer, by its name in the checkpoint."""
@@ -60,16 +64,30 @@ class QuantizationConfig:
 
     def is_quantized(self, layer: str) -> bool:
         """Whether a layer that may be quantised is."""
+        if self.only_experts:
+            return ".experts." in layer
         return self.method != "gguf" or layer in self.layers
 
     def loaded_bytes(self, layer: str) -> float:
         """Bytes of one of a layer's weights as loaded, with its part of the scales. During loading
         each level takes a byte regardless of its bits, except in layers of a GGUF file, which are
-        packed one by one."""
+        packed one by one, and those with packed_bytes."""
         own = self.of(layer)
+        if own.packed_bytes:
+            return own.packed_bytes
         if own.block_type:
             return BLOCK_TYPES[own.block_type].packed_bytes
         return 1.0 + (4 / own.group_size if own.kind == "float" and own.group_size else 0.0)
+
+
+#: A mixture's experts in mxfp4: 32 numbers of half a byte, and a byte of all.
+MXFP4 = QuantizationConfig(
+    *("mxfp4", "mxfp4", 4, 0),
+    is_symmetric=True,
+    is_packed=True,
+    packed_bytes=17 / 32,
+    only_experts=True,
+)
 
 
 def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | None:

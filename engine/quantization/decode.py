@@ -34,7 +34,9 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def required_pieces(config: QuantizationConfig) -> frozenset[str]:
-    """Last parts of the names of a quantised layer's tensors."""
+    """Last parts of the names of a quantised layer's tensors; none if all experts' are in one."""
+    if config.method == "mxfp4":
+        return frozenset()
     if config.method == "gptq":
         return frozenset({"qweight", "qzeros", "scales", "g_idx"})
     if config.method == "awq":

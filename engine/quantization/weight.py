@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from baton_kernels.mxfp4_linear import BLOCK, dequantize_mxfp4, unpack_mxfp4
+
 #: Selects rows of a tensor [num_rows, ...], or rows and columns, which are whole groups of inputs;
 #: returns the tensor itself if it selects all.
 TakeRows = Callable[[torch.Tensor], torch.Tensor]
@@ -101,24 +103,55 @@ class Float8Weight:
         return wide
 
 
+@dataclass(frozen=True, slots=True)
+class Mxfp4Weight:
+    """A weight in mxfp4 as a checkpoint has it: codes [num_out, num_in / 2] uint8, neighbours in a
+    byte; powers [num_out, num_in / 32] uint8. See baton_kernels.mxfp4_linear."""
+
+    codes: torch.Tensor
+    powers: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        num_out, num_bytes = self.codes.shape
+        return torch.Size((num_out, 2 * num_bytes))
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """A selection of inputs may begin or end within a block: it cannot be dequantised."""
+        return self.shape[1] == self.powers.shape[1] * BLOCK
+
+    def part(self, take: TakeRows) -> Mxfp4Weight:
+        """See QuantizedWeight."""
+        return Mxfp4Weight(_own(take, self.codes), _own(take, self.powers))
+
+    def dequantize(self) -> torch.Tensor:
+        """[num_out, num_in] float32."""
+        return dequantize_mxfp4(unpack_mxfp4(self.codes), self.powers)
+
+
 def _own(take: TakeRows, whole: torch.Tensor) -> torch.Tensor:
     rows = take(whole)
     return rows if rows is whole else rows.clone()
 
 
 #: A layer's weight that stays quantised.
-StoredWeight = QuantizedWeight | Float8Weight
+StoredWeight = QuantizedWeight | Float8Weight | Mxfp4Weight
 
 
 def stack(parts: Sequence[StoredWeight]) -> StoredWeight:
     """Stack weights of layers with the same input. All must be integers, which take the most bits
-    and the smallest groups of them, or float8 of one group size."""
+    and the smallest groups of them, or float8 of one group size, or mxfp4."""
     if len(parts) == 1:
         return parts[0]
     integers = [part for part in parts if isinstance(part, QuantizedWeight)]
     floats = [part for part in parts if isinstance(part, Float8Weight)]
-    if integers and floats:
+    blocks = [part for part in parts if isinstance(part, Mxfp4Weight)]
+    if len(parts) not in (len(integers), len(floats), len(blocks)):
         raise ValueError("weights of different schemes cannot be stacked")
+    if blocks:
+        codes = torch.cat([part.codes for part in blocks])
+        return Mxfp4Weight(codes, torch.cat([part.powers for part in blocks]))
     return _stack_integers(integers) if integers else _stack_floats(floats)
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from baton_kernels.linear import keeps_float8, keeps_levels
+from baton_kernels.mxfp4_linear import keeps_mxfp4
 from engine.families.config import ModelConfig
 from engine.quantization.config import QuantizationConfig
-from engine.quantization.weight import Float8Weight, StoredWeight
+from engine.quantization.weight import Float8Weight, Mxfp4Weight, StoredWeight
 from engine.ranks.mesh import ALL_LAYERS, Stage
 from engine.shard import WHOLE, Shard
 from engine.torch.packed import PackedParameters, Packing, pack_parameters
@@ -27,6 +28,8 @@ def keeps_stored_levels(config: ModelConfig, dtype: torch.dtype, device: torch.d
     stored = config.quantization
     if stored is None:
         return False
+    if stored.kind == "mxfp4":
+        return keeps_mxfp4(device, dtype)
     if stored.kind == "float":
         num_in = config.hidden_size
         return keeps_float8(device, dtype, num_in, stored.group_size or num_in)
@@ -37,6 +40,8 @@ def keeps_as_stored(dtype: torch.dtype, device: torch.device) -> Callable[[Store
     """Whether a linear layer's weight runs as it is stored, for load_weights."""
 
     def keeps(weight: StoredWeight) -> bool:
+        if isinstance(weight, Mxfp4Weight):
+            return weight.has_whole_blocks and keeps_mxfp4(device, dtype)
         if isinstance(weight, Float8Weight):
             return keeps_float8(device, dtype, weight.shape[1], weight.group_size)
         return keeps_levels(device, dtype, weight.bits, weight.group_size)

@@ -11,7 +11,8 @@ from baton_kernels.cpu.memory import Allocate, Arena
 from baton_kernels.fixed_linear import FixedLinear
 from baton_kernels.layer import Layer, Norm
 from baton_kernels.linear import Linear, PlainLinear, pack_float8, pack_linear, pack_quantized
-from engine.quantization.weight import Float8Weight, StoredWeight, stack
+from baton_kernels.mxfp4_linear import pack_mxfp4
+from engine.quantization.weight import Float8Weight, Mxfp4Weight, StoredWeight, stack
 from engine.torch.parameters import DenseLayer, Parameters, Vector
 from engine.torch.parameters import Linear as DenseLinear
 
@@ -135,6 +136,8 @@ def _numbers(vector: Vector) -> torch.Tensor:
 def _pack_quantized(
     weight: StoredWeight, bias: torch.Tensor | None, device: torch.device, allocate: Allocate
 ) -> Linear:
+    if isinstance(weight, Mxfp4Weight):
+        return pack_mxfp4(weight.codes.to(device), weight.powers.to(device), bias)
     if isinstance(weight, Float8Weight):
         return pack_float8(weight.codes, weight.scales, bias, device)
     weight = weight.with_zeros()

@@ -1,10 +1,10 @@
 """Tensors of a checkpoint that hold all experts of a layer, as one linear layer for each expert.
 
 gpt-oss stores F.gate_up_proj [experts, in, out] and F.gate_up_proj_bias [experts, out], with the
-prefix F of the layer's experts, and down_proj likewise. In mxfp4 (OCP Microscaling Formats MX v1.0)
-these are F.gate_up_proj_blocks and F.gate_up_proj_scales: each 32 numbers of a row of the weight
-[out, in] are 16 bytes with two numbers each, the first in the low nibble, and one power of two as
-their common factor.
+prefix F of the layer's experts, and down_proj likewise. In mxfp4 (see
+baton_kernels.mxfp4_linear) these are F.gate_up_proj_blocks and F.gate_up_proj_scales: each 32
+numbers of a row of the weight [out, in] are 16 bytes with two numbers each, the first in the low
+nibble, and one power of two as their common factor.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from collections.abc import Iterator
 
 import torch
 
+from baton_kernels.mxfp4_linear import BLOCK
+from engine.quantization.weight import Mxfp4Weight
+
 _STACKED = re.compile(
     r"(?P<folder>.+\.experts)\.(?P<layer>[a-z_]+_proj)(?P<kind>|_bias|_blocks|_scales)$"
 )
 
-#: Values of four bits: a sign, two bits of exponent and one of mantissa.
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SCALE_BIAS = 127
-_NUM_OF_SCALE = 32
-
-Piece = tuple[str, torch.Tensor]
+Piece = tuple[str, torch.Tensor | Mxfp4Weight]
 
 
 class StackedExperts:
@@ -52,7 +50,7 @@ class StackedExperts:
             halves[kind] = tensor
             if len(halves) == 2:
                 del self._halves[f"{folder}.{layer}"]
-                yield from _decoded(folder, layer, halves["_blocks"], halves["_scales"])
+                yield from _packed(folder, layer, halves["_blocks"], halves["_scales"])
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -68,25 +66,13 @@ def _named(folder: str, layer: str, part: str, stacked: torch.Tensor) -> Iterato
         yield f"{folder}.{expert}.{layer}.{part}", tensor
 
 
-def _decoded(
-    folder: str, layer: str, blocks: torch.Tensor, scales: torch.Tensor
-) -> Iterator[Piece]:
-    """Yield one decoded expert at a time, to bound memory."""
+def _packed(folder: str, layer: str, blocks: torch.Tensor, scales: torch.Tensor) -> Iterator[Piece]:
+    """Yield each expert's weight as stored."""
     is_right = blocks.dtype == scales.dtype == torch.uint8
-    if not is_right or blocks.shape != (*scales.shape, _NUM_OF_SCALE // 2):
+    if not is_right or blocks.shape != (*scales.shape, BLOCK // 2):
         raise ValueError(
             f"blocks {list(blocks.shape)} of {blocks.dtype} with scales {list(scales.shape)} of "
-            f"{scales.dtype}: bytes are known, {_NUM_OF_SCALE // 2} with each scale"
+            f"{scales.dtype}: bytes are known, {BLOCK // 2} with each scale"
         )
     for expert, (codes, powers) in enumerate(zip(blocks, scales, strict=True)):
-        yield f"{folder}.{expert}.{layer}.weight", decode_mxfp4(codes, powers)
-
-
-def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Decode blocks [rows, scales per row, 16] uint8 and scales [rows, scales per row] uint8 to
-    [rows, 32 * scales per row] float32."""
-    values = torch.tensor((*_FP4, *(-value for value in _FP4)))
-    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1)
-    numbers = values[pairs.flatten(2).int()]
-    powers = scales.int() - _SCALE_BIAS
-    return torch.ldexp(numbers, powers[..., None]).flatten(1)
+        yield f"{folder}.{expert}.{layer}.weight", Mxfp4Weight(codes.flatten(1), powers)

@@ -320,7 +320,10 @@ class _Filling:
     ) -> None:
         try:
             for piece, part in stacked.pieces(name, tensor):
-                self._fill(piece, path, part)
+                if isinstance(part, torch.Tensor):
+                    self._fill(piece, path, part)
+                elif self._targets_of(piece, path):
+                    self._put(piece.removesuffix(".weight"), part, path)
         except ValueError as error:
             raise TensorMismatch(f"{path.name}: {name!r}: {error}") from error
 

@@ -19,8 +19,8 @@ import torch
 
 from baton_kernels.dispatch import op
 from baton_kernels.layer import Routing
-from baton_kernels.linear import Linear, PlainLinear
-from baton_kernels.quantized_linear import Float8Linear, IntLinear, IntWeight
+from baton_kernels.linear import Linear
+from baton_kernels.stacked_weights import stack_weights
 
 
 @op
@@ -60,37 +60,9 @@ class GroupedLinear:
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
-        dense = [x for x in linears if isinstance(x, PlainLinear)]
-        coded = [x for x in linears if isinstance(x, Float8Linear)]
-        whole = [x for x in linears if isinstance(x, IntLinear)]
-        self.addresses: torch.Tensor | None = None
-        """Addresses of the weights, [experts] int64, on their device. Set if all are plain tensors,
-        or all float8 codes, or all integers of the same bits and groups."""
-        self.is_aligned = False
-        """Whether all addresses are multiples of 16 bytes."""
-        self.scales: torch.Tensor | None = None
-        """[experts, groups, num_out], for float8 codes and integers only."""
-        self.integers: IntWeight | None = None
-        """The first expert's weight if all are integers; its bits and runs hold for all."""
-        self.zeros: torch.Tensor | None = None
-        """[experts, groups, num_out] int16, for integers; None if all are symmetric."""
-        self.biases: torch.Tensor | None = None
-        """[experts, num_out]; None without biases."""
-        is_one_kind = len(linears) in (len(dense), len(coded), len(whole))
-        if is_one_kind and len({(x.weight.bits, x.weight.scales.shape) for x in whole}) <= 1:
-            weights = [x.weight for x in dense] + [x.codes for x in coded]
-            weights += [x.weight.levels for x in whole]
-            at = [weight.data_ptr() for weight in weights]
-            self.addresses = torch.tensor(at, device=weights[0].device)
-            self.is_aligned = all(address % 16 == 0 for address in at)
-            given = [x.bias for x in dense] + [x.bias for x in coded] + [x.bias for x in whole]
-            biases = [bias for bias in given if bias is not None]
-            self.biases = torch.stack(biases) if biases else None
-            scales = [x.scales for x in coded] + [x.weight.scales for x in whole]
-            self.scales = torch.stack(scales) if scales else None
-            if whole:
-                self.integers = whole[0].weight
-                self.zeros = _zeros([x.weight for x in whole])
+        self.weights = stack_weights(self.linears)
+        """For kernels that run all experts at once; None if they are of several forms, or of one
+        that no such kernel reads."""
 
     @property
     def num_in(self) -> int:
@@ -99,21 +71,6 @@ class GroupedLinear:
     @property
     def num_out(self) -> int:
         return self.linears[0].num_out
-
-
-def _zeros(weights: Sequence[IntWeight]) -> torch.Tensor | None:
-    """[weights, groups, num_out] int16; None if all are symmetric."""
-    if all(weight.zeros is None for weight in weights):
-        return None
-    middle = 1 << (weights[0].bits - 1)
-    return torch.stack(
-        [
-            torch.full_like(weight.scales, middle, dtype=torch.int16)
-            if weight.zeros is None
-            else weight.zeros
-            for weight in weights
-        ]
-    )
 
 
 @dataclass(frozen=True, slots=True)

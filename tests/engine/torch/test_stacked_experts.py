@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel, UnsupportedSetting
 from baton.types import Sampling
 from baton_kernels.gated_activation import ALPHA, LIMIT
+from baton_kernels.mxfp4_linear import Mxfp4Linear, pack_mxfp4
 from bench.quantized_checkpoints import quantize_checkpoint
 from engine.families.gpt_oss import CLAMPED_SILU
 from engine.families.read import parse_config
-from engine.torch.stacked_experts import decode_mxfp4
+from engine.memory_plan import weight_bytes
+from engine.quantization.weight import Mxfp4Weight
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine
 
@@ -37,7 +39,7 @@ def test_mxfp4_is_read_as_transformers_reads_it() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 4, 4, 16)
     scales = torch.tensor([[118, 127, 130, 140]] * 4, dtype=torch.uint8)[None]
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(decode_mxfp4(blocks[0], scales[0]), theirs[0].T)
+    assert torch.equal(Mxfp4Weight(blocks[0].flatten(1), scales[0]).dequantize(), theirs[0].T)
 
 
 @pytest.fixture
@@ -74,6 +76,40 @@ def tokens_of(path: Path) -> list[list[int]]:
 def test_a_checkpoint_in_mxfp4_is_what_its_experts_mean(packed: tuple[Path, Path]) -> None:
     stored, plain = packed
     assert tokens_of(stored) == tokens_of(plain)
+
+
+def test_experts_run_packed_where_a_kernel_reads_them(
+    packed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: packed once all their tensors are read, gates and ups in the order of the
+    product."""
+    made: list[Mxfp4Linear] = []
+
+    def pack(*parts: torch.Tensor) -> Mxfp4Linear:
+        made.append(pack_mxfp4(*parts))
+        return made[-1]
+
+    monkeypatch.setattr("engine.torch.load.keeps_mxfp4", lambda *_: True)
+    monkeypatch.setattr("engine.torch.packed.pack_mxfp4", pack)
+    stored, plain = packed
+    assert tokens_of(stored) == tokens_of(plain)
+    experts = parse_config(json.loads((stored / "config.json").read_text())).traits.experts
+    assert experts is not None
+    assert len(made) == 2 * experts.num_experts * sum(experts.layers)
+
+
+def test_a_part_within_a_block_is_dequantised() -> None:
+    weight = Mxfp4Weight(torch.zeros(4, 96, dtype=torch.uint8), torch.zeros(4, 6).byte())
+    assert weight.has_whole_blocks
+    assert not Mxfp4Weight(weight.codes[:, 24:48], weight.powers[:, 1:3]).has_whole_blocks
+
+
+def test_the_experts_of_120b_fit_80_gb() -> None:
+    """Only where they stay packed; attention and embeddings are in 16 bits."""
+    raw = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    config = parse_config(raw)
+    assert 60e9 < weight_bytes(config, "bfloat16", keeps_levels=True) < 67e9
+    assert weight_bytes(config, "bfloat16", keeps_levels=False) > 230e9
 
 
 def test_half_of_a_tensor_is_missed_by_its_name(packed: tuple[Path, Path]) -> None:

@@ -12,7 +12,9 @@ from baton_kernels.experts import grouped_linear as op
 from baton_kernels.gpu.experts import grouped_linear, route
 from baton_kernels.layer import Routing
 from baton_kernels.linear import PlainLinear
+from baton_kernels.mxfp4_linear import Mxfp4Linear, pack_mxfp4
 from baton_kernels.quantized_linear import Float8Linear, IntLinear, pack_int_weight
+from baton_kernels.stacked_weights import IntStack
 from bench.gpu.case import TINY, Case
 from bench.gpu.cases import all_cases
 
@@ -122,11 +124,40 @@ def test_experts_of_integers(
 def test_experts_of_integers_whose_levels_are_in_the_middle() -> None:
     generator = torch.Generator().manual_seed(0)
     experts = GroupedLinear([integers(generator, 2, 32, 4, has_zeros=False) for _ in range(3)])
-    assert experts.zeros is None
+    assert isinstance(experts.weights, IntStack)
+    assert experts.weights.zeros is None
     chosen = torch.randint(3, (9, 2), generator=generator, dtype=torch.int32)
     x = torch.randn(18, 64, generator=generator)
     got = grouped_linear(x, chosen, experts, 1)
     torch.testing.assert_close(got, op.twin(x, chosen, experts, 1), atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+@pytest.mark.parametrize("num_in", [32, 96, 128])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_experts_in_mxfp4(
+    num_in: int, has_bias: bool, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All numbers of 4 bits, powers far from one, and odd numbers of blocks, beside products with
+    the dequantised weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def stored() -> Mxfp4Linear:
+        codes = torch.randint(256, (70, num_in // 2), generator=generator, dtype=torch.uint8)
+        powers = torch.randint(110, 135, (70, num_in // 32), generator=generator).byte()
+        bias = torch.randn(70, generator=generator)
+        return pack_mxfp4(codes, powers, bias if has_bias else None)
+
+    layers = [stored() for _ in range(5)]
+    experts = GroupedLinear(layers)
+    plain = GroupedLinear([PlainLinear(each.dequantize(), each.bias) for each in layers])
+    chosen = torch.randint(5, (num_tokens, 3), generator=generator, dtype=torch.int32)
+    x = torch.randn(num_tokens, num_in, generator=generator)
+    wanted = op.twin(x, chosen, plain, 3)
+    torch.testing.assert_close(op.twin(x, chosen, experts, 3), wanted)
+    monkeypatch.setattr(op, "twin", None)
+    got = grouped_linear(x, chosen, experts, 3)
+    torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-4)
 
 
 def test_experts_of_several_kinds_are_run_one_by_one() -> None:
@@ -134,7 +165,7 @@ def test_experts_of_several_kinds_are_run_one_by_one() -> None:
     experts = GroupedLinear(
         [integers(generator, 1, 32, bits, has_zeros=False) for bits in (4, 8, 4)]
     )
-    assert experts.addresses is None
+    assert experts.weights is None
     chosen = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
     x = torch.randn(2, 32, generator=generator)
     torch.testing.assert_close(
