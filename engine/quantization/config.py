@@ -147,17 +147,15 @@ def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
-    """transformers' FineGrainedFP8Config: blocks of weights share a scale; activations are
-    quantised dynamically in groups."""
+    """transformers' FineGrainedFP8Config: blocks of weights share a scale, or all of a weight's do.
+    Activations are rounded as they come, with either activation_scheme: see PendingLayers."""
     if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _refusal("fmt", raw["fmt"], "e4m3")
-    if raw.get("activation_scheme", "dynamic") != "dynamic":
-        raise _refusal("activation_scheme", raw["activation_scheme"], "dynamic")
+    if raw.get("activation_scheme", "dynamic") not in ("dynamic", "static"):
+        raise _refusal("activation_scheme", raw["activation_scheme"], "dynamic or static")
     block = raw.get("weight_block_size")
-    if not block:
-        raise _refusal("weight_block_size", block, "a pair of sizes such as [128, 128]")
-    rows, columns = (int(size) for size in block)
-    if rows < 1 or columns < 1:
+    rows, columns = (int(size) for size in block) if block else (0, 0)
+    if block and (rows < 1 or columns < 1):
         raise _refusal("weight_block_size", block, "a pair of sizes from 1")
     return QuantizationConfig(
         method="fp8",
@@ -195,8 +193,6 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     of_all = [group for group in groups if group not in of_output]
     if len(of_all) != 1 or len(of_output) > 1:
         raise _refusal("config_groups", len(groups), "one group, and one more for lm_head,")
-    if raw.get("kv_cache_scheme"):
-        raise _refusal("kv_cache_scheme", "...", "none")
     layers = _group(of_all[0], raw["format"])
     if of_output:
         return replace(layers, output_layer=_group(of_output[0], raw["format"]))

@@ -9,7 +9,8 @@ bits levels):
     GPTQ                         qweight [words of in, out], qzeros [groups, words of out],
                                  scales [groups, out], g_idx [in]
     fp8                          weight [out, in] float8, weight_scale_inv [blocks of out, blocks of
-                                 in], which weights are multiplied by for all its name
+                                 in], which weights are multiplied by for all its name; without
+                                 blocks weight_scale_inv or weight_scale, [] or [1]
     AWQ                          qweight [in, words of out], qzeros [groups, words of out],
                                  scales [groups, out]; the eight levels of a word are those of
                                  outputs 0, 2, 4, 6, 1, 3, 5, 7
@@ -42,7 +43,7 @@ def required_pieces(config: QuantizationConfig) -> frozenset[str]:
     if config.method == "awq":
         return frozenset({"qweight", "qzeros", "scales"})
     if config.method == "fp8":
-        return frozenset({"weight", "weight_scale_inv"})
+        return frozenset({"weight", _scale_name(config)})
     if config.method == "gguf":
         return frozenset({"blocks"})
     names = {"weight_scale"}
@@ -57,9 +58,20 @@ def required_pieces(config: QuantizationConfig) -> frozenset[str]:
 def layer_of_scheme(name: str, config: QuantizationConfig) -> str | None:
     """Name of the quantised layer that a tensor belongs to, for one marker tensor per layer; None
     for all other tensors."""
-    telling = {"gptq": "qweight", "awq": "qweight", "fp8": "weight_scale_inv", "gguf": "blocks"}
+    telling = {"gptq": "qweight", "awq": "qweight", "fp8": _scale_name(config), "gguf": "blocks"}
     layer, _, piece = name.rpartition(".")
-    return layer if piece == telling.get(config.method, "weight_scale") else None
+    is_marker = usual_piece(piece, config) == telling.get(config.method, "weight_scale")
+    return layer if is_marker else None
+
+
+def usual_piece(piece: str, config: QuantizationConfig) -> str:
+    """The one name of pieces that checkpoints have by two."""
+    is_scale = config.method == "fp8" and piece in ("weight_scale", "weight_scale_inv")
+    return _scale_name(config) if is_scale else piece
+
+
+def _scale_name(config: QuantizationConfig) -> str:
+    return "weight_scale_inv" if config.block_rows else "weight_scale"
 
 
 def decode(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.Tensor:
@@ -98,13 +110,20 @@ def _awq(pieces: Pieces) -> QuantizedWeight:
 def _fp8(pieces: Pieces, config: QuantizationConfig) -> Float8Weight:
     """Expand each block's scale to its outputs, so that a rank or another order can select single
     outputs; with blocks of 128 the scales are 3 % of the weight's bytes."""
-    codes, scales = _float8(pieces["weight"]), pieces["weight_scale_inv"].float()
+    codes, scales = _float8(pieces["weight"]), pieces[_scale_name(config)].float()
+    if not config.block_rows:
+        return _of_one_scale(codes, scales)
     num_out, num_in = codes.shape
     blocks = (-(-num_out // config.block_rows), -(-num_in // config.group_size))
     if scales.shape != blocks:
         raise ValueError(f"weight_scale_inv is {list(scales.shape)}, of blocks {list(blocks)}")
     by_output = scales.repeat_interleave(config.block_rows, 0)[:num_out]
     return Float8Weight(codes, by_output, min(config.group_size, num_in))
+
+
+def _of_one_scale(codes: torch.Tensor, scales: torch.Tensor) -> Float8Weight:
+    """scales: one of all outputs, or one of each."""
+    return Float8Weight(codes, scales.flatten().expand(len(codes))[:, None], codes.shape[1])
 
 
 def _float8(codes: torch.Tensor) -> torch.Tensor:
@@ -116,8 +135,7 @@ def _float8(codes: torch.Tensor) -> torch.Tensor:
 def _compressed_tensors(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.Tensor:
     scales = pieces["weight_scale"].float()
     if config.kind == "float":
-        codes = _float8(pieces["weight"])
-        return Float8Weight(codes, scales.flatten().expand(len(codes))[:, None], codes.shape[1])
+        return _of_one_scale(_float8(pieces["weight"]), scales)
     if config.is_packed:
         num_out, num_in = pieces["weight_shape"].tolist()
         levels = unpack(pieces["weight_packed"], config.bits, num_in)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set as AbstractSet
 
 import torch
 
 from engine.quantization.config import QuantizationConfig
-from engine.quantization.decode import decode, required_pieces
+from engine.quantization.decode import decode, required_pieces, usual_piece
 from engine.quantization.weight import StoredWeight
 
 #: Dtypes of unquantised layers in a quantised checkpoint.
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-#: Tensors of static activation quantisation.
-_ACTIVATION_SCALES = ("input_scale", "input_zero_point")
+#: Tensors of static activation quantisation, by quantised layer.
+_ACTIVATION_SCALES = ("input_scale", "input_zero_point", "activation_scale", "output_scale")
+#: Calibrated scales of an attention layer's KV and products, which stand beside its layers or in
+#: those of keys and values.
+_KV_SCALE = re.compile(r"\.self_attn(\.[kv]_proj)?\.(q|k|v|prob|prob_output)_scale$")
 
 
 class PendingLayers:
@@ -27,16 +31,18 @@ class PendingLayers:
 
     def takes(self, name: str, dtype: torch.dtype) -> bool:
         """Whether the tensor is a piece of a quantised layer."""
-        layer, _, piece = name.rpartition(".")
+        layer, piece = self._parts(name)
         if layer not in self._layers or (piece == "weight" and dtype in PLAIN):
             return False
         return piece in self._required(layer)
 
     def is_unused(self, name: str) -> bool:
-        """Whether the tensor belongs to a quantised layer but is not needed: activations are
-        quantised dynamically, not with calibrated scales."""
+        """Whether the tensor is a calibrated scale of activations or KV, which are not needed: each
+        row that is rounded to 8 bits has a scale of its own, of its largest element. So weights
+        alone make the result, and a row outside the calibrated range is not cut off."""
         layer, _, piece = name.rpartition(".")
-        return layer in self._layers and piece in _ACTIVATION_SCALES
+        of_activations = layer in self._layers and piece in _ACTIVATION_SCALES
+        return of_activations or _KV_SCALE.search(name) is not None
 
     def is_bias(self, name: str) -> bool:
         """Whether the tensor is a bias of a layer that may be quantised."""
@@ -48,7 +54,7 @@ class PendingLayers:
     ) -> tuple[str, StoredWeight | torch.Tensor] | None:
         """Add a tensor; return the layer's name and weight if it was the last piece. Raises
         ValueError for pieces that do not fit."""
-        layer, _, piece = name.rpartition(".")
+        layer, piece = self._parts(name)
         pieces = self._pieces.setdefault(layer, {})
         pieces[piece] = tensor
         if pieces.keys() != self._required(layer):
@@ -61,6 +67,11 @@ class PendingLayers:
             layer: sorted(self._required(layer) - pieces.keys())
             for layer, pieces in self._pieces.items()
         }
+
+    def _parts(self, name: str) -> tuple[str, str]:
+        """A tensor's layer and piece."""
+        layer, _, piece = name.rpartition(".")
+        return layer, usual_piece(piece, self._config.of(layer))
 
     def _required(self, layer: str) -> frozenset[str]:
         return required_pieces(self._config.of(layer))

@@ -61,6 +61,15 @@ def float8_by_output(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], tor
     return pieces, numbers.float() * scale
 
 
+def float8_static(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """One scale, and one calibrated for inputs, by the names of transformers."""
+    pieces, dense = float8(weight)
+    scales = {"weight_scale_inv": torch.tensor(0.01), "activation_scale": torch.tensor(0.03)}
+    return {"weight": pieces["weight"], **scales}, dense
+
+
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+
 CASES: dict[str, tuple[Encode, dict[str, Any]]] = {
     "gptq-4": (gptq(4, 1, shuffled=False), GPTQ),
     "gptq-8": (gptq(8, 1, shuffled=False), GPTQ | {"bits": 8}),
@@ -95,6 +104,8 @@ CASES: dict[str, tuple[Encode, dict[str, Any]]] = {
         float8_by_output,
         compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel"),
     ),
+    "float8-one-scale": (float8, STATIC),
+    "float8-static": (float8_static, STATIC | {"weight_block_size": None}),
     "float8-in-blocks": (float8_in_blocks(24, 16), in_blocks(24, 16)),
     "float8-in-blocks-of-any-size": (float8_in_blocks(128, 40), in_blocks(128, 40)),
 }
@@ -207,6 +218,23 @@ def test_layers_left_out_of_float8_are_read_as_they_are(tmp_path: Path) -> None:
 
     before = logits_of(quantized, "bfloat16")
     edit_weights(quantized, leave_out)
+    assert torch.equal(logits_of(quantized, "bfloat16"), before)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("name", ["float8-static", "float8-by-output"])
+def test_calibrated_scales_of_kv_change_nothing(name: str, tmp_path: Path) -> None:
+    """They are for KV in 8 bits, which has a scale for each row here."""
+    quantized, _ = make_quantized(tmp_path, *CASES[name])
+    before = logits_of(quantized, "bfloat16")
+    path = quantized / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    path.write_text(json.dumps(config))
+    one = torch.tensor([0.07])
+    places = ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.k_scale")
+    scales = {f"model.layers.1.{place}": one.clone() for place in places}
+    edit_weights(quantized, lambda tensors: tensors.update(scales))
     assert torch.equal(logits_of(quantized, "bfloat16"), before)
 
 
@@ -356,8 +384,7 @@ def test_a_second_group_is_for_the_output_layer_alone(targets: list[str]) -> Non
         (GPTQ | {"bits": 3}, "bits=3"),
         (AWQ | {"version": "gemv"}, "version=gemv"),
         ({"quant_method": "gptq"}, "cannot be read"),
-        ({"quant_method": "fp8"}, "weight_block_size=None"),
-        (in_blocks(128, 128) | {"activation_scheme": "static"}, "activation_scheme=static"),
+        (in_blocks(128, 128) | {"activation_scheme": "other"}, "activation_scheme=other"),
         (in_blocks(128, 128) | {"fmt": "e5m2"}, "fmt=e5m2"),
         (in_blocks(128), "cannot be read"),
         (compressed("marlin-24", num_bits=4, **GROUP), "marlin-24"),
