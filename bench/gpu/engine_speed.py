@@ -74,7 +74,8 @@ class Model:
         self.rope: Rope = make_rope(config, device)
         dtype = str(setting.half).removeprefix("torch.")
         layout = KvLayout(
-            "bench", config.num_layers, config.num_kv_heads, config.head_dim, dtype, BLOCK_SIZE
+            *("bench", config.num_layers, config.num_kv_heads, config.head_dim, dtype, BLOCK_SIZE),
+            parts=config.kv_parts,
         )
         self.kv = TorchKvPool(layout, num_blocks, device)
         # Blocks that no step wrote hold numbers, as if a prompt had.

@@ -14,6 +14,7 @@ from bench.gpu import (
     attention_speed,
     checks,
     engine_speed,
+    family_speed,
     graph_speed,
     kv_speed,
     linear_speed,
@@ -41,6 +42,7 @@ _STEPS: Items = {
     **graph_speed.ITEMS,
     **engine_speed.ITEMS,
     **ahead_speed.ITEMS,
+    **family_speed.ITEMS,
     **peers.ITEMS,
 }
 _KERNELS: Items = {**attention_speed.ITEMS, **op_speed.ITEMS, **linear_speed.ITEMS}
@@ -60,7 +62,10 @@ ITEMS: Items = {name: item for items in STAGES.values() for name, item in items.
 
 #: Time limits in seconds of items that may exceed the default.
 LIMITS_S: Mapping[str, float] = MappingProxyType(
-    {**dict.fromkeys(service_speed.ITEMS, service_speed.LIMIT_S)}
+    {
+        **dict.fromkeys(service_speed.ITEMS, service_speed.LIMIT_S),
+        **dict.fromkeys(sanitizer.ITEMS, sanitizer.LIMIT_S),
+    }
 )
 
 

@@ -5,7 +5,8 @@
 Wheels have the versions installed here and come without dependencies; by default they are the
 packages that `bench.gpu` and the workers' KV channel import besides torch, Triton and transformers.
 Install them there with `python3 -m pip install --no-index --no-deps FOLDER/*.whl`. The folder is
-ignored by git; checkout and folder together must not exceed --limit-mib.
+ignored by git; checkout and folder together must not exceed --limit-mib, and the checkout alone
+TREE_LIMIT_MIB.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ PLATFORMS = tuple(
     f"manylinux{tag}_x86_64" for tag in (*(f"_2_{minor}" for minor in range(39, 16, -1)), 2014, 1)
 )
 LIMIT_MIB = 64
+#: Of a checkout: 9 MiB, and the bundled models of 14. More is a file that does not belong there.
+TREE_LIMIT_MIB = 24
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -50,25 +53,42 @@ def download_command(
     ]
 
 
-def tree_bytes(root: Path) -> int:
-    """Bytes of a checkout's files that git does not ignore."""
+def tree_files(root: Path) -> dict[Path, int]:
+    """A checkout's files that git does not ignore, with their bytes."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout
     paths = (root / name.decode() for name in listed.split(b"\0") if name)
-    return sum(path.stat().st_size for path in paths if path.is_file())
+    return {path: path.stat().st_size for path in paths if path.is_file()}
+
+
+def check_tree(root: Path, limit_bytes: int) -> int:
+    """Bytes of the checkout's files. Raises ValueError above limit_bytes, with the largest."""
+    files = tree_files(root)
+    if (total := sum(files.values())) > limit_bytes:
+        largest = sorted(files, key=lambda path: -files[path])[:3]
+        names = ", ".join(f"{path.relative_to(root)} ({files[path]})" for path in largest)
+        raise ValueError(
+            f"a checkout of {total} bytes is more than {limit_bytes}: remove what does not belong "
+            f"there; the largest files are {names}"
+        )
+    return total
 
 
 def pack(
-    command: Sequence[str], folder: Path, root: Path, limit_bytes: int, run: Callable[..., object]
+    command: Sequence[str],
+    folder: Path,
+    num_tree: int,
+    limit_bytes: int,
+    run: Callable[..., object],
 ) -> list[Path]:
     """Empty `folder`, run `command`, which puts wheels there, and return them. Raises ValueError if
-    they and the checkout at `root` together exceed limit_bytes."""
+    they and a checkout of num_tree bytes together exceed limit_bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
     run(command, check=True)
     wheels = sorted(folder.glob("*.whl"))
-    num_tree, num_wheels = tree_bytes(root), sum(wheel.stat().st_size for wheel in wheels)
+    num_wheels = sum(wheel.stat().st_size for wheel in wheels)
     if num_tree + num_wheels > limit_bytes:
         raise ValueError(
             f"a checkout of {num_tree} bytes and wheels of {num_wheels} are more than {limit_bytes}"
@@ -97,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     packages = [*options.package, *(OF_SERVICE if options.service else ())]
     command = download_command(packages, options.out, options.python_version, options.platform)
-    wheels = pack(command, options.out, _ROOT, options.limit_mib << 20, subprocess.run)
+    num_tree = check_tree(_ROOT, TREE_LIMIT_MIB << 20)
+    wheels = pack(command, options.out, num_tree, options.limit_mib << 20, subprocess.run)
     for wheel in wheels:
         print(f"{wheel.name}: {wheel.stat().st_size} bytes")
     print(f"carry {options.out}; there: python3 -m pip install --no-index --no-deps FOLDER/*.whl")

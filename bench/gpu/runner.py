@@ -139,8 +139,10 @@ def _listen(
         until = min(time.monotonic() + limits.item_limit_s(name), deadline)
         result = _result(lines, until)
         if result is None:
-            is_late = time.monotonic() >= until
-            report(Outcome(name, {}, "out of time" if is_late else _end_of(errors, child)))
+            if time.monotonic() >= until:
+                report(Outcome(name, {}, ": ".join(filter(None, ("out of time", _tail(errors))))))
+            else:
+                report(Outcome(name, {}, _end_of(errors, child)))
             return
         report(Outcome(name, result))
 
@@ -155,12 +157,16 @@ def _result(lines: _Lines, until: float) -> dict[str, Any] | None:
 
 
 def _end_of(errors: IO[bytes], child: subprocess.Popen[bytes] | None = None) -> str:
-    """Last lines of the child's standard error."""
+    """Last lines of the child's standard error, once it has ended."""
     if child is not None:
         child.wait()
+    return _tail(errors) or "ended without a word"
+
+
+def _tail(errors: IO[bytes]) -> str:
     errors.seek(0)
     text = errors.read().decode(errors="replace").strip()
-    return "\n".join(text.splitlines()[-4:])[-800:] or "ended without a word"
+    return "\n".join(text.splitlines()[-4:])[-800:]
 
 
 class _Lines:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.pack import NEEDED, OF_SERVICE, PLATFORMS, download_command, pack, tree_bytes
+from bench.gpu.pack import NEEDED, OF_SERVICE, PLATFORMS, check_tree, download_command, pack
 
 
 @pytest.fixture
@@ -35,7 +35,8 @@ def test_wheels_are_those_of_the_versions_that_are_installed(tmp_path: Path) -> 
 
 def test_what_travels_is_the_checkout_and_fresh_wheels(checkout: Path) -> None:
     ignored = len(b"build/\n")
-    assert tree_bytes(checkout) == 1100 + ignored
+    tree = 1100 + ignored
+    assert check_tree(checkout, tree) == tree
     folder = checkout / "build"
 
     def download(command: Sequence[str], *, check: bool) -> None:
@@ -44,6 +45,12 @@ def test_what_travels_is_the_checkout_and_fresh_wheels(checkout: Path) -> None:
         (folder / "one.whl").write_bytes(bytes(300))
 
     limit = 1100 + ignored + 300
-    assert pack(["pip"], folder, checkout, limit, download) == [folder / "one.whl"]
+    assert pack(["pip"], folder, tree, limit, download) == [folder / "one.whl"]
     with pytest.raises(ValueError, match="wheels of 300 are more than"):
-        pack(["pip"], folder, checkout, limit - 1, download)
+        pack(["pip"], folder, tree, limit - 1, download)
+
+
+def test_a_large_file_in_the_checkout_is_named(checkout: Path) -> None:
+    (checkout / "accident.whl").write_bytes(bytes(3000))
+    with pytest.raises(ValueError, match=r"the largest files are accident.whl \(3000\), known"):
+        check_tree(checkout, 4000)

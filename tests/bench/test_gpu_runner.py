@@ -54,6 +54,15 @@ def test_what_hangs_is_ended(tmp_path: Path) -> None:
     assert (after.result, after.failure) in (({"ms": 2.0}, ""), ({}, "out of time"))
 
 
+def test_what_the_sanitizer_runs_is_shown_as_it_comes(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    from bench.gpu.sanitizer import streamed
+
+    status, output = streamed([sys.executable, "-c", "print('case a'); raise SystemExit(3)"])
+    assert (status, output) == (3, "case a\n")
+    assert capfd.readouterr().err == "case a\n"
+
+
 def test_what_there_is_no_time_for_is_told(tmp_path: Path) -> None:
     (only,) = run(["a"], tmp_path, total_s=0.0)
     assert "not run" in only.failure
@@ -101,7 +110,9 @@ def test_stages_come_in_the_order_in_which_a_call_should_be_cut_off() -> None:
     assert sum(map(len, STAGES.values())) == len(ITEMS)
     checks = {name for name in ITEMS if name.startswith("check ")}
     assert checks < set(STAGES["checks"])
-    assert set(LIMITS_S) == set(STAGES["service"])
+    assert set(LIMITS_S) == {*STAGES["service"], "check memory accesses"}
+    # The service runs alone: nothing is rehearsed that it would not use.
+    assert rehearsal_groups(["service"], 16) == []
     rehearsed = [name for group in rehearsal_groups(list(STAGES), 16) for name in group]
     assert len(rehearsed) == len(set(rehearsed))
     # Others' kernels, other processes and the roofs, which are torch's.
