@@ -243,6 +243,21 @@ def test_workers_on_gpus_keep_compiled_kernels_in_one_volume_where_their_image_h
     assert "gpu-kernels" in load_compose()["volumes"]
 
 
+def test_the_table_of_gpus_gives_each_tier_its_own_and_shows_it_all() -> None:
+    rows = re.findall(
+        r"^\| (\d) \| `([\d,]+)` \| `([\d,]+)` \| (\d) \|",
+        (ROOT / "docs" / "operating.md").read_text(),
+        re.MULTILINE,
+    )
+    assert [row[0] for row in rows] == ["1", "2", "4", "8"]
+    for count, prefill, decode, size in rows:
+        own = [list(map(int, ids.split(","))) for ids in (prefill, decode)]
+        assert all(sorted(ids) == list(range(int(count))) for ids in own)
+        taken = [set(ids[: int(size)]) for ids in own]
+        assert taken[0].isdisjoint(taken[1]) is (int(count) > 1)
+        assert len(taken[0] | taken[1]) == int(count)
+
+
 def test_both_tiers_run_where_there_is_one_gpu_and_map_memory_of_each_other() -> None:
     services = services_of("gpu")
     for service in baton_services_of("gpu").values():
