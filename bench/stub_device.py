@@ -3,7 +3,7 @@ decode steps, replay, and draws."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -92,12 +92,19 @@ class _NoDecoder:
 
 
 class _Eager:
-    """Implements StepRunner for steps without a graph: all host work, except the launches of
+    """Implements WatchableSteps for steps without a graph: all host work, except the launches of
     layers."""
 
     def __init__(self, steps: EagerSteps) -> None:
         self._steps = steps
         self.num_steps = 0
+
+    @property
+    def model(self) -> StepModel:
+        return self._steps.model
+
+    def watch(self, layers: Sequence[int] | None) -> None:
+        self._steps.watch(layers)
 
     def run(
         self,

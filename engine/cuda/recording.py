@@ -19,7 +19,7 @@ from engine.families.config import ModelConfig
 from engine.ranks.followers import Followers
 from engine.ranks.rank_spec import Recording
 from engine.torch.device_tables import DeviceTables
-from engine.torch.step_runner import StepModel, StepRunner
+from engine.torch.step_runner import StepModel, WatchableSteps
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def record_steps(
     model: StepModel,
     tables: DeviceTables,
     device: GraphDevice,
-    eager: StepRunner,
+    eager: WatchableSteps,
     followers: Followers,
     *,
     batch_invariant: bool = False,

@@ -63,18 +63,24 @@ class StaticStep:
         self._hosts = [_HostBuffer(device.host_buffer(2 * num_numbers)) for _ in range(2)]
 
     def num_items(self, batch: Batch) -> int:
-        """Attention items of a decode batch, in the window with the most."""
-        tile, parts = self._tile, batch.slices
-        return max(sum(num_items(part.start, w, tile) for part in parts) for w in self.windows)
+        """Attention items of a batch, in the window with the most."""
+        tile = self._tile
+        positions = [
+            part.start + index for part in batch.slices for index in range(len(part.token_ids))
+        ]
+        return max(sum(num_items(at, window, tile) for at in positions) for window in self.windows)
 
     def fill(self, shape: StepShape, batch: Batch) -> None:
-        """Queue the copy of a step's metadata, padded to `shape`. `shape` must hold the batch."""
+        """Queue the copy of a step's metadata, padded to `shape`. `shape` must hold the batch: a
+        sequence of it for each new token, of which those of one slice share its block table. Each
+        sees the KV of those before it, which a layer writes before it attends."""
         begins = self._tables.place([part.block_table for part in batch.slices])
         pool = self._model.kv.tensor
         num_rows = block_rows(pool)
         columns = [
-            _column(part, begin, pool.shape[4], num_rows)
+            _column(part, index, begin, pool.shape[4], num_rows)
             for part, begin in zip(batch.slices, begins, strict=True)
+            for index in range(len(part.token_ids))
         ]
         # Padding sequences have a row before all blocks, which is not written.
         columns += [(0, 0, -num_rows, 1, 0)] * (shape.num_seqs - len(columns))
@@ -121,12 +127,12 @@ class StaticStep:
 
 
 def _column(
-    part: SequenceSlice, begin: int, block_size: int, num_block_rows: int
+    part: SequenceSlice, index: int, begin: int, block_size: int, num_block_rows: int
 ) -> tuple[int, ...]:
-    """See _NUM_ROWS. num_block_rows: rows of a block."""
-    start = part.start
-    row = part.block_table[start // block_size] * num_block_rows + start % block_size
-    return part.token_ids[0], start, row, max(start + 1, part.num_prompt_tokens), begin
+    """See _NUM_ROWS. index: of the new token. num_block_rows: rows of a block."""
+    at = part.start + index
+    row = part.block_table[at // block_size] * num_block_rows + at % block_size
+    return part.token_ids[index], at, row, max(at + 1, part.num_prompt_tokens), begin
 
 
 class _HostBuffer:

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: captured once per shape and replayed, so that a step is one launch
 instead of hundreds.
 
-See docs/adr/0012-decode-steps-are-replayed.md. Steps that fit no shape, and steps other than plain
-decode, run eagerly.
+See docs/adr/0012-decode-steps-are-replayed.md. Verification of drafts is replayed, too: each new
+token is a sequence of the shape, so that it has the bits of the same token decoded alone. Steps
+that fit no shape, and all others, run eagerly.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from baton_kernels.gpu.attention_plan import (
     most_items,
 )
 from baton_kernels.gpu.padded_plan import partial_bytes
+from baton_kernels.host_copy import to_device
 from baton_kernels.sampling import checked_argmax
 from engine.cuda.graph_device import Graph, GraphDevice
 from engine.cuda.static_step import StaticStep, static_bytes
 from engine.cuda.step_shapes import StepShape, choose_shape, step_shapes
 from engine.families.config import ModelConfig
-from engine.interface import Batch
+from engine.interface import Batch, SequenceSlice
 from engine.memory_plan import token_bytes
 from engine.ranks.followers import Followers
 from engine.torch.device_tables import DeviceTables
 from engine.torch.divided import LayerDone
-from engine.torch.step import take_drawn
-from engine.torch.step_runner import FirstStage, StepModel, StepOutput, StepRunner
+from engine.torch.step import sample_rows, take_drawn
+from engine.torch.step_runner import FirstStage, StepModel, StepOutput, WatchableSteps
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ def plan_graphs(
 
 
 class ReplayedSteps:
-    """Runs plain decode steps by graphs and all others by `eager`. See StepRunner."""
+    """Runs decode steps and verification by graphs and all others by `eager`. See StepRunner."""
 
     def __init__(
         self,
@@ -92,13 +94,14 @@ class ReplayedSteps:
         tables: DeviceTables,
         plan: GraphPlan,
         device: GraphDevice,
-        eager: StepRunner,
+        eager: WatchableSteps,
         followers: Followers,
     ) -> None:
         """Capture all graphs, largest first, so that the others reuse its memory. Writes no block.
         tables: has a row per sequence of a step. followers: have captured the same shapes."""
         self._eager, self._followers = eager, followers
         self._reported: set[str] = set()
+        self._is_watched = False
         self._shapes = plan.shapes
         self._num_layers = model.config.num_layers
         pool, largest = model.kv.tensor, plan.largest.num_seqs
@@ -112,6 +115,17 @@ class ReplayedSteps:
             for shape in reversed(plan.shapes):
                 self._static.fill(shape, nothing)
                 self._graphs[shape] = device.record(self._step(model, shape))
+
+    @property
+    def model(self) -> StepModel:
+        """See WatchableSteps."""
+        return self._eager.model
+
+    def watch(self, layers: Sequence[int] | None) -> None:
+        """See WatchableSteps. Recorded steps keep no states: while any are kept, all steps run
+        eagerly."""
+        self._is_watched = layers is not None
+        self._eager.watch(layers)
 
     def _step(self, model: StepModel, shape: StepShape) -> Callable[[], None]:
         """The function to capture: from the static buffer to `_logits`."""
@@ -135,16 +149,19 @@ class ReplayedSteps:
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
     ) -> StepOutput | FirstStage:
         """See StepRunner. A replayed step reports its layers once all of them are queued."""
-        if not _is_decode(batch):
+        if self._is_watched:
+            self._report("a draft head reads its hidden states")
+            return self._eager.run(batch, layer_done, drawn)
+        if not _is_replayable(batch):
             if reason := _why_eager(batch):
                 self._report(reason)
             return self._eager.run(batch, layer_done, drawn)
-        num_seqs = len(batch.slices)
-        shape = choose_shape(self._shapes, num_seqs, self._static.num_items(batch))
+        num_tokens = batch.num_tokens
+        shape = choose_shape(self._shapes, num_tokens, self._static.num_items(batch))
         if shape is None:
             most = self._shapes[-1]
             self._report(
-                f"graphs are of up to {most.num_seqs} sequences with up to "
+                f"graphs are of up to {most.num_seqs} new tokens with up to "
                 f"{max(s.num_items for s in self._shapes)} ranges of {SPLIT_TOKENS} keys in all"
             )
             return self._eager.run(batch, layer_done, drawn)
@@ -156,23 +173,30 @@ class ReplayedSteps:
         if layer_done is not None:
             for layer in range(self._num_layers):
                 layer_done(layer)
-        return ReplayedStep(self._logits[:num_seqs])
+        logits = self._logits[:num_tokens]
+        if all(len(part.token_ids) == len(part.rows) == 1 for part in batch.slices):
+            return ReplayedStep(logits)
+        return ReplayedStep(logits, tuple(sample_rows(batch)[1]))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """all_logits [rows, vocab]."""
+    """all_logits [tokens, vocab]. sampled: the token of each sample row; None if each has one."""
 
     all_logits: torch.Tensor
+    sampled: tuple[int, ...] | None = None
 
     @property
     def num_rows(self) -> int:
         """See StepOutput."""
-        return len(self.all_logits)
+        return len(self.all_logits if self.sampled is None else self.sampled)
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """See StepOutput."""
-        return self.all_logits if len(rows) == self.num_rows else self.all_logits[rows]
+        if self.sampled is None and len(rows) == self.num_rows:
+            return self.all_logits
+        tokens = list(rows) if self.sampled is None else [self.sampled[row] for row in rows]
+        return self.all_logits[to_device(torch.tensor(tokens), self.all_logits.device)]
 
     def best(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See StepOutput."""
@@ -182,6 +206,12 @@ class ReplayedStep:
 #: Maximum tokens of a sequence that verifies drafts, including its own; more tokens are a prompt's
 #: chunk.
 _MAX_VERIFIED_TOKENS = 16
+#: Maximum of these in a replayed step.
+_MAX_REPLAYED_TOKENS = 8
+#: Maximum keys that a replayed step reads again, because each new token of a sequence reads all
+#: before it: more cost more than launching a step that reads them once. A guess, not measured: of
+#: an 8B Llama they are 2 GiB.
+_MAX_REPEATED_KEYS = 16_384
 
 
 def _why_eager(batch: Batch) -> str:
@@ -193,17 +223,23 @@ def _why_eager(batch: Batch) -> str:
         return ""
     if any(part.adapter for part in parts):
         return "a sequence has a LoRA adapter"
-    if any(len(part.token_ids) > 1 for part in parts):
-        return "it verifies drafts"
-    return "a sequence draws several tokens, or scores one"
-
-
-def _is_decode(batch: Batch) -> bool:
-    """Whether each sequence has one new token and draws one from the model's own logits."""
-    return bool(batch.slices) and all(
-        len(part.token_ids) == 1
-        and len(part.rows) == 1
-        and part.rows[0].scored_token_id is None
-        and not part.adapter
-        for part in batch.slices
+    if any(row.scored_token_id is not None for part in parts for row in part.rows):
+        return "a sequence scores a token"
+    return (
+        f"it verifies more than {_MAX_REPLAYED_TOKENS} tokens of a sequence, or drafts of long ones"
     )
+
+
+def _is_replayable(batch: Batch) -> bool:
+    """Whether each sequence has one new token, or drafts to verify, and draws from the model's own
+    logits."""
+    parts = batch.slices
+    repeated = sum(part.start * (len(part.token_ids) - 1) for part in parts)
+    return bool(parts) and repeated <= _MAX_REPEATED_KEYS and all(map(_is_drawn_from, parts))
+
+
+def _is_drawn_from(part: SequenceSlice) -> bool:
+    num_tokens = len(part.token_ids)
+    is_decode = num_tokens == 1 or (part.start > 0 and num_tokens <= _MAX_REPLAYED_TOKENS)
+    is_scored = any(row.scored_token_id is not None for row in part.rows)
+    return is_decode and bool(part.rows) and not is_scored and not part.adapter

@@ -36,10 +36,10 @@ from engine.torch.step import check_batch, fault, sample_rows
 from engine.torch.step_runner import (
     NO_STATES,
     EagerStep,
-    EagerSteps,
     FirstStage,
     StepOutput,
     StepRunner,
+    WatchableSteps,
 )
 
 #: Rows of a prompt that are scored at once: each takes a few times vocab_size * 4 bytes.
@@ -94,17 +94,17 @@ class TorchEngine(Engine):
         """The device that computes."""
         return self._kv.tensor.device
 
-    def watchable_steps(self) -> EagerSteps:
-        """Step runner that supports `watch`. Raises ConfigError on a GPU, with several ranks, and
-        with transformers' layers."""
+    def watchable_steps(self) -> WatchableSteps:
+        """Step runner that supports `watch`. Raises ConfigError with several ranks, and with
+        transformers' layers."""
         is_alone = isinstance(self._followers, NoFollowers)
-        if not isinstance(self._steps, EagerSteps) or not is_alone or self.device.type != "cpu":
+        if not isinstance(self._steps, WatchableSteps) or not is_alone:
             raise ConfigError.of("speculative_method", "eagle, medusa or mtp", NO_STATES)
         return self._steps
 
     def watch(self, layers: Sequence[int], on_states: OnStates | None) -> None:
         """Call `on_states` with each launch's batch and the hidden states of its sample rows from
-        now on: see EagerSteps.watch. None: stop, and keep no states. Raises ConfigError, see
+        now on: see WatchableSteps. None: stop, and keep no states. Raises ConfigError, see
         watchable_steps."""
         steps = self.watchable_steps()
         self._on_states = on_states

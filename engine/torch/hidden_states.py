@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from baton_kernels.host_copy import to_device
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.sampling.sampler import RowsError, draw
 from engine.torch.draft_head import IMPOSSIBLE
@@ -142,7 +143,8 @@ def draw_several(
     drawn: list[list[int]] = []
     for _ in range(min(num_tokens, logits.shape[1])):
         if drawn:
-            logits.scatter_(1, torch.tensor(drawn[-1])[:, None], IMPOSSIBLE)
+            last = to_device(torch.tensor(drawn[-1]), logits.device)
+            logits.scatter_(1, last[:, None], IMPOSSIBLE)
         try:
             drawn.append([sample.token_id for sample in draw(logits, rows).samples()])
         except RowsError:

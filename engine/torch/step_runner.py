@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -31,8 +31,8 @@ from engine.torch.step import (
 
 #: Why an engine supports no draft head.
 NO_STATES = (
-    "a head needs the target's hidden states, which only one process on a CPU that runs Baton's "
-    "own layers keeps; give ngram, or draft with a model"
+    "a head needs the target's hidden states, which only one process that runs Baton's own layers "
+    "keeps; give ngram, or draft with a model"
 )
 
 
@@ -74,6 +74,21 @@ class StepRunner(Protocol):
         """Write the new tokens' KV. drawn: [rows] int64 on the device, tokens drawn by the step
         before, for slices that follow it. Does not wait for work queued on the device. With
         several stages, `layer_done` is called for those of the first."""
+        ...
+
+
+@runtime_checkable
+class WatchableSteps(StepRunner, Protocol):
+    """A runner that can keep hidden states of its steps."""
+
+    @property
+    def model(self) -> StepModel:
+        """The model that steps run."""
+        ...
+
+    def watch(self, layers: Sequence[int] | None) -> None:
+        """Make later steps keep the states at the inputs of these layers, see Watch; empty: the
+        last states after the norm. None: keep nothing."""
         ...
 
 
@@ -154,12 +169,11 @@ class EagerSteps:
 
     @property
     def model(self) -> StepModel:
-        """The model that steps run."""
+        """See WatchableSteps."""
         return self._model
 
     def watch(self, layers: Sequence[int] | None) -> None:
-        """Make later steps keep the states at the inputs of these layers, see Watch; empty: the
-        last states after the norm. None: keep nothing."""
+        """See WatchableSteps."""
         self._watched_layers = None if layers is None else tuple(layers)
 
     def run(

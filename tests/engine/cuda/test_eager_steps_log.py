@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from baton.types import Sampling
 from bench.stub_device import StubDeviceEngine
@@ -16,12 +17,24 @@ def part(start: int, num_new: int, num_rows: int = 1) -> SequenceSlice:
     return SequenceSlice((0,) * num_new, start, range(MAX_LEN // 16), rows)
 
 
+def scored(part: SequenceSlice) -> SequenceSlice:
+    return part._replace(rows=tuple(row._replace(scored_token_id=3) for row in part.rows))
+
+
+def test_verification_of_drafts_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    engine = StubDeviceEngine(MAX_LEN // 16, 4, MAX_LEN, 1)
+    engine.forward(Batch((part(9, 1, 2), part(9, 3))))
+    assert engine.num_eager_steps == 0
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("slices", "reason"),
     [
-        ((part(9, 1), part(9, 3)), "it verifies drafts"),
-        ((part(9, 1), part(9, 1, 2)), "draws several tokens"),
-        ((part(9, 1), part(9, 1), part(9, 1)), "graphs are of up to 2 sequences"),
+        ((part(9, 1), part(9, 9)), "it verifies more than 8 tokens"),
+        ((part(20_000, 2),), "drafts of long ones"),
+        ((part(9, 1), scored(part(9, 1))), "scores a token"),
+        ((part(9, 1), part(9, 2)), "graphs are of up to 2 new tokens"),
     ],
 )
 def test_a_decode_step_that_is_not_replayed_is_logged(
@@ -44,3 +57,21 @@ def test_steps_of_prompts_and_replayed_ones_are_not(
     engine.forward(Batch((part(9, 1), part(9, 1))))
     assert engine.num_eager_steps == 1
     assert not caplog.records
+
+
+def test_steps_run_eagerly_while_a_head_reads_their_states(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A head on a GPU gets the states of every step; without one steps are replayed again."""
+    engine = StubDeviceEngine(MAX_LEN // 16, 2, MAX_LEN, 1)
+    seen: list[torch.Tensor | None] = []
+    engine.watch((), lambda _, states: seen.append(states))
+    engine.forward(Batch((part(9, 1), part(9, 1))))
+    assert engine.num_eager_steps == len(seen) == 1
+    assert seen[0] is not None
+    assert len(seen[0]) == 2
+    (record,) = caplog.records
+    assert "a draft head" in record.message
+    engine.watch((), None)
+    engine.forward(Batch((part(9, 1), part(9, 1))))
+    assert engine.num_eager_steps == len(seen) == 1

@@ -209,11 +209,10 @@ def test_what_is_no_plain_decode_step_runs_eagerly(
     rng = random.Random(8)
     (one, two) = decode_batch(rng, 2, 100).slices
     row = one.rows[0]
-    prefill = one._replace(token_ids=(1, 2), start=max(0, one.start - 1))
+    prefill = one._replace(token_ids=(1, 2), start=0)
     others = (
         Batch((prefill._replace(rows=(row._replace(offset=1),)), two)),
         Batch((one._replace(rows=()), two)),
-        Batch((one._replace(rows=(row, row)), two)),
         Batch((one._replace(rows=(row._replace(scored_token_id=3),)), two)),
         Batch(()),
         decode_batch(rng, MAX_GRAPH_SEQS + 1, 100),
@@ -222,8 +221,32 @@ def test_what_is_no_plain_decode_step_runs_eagerly(
     for batch in others:
         check_same(pair, batch)
     assert pair.graphs.num_replays == 0
-    # Once for each reason: drafts, draws, and too many sequences.
-    assert sum("without a graph" in record.message for record in caplog.records) == 3
+    # Once for each reason: a scored token, and too many sequences.
+    assert sum("without a graph" in record.message for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("pair", ["llama", "some windows", "latent", "dynamic RoPE"], indirect=True)
+def test_verified_tokens_have_the_bits_of_the_same_tokens_decoded_alone(pair: Pair) -> None:
+    """Three tokens of one sequence, over an edge of its blocks, beside one of another that draws
+    twice."""
+    drafts = (7, 120, 33)
+    sampling = Sampling(temperature=0.0)
+    rows = tuple(SampleRow(at, sampling, (5,) * (62 + at), 40) for at in range(3))
+    verified = SequenceSlice(drafts, 62, (9, 3, 11, 4, 20, 21), rows, 40)
+    row = SampleRow(0, sampling, (5,) * 10, 9)
+    twice = SequenceSlice((50,), 9, (30,), (row, row), 9)
+    got = pair.replayed.logits(Batch((verified, twice)))
+    assert pair.graphs.num_replays == 1
+    alone = [
+        verified._replace(token_ids=(token,), start=62 + at, rows=(rows[at]._replace(offset=0),))
+        for at, token in enumerate(drafts)
+    ]
+    wanted = torch.cat([pair.eager.logits(Batch((part,))) for part in (*alone, twice)])
+    assert torch.equal(pair.replayed.kv.tensor, pair.eager.kv.tensor) or library() is None
+    if library() is not None:
+        assert torch.equal(got, wanted)
+    else:
+        torch.testing.assert_close(got, wanted)
 
 
 def test_layers_are_told_of_once_and_in_order(pair: Pair) -> None:
