@@ -20,6 +20,12 @@ import triton
 import triton.language as tl
 
 from baton_kernels.epilogue import finish
+from baton_kernels.gpu.block_scaled_mm import (
+    GROUP_SIZE,
+    ROWS_MULTIPLE,
+    block_scaled_mm,
+    has_block_scaled_mm,
+)
 from baton_kernels.gpu.quantize_rows import quantize_rows
 from baton_kernels.quantized_linear import IntWeight
 
@@ -236,6 +242,9 @@ def fp8_linear(
             x_codes, codes.t(), scale_a=x_scales, scale_b=scales, bias=bias, out_dtype=x.dtype
         )
         return finish(y, residual, out_dtype)
+    if _takes_block_scaled_mm(x, codes, num_groups, out_dtype):
+        y = block_scaled_mm(x_codes, x_scales, codes, scales)
+        return finish(y if bias is None else y.add_(bias), residual, out_dtype)
     block_m, block_n, block_k, num_warps = _tile(num_rows)
     if num_groups > 1:
         block_k = num_in // num_groups
@@ -262,6 +271,16 @@ def _takes_scaled_mm(
     is_fit = num_groups == 1 and all(size % _SCALED_MM_MULTIPLE == 0 for size in codes.shape)
     is_known = x.dtype == _SCALED_MM_DTYPE and out_dtype in (None, x.dtype)
     return is_fit and is_known and len(x) > _MAX_OWN_FP8_ROWS and has_scaled_mm(x.device)
+
+
+def _takes_block_scaled_mm(
+    x: torch.Tensor, codes: torch.Tensor, num_groups: int, out_dtype: torch.dtype | None
+) -> bool:
+    """The same, with a scale for each 128 inputs."""
+    is_fit = num_groups > 1 and codes.shape[1] == num_groups * GROUP_SIZE
+    is_fit = is_fit and codes.shape[0] % _SCALED_MM_MULTIPLE == 0 == len(x) % ROWS_MULTIPLE
+    is_known = x.dtype == _SCALED_MM_DTYPE and out_dtype in (None, x.dtype)
+    return is_fit and is_known and len(x) > _MAX_SPLIT_ROWS and has_block_scaled_mm(x.device)
 
 
 def has_scaled_mm(device: torch.device) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton_kernels import quantized_linear as twins
+from baton_kernels.gpu import block_scaled_mm
 from baton_kernels.gpu import quantized_linear as kernels
 from baton_kernels.gpu.quantize_rows import quantize_rows
 from baton_kernels.quantize_rows import quantize_rows as quantize_rows_twin
@@ -157,3 +158,61 @@ def test_many_rows_of_float8_are_torchs_own_product_where_it_has_one(
     kernels.fp8_linear(x.bfloat16(), weight, scales, None, None, torch.float32)
     kernels.fp8_linear(x.bfloat16(), weight, scales.repeat(3, 1))
     assert calls == ([rows] if rows > 16 else [])
+
+
+def by_definition(
+    x: torch.Tensor, weight: torch.Tensor, *, scale_a: torch.Tensor, scale_b: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """torch's product with scales of 128 inputs, as its interface has it: scales of neighbouring
+    rows and outputs lie side by side."""
+    if scale_a.stride(0) != 1 or scale_b.stride(1) != 1:
+        raise RuntimeError("scales lie otherwise")
+    wide = x.float() * scale_a.repeat_interleave(128, 1)
+    return (wide @ (weight.float() * scale_b.repeat_interleave(128, 0))).bfloat16()
+
+
+def test_prompts_of_float8_in_blocks_are_torchs_own_product_where_it_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def scaled_mm(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append(len(x))
+        return by_definition(x, weight, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(kernels, "has_block_scaled_mm", lambda _: True)
+    x, weight, scales, _ = float8_case(68, 2, 128)
+    weight, scales = weight[:32].contiguous(), scales[:, :32].contiguous()
+    bias, residual = randn(32).bfloat16(), randn(68, 32).bfloat16()
+    args = x.bfloat16(), weight, scales, bias, residual
+    torch.testing.assert_close(
+        kernels.fp8_linear(*args), twins.fp8_linear(*args), rtol=2e-2, atol=4.0
+    )
+    assert calls == [68]
+    # Few rows, rows that are no multiple of 4, other results and other groups are our kernel's.
+    for rows in (64, 67):
+        kernels.fp8_linear(x[:rows].bfloat16(), weight, scales)
+    kernels.fp8_linear(x, weight, scales)
+    kernels.fp8_linear(x.bfloat16(), weight, scales.repeat(2, 1))
+    assert calls == [68]
+
+
+def test_torchs_product_in_blocks_is_tried_before_it_is_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch, "_scaled_mm", by_definition)
+    assert block_scaled_mm.is_right(cpu)
+
+    def transposed(x: torch.Tensor, weight: torch.Tensor, **scales: Any) -> torch.Tensor:
+        scales["scale_a"] = scales["scale_a"].flip(1).t().contiguous().t()
+        return by_definition(x, weight, **scales)
+
+    def missing(*_: torch.Tensor, **__: Any) -> torch.Tensor:
+        raise RuntimeError("no such product in this build")
+
+    for wrong in (transposed, missing):
+        monkeypatch.setattr(torch, "_scaled_mm", wrong)
+        assert not block_scaled_mm.is_right(cpu)
+    assert not block_scaled_mm.has_block_scaled_mm(cpu)
