@@ -18,6 +18,7 @@ constexpr int kVectors = kTile / 16;
 constexpr bool kIsWide = kNumRegisters * kPartLanes >= 512;  // 24 vectors of sums fit into registers; otherwise 6
 constexpr long kMaxRows = 6;        // rows per register tile
 constexpr long kMaxIntRows = 4;     // the same for integers: compilers copy their sums at every step
+constexpr long kStreamedRows = 10;  // maximum rows for which narrow levels widen weights in registers, not in memory
 constexpr long kMostRows = 264;     // maximum rows that a task runs through a tile, if it widens the tile for them
 constexpr long kChunkRows = 96;     // the same if it does not: they have to stay in the L2 cache
 constexpr long kFewRows = 48;       // fewer rows are not split to get more tasks
@@ -50,7 +51,8 @@ struct Call {
     bool out_is_f32;
 };
 
-// Multiplies a vector of packed words of 16 outputs: as `steps` vectors, each by one broadcast word of x.
+// Multiplies a vector of packed words of 16 outputs: as `steps` vectors, each by one broadcast word of x. load: vector
+// `step` of the words at p.
 template <class T>
 struct Factors;
 
@@ -58,7 +60,7 @@ template <>
 struct Factors<F32> {
     using Sum = F32;
     static constexpr int steps = 1;
-    static void load(const char* p, i32x16 (&v)[1]) { v[0] = load_words(p); }
+    static i32x16 load(const char* p, int) { return load_words(p); }
 };
 
 template <>
@@ -66,14 +68,13 @@ struct Factors<BF16> {
 #if defined(HAS_BF16_DOT)
     using Sum = BF16;
     static constexpr int steps = 1;
-    static void load(const char* p, i32x16 (&v)[1]) { v[0] = load_words(p); }
+    static i32x16 load(const char* p, int) { return load_words(p); }
 #else
     using Sum = F32;
     static constexpr int steps = 2;
-    static void load(const char* p, i32x16 (&v)[2]) {
+    static i32x16 load(const char* p, int step) {
         const i32x16 words = load_words(p);
-        v[0] = bits_of(BF16::even(words));
-        v[1] = bits_of(BF16::odd(words));
+        return bits_of(step ? BF16::odd(words) : BF16::even(words));
     }
 #endif
 };
@@ -82,10 +83,7 @@ template <>
 struct Factors<F16> {
     using Sum = F32;
     static constexpr int steps = 2;
-    static void load(const char* p, i32x16 (&v)[2]) {
-        v[0] = bits_of(F16::load((const uint16_t*)p));
-        v[1] = bits_of(F16::load((const uint16_t*)p + 16));
-    }
+    static i32x16 load(const char* p, int step) { return bits_of(F16::load((const uint16_t*)p + 16 * step)); }
 };
 
 // Memory to prefetch meanwhile: `lines` cache lines per kStop words.
@@ -112,15 +110,16 @@ UNROLLED
         const long end = k + kStop < words ? k + kStop : words;
         for (; k < end; k++, w += stride) {
 UNROLLED
-            for (int j = 0; j < V; j++) {
-                i32x16 v[K::steps];
-                K::load(w + j * 64, v);
+            for (int j = 0; j < V; j++)
 UNROLLED
-                for (int i = 0; i < K::steps; i++)
+                for (int i = 0; i < K::steps; i++) {
+                    const i32x16 v = K::load(w + j * 64, i);
 UNROLLED
                     for (int r = 0; r < R; r++)
-                        s[r][j] = K::Sum::step(s[r][j], v[i], splat(row[r][k * K::steps + i]));
-            }
+                        s[r][j] = K::Sum::step(s[r][j], v, splat(row[r][k * K::steps + i]));
+                    // Few registers: words are loaded again for their second step, so that they occupy none meanwhile.
+                    if (!kIsWide) asm volatile("" : "+r"(w));
+                }
         }
     }
 UNROLLED
@@ -271,12 +270,9 @@ template <class K, int V>
 void widen_slice(const char* w, long words, float* out) {
     for (long k = 0; k < words; k++, w += kWordBytes, out += K::steps * V * 16)
 UNROLLED
-        for (int j = 0; j < V; j++) {
-            i32x16 v[K::steps];
-            K::load(w + j * 64, v);
+        for (int j = 0; j < V; j++)
 UNROLLED
-            for (int s = 0; s < K::steps; s++) store_words(out + (s * V + j) * 16, v[s]);
-        }
+            for (int s = 0; s < K::steps; s++) store_words(out + (s * V + j) * 16, K::load(w + j * 64, s));
 }
 
 // stream_tile for many rows: widens the words of a register tile once per chunk, for all rows.
@@ -310,7 +306,7 @@ void float_tile(const Call& c, long tile, long first, long rows, float* sums) {
     using K = Factors<T>;
     const long words = c.w->num_in * sizeof(typename T::element) / 4;
     const char* w = c.w->data + tile * words * kWordBytes;
-    const long most = kIsWide ? (K::steps == 1 ? c.rows : 2 * kMaxRows) : 3;
+    const long most = kIsWide ? (K::steps == 1 ? c.rows : 2 * kMaxRows) : kStreamedRows;
     if (rows <= most)
         stream_tile<K>(c, w, words, first, rows, sums);
     else if (rows <= 16)
