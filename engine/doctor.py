@@ -180,7 +180,7 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
         degrees=ONE_RANK,
         kv_cache_memory_bytes=None,
         num_blocks=None,
-        max_window_slots=max_window_slots(source, layout, device, num_seqs, num_batched),
+        max_window_slots=max_window_slots(source, layout, num_seqs, num_batched),
     )
     yield ok("memory of a worker on the CPU", "; ".join(f"{what}: {n}" for what, n in plan.rows()))
 

@@ -242,10 +242,8 @@ def _plan_memory(
         degrees=plan.degrees,
         kv_cache_memory_bytes=config.cache.memory_bytes,
         num_blocks=config.cache.num_blocks,
-        max_window_slots=max_window_slots(
-            source, sizes, where, max_num_seqs, max_num_batched_tokens
-        )
-        if limits.frees_windows and plan.graphs is None and not is_apart
+        max_window_slots=max_window_slots(source, sizes, max_num_seqs, max_num_batched_tokens)
+        if limits.frees_windows and not is_apart
         else 0,
         num_sharing=1 if is_apart else plan.degrees.context,
     )
@@ -346,18 +344,17 @@ def kv_layout(source: ModelSource, dtype: str, block_size: int) -> KvLayout:
 def max_window_slots(
     source: ModelSource,
     layout: KvLayout,
-    device: torch.device,
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
     """Maximum slots for layers that keep fewer than all tokens, apart from the others; 0 if blocks
-    hold the KV of all layers: if LayerGroups.max_slots is 0, on a GPU (block tables in its memory,
-    and recorded steps, use one pool), and for layers that transformers' code runs.
+    hold the KV of all layers: if LayerGroups.max_slots is 0, and for layers that transformers' code
+    runs.
 
-    The callers also have none for a draft model, which does not slide (see StepLimits), for
-    recorded steps without a GPU, and if there would be no more blocks than slots (plan_blocks).
+    The callers also have none for a draft model, which does not slide (see StepLimits), and if
+    there would be no more blocks than slots (plan_blocks).
     """
-    if device.type != "cpu" or not source.takes_grouped_kv:
+    if not source.takes_grouped_kv:
         return 0
     return groups_of(layout).max_slots(max_num_seqs, max_num_batched_tokens)
 
@@ -416,7 +413,8 @@ def _table_bytes(plan: EnginePlan) -> int:
     """Bytes of block tables in a device's memory."""
     if plan.device.type == "cpu":
         return 0
-    return table_bytes(plan.max_seqs, table_width(plan.max_len, plan.layout.block_size))
+    one = table_bytes(plan.max_seqs, table_width(plan.max_len, plan.layout.block_size))
+    return one * len(groups_of(plan.layout).paged)
 
 
 def waiting_for(device: torch.device) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,14 @@ class _Loaded:
         """See LoadedRank."""
         return _Steps(self, groups, stages)
 
-    def record(self, decoder: Decoder) -> StepRunner | None:
+    def windowed(self, tables: Sequence[Sequence[int]]) -> WindowedStep:
+        """Windowed layers' view of the pools in a step with these tables."""
+        _, *apart = self.pools
+        return WindowedStep(tables, apart[0].tensor, apart[0].scales) if apart else NOT_APART
+
+    def record(
+        self, decoder: Decoder, given_windows: Callable[[Batch], WindowedStep]
+    ) -> StepRunner | None:
         """Record decode steps, while all other ranks do; None if none are to be recorded."""
         recording, device = self.spec.recording, self.spec.torch_device
         if recording is None:
@@ -67,10 +74,10 @@ class _Loaded:
         # Imported here, because it imports Triton, which is optional.
         from engine.cuda.recording import record_steps
 
-        pool = self.pools[0]
+        pool, *apart = self.pools
         width = table_width(recording.max_len, pool.layout.block_size)
-        tables = DeviceTables(recording.max_seqs, width, device)
-        parts = StepModel(self.config, decoder, self.rope, pool)
+        tables = DeviceTables(recording.max_seqs, width, device, has_slots=bool(apart))
+        parts = StepModel(self.config, decoder, self.rope, pool, given_windows=given_windows)
         graphs = CudaGraphs(device) if device.type == "cuda" else CalledGraphs(device)
         eager = EagerSteps(parts, NoFollowers(), tables)
         return record_steps(
@@ -92,18 +99,17 @@ class _Steps:
         )
         own_pool = model.pools[0] if model.spec.has_own_kv else None
         self._divided = divided_by(degrees, groups.context, self.decoder, own_pool)
-        self._replayed = model.record(self.decoder)
+        self._windowed = model.windowed(())
+        self._replayed = model.record(self.decoder, lambda _: self._windowed)
 
     def run(self, command: StepCommand, layer_done: LayerDone | None) -> torch.Tensor:
         """See RankSteps. A replayed step leaves its states to the records."""
+        self._windowed = self._model.windowed(command.tables)
         if command.replays and self._replayed is not None:
             self._replayed.run(command.batch, None)
             return torch.empty(0)
         model, decoder = self._model, self.decoder
-        pool, *apart = model.pools
-        windowed = NOT_APART
-        if apart:
-            windowed = WindowedStep(command.tables, apart[0].tensor, apart[0].scales)
+        pool = model.pools[0]
 
         def forward(
             batch: Batch, windowed: WindowedStep, layer_done: LayerDone | None
@@ -113,4 +119,4 @@ class _Steps:
             )
             return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
 
-        return self._divided(command.batch, windowed, forward, layer_done)
+        return self._divided(command.batch, self._windowed, forward, layer_done)

@@ -199,7 +199,8 @@ class _LoadedNative:
         if graphs is None and device.type == "cpu":
             return EagerSteps(parts, self.followers, divided=divided)
         width = table_width(self._plan.max_len, self._plan.layout.block_size)
-        tables = DeviceTables(self._plan.max_seqs, width, device)
+        has_slots = self._plan.num_window_slots > 0
+        tables = DeviceTables(self._plan.max_seqs, width, device, has_slots=has_slots)
         eager = EagerSteps(parts, self.followers, tables, divided)
         if graphs is None or recording is None:
             return eager

@@ -8,10 +8,11 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
 from engine.interface import DeviceLost
-from engine.kv.interface import KvPool
+from engine.kv.interface import KvPool, kept_parts, shared_slots
 from engine.kv.range import KvRange
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import WireFormat, wire_formats
@@ -143,16 +144,17 @@ def warm_up_copies(pool: KvPool) -> None:
     copy, layout = device_copy_of(pool), pool.layout
     if copy is None:
         return
-    piece = KvRange(0, layout.block_size, 0, layout.num_layers)
-    for wire in wire_formats(layout):
-        if copy.fits(piece, wire):
-            area = copy.memory.allocate(wire.num_bytes(piece))
-            try:
-                payload = area.part(0, wire.num_bytes(piece))
-                copy.pack((0,), piece, wire, payload, 0)
-                copy.unpack((0,), piece, wire, payload, 0)
-            finally:
-                area.close()
+    whole = KvRange(0, layout.block_size, 0, layout.num_layers)
+    with shared_slots(pool):
+        for piece, wire in product(kept_parts(pool, whole, 0), wire_formats(layout)):
+            if copy.fits(piece, wire):
+                area = copy.memory.allocate(wire.num_bytes(piece))
+                try:
+                    payload = area.part(0, wire.num_bytes(piece))
+                    copy.pack((0,), piece, wire, payload, 0)
+                    copy.unpack((0,), piece, wire, payload, 0)
+                finally:
+                    area.close()
 
 
 class DeviceCodec:

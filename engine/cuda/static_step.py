@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import cast
 
@@ -22,21 +22,24 @@ from baton_kernels.paged_attention import AttentionPlan as TwinPlan
 from engine.cuda.graph_device import GraphDevice
 from engine.cuda.step_shapes import StepShape
 from engine.interface import Batch, SequenceSlice
-from engine.torch.decoder import PackedBatch
+from engine.torch.decoder import PackedBatch, WindowedKv
 from engine.torch.device_tables import DeviceTables
 from engine.torch.step_runner import StepModel
 
 #: int64 fields per sequence: new token, position, row in the pool (PackedBatch.first_rows), length
 #: that selects its RoPE frequencies, start of its block table.
 _NUM_ROWS = 5
+#: Further ones if windowed layers have their own pool: row in that, start of the table of slots.
+_NUM_SLOT_ROWS = 2
 
 
 class StaticStep:
     """One buffer on the device, shared by all shapes, each with its own layout; and two host
     buffers to fill it from, because a queued copy may still read one of them.
 
-    Layout: _NUM_ROWS rows of num_seqs int64. Block tables stay on the device, and the device
-    computes attention items from these fields, so that host time does not grow with context length.
+    Layout: _NUM_ROWS, and _NUM_SLOT_ROWS, rows of num_seqs int64. Block tables stay on the device,
+    and the device computes attention items from these fields, so that host time does not grow with
+    context length.
     """
 
     def __init__(
@@ -56,7 +59,10 @@ class StaticStep:
         pool = model.kv.tensor
         self._partials = empty_partials(largest.num_items, pool, tile, model.config.num_heads)
         self._tables = tables
-        num_numbers = _NUM_ROWS * largest.num_seqs
+        self._slots = tables.slots
+        self._apart = model.windowed(Batch(()))
+        self._num_rows = _NUM_ROWS + (_NUM_SLOT_ROWS if self._slots else 0)
+        num_numbers = self._num_rows * largest.num_seqs
         self._buffer = torch.zeros(num_numbers, dtype=torch.int64, device=pool.device)
         fields = len(self.windows) * _room(largest).num_fields
         self._fields = torch.zeros(fields, dtype=torch.int32, device=pool.device)
@@ -70,10 +76,13 @@ class StaticStep:
         ]
         return max(sum(num_items(at, window, tile) for at in positions) for window in self.windows)
 
-    def fill(self, shape: StepShape, batch: Batch) -> None:
+    def fill(
+        self, shape: StepShape, batch: Batch, slot_tables: Sequence[Sequence[int]] = ()
+    ) -> None:
         """Queue the copy of a step's metadata, padded to `shape`. `shape` must hold the batch: a
         sequence of it for each new token, of which those of one slice share its block table. Each
-        sees the KV of those before it, which a layer writes before it attends."""
+        sees the KV of those before it, which a layer writes before it attends. slot_tables: see
+        WindowedStep."""
         begins = self._tables.place([part.block_table for part in batch.slices])
         pool = self._model.kv.tensor
         num_rows = block_rows(pool)
@@ -84,6 +93,17 @@ class StaticStep:
         ]
         # Padding sequences have a row before all blocks, which is not written.
         columns += [(0, 0, -num_rows, 1, 0)] * (shape.num_seqs - len(columns))
+        if self._slots is not None and self._apart.pool is not None:
+            own_rows = block_rows(self._apart.pool)
+            in_slots = [
+                (_row(part.start + index, table, pool.shape[4], own_rows), begin)
+                for part, table, begin in zip(
+                    batch.slices, slot_tables, self._slots.place(slot_tables), strict=True
+                )
+                for index in range(len(part.token_ids))
+            ]
+            in_slots += [(-own_rows, 0)] * (shape.num_seqs - len(in_slots))
+            columns = [(*column, *more) for column, more in zip(columns, in_slots, strict=True)]
         numbers = array("q", chain.from_iterable(zip(*columns, strict=True)))
         self._hosts.reverse()
         host = self._hosts[0]
@@ -101,29 +121,36 @@ class StaticStep:
         """The batch in the buffer, as tensors. Recorded in a graph, they are recomputed from the
         buffer at each replay."""
         model = self._model
-        rows = self._buffer[: _NUM_ROWS * shape.num_seqs].view(_NUM_ROWS, shape.num_seqs)
-        token_ids, positions, first_rows, lengths, begins = rows
+        rows = self._buffer[: self._num_rows * shape.num_seqs].view(-1, shape.num_seqs)
+        token_ids, positions, first_rows, lengths, begins, *in_slots = rows
         rotations = model.rope.compute(positions, lengths, model.decoder.dtype)
         # Row numbers may exceed 32 bits; their sign is enough here.
-        narrow = (positions, first_rows.sign(), begins)
-        sequences = Sequences(*(row.to(torch.int32) for row in narrow))
+        at, signs = positions.to(torch.int32), first_rows.sign().to(torch.int32)
+        entries, sequences = self._tables.entries, Sequences(at, signs, begins.to(torch.int32))
+        windows_entries, windows_sequences, windowed = entries, sequences, None
+        apart = self._apart
+        if self._slots is not None and apart.pool is not None:
+            own_rows, own_begins = in_slots
+            windowed = WindowedKv(apart.pool, apart.scales, own_rows)
+            windows_entries = self._slots.entries
+            windows_sequences = Sequences(at, signs, own_begins.to(torch.int32))
         room = _room(shape)
         plans: dict[int | None, AttentionPlan] = {}
         for index, window in enumerate(self.windows):
-            at = index * room.num_fields
+            first = index * room.num_fields
             plan = plans[window] = padded_plan(
-                self._fields[at : at + room.num_fields],
-                self._tables.entries,
+                self._fields[first : first + room.num_fields],
+                entries if window is None else windows_entries,
                 room,
                 self._tile,
                 self._partials,
                 model.config.traits.attention_scale,
                 window,
             )
-            plan_items(sequences, plan)
+            plan_items(sequences if window is None else windows_sequences, plan)
         # Each device's ops take the plans of its own kernels; these are Triton's.
         by_window = cast(Mapping[int | None, TwinPlan], plans)
-        return PackedBatch(token_ids, rotations, first_rows, by_window, None)
+        return PackedBatch(token_ids, rotations, first_rows, by_window, None, windowed=windowed)
 
 
 def _column(
@@ -131,8 +158,14 @@ def _column(
 ) -> tuple[int, ...]:
     """See _NUM_ROWS. index: of the new token. num_block_rows: rows of a block."""
     at = part.start + index
-    row = part.block_table[at // block_size] * num_block_rows + at % block_size
+    row = _row(at, part.block_table, block_size, num_block_rows)
     return part.token_ids[index], at, row, max(at + 1, part.num_prompt_tokens), begin
+
+
+def _row(at: int, table: Sequence[int], block_size: int, num_block_rows: int) -> int:
+    """The row of a position in the pool of `table`. num_block_rows: rows of a block there."""
+    index, offset = divmod(at, block_size)
+    return table[index] * num_block_rows + offset
 
 
 class _HostBuffer:
@@ -146,7 +179,7 @@ class _HostBuffer:
 def static_bytes(largest: StepShape, num_windows: int) -> int:
     """Device bytes of a StaticStep, without partial results."""
     fields = num_windows * _room(largest).num_fields
-    return 4 * (2 * _NUM_ROWS * largest.num_seqs + fields)
+    return 4 * (2 * (_NUM_ROWS + _NUM_SLOT_ROWS) * largest.num_seqs + fields)
 
 
 def _room(shape: StepShape) -> PlanRoom:

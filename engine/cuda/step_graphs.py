@@ -103,7 +103,7 @@ class ReplayedSteps:
         self._reported: set[str] = set()
         self._is_watched = False
         self._shapes = plan.shapes
-        self._num_layers = model.config.num_layers
+        self._num_layers, self._windowed = model.config.num_layers, model.windowed
         pool, largest = model.kv.tensor, plan.largest.num_seqs
         self._static = StaticStep(model, plan.tile, plan.largest, tables, device)
         self._logits = torch.zeros(
@@ -165,8 +165,9 @@ class ReplayedSteps:
                 f"{max(s.num_items for s in self._shapes)} ranges of {SPLIT_TOKENS} keys in all"
             )
             return self._eager.run(batch, layer_done, drawn)
-        with self._followers.step(batch, (), replays=True):
-            self._static.fill(shape, batch)
+        slot_tables = self._windowed(batch).tables
+        with self._followers.step(batch, slot_tables, replays=True):
+            self._static.fill(shape, batch, slot_tables)
             if drawn is not None:
                 take_drawn(self._static.token_ids(shape), batch, drawn)
             self._graphs[shape].replay()

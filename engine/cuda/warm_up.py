@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from baton.types import Sampling
 from engine.interface import Batch, Engine, EngineSpec, SampleRow, SequenceSlice
+from engine.kv.interface import shared_slots
 
 #: Cached tokens before the new ones: more than one range of keys, so that results are merged
 #: (kernels/baton_kernels/gpu/attention_plan.py). With more new tokens keys are not split, or are
@@ -89,9 +90,10 @@ def warm_up(
     max_num_seqs: int,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Run all warm_up_batches. on_progress: called before each batch with (batches done, total).
-    Raises as Engine.forward does."""
+    """Run all warm_up_batches, before any block has an owner. on_progress: called before each batch
+    with (batches done, total). Raises as Engine.forward does."""
     batches = list(warm_up_batches(engine.spec, max_num_batched_tokens, max_num_seqs))
-    for number, batch in enumerate(batches):
-        on_progress(number, len(batches))
-        engine.forward(batch)
+    with shared_slots(engine.kv):
+        for number, batch in enumerate(batches):
+            on_progress(number, len(batches))
+            engine.forward(batch)

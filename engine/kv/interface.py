@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from baton.types import KvLayout
@@ -150,6 +151,15 @@ class HostOrdered:
 
     def synchronize(self) -> None:
         """See KvPool."""
+
+
+@contextmanager
+def shared_slots(pool: KvPool) -> Iterator[None]:
+    """Within the context each block has slots, see SlotTable.shared."""
+    with ExitStack() as stack:
+        for table in pool.slot_tables.values():
+            stack.enter_context(table.shared())
+        yield
 
 
 def kept_parts(pool: KvPool, piece: KvRange, whole_start: int) -> Iterator[KvRange]:

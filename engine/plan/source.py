@@ -89,7 +89,7 @@ def _read(folder: Path, options: PlanOptions, kind: str, *, has_float8: bool) ->
         partial(source.check_ranks, device=torch.device("cpu")),
         partial(source.activation_bytes, dtype, limits[1], limits[0]),
         _graph_bytes(source, dtype, layout, options) if kind == "cuda" else 0,
-        bool(max_window_slots(source, layout, device, *limits)),
+        bool(max_window_slots(source, layout, *limits)),
     )
 
 

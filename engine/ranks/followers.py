@@ -12,7 +12,7 @@ from baton.types import KvLayout
 from engine.interface import Batch
 from engine.kv.interface import KvPool
 from engine.kv.kv_ranks import KvRanks
-from engine.kv.tensors.paged import GroupedTensorPool, TorchKvPool, host_pool
+from engine.kv.tensors.paged import GroupedDevicePool, TorchKvPool
 from engine.kv.tensors.state_memory import state_records
 from engine.ranks.exchange import ALONE, Groups
 from engine.ranks.stages import OneStage, Stages
@@ -118,7 +118,7 @@ class NoFollowers:
         device: torch.device,
     ) -> TensorPool:
         if num_window_slots:
-            return GroupedTensorPool(layout, num_blocks, num_window_slots, host_pool)
+            return GroupedDevicePool(layout, num_blocks, num_window_slots, device)
         states = state_records(layout, num_blocks, num_state_slots)
         return TorchKvPool(layout, num_blocks, device, records=states)
 

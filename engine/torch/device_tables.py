@@ -1,5 +1,5 @@
-"""Block tables in device memory: a row for each recently run sequence. A step sends only the
-entries that a row lacks."""
+"""Block tables in device memory: a row for each recently run sequence, or for each sequence of a
+step. A step sends only the entries that a row lacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from baton_kernels.host_copy import to_device
 from baton_kernels.paged_attention import PlacedTables
@@ -36,6 +38,43 @@ def table_bytes(num_rows: int, width: int) -> int:
     return num_rows * width * 4
 
 
+class SlotRows:
+    """Tables of slots (see GroupedKvPool.slot_table) in device memory: row i has that of a step's
+    sequence i. They change as windows slide, so a row is compared with what it holds.
+
+    entries: as in DeviceTables. Used by one thread.
+    """
+
+    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
+        """num_rows, width: see DeviceTables."""
+        self.entries = torch.zeros(num_rows * width, dtype=torch.int32, device=device)
+        self._held = np.zeros((num_rows, width), np.int64)
+
+    def place(self, tables: Sequence[Sequence[int]]) -> list[int]:
+        """See DeviceTables.place."""
+        places: list[NDArray[np.int64]] = []
+        width = self._held.shape[1]
+        slots: list[NDArray[np.int64]] = []
+        for row, (held, table) in enumerate(zip(self._held, tables, strict=False)):
+            wanted = np.asarray(table, np.int64)[:width]
+            (changed,) = np.nonzero(held[: len(wanted)] != wanted)
+            if len(changed):
+                held[changed] = wanted[changed]
+                places.append(changed + row * width)
+                slots.append(wanted[changed])
+        if places:
+            both = torch.from_numpy(np.concatenate([*places, *slots]))
+            at, to = to_device(both, self.entries.device).chunk(2)
+            self.entries[at] = to.to(torch.int32)
+        return [row * width for row in range(len(tables))]
+
+    def placed(self, tables: Sequence[Sequence[int]]) -> PlacedTables | None:
+        """See DeviceTables.placed."""
+        if len(tables) > len(self._held):
+            return None
+        return PlacedTables(self.entries, self.place(tables))
+
+
 class DeviceTables:
     """entries: [num_rows * width] int32 on the device, width entries per row.
 
@@ -43,8 +82,13 @@ class DeviceTables:
     are sent whole. Used by one thread.
     """
 
-    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
-        """num_rows: maximum sequences per step. width: blocks of the longest sequence."""
+    def __init__(
+        self, num_rows: int, width: int, device: torch.device, *, has_slots: bool = False
+    ) -> None:
+        """num_rows: maximum sequences per step. width: blocks of the longest sequence. has_slots:
+        the pool is a GroupedKvPool."""
+        self.slots = SlotRows(num_rows, width, device) if has_slots else None
+        """Tables of the slots, if the pool has any."""
         self.entries = torch.zeros(num_rows * width, dtype=torch.int32, device=device)
         self._num_rows = num_rows
         self._width = width

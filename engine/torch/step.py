@@ -19,6 +19,7 @@ from engine.families.config import ModelConfig
 from engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
 from engine.kv.block_table import BlockTable
 from engine.kv.tensors.grouped import GroupedKvPool
+from engine.kv.tensors.paged import GroupedTensorPool
 from engine.sampling.edits import names_unknown_token
 from engine.torch.adapters import Adapter
 from engine.torch.decoder import AdapterRows, PackedBatch, PackedTokens, WindowedKv
@@ -145,6 +146,14 @@ def window_tables(batch: Batch, kv: GroupedKvPool[Any]) -> list[array[int]]:
     return tables
 
 
+def windowed_step(batch: Batch, kv: object) -> WindowedStep:
+    """Windowed layers' view of a pool in a step. Raises EngineFault, see window_tables."""
+    if not isinstance(kv, GroupedTensorPool):
+        return NOT_APART
+    own = kv.in_slots
+    return WindowedStep(window_tables(batch, kv), own.tensor, own.scales)
+
+
 def pack_batch(
     batch: Batch,
     config: ModelConfig,
@@ -167,18 +176,19 @@ def pack_batch(
     rotations = rope.tables(positions, lengths, spans, dtype)
     heads, scale = config.num_heads, config.traits.attention_scale
     placed = tables.placed([part.block_table for part in batch.slices]) if tables else None
-    windowed, windows_pool, windows_slices = None, pool, tokens.slices
+    windowed, windows_pool, windows_slices, in_slots = None, pool, tokens.slices, placed
     if apart.pool is not None:
         parts = zip(batch.slices, apart.tables, strict=True)
         in_windows = [part._replace(block_table=table) for part, table in parts]
         windows_pool = apart.pool
         first_rows, windows_slices = _placed_in(windows_pool, in_windows)
         windowed = WindowedKv(windows_pool, apart.scales, first_rows)
+        in_slots = tables.slots.placed(apart.tables) if tables and tables.slots else None
     plans = {
         window: plan(
             tokens.slices if window is None else windows_slices,
             pool if window is None else windows_pool,
-            *(heads, scale, window, dtype, placed),
+            *(heads, scale, window, dtype, placed if window is None else in_slots),
         )
         for window in set(config.windows)
     }

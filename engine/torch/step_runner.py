@@ -3,7 +3,7 @@ later."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +12,6 @@ import torch
 from baton_kernels.paged_attention import plan_attention
 from engine.families.config import ModelConfig
 from engine.interface import Batch
-from engine.kv.tensors.paged import GroupedTensorPool
 from engine.ranks.followers import Followers, TensorPool
 from engine.torch.adapters import Adapter
 from engine.torch.decoder import Decoder, Watch
@@ -20,13 +19,12 @@ from engine.torch.device_tables import DeviceTables
 from engine.torch.divided import DividedForward, LayerDone, undivided
 from engine.torch.rope import Rope
 from engine.torch.step import (
-    NOT_APART,
     PlanAttention,
     WindowedStep,
     pack_batch,
     sample_rows,
     take_drawn,
-    window_tables,
+    windowed_step,
 )
 
 #: Why an engine supports no draft head.
@@ -95,7 +93,8 @@ class WatchableSteps(StepRunner, Protocol):
 @dataclass(frozen=True, slots=True)
 class StepModel:
     """Model, pool and adapters for steps. config: with this rank's heads; kv: pool to read and
-    write; adapters: by name; plan_attention: attention planner of the pool's device."""
+    write; adapters: by name; plan_attention: attention planner of the pool's device;
+    given_windows: WindowedStep of a batch on a rank that gets rank 0's tables."""
 
     config: ModelConfig
     decoder: Decoder
@@ -103,6 +102,13 @@ class StepModel:
     kv: TensorPool
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     plan_attention: PlanAttention = plan_attention
+    given_windows: Callable[[Batch], WindowedStep] | None = None
+
+    def windowed(self, batch: Batch) -> WindowedStep:
+        """Windowed layers' view of the pool in a step. Raises EngineFault, see window_tables."""
+        if self.given_windows is not None:
+            return self.given_windows(batch)
+        return windowed_step(batch, self.kv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +191,7 @@ class EagerSteps:
         if not batch.slices:
             states = torch.empty(0, config.hidden_size)
             return EagerStep(states, decoder, self._followers)
-        apart = _windowed(batch, pool)
+        apart = model.windowed(batch)  # before any rank gets the step: it may raise
         watch = Watch(self._watched_layers) if self._watched_layers else None
 
         def forward(
@@ -214,12 +220,3 @@ class EagerSteps:
             return EagerStep(states, decoder, self._followers)
         watched = states if watch is None else watch.take()
         return EagerStep(states, decoder, self._followers, watched)
-
-
-def _windowed(batch: Batch, pool: TensorPool) -> WindowedStep:
-    """Windowed layers' view of a pool in a step. Raises EngineFault (see window_tables) before any
-    rank gets the step."""
-    if not isinstance(pool, GroupedTensorPool):
-        return NOT_APART
-    own = pool.in_slots
-    return WindowedStep(window_tables(batch, pool), own.tensor, own.scales)

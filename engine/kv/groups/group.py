@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Final, Protocol
 
@@ -34,6 +35,18 @@ class SlotTable:
     def empty(cls, num_blocks: int, num_slots: int) -> SlotTable:
         """A table in which no block has a slot."""
         return cls(num_slots, array("q", [-1]) * num_blocks)
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Within the context each block has a slot, which it shares with others: for KV that nobody
+        reads, before the allocator assigns any."""
+        try:
+            for block_id in range(len(self.of_block)):
+                self.of_block[block_id] = block_id % self.num_slots
+            yield
+        finally:
+            for block_id in range(len(self.of_block)):
+                self.of_block[block_id] = -1
 
 
 class LayerGroup(ABC):

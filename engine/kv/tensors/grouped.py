@@ -12,13 +12,13 @@ import numpy as np
 
 from baton.types import KvLayout
 from engine.kv.groups.group import SlotTable
-from engine.kv.interface import BlockMemory, HostOrdered, KvPool
+from engine.kv.interface import BlockMemory, KvPool
 from engine.kv.range import ALL, KvRange
 from engine.kv.tensors.packed import ALL_HEADS, PackedPart, PackedPool
 
 
 class LayersPool(KvPool, BlockMemory, Protocol):
-    """Host memory with the layers of each block side by side."""
+    """Memory with the layers of each block side by side."""
 
     def pack_parts(
         self,
@@ -44,7 +44,7 @@ class LayersPool(KvPool, BlockMemory, Protocol):
 P = TypeVar("P", bound=LayersPool)
 
 
-class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
+class GroupedKvPool(PackedPool, Generic[P]):
     """See engine.kv.interface.KvPool.
 
     in_blocks: rows of the group that keeps all tokens, by block; in_slots: rows of the other group,
@@ -73,6 +73,20 @@ class GroupedKvPool(HostOrdered, PackedPool, Generic[P]):
         self.in_slots = make_pool(self.groups.layout_of(apart.number), num_slots)
         self.can_pack = self.in_blocks.can_pack
         self.pools: Mapping[int, P] = {kept.number: self.in_blocks, apart.number: self.in_slots}
+
+    def mark(self) -> object:
+        """See KvPool. One for both memories, which are on one device."""
+        return next(iter(self.pools.values())).mark()
+
+    def follow(self, mark: object) -> None:
+        """See KvPool."""
+        for pool in self.pools.values():
+            pool.follow(mark)
+
+    def synchronize(self) -> None:
+        """See KvPool."""
+        for pool in self.pools.values():
+            pool.synchronize()
 
     def slot_table(self, block_table: Sequence[int], start: int, end: int) -> array[int]:
         """Block table in slots, for a sequence with new tokens [start, end): the slots of the

@@ -17,6 +17,7 @@ from engine.kv.tensors.copy_order import copy_order
 from engine.kv.tensors.cuda_memory import cuda_memory
 from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.grouped import GroupedKvPool, LayersPool
+from engine.kv.tensors.grouped_copy import GroupedDeviceCopy, grouped_copy
 from engine.kv.tensors.packed import ALL_HEADS, NO_RECORDS, PackedPart, PackedPool, RecordMemory
 from engine.kv.tensors.prefault import prefault
 
@@ -160,6 +161,29 @@ class GroupedTensorPool(GroupedKvPool[LayersTensor]):
     ) -> None:
         super().__init__(layout, num_blocks, num_slots, make_pool)
         self.tensor, self.scales = self.in_blocks.tensor, self.in_blocks.scales
+
+
+class GroupedDevicePool(GroupedTensorPool):
+    """GroupedTensorPool on one device."""
+
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, num_slots: int, device: torch.device
+    ) -> None:
+        copies: list[PagedDeviceCopy | None] = []
+
+        def make(own: KvLayout, num_blocks: int) -> TorchKvPool:
+            pool = TorchKvPool(own, num_blocks, device)
+            copies.append(pool.device_copy)
+            return pool
+
+        super().__init__(layout, num_blocks, num_slots, make)
+        own = dict(zip(self.pools, copies, strict=True))
+        self._device_copy = grouped_copy(own, self.ids_in, layout.block_size)
+
+    @property
+    def device_copy(self) -> GroupedDeviceCopy | None:
+        """See TorchKvPool."""
+        return self._device_copy
 
 
 def host_pool(layout: KvLayout, num_blocks: int) -> TorchKvPool:

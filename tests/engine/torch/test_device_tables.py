@@ -3,6 +3,7 @@ that grew sends what was added."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -74,6 +75,26 @@ def test_only_what_is_new_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     one.replace(1, 5)
     tables.place((one,))
     assert sent == [4, 2, 3]
+
+
+def test_tables_of_slots_send_what_a_row_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def noted(host: torch.Tensor, device: torch.device) -> torch.Tensor:  # noqa: ARG001
+        sent.append(len(host) // 2)
+        return host
+
+    monkeypatch.setattr(device_tables, "to_device", noted)
+    slots = DeviceTables(NUM_ROWS, WIDTH, torch.device("cpu"), has_slots=True).slots
+    assert slots
+    steps = ([[3, 4], [5]], [[3, 4, 6], [5]], [[0, 4, 6], [7]], [[7], [0, 4, 6]], [[7]])
+    for tables in steps:
+        placed = slots.placed([array("q", table) for table in tables])
+        assert placed
+        for begin, table in zip(placed.begins, tables, strict=True):
+            assert slots.entries[begin : begin + len(table)].tolist() == table
+    assert sent == [3, 1, 2, 4]
+    assert slots.placed([[0]] * (NUM_ROWS + 1)) is None
 
 
 def test_a_step_of_more_tables_than_rows_places_none() -> None:

@@ -23,6 +23,7 @@ from baton_kernels import linear
 from bench.gpu.interpreter import kernels_on_cpu
 from engine import native_rank
 from engine.interface import Batch
+from engine.kv.interface import shared_slots
 from engine.ranks import process_groups, start
 from engine.ranks.process_groups import NcclRanks
 from engine.ranks.team import RankTeam
@@ -36,6 +37,7 @@ from tests.support.tiny_models import Family, make_tiny_model
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 77, 200], [9]]
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 SAMPLINGS = [Sampling(), Sampling(temperature=1.5, seed=7, top_k=40)]
 
 
@@ -103,6 +105,36 @@ def test_all_ranks_replay_what_each_has_recorded(
     assert first.num_replays == others.num_replays == 3 * is_recorded
     assert len(first.graphs) == len(others.graphs)
     assert bool(first.graphs) == is_recorded
+    assert not losses
+
+
+def test_windowed_layers_have_slots_on_all_ranks(
+    losses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_model(tmp_path, "qwen2", **WINDOWS)
+    first, others = CountedGraphs(CPU), CountedGraphs(CPU)
+    monkeypatch.setattr(native_rank, "CalledGraphs", lambda _: others)
+    sizes = {"num_blocks": 16, "block_size": 4, "max_model_len": 64, "num_threads": 1}
+    one = load_engine(str(path), **sizes)
+    two = load_engine(
+        str(path),
+        **sizes,
+        tensor_parallel_size=2,
+        distributed_backend="gloo",
+        make_graphs=lambda _: first,
+        max_graph_seqs=2,
+        frees_windows=True,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+    )
+    assert not one.kv.slot_tables
+    wanted = token_ids(generate(one, PROMPTS, SAMPLINGS, 4))
+    with shared_slots(two.kv):
+        got = token_ids(generate(two, PROMPTS, SAMPLINGS, 4))
+    assert two.kv.slot_tables
+    two.close()
+    assert got == wanted
+    assert first.num_replays == others.num_replays == 3
     assert not losses
 
 
