@@ -67,7 +67,7 @@ NARROW_LOADS = {
     "_attend_latent": 0,
     "_grouped_linear": 0,
     "_grouped_int_linear": 1,
-    "_grouped_mxfp4_linear": 2,
+    "_grouped_mxfp4_linear": 0,
     "_int_linear": 2,
     "_fp8_linear": 0,
     "_fixed_linear": 33,

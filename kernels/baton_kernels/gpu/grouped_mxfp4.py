@@ -21,7 +21,8 @@ _DOUBLED = tl.constexpr(0xC8643210 - (1 << 32))
 @triton.jit
 def _levels(numbers):
     """Twice the value of numbers of 4 bits, int32."""
-    magnitude = (_DOUBLED >> ((numbers & 7) * 4)) & 15
+    table = numbers * 0 + _DOUBLED
+    magnitude = (table >> ((numbers & 7) * 4)) & 15
     return tl.where((numbers & 8) != 0, -magnitude, magnitude)
 
 

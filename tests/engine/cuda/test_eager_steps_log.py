@@ -17,10 +17,6 @@ def part(start: int, num_new: int, num_rows: int = 1) -> SequenceSlice:
     return SequenceSlice((0,) * num_new, start, range(MAX_LEN // 16), rows)
 
 
-def scored(part: SequenceSlice) -> SequenceSlice:
-    return part._replace(rows=tuple(row._replace(scored_token_id=3) for row in part.rows))
-
-
 def test_verification_of_drafts_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
     engine = StubDeviceEngine(MAX_LEN // 16, 4, MAX_LEN, 1)
     engine.forward(Batch((part(9, 1, 2), part(9, 3))))
@@ -33,7 +29,6 @@ def test_verification_of_drafts_is_replayed(caplog: pytest.LogCaptureFixture) ->
     [
         ((part(9, 1), part(9, 9)), "it verifies more than 8 tokens"),
         ((part(20_000, 2),), "drafts of long ones"),
-        ((part(9, 1), scored(part(9, 1))), "scores a token"),
         ((part(9, 1), part(9, 2)), "graphs are of up to 2 new tokens"),
     ],
 )
