@@ -12,8 +12,9 @@ from baton.types import KvLayout
 from engine.interface import Batch
 from engine.kv.interface import KvPool
 from engine.kv.kv_ranks import KvRanks
+from engine.kv.tensors.copy_order import copy_order
+from engine.kv.tensors.device_states import records_on
 from engine.kv.tensors.paged import GroupedDevicePool, TorchKvPool
-from engine.kv.tensors.state_memory import state_records
 from engine.ranks.exchange import ALONE, Groups
 from engine.ranks.stages import OneStage, Stages
 from engine.shard import WHOLE, Shard
@@ -61,7 +62,7 @@ class Followers(Protocol):
     ) -> TensorPool:
         """The blocks of all ranks, and the states. layout: of the whole model. num_window_slots: 0
         if blocks hold the KV of all layers, see GroupedKvPool. num_state_slots: see
-        StateMemory."""
+        SlotStates."""
         ...
 
     def kv_ranks(self, pool: TensorPool) -> KvRanks | None:
@@ -119,8 +120,9 @@ class NoFollowers:
     ) -> TensorPool:
         if num_window_slots:
             return GroupedDevicePool(layout, num_blocks, num_window_slots, device)
-        states = state_records(layout, num_blocks, num_state_slots)
-        return TorchKvPool(layout, num_blocks, device, records=states)
+        order = copy_order(device)
+        states = records_on(device, layout, num_blocks, num_state_slots, order)
+        return TorchKvPool(layout, num_blocks, device, records=states, order=order)
 
     def kv_ranks(self, pool: TensorPool) -> KvRanks | None:  # noqa: ARG002
         return None

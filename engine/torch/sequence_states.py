@@ -50,7 +50,7 @@ class StepStates:
         *,
         is_writer: bool = True,
     ) -> None:
-        """memory: of a StateMemory with that layout, uint8. first_layer: see SequenceStates.
+        """memory: of SlotStates with that layout, uint8. first_layer: see SequenceStates.
         is_writer: whether this rank's states are kept."""
         self._first_layer = first_layer
         shape = (-1, layout.num_state_layers, layout.state_layer_bytes // ELEMENT_BYTES)

@@ -79,13 +79,6 @@ class TransformersModel:
         return self
 
     def check_ranks(self, degrees: Degrees, device: torch.device) -> None:
-        if self.num_state_layers and device.type != "cpu":
-            raise ConfigError.of(
-                "device",
-                device.type,
-                f"{self._description.architecture} has layers with a state, which run on a CPU "
-                "alone yet; use cpu",
-            )
         _check_degrees(self._description, degrees, device)
 
     def rank_parts(self, layout: KvLayout, degrees: Degrees) -> tuple[KvPart, ...]:

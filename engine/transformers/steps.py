@@ -9,7 +9,7 @@ import torch
 
 from engine.interface import Batch
 from engine.kv.groups.state import STATE
-from engine.kv.tensors.state_memory import StateMemory
+from engine.kv.tensors.state_memory import SlotStates
 from engine.ranks.followers import Followers, TensorPool
 from engine.torch.divided import LayerDone
 from engine.torch.sequence_states import NO_PLACE, StepStates
@@ -51,10 +51,10 @@ class TransformersSteps:
         self, decoder: TransformersDecoder, pool: TensorPool, followers: Followers
     ) -> None:
         self._decoder, self._followers = decoder, followers
-        self._memory: StateMemory | None = pool.records.get(STATE)
+        self._memory: SlotStates | None = pool.records.get(STATE)
         states = None
         if self._memory is not None:
-            states = StepStates(torch.from_numpy(self._memory.data), self._memory.layout)
+            states = StepStates(torch.as_tensor(self._memory.data), self._memory.layout)
         self._forward = RankForward(decoder, pool.tensor, pool.scales, states)
 
     def run(
@@ -75,7 +75,7 @@ class TransformersSteps:
         return EagerStep(hidden, self._decoder, self._followers)
 
 
-def _begin(memory: StateMemory, batch: Batch) -> Iterator[tuple[int, int]]:
+def _begin(memory: SlotStates, batch: Batch) -> Iterator[tuple[int, int]]:
     """Yield the numbers of the places before and after each slice. Raises EngineFault for a slice
     with missing earlier states."""
     for index, part in enumerate(batch.slices):

@@ -18,7 +18,8 @@ FILES = frozenset(path.name for path in FOLDER.glob("test_*.py"))
 ENGINES = frozenset(
     {
         *("test_step_graphs.py", "test_rank_graphs.py"),
-        *("test_whole_engine.py", "test_batch_invariant_engine.py", "test_window_slots.py"),
+        *("test_whole_engine.py", "test_batch_invariant_engine.py"),
+        *("test_window_slots.py", "test_device_states.py"),
     }
 )
 ATTENTION = frozenset({"test_paged_attention.py", "test_latent_attention.py"})

@@ -21,15 +21,17 @@ from engine.kv.range import KvRange
 LONG: Final = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SlotTable:
     """By block id: the block's slot in [0, num_slots), or -1 if it has none.
 
-    Changed by the group's allocator, in the engine's thread; its length is constant.
+    Changed by the group's allocator, in the engine's thread; its length is constant. is_shared: see
+    `shared`.
     """
 
     num_slots: int
     of_block: array[int]
+    is_shared: bool = False
 
     @classmethod
     def empty(cls, num_blocks: int, num_slots: int) -> SlotTable:
@@ -40,11 +42,13 @@ class SlotTable:
     def shared(self) -> Iterator[None]:
         """Within the context each block has a slot, which it shares with others: for KV that nobody
         reads, before the allocator assigns any."""
+        self.is_shared = True
         try:
             for block_id in range(len(self.of_block)):
                 self.of_block[block_id] = block_id % self.num_slots
             yield
         finally:
+            self.is_shared = False
             for block_id in range(len(self.of_block)):
                 self.of_block[block_id] = -1
 

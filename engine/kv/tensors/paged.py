@@ -13,7 +13,7 @@ from baton_kernels.cpu.memory import host_memory
 from baton_kernels.host_copy import to_device
 from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 from engine.kv.range import KvRange
-from engine.kv.tensors.copy_order import copy_order
+from engine.kv.tensors.copy_order import CopyOrder, copy_order
 from engine.kv.tensors.cuda_memory import cuda_memory
 from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.grouped import GroupedKvPool, LayersPool
@@ -42,12 +42,14 @@ class TorchKvPool(PackedPool):
         device: torch.device,
         memory: torch.Tensor | None = None,
         records: Mapping[int, RecordMemory] = NO_RECORDS,
+        order: CopyOrder | None = None,
     ) -> None:
         """memory: the blocks' bytes, uint8 on `device`, already backed by pages; allocated if not
-        given. records: see PackedPool. Raises ValueError if scales would be misaligned."""
+        given. records: see PackedPool. order: of the records; by default, one of its own. Raises
+        ValueError if scales would be misaligned."""
         super().__init__(layout, num_blocks, records)
         self._is_host = device.type == "cpu"
-        self._order = copy_order(device)
+        self._order = order or copy_order(device)
         self.mark, self.follow = self._order.mark, self._order.follow
         self.synchronize = self._order.synchronize
         """See KvPool."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ STATES_PER_SLOT = 2
 
 
 class StatePlace(NamedTuple):
-    """Location of the states of all layers of a sequence: StateMemory.data[place]."""
+    """Location of the states of all layers of a sequence: SlotStates.data[place]."""
 
     slot: int
     at: int
@@ -30,32 +31,33 @@ class StatePlace(NamedTuple):
         return self.slot * STATES_PER_SLOT + self.at
 
 
-class StateMemory:
-    """The states of all slots, in host memory.
+class SlotStates(ABC):
+    """The states of all slots. Subclasses have the memory.
 
     A slot has two places, each with the number of tokens that its states follow. A step reads one
     place and writes the other, so its input stays until the next step: a discarded step has no
     effect and may run again.
 
-    data: uint8 [num_slots, STATES_PER_SLOT, num_state_layers, state_layer_bytes], read and written
-    in place by steps.
+    data: array or tensor, uint8 [num_slots, STATES_PER_SLOT, num_state_layers, state_layer_bytes],
+    read and written in place by steps.
     """
 
-    def __init__(
-        self,
-        layout: KvLayout,
-        num_blocks: int,
-        num_slots: int,
-        memory: NDArray[np.uint8] | None = None,
-    ) -> None:
-        """layout: with the state layers that lie here. num_blocks: of the pool next to it. memory:
-        state_bytes of `num_slots`; allocated if not given."""
+    data: Any
+
+    def __init__(self, layout: KvLayout, num_blocks: int, num_slots: int) -> None:
+        """layout: with the state layers that lie here. num_blocks: of the pool next to it."""
         self.slots = SlotTable.empty(num_blocks, num_slots)
         self.layout = layout
-        shape = (num_slots, STATES_PER_SLOT, layout.num_state_layers, layout.state_layer_bytes)
-        self.data = np.zeros(shape, np.uint8) if memory is None else memory.reshape(shape)
-        self._num_tokens = np.full(shape[:2], -1, dtype=np.int64)
+        self._num_tokens = np.full((num_slots, STATES_PER_SLOT), -1, dtype=np.int64)
         """Number of tokens that the states follow; -1 if there are none."""
+
+    @abstractmethod
+    def read(self, place: StatePlace, layers: slice, out: memoryview) -> None:
+        """Copy the states of some layers to `out`, in the calling thread."""
+
+    @abstractmethod
+    def write(self, place: StatePlace, layers: slice, data: memoryview) -> None:
+        """Inverse of read."""
 
     def begin_step(
         self, block_table: Sequence[int], start: int
@@ -89,14 +91,12 @@ class StateMemory:
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """See KvPool."""
         slot, layers = self._slot_of(block_ids), self._layers(piece, out)
-        at = self._place_of(slot, piece.end_token)
-        np.frombuffer(out, dtype=np.uint8)[:] = self.data[slot, at, layers].reshape(-1)
+        self.read(StatePlace(slot, self._place_of(slot, piece.end_token)), layers, out)
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         """See KvPool. Received states start a sequence here."""
         slot, layers = self._slot_of(block_ids), self._layers(piece, data)
-        place = self.data[slot, 0, layers]
-        place[...] = np.frombuffer(data, dtype=np.uint8).reshape(place.shape)
+        self.write(StatePlace(slot, 0), layers, data)
         self._num_tokens[slot] = (piece.end_token, -1)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -123,7 +123,9 @@ class StateMemory:
         return slot
 
     def _place_of(self, slot: int, num_tokens: int) -> int:
-        """Index of the states after num_tokens tokens."""
+        """Index of the states after num_tokens tokens; of any, while slots are shared."""
+        if self.slots.is_shared:
+            return 0
         for at in range(STATES_PER_SLOT):
             if self._num_tokens[slot, at] == num_tokens:
                 return at
@@ -140,6 +142,36 @@ class StateMemory:
         if data.nbytes != piece.num_bytes(layout.state_layer_bytes):
             raise ValueError(f"{data.nbytes} bytes do not hold {piece}")
         return slice(piece.first_layer, piece.end_layer)
+
+
+class StateMemory(SlotStates):
+    """The states of all slots, in host memory."""
+
+    data: NDArray[np.uint8]
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_slots: int,
+        memory: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """memory: state_bytes of `num_slots`; allocated if not given. Others: see SlotStates."""
+        super().__init__(layout, num_blocks, num_slots)
+        shape = state_shape(layout, num_slots)
+        self.data = np.zeros(shape, np.uint8) if memory is None else memory.reshape(shape)
+
+    def read(self, place: StatePlace, layers: slice, out: memoryview) -> None:
+        np.frombuffer(out, dtype=np.uint8)[:] = self.data[place][layers].reshape(-1)
+
+    def write(self, place: StatePlace, layers: slice, data: memoryview) -> None:
+        target = self.data[place][layers]
+        target[...] = np.frombuffer(data, dtype=np.uint8).reshape(target.shape)
+
+
+def state_shape(layout: KvLayout, num_slots: int) -> tuple[int, int, int, int]:
+    """Shape of SlotStates.data."""
+    return num_slots, STATES_PER_SLOT, layout.num_state_layers, layout.state_layer_bytes
 
 
 def state_bytes(layout: KvLayout, num_slots: int) -> int:

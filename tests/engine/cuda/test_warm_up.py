@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from baton.types import Sampling
 from engine.cuda.warm_up import token_counts, warm_up, warm_up_batches
 from engine.interface import Batch, SampleRow, SequenceSlice
+from engine.kv.groups.window import WINDOWED
 from engine.oracle import OracleEngine, OracleOptions
-from tests.engine.conftest import MakeEngine
+from tests.engine.conftest import MakeEngine, MakeModel
+from tests.support.engines import load_engine
 
 
 @given(st.integers(1, 3000), st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16]))
@@ -60,3 +62,19 @@ def test_a_model_computes_it_and_what_follows_is_as_without(tiny_engine: MakeEng
     fresh, warm = (tiny_engine(block_size=4, num_blocks=32) for _ in range(2))
     warm_up(warm, 64, 8, lambda _number, _of: None)
     assert warm.forward(batch) == fresh.forward(batch)
+
+
+@pytest.mark.slow
+def test_windowed_layers_with_slots_are_warmed_up(tiny_model: MakeModel) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    engine = load_engine(
+        str(tiny_model("qwen2", **windows)),
+        num_blocks=40,
+        block_size=4,
+        max_num_seqs=3,
+        max_num_batched_tokens=8,
+        frees_windows=True,
+    )
+    table = engine.kv.slot_tables[WINDOWED]
+    warm_up(engine, 8, 3, lambda _number, _of: None)
+    assert set(table.of_block) == {-1}

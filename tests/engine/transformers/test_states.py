@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from baton.errors import AdapterError, ConfigError, EngineFault
-from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
+from baton.types import BeamParams, EarlyStopping, KvLayout, Sampling, SequenceSpec
+from engine.cuda.warm_up import warm_up
 from engine.interface import Batch, SampleRow, SequenceSlice, forward_guarded
 from engine.kv.groups.state import STATE
 from engine.kv.layout import groups_of
+from engine.kv.tensors.copy_order import CopyOrder
+from engine.kv.tensors.device_states import DeviceStates
+from engine.ranks import followers
 from engine.ranks.mesh import Degrees
 from engine.torch.engine import TorchEngine
 from kv_transfer.transport.loopback import LoopbackHub
@@ -220,6 +224,48 @@ def test_two_tiers_give_what_one_worker_gives(swap_bytes: int, name: str, case_o
         assert set(worker.engine.kv.slot_tables[STATE].of_block) == {-1}
 
 
+def on_device(
+    _device: torch.device, layout: KvLayout, num_blocks: int, num_slots: int, order: CopyOrder
+) -> dict[int, DeviceStates]:
+    """Records of a pool as on a GPU, with the CPU in its place."""
+    return {STATE: DeviceStates(layout, num_blocks, num_slots, torch.device("cpu"), order)}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [FEW[0], FEW[2]])
+def test_states_in_a_devices_memory_give_the_same(
+    name: str, case_of: CaseOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handed over, moved, swapped, forked."""
+    case = case_of(name)
+    expected = alone(case.path)
+    monkeypatch.setattr(followers, "records_on", on_device)
+    client = tiers(case.path, 3, 1 << 20)
+    assert outputs(client, requests()) == expected
+    assert client.seen >= {"Committed", "HandedOff", "Paused", "Prefilled"}
+    assert sum(worker.swap.num_swaps for worker in client.decodes)
+    for worker in client.decodes:
+        assert isinstance(worker.engine.kv.records[STATE], DeviceStates)
+
+
+@pytest.mark.slow
+def test_a_worker_on_a_gpu_warms_up_before_sequences_have_states(case_of: CaseOf) -> None:
+    engine = load_engine(
+        str(case_of(QUICK).path),
+        model_impl="transformers",
+        num_blocks=10,
+        block_size=4,
+        max_num_seqs=3,
+        progress=lambda _: None,
+        on_plan=lambda _: None,
+    )
+    warm_up(engine, 4, 3, lambda _number, _of: None)
+    table = engine.kv.slot_tables[STATE]
+    assert not table.is_shared
+    assert set(table.of_block) == {-1}
+
+
 @pytest.mark.slow
 def test_sequences_that_are_cancelled_leave_no_slot(case_of: CaseOf) -> None:
     client = tiers(case_of(FEW[0]).path, 4, 0)
@@ -243,9 +289,10 @@ def test_devices_and_ranks_that_such_layers_cannot_use_are_refused(case_of: Case
 
     source = TransformersModel(case_of(FEW[0]).path)
     source.check_ranks(Degrees(1), torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"device=cuda: .* layers with a state.*; use cpu"):
-        source.check_ranks(Degrees(1), torch.device("cuda"))
+    source.check_ranks(Degrees(1), torch.device("cuda"))
     source.check_ranks(Degrees(2), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"device=cuda: 2 ranks share memory of the host"):
+        source.check_ranks(Degrees(2), torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"context_parallel_size=2: .*; leave it out"):
         source.check_ranks(Degrees(context=2), torch.device("cpu"))
 
