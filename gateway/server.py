@@ -45,8 +45,14 @@ from gateway.request.driver import RequestDeps
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.fleets import Fleets
-from gateway.routing.gauges import DISCOVERY_PATH, observe_gateway, scrape_targets
+from gateway.routing.gauges import (
+    DISCOVERY_PATH,
+    observe_gateway,
+    observe_planner,
+    scrape_targets,
+)
 from gateway.routing.migrator import Migrator
+from gateway.routing.planner.size import Bounds
 from gateway.routing.planner.steering import Steering
 from gateway.routing.rivals import share_counters
 from gateway.routing.workers import Membership, Roster, keep_connected
@@ -84,6 +90,7 @@ class _Model:
     fleet: Fleet
     dispatcher: Dispatcher
     migrator: Migrator
+    steering: Steering | None
 
     async def close(self) -> None:
         for part in (self.tokenizer, self.chat, self.grammars):
@@ -96,10 +103,8 @@ class _Model:
         """To run while the model is served."""
         yield self.dispatcher.run()
         yield self.migrator.run()
-        if options.planner == "on":
-            lease = make_lease(options.registry, self.name)
-            order = functools.partial(set_role, tls=options.worker_tls)
-            yield Steering(self.fleet, self.dispatcher.log, lease, order).run()
+        if self.steering:
+            yield self.steering.run()
         if has_accounts and (board := make_board(options.registry, self.name)):
             yield share_counters(self.dispatcher.shares, self.dispatcher.take_shares, board)
 
@@ -172,6 +177,31 @@ async def _load_model(
         fleet,
         dispatcher,
         Migrator(fleet, dispatcher),
+        _steering(options, own.model_name, fleet, dispatcher),
+    )
+
+
+def _steering(
+    options: GatewayOptions, name: str, fleet: Fleet, dispatcher: Dispatcher
+) -> Steering | None:
+    """The planner's part that gives orders; None without a planner."""
+    if options.planner == "off":
+        return None
+    most, fd = options.max_workers, options.number_fd
+
+    def report(number: int) -> None:
+        if fd is not None:
+            with contextlib.suppress(BrokenPipeError):  # the supervisor has ended
+                os.write(fd, b"%d\n" % number)
+
+    return Steering(
+        fleet,
+        dispatcher.log,
+        make_lease(options.registry, name),
+        functools.partial(set_role, tls=options.worker_tls),
+        bounds=None if most is None else Bounds(options.min_workers or 1, most),
+        on_number=report,
+        clock=time.monotonic,
     )
 
 
@@ -209,6 +239,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             stack.push_async_callback(part.close)
         observe_build(telemetry.meter, __version__)
         observe_gateway(telemetry.meter, observed, [part.dispatcher for part in parts])
+        observe_planner(telemetry.meter, [part.steering for part in parts if part.steering])
         defer = asyncio.get_running_loop().call_soon
         recorder = GatewayRecorder(telemetry, time.monotonic, defer)
         models = Models(
@@ -240,7 +271,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
                 report_phase("waiting for workers")
                 async with _stopping_at(stop):
                     if supervisor:
-                        await supervisor.wait_ended()
+                        await supervisor.wait_complete()
                     await _wait_for_workers(members, fleets, options)
                     clock.lap("workers")
                     http_address = http.address if http else ""

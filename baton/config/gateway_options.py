@@ -65,6 +65,12 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     """Whether the gateway changes the roles of workers between prefill, decode and colocated, by
     the load and the latency targets; needs --slo-ttft-ms or --slo-tpot-ms. Of several gateways with
     one --registry, one plans at a time."""
+    max_workers: Count | None = None
+    """With --planner=on: also say how many workers there should be, up to this number, by metric
+    (baton_planner_workers_wanted); `baton serve` starts and drains them. If not given, their number
+    is left alone."""
+    min_workers: Count | None = None
+    """Least number of workers with --max-workers; 1 if not given."""
     max_remembered_prefixes: Count = DEFAULT_MAX_PREFIXES
     """Maximum prefixes of prompts and answers remembered per model, to route requests to workers
     that cache them. A request of some hundred tokens adds about three, of about 215 bytes each."""
@@ -132,6 +138,21 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_number(self) -> Self:
+        least, most = self.min_workers, self.max_workers
+        if most is None:
+            if least is not None:
+                raise ValueError(f"--min-workers={least}: goes with --max-workers; give both")
+            return self
+        if self.planner != "on":
+            raise ValueError(f"--max-workers={most}: goes with --planner=on; give both")
+        if self.more_models:
+            raise ValueError(f"--max-workers={most}: goes with one model; leave out the others")
+        if least is not None and least > most:
+            raise ValueError(f"--min-workers={least}: is above --max-workers={most}; give less")
+        return self
+
     @property
     def bound_http_port(self) -> int | None:
         """HTTP port to bind, 0 for any free one; None without HTTP."""
@@ -178,6 +199,8 @@ class GatewayOptions(
     """Addresses of decode workers, host:port; repeat the option or separate with commas."""
     workers_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
     """File descriptor to read worker addresses from, as JSON lines until end of file."""
+    number_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
+    """File descriptor to write numbers of wanted workers to, one a line."""
     refused_models: Names = Field(default=(), json_schema_extra=HIDDEN)
     """Names of models to leave out, because their workers did not start."""
 

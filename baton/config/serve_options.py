@@ -103,6 +103,17 @@ class ServeOptions(
         return self
 
     @model_validator(mode="after")
+    def _check_number_at_start(self) -> Self:
+        num_prefill = 0 if self.colocated else self.num_prefill_workers
+        number = num_prefill + self.num_decode_workers
+        if self.max_workers is not None and self.max_workers < number:
+            raise ValueError(
+                f"--max-workers={self.max_workers}: is less than the {number} workers to start "
+                "with; give more, or fewer of these"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_memory(self) -> Self:
         of_prefill = self.prefill_gpu_memory_utilization
         if of_prefill is not None and of_prefill >= self.gpu_memory_utilization:

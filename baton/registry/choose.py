@@ -13,9 +13,10 @@ def make_lease(url: str | None, model: str) -> Lease:
     that is alone. Raises ConfigError."""
     if url is None:
         return SoleLease()
-    # make_registry has said what to install.
-    from baton.registry.redis_lease import RedisLease
-
+    try:
+        from baton.registry.redis_lease import RedisLease
+    except ImportError as error:
+        raise _no_client() from error
     return RedisLease(url, model)
 
 
@@ -40,6 +41,10 @@ def make_registry(url: str | None, model: str = "") -> Registry:
         # Imported on demand: the client of Redis.
         from baton.registry.redis import RedisRegistry
     except ImportError as error:
-        fix = "install the redis package (pip install redis), or leave the option out"
-        raise ConfigError.of("--registry", "redis", fix) from error
+        raise _no_client() from error
     return RedisRegistry(url, model)
+
+
+def _no_client() -> ConfigError:
+    fix = "install the redis package (pip install redis), or leave the option out"
+    return ConfigError.of("--registry", "redis", fix)

@@ -9,14 +9,15 @@ from collections.abc import AsyncGenerator, Callable
 from typing import NoReturn
 
 from baton.errors import ConfigError
-from baton.registry.interface import Change, WorkerAdded
+from baton.registry.interface import Change, WorkerAdded, WorkerRemoved
 from baton.registry.registration import Registration
 from baton.types import Tier
 
 
 class PipeRegistry:
-    """Reads addresses from a descriptor, which it owns. The list only grows, until the other end is
-    closed."""
+    """Reads addresses from a descriptor, which it owns, until the other end is closed. A line says
+    that a worker is there, that it leaves ("removed"), or that all that start first are listed
+    ("complete")."""
 
     def __init__(self, fd: int) -> None:
         """Raises ConfigError if the descriptor is not open."""
@@ -30,7 +31,7 @@ class PipeRegistry:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, fd)
         os.close(nothing)
-        self._ended = asyncio.Event()
+        self._complete = asyncio.Event()
 
     async def changes(self) -> AsyncGenerator[Change, None]:
         """See Registry."""
@@ -42,14 +43,19 @@ class PipeRegistry:
         try:
             while line := await reader.readline():
                 entry = json.loads(line)
-                yield WorkerAdded(entry["address"], Tier[entry["tier"].upper()])
+                if entry.get("complete"):
+                    self._complete.set()
+                elif entry.get("removed"):
+                    yield WorkerRemoved(entry["address"])
+                else:
+                    yield WorkerAdded(entry["address"], Tier[entry["tier"].upper()])
         finally:
             transport.close()
-            self._ended.set()
+            self._complete.set()
 
-    async def wait_ended(self) -> None:
-        """Wait until the list is complete and `changes` has yielded all of it."""
-        await self._ended.wait()
+    async def wait_complete(self) -> None:
+        """Wait until `changes` has yielded all workers that start first."""
+        await self._complete.wait()
 
     async def announce(self, current: Callable[[], Registration | None]) -> NoReturn:  # noqa: ARG002
         """See Registry."""

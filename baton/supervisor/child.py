@@ -54,15 +54,19 @@ class Child:
         environment: Mapping[str, str],
         on_phase: Callable[[str, str], None] = lambda _name, _phase: None,
         feed: Feed | None = None,
+        on_number: Callable[[int], None] | None = None,
     ) -> None:
         """on_line: receives the child's name and each line of its output.
         on_phase: receives its name and each phase of its start.
-        feed: lines for its stdin."""
+        feed: lines for its stdin.
+        on_number: receives numbers that it writes to --number-fd; None: it gets no such option."""
         self.spec = spec
         self._on_line = on_line
         self._on_phase = on_phase
         self._environment = environment
         self._feed = feed
+        self._on_number = on_number
+        self._numbers: asyncio.Task[None] | None = None
         self._process: Process | None = None
         self._log: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
@@ -136,22 +140,32 @@ class Child:
         """Start the process in its own session, so that Ctrl-C of the terminal reaches only the
         supervisor, which decides the order."""
         self._last_lines.clear()
+        ours, theirs = socket.socketpair() if self._on_number else (None, None)
+        more_fds = () if theirs is None else (theirs.fileno(),)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *spec.program,
                 f"--ready-fd={child_fd}",
                 f"--parent-fd={parent_fd}",
+                *(f"--number-fd={fd}" for fd in more_fds),
                 *spec.arguments,
                 stdin=PIPE if self._feed else DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                pass_fds=(child_fd, parent_fd),
+                pass_fds=(child_fd, parent_fd, *more_fds),
                 start_new_session=True,
                 limit=_MAX_LINE_BYTES,
                 env=dict(self._environment),
             )
         except OSError as error:
+            if ours is not None:
+                ours.close()
             raise ChildFailed(self.name, "no process", str(error), (), self.spec.model) from error
+        finally:
+            if theirs is not None:
+                theirs.close()
+        if ours is not None:
+            self._numbers = asyncio.create_task(self._read_numbers(ours))
         if self._feed and self._process.stdin:
             self._feed.attach(self._process.stdin)
         self._log = asyncio.create_task(self._forward_log(self._process), name=f"log {self.name}")
@@ -168,6 +182,16 @@ class Child:
             line = data.decode(errors="replace").rstrip("\r\n")
             self._last_lines.append(line)
             self._on_line(self.name, line)
+
+    async def _read_numbers(self, end: socket.socket) -> None:
+        """Pass on what the process writes, until it ends. Closes `end`."""
+        reader, writer = await asyncio.open_connection(sock=end)
+        try:
+            while line := await reader.readline():
+                if self._on_number and line.strip().isdigit():
+                    self._on_number(int(line))
+        finally:
+            writer.close()
 
     async def _last_message(self, end: socket.socket) -> Mapping[str, Any]:
         """The child's last start message; empty if there is none. Closes `end`."""

@@ -25,10 +25,12 @@ from baton.supervisor.plan import (
     ChildSpec,
     Programs,
     describe_gpus,
+    num_later_workers,
     num_visible_gpus,
     plan_gateways,
     plan_workers,
 )
+from baton.supervisor.scaling import Scaling
 from baton.supervisor.serving import wait_until_serving
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ _KILL_MARGIN_S = 5.0
 
 #: Restart delays in seconds: the first and the longest; each is twice the previous one.
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 30.0
+
+#: Seconds after which a worker that starts later is killed and started anew.
+_START_S = 1800.0
 
 #: Seconds of service after which the restart delay is reset: the process did not fail at its start.
 _STABLE_S = 10.0
@@ -75,7 +80,10 @@ class Cluster:
         self._refused: tuple[str, ...] = ()
         self._wait_serving = wait_serving or functools.partial(wait_until_serving, tls=options.tls)
         self._children: dict[str, Child] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._scaling: Scaling | None = None
+        self._specs: dict[str, ChildSpec] = {}
+        """Of all workers that there may be."""
         self._stopping = asyncio.Event()
         self._lifeline = (-1, -1)
         self._phases: dict[str, float] = {}
@@ -146,7 +154,12 @@ class Cluster:
         if who_is_where := describe_gpus(self._options, num_gpus):
             logger.info("%s", who_is_where)
         first, *others = plan_gateways(self._options, self._programs)
-        await self._start_all(workers, (first,))
+        first_workers = workers[: len(workers) - num_later_workers(self._options)]
+        if self._options.max_workers is not None:
+            self._specs = {spec.name: spec for spec in workers}
+            names = [spec.name for spec in first_workers]
+            self._scaling = Scaling([*self._specs], names, self._begin_later, self._let_go)
+        await self._start_all(first_workers, (first,))
         if others:  # they share ports that the first one may have chosen
             ports = self.report_of("gateway").ports
             await self._start_all((), tuple(other.at_ports(ports) for other in others))
@@ -154,19 +167,21 @@ class Cluster:
         await self._serving()
         self._phases["serving"] = time.monotonic() - before
         self._phases["total"] = time.monotonic() - begin
-        self._keepers = [
-            asyncio.create_task(self._keep(child), name=f"keep {child.name}")
+        self._keepers = {
+            child.name: asyncio.create_task(self._keep(child), name=f"keep {child.name}")
             for child in self._children.values()
-        ]
+        }
+        if self._scaling:
+            self._keepers[""] = asyncio.create_task(self._scaling.run(), name="scale")
 
     async def stop(self) -> None:
         """Drain and stop all children, first the gateways, then the workers. No process is left.
         Idempotent."""
         self._stopping.set()
-        for keeper in self._keepers:
+        keepers, self._keepers = [*self._keepers.values()], {}
+        for keeper in keepers:
             keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._keepers = []
+        await asyncio.gather(*keepers, return_exceptions=True)
         grace_s = self._options.drain_timeout_s + _KILL_MARGIN_S
         gateways = [child for name, child in self._children.items() if name.startswith("gateway")]
         await asyncio.gather(*(gateway.stop(grace_s) for gateway in gateways))
@@ -207,14 +222,16 @@ class Cluster:
             for phase, seconds in (child.report.phases if child.report else {}).items():
                 self._phases[f"{child.name} {phase}"] = seconds
 
+    def _new_child(self, spec: ChildSpec) -> Child:
+        variables = {**child_environment(os.environ), **spec.environment}
+        feed = None if spec.model else self._feed
+        own = spec.without_models(self._refused) if feed else spec
+        # The first gateway plans.
+        want = self._scaling.want if self._scaling and spec.name == "gateway" else None
+        return Child(own, self._on_line, variables, self._on_phase, feed, want)
+
     def _start_tasks(self, specs: Iterable[ChildSpec]) -> dict[asyncio.Task[None], Child]:
-        environment = child_environment(os.environ)
-        children = []
-        for spec in specs:
-            variables = {**environment, **spec.environment}
-            feed = None if spec.model else self._feed
-            own = spec.without_models(self._refused) if feed else spec
-            children.append(Child(own, self._on_line, variables, self._on_phase, feed))
+        children = [*map(self._new_child, specs)]
         self._children |= {child.name: child for child in children}
         return {asyncio.create_task(self._start_one(child)): child for child in children}
 
@@ -229,7 +246,42 @@ class Cluster:
 
     def _end_complete_feed(self) -> None:
         if all(name in self._listed for name, c in self._children.items() if c.spec.model):
-            self._feed.end()
+            self._feed.add(json.dumps({"complete": True}))
+
+    def _begin_later(self, name: str) -> None:
+        """Start a worker that was not there at first, or not any more, and keep it."""
+        child = self._children[name] = self._new_child(self._specs[name])
+        self._keepers[name] = asyncio.create_task(self._keep_later(child), name=f"keep {name}")
+
+    async def _keep_later(self, child: Child) -> None:
+        delay_s = 0.0
+        while True:
+            try:
+                async with asyncio.timeout(_START_S):
+                    await self._start_one(child)
+            except (ChildFailed, TimeoutError) as failure:
+                await child.kill()
+                delay_s = restart_delay_s(delay_s, 0.0)
+                why = str(failure) or f"not ready within {_START_S:.0f} s"
+                logger.warning("%s: starting it again in %.1f s: %s", child.name, delay_s, why)
+                if await self._stopped_within(delay_s):
+                    return
+            else:
+                logger.info("%s is ready", child.name)
+                await self._keep(child)
+                return
+
+    async def _let_go(self, name: str) -> None:
+        """Take a worker off the list, drain it, and wait until its process has ended."""
+        keeper = self._keepers.pop(name)
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        if line := self._listed.pop(name, None):
+            address = json.loads(line)["address"]
+            self._feed.remove(line, json.dumps({"address": address, "removed": True}))
+        child = self._children[name]
+        await child.stop(self._options.drain_timeout_s + _KILL_MARGIN_S)
+        del self._children[name]
 
     async def _leave_out(
         self, model: str, failure: BaseException, tasks: dict[asyncio.Task[None], Child]

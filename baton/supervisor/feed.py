@@ -20,6 +20,12 @@ class Feed:
         for writer in self._open_writers():
             writer.write(data)
 
+    def remove(self, line: str, notice: str) -> None:
+        """Take a line back, and write a notice of it to those that have read it."""
+        self._lines.remove(line.encode() + b"\n")
+        for writer in self._open_writers():
+            writer.write(notice.encode() + b"\n")
+
     def end(self) -> None:
         """End the feed: no more lines follow."""
         self._is_ended = True

@@ -76,10 +76,23 @@ def num_prefill_workers(options: ServeOptions) -> int:
 
 
 def num_decode_workers(options: ServeOptions) -> int:
-    """Decode workers per model."""
+    """Decode workers per model, with those that start later."""
+    return _num_decode_at_start(options) + num_later_workers(options)
+
+
+def _num_decode_at_start(options: ServeOptions) -> int:
     if options.decode_devices and "num_decode_workers" not in options.model_fields_set:
         return len(options.decode_devices)
     return options.num_decode_workers
+
+
+def num_later_workers(options: ServeOptions) -> int:
+    """Decode workers that start once the planner wants them. Cores, GPUs and memory are divided as
+    if they were there."""
+    if options.max_workers is None:
+        return 0
+    num_at_start = num_prefill_workers(options) + _num_decode_at_start(options)
+    return max(0, options.max_workers - num_at_start)
 
 
 def num_visible_gpus(environment: Mapping[str, str], driver: Path = _NVIDIA_DRIVER) -> int:
@@ -302,7 +315,8 @@ def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple
     own["more_models"] = tuple(str(each.with_options(of_gateway)) for each in models)
     names = ("gateway", *(f"gateway-{i}" for i in range(1, options.num_gateways)))
     # They have no lease: the first one plans.
-    off = {"planner": "off"} if options.planner == "on" else {}
+    is_planned = options.planner == "on"
+    off = {"planner": "off", "min_workers": None, "max_workers": None} if is_planned else {}
     return tuple(
         _child(
             *(GatewayOptions, options, programs.gateway, name),

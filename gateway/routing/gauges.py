@@ -16,6 +16,7 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from baton.telemetry import names
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet, Worker
+from gateway.routing.planner.steering import Steering
 
 
 def observe_gateway(
@@ -48,6 +49,22 @@ def observe_gateway(
     )
     meter.create_observable_gauge(
         "baton.gateway.workers", [workers], description="Workers as this gateway sees them."
+    )
+
+
+def observe_planner(meter: Meter, planners: Sequence[Steering]) -> None:
+    """Register the gauge of the number of workers that planners want. A gateway that does not lead
+    has none, so that a dead leader's number is not counted beside the next one's."""
+
+    def wanted(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
+        numbers = [number for each in planners if (number := each.num_workers) is not None]
+        return [Observation(sum(numbers))] if numbers else []
+
+    meter.create_observable_gauge(
+        "baton.planner.workers.wanted",
+        [wanted],
+        description="Workers that the planner wants; of the gateway that leads, with "
+        "--max-workers.",
     )
 
 

@@ -202,6 +202,25 @@ def test_what_is_scaled_is_there() -> None:
     # Their queries: tests/deploy/test_grafana_board.py.
 
 
+def test_by_the_planner_the_decode_tier_alone_is_scaled() -> None:
+    planner = "--set=autoscaling.planner=true,prefill.replicas=3"
+    slo = "--set=gateway.args={--slo-ttft-ms=500}"
+    built = charted(EVERYTHING, planner, slo)
+    (scaler,) = (one for one in built if one["kind"] == "ScaledObject")
+    assert scaler["metadata"]["name"] == "decode"
+    (trigger,) = scaler["spec"]["triggers"]
+    assert trigger["metadata"]["query"].startswith("max(baton_planner_workers_wanted{")
+    assert trigger["metadata"]["query"].endswith("}) - 3")
+    assert trigger["metadata"]["threshold"] == "1"
+    sets = {one["metadata"]["name"]: one for one in built if one["kind"] == "StatefulSet"}
+    assert sets["prefill"]["spec"]["replicas"] == 3
+    assert "replicas" not in sets["decode"]["spec"]
+    (gateway,) = (one for one in built if one["kind"] == "Deployment")
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    options = options_of(container["args"], environment(container, built))
+    assert (options.planner, options.min_workers, options.max_workers) == ("on", 4, 11)
+
+
 @pytest.mark.parametrize("name", TIERS)
 def test_pods_mount_the_claim_of_the_model(name: str) -> None:
     spec = workload(name)["spec"]["template"]["spec"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,6 +13,7 @@ from baton.errors import InvalidRequest, WorkerLost
 from baton.types import NO_SLO, Role, Sampling, SequenceSpec
 from engine.oracle import oracle_tokens
 from gateway.routing.planner import steering
+from gateway.routing.planner.planner import Decision
 from gateway.routing.planner.replay import Demand
 from gateway.routing.planner.shapes import WorkerFacts, roles_in, shapes_of
 from gateway.routing.planner.steering import Decide, Steering
@@ -47,11 +48,16 @@ class Registry:
 class Holder:
     """Implements Lease."""
 
+    lasts_s = 10.0
+
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
 
     async def hold(self) -> int | None:
         return self.registry.term_of(self)
+
+    async def record(self, number: int | None) -> int | None:
+        return number or 0
 
     async def close(self) -> None:
         pass
@@ -74,10 +80,11 @@ class Gateway:
         now_s: float,  # noqa: ARG002
         workers: Sequence[WorkerFacts],
         demands: Sequence[Demand],  # noqa: ARG002
-    ) -> Mapping[str, Role]:
+    ) -> Decision:
         """Decides late, and badly."""
         await asyncio.sleep(self.rng.uniform(0.0, 1.0))
-        return roles_in(self.rng.choice([*shapes_of(workers)]), workers) if workers else {}
+        shape = self.rng.choice([*shapes_of(workers)])
+        return Decision(roles_in(shape, workers) if workers else {})
 
     async def set_role(self, address: str, role: Role, term: int) -> None:
         """As a worker does; an order, or its answer, may be lost."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from gateway.request.driver import RequestDeps, RequestDriver, outputs_of
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
 from gateway.routing.migrator import Migrator
+from gateway.routing.planner.planner import Decision
 from gateway.routing.planner.replay import Demand
 from gateway.routing.planner.shapes import WorkerFacts
 from gateway.routing.planner.steering import Decide, Steering
@@ -398,7 +399,7 @@ async def request(cluster: LoadCluster, number: int, arrival: Arrival) -> Record
 
 async def inline(
     decide: Decide, now_s: float, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
-) -> Mapping[str, Role]:
+) -> Decision:
     """Implements gateway.routing.planner.steering.Aside; a virtual clock knows no threads."""
     return decide(now_s, workers, demands)
 

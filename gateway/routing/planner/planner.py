@@ -1,5 +1,5 @@
-"""The planner: from measured load, learned costs and targets to roles of workers. Pure but for what
-it has learned; the caller gives the time.
+"""The planner: from measured load, learned costs and targets to the number of workers and their
+roles. Pure but for what it has learned; the caller gives the time.
 
 It replays the latest requests in each shape, and takes the best one if that is clearly better than
 the present one. Costs are remembered by number of threads. A number that was never used is taken to
@@ -9,14 +9,23 @@ divide the work evenly, and not to read weights faster; once it is used, it is m
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from math import inf, isfinite
 from statistics import fmean, median
 
 from baton.types import Role, Slo, StepCosts, Tier
 from gateway.routing.planner.replay import BEST_SCORE, Demand, Model, score
-from gateway.routing.planner.shapes import Shape, WorkerFacts, roles_in, shapes_of
+from gateway.routing.planner.shapes import (
+    Shape,
+    WorkerFacts,
+    num_decoding,
+    roles_before_leaving,
+    roles_in,
+    shapes_of,
+    split_of,
+)
+from gateway.routing.planner.size import Bounds, Size, enough, num_going
 
 #: Latest requests that are replayed for each worker, so that queues have time to grow; and the
 #: least number of them for a decision.
@@ -28,11 +37,15 @@ MIN_GAIN, _GAIN_OF_MISSES, _LEAST_GAIN = 0.04, 0.3, 0.01
 REST_S = 10.0
 #: Weight of the latest replay in a shape's score: few requests say little.
 _LATEST_WEIGHT = 0.3
+#: Shares of prefill workers, the best ones, with which other numbers of workers are replayed.
+_SHARES_TO_SIZE = 2
 #: Workers that are replayed; a larger fleet is represented by so many, and by its share of the
 #: requests.
 _MAX_WORKERS = 8
 #: Latest requests, the later half of which is replayed.
 _MAX_LOGGED = 2 * _REQUESTS_PER_WORKER * _MAX_WORKERS
+#: Seconds before the latest request from which others count, beside the least number of them.
+_MAX_AGE_S = 240.0
 
 
 class LoadLog:
@@ -68,6 +81,9 @@ class LoadLog:
             return ()
         usual = max(1, round(fmean(known)))
         latest = [*self._requests.values()][-_MAX_LOGGED // 2 :]
+        since_s = latest[-1][0] - _MAX_AGE_S
+        num_old = sum(at_s < since_s for at_s, *_ in latest)
+        latest = latest[min(num_old, len(latest) - _MIN_REQUESTS) :]
         start_s = latest[0][0]
         return tuple(
             Demand((at_s - start_s) * share, max(1, num_prompt), num_output or usual)
@@ -75,18 +91,44 @@ class LoadLog:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """roles: of each worker, by address; empty before anything was decided. num_workers: that there
+    should be; None while nothing is said about it."""
+
+    roles: Mapping[str, Role]
+    num_workers: int | None = None
+
+
 class Planner:
     """Decides for one model's workers."""
 
-    def __init__(self, slo: Slo) -> None:
+    def __init__(self, slo: Slo, bounds: Bounds | None = None) -> None:
+        """bounds: of the number of workers; None: it is not decided."""
         self._slo = slo
+        self._size = Size(bounds) if bounds else None
         self._costs: dict[int, StepCosts] = {}
         """By number of threads; 0 where it cannot change."""
-        self._scores: dict[Shape, float] = {}
-        """Means over the replays since the last change, of `_num_workers` workers."""
+        self._scores: dict[float, float] = {}
+        """Means over the replays since the last change, by share of prefill workers."""
+        self._best_shares: Sequence[float] = ()
+        """Of prefill workers, those that scored best at the last replays."""
         self._num_workers = 0
+        """At the last decision."""
         self._shape: Shape | None = None
         self._changed_s = -inf
+
+    def lead(self, num_workers: int | None) -> None:
+        """Begin a term. num_workers: that the leader before has said; None if it said nothing."""
+        self._shape = None  # another may have changed it
+        self._scores.clear()
+        if self._size:
+            self._size.lead(num_workers)
+
+    def pause(self) -> None:
+        """Another leads, or nobody does."""
+        if self._size:
+            self._size.pause()
 
     def observe(self, measured: Sequence[tuple[int, StepCosts]]) -> None:
         """Learn from load reports: (threads in use, costs) of each worker. Costs that no step can
@@ -114,49 +156,137 @@ class Planner:
 
     def decide(
         self, now_s: float, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
+    ) -> Decision:
+        """Decide from the latest requests; none: roles stay as they are, unless no worker decodes.
+        Of fewer than two workers, only one that does not decode gets a role."""
+        if not workers:
+            return Decision({}, self._size.said if self._size else None)
+        if len(workers) == 1:
+            is_decoding = workers[0].role.tier is Tier.DECODE
+            roles = {} if is_decoding else roles_in(Shape(0), workers)
+        else:
+            roles = self._roles(now_s, workers, demands)
+        if self._size is None:
+            return Decision(roles)
+        return self._sized(self._size, now_s, workers, demands, roles)
+
+    def _roles(
+        self, now_s: float, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
     ) -> Mapping[str, Role]:
-        """The role that each worker should have, by address: that of before unless another shape is
-        clearly better; empty before anything was decided, and for fewer than two workers."""
-        if len(workers) < 2:
-            return {}
-        present = self._present(workers)
-        self._shape = present
-        if demands and now_s - self._changed_s >= REST_S:
+        have_changed = len(workers) != self._num_workers
+        self._shape = present = self._present(workers)
+        self._num_workers = len(workers)
+        if demands and (have_changed or now_s - self._changed_s >= REST_S):
             best = self._best(workers, demands, present)
             if best is not None and best != present:
                 self._shape, self._changed_s = best, now_s
                 self._scores.clear()
         return roles_in(self._shape, workers) if self._shape is not None else {}
 
+    def _sized(
+        self,
+        size: Size,
+        now_s: float,
+        workers: Sequence[WorkerFacts],
+        demands: Sequence[Demand],
+        roles: Mapping[str, Role],
+    ) -> Decision:
+        """Decide how many workers there should be. Fewer are said only once as many decode that one
+        is left then."""
+        num_ready = len(workers)
+        size.on_workers(now_s, num_ready)
+        needed = self._needed(size.bounds, workers, demands)
+        num_spare = 0 if needed is None else size.num_spare(now_s, num_ready, needed)
+        num_leaving = size.num_leaving(num_ready)
+        if num_spare and not num_leaving:
+            num_leaving = size.num_leaving(num_ready, num_spare)
+            if num_decoding(worker.role for worker in workers) > num_leaving:
+                size.shrink(num_ready, num_spare)
+        if 0 < num_leaving < num_ready and self._shape is not None:
+            roles = roles_before_leaving(self._shape, workers, num_leaving)
+        return Decision(roles, size.said)
+
+    def _needed(
+        self,
+        bounds: Bounds,
+        workers: Sequence[WorkerFacts],
+        demands: Sequence[Demand],
+    ) -> int | None:
+        """How many workers are enough for the latest requests; None while that is not known."""
+        if not demands:
+            is_busy = any(worker.num_sequences for worker in workers)
+            return None if is_busy else bounds.clip(len(workers) - num_going(len(workers)))
+        if self._models(Shape(0), workers) is None:
+            return None
+        scores: dict[int, float] = {}
+
+        def score_of(number: int) -> float:
+            if number not in scores:
+                scores[number] = self._score_of(number, workers, demands)
+            return scores[number]
+
+        return enough(score_of, len(workers), bounds)
+
+    def _score_of(
+        self, number: int, workers: Sequence[WorkerFacts], demands: Sequence[Demand]
+    ) -> float:
+        """Score of so many workers, the present ones and others like them, with the best of a few
+        shares of prefill workers; 0 before costs are known."""
+        shares = {*(self._best_shares or (0.0, 0.5))}
+        if self._shape is not None and self._num_workers:
+            shares.add(self._shape.share(self._num_workers))
+        fleet = [
+            worker
+            if not round_
+            else replace(worker, address=f"{worker.address} {round_}", role=Role(Tier.DECODE))
+            for round_ in range(-(-number // len(workers)))
+            for worker in workers
+        ][:number]
+        shapes = {split_of(share, number) for share in shares}
+        models = [self._models(shape, fleet) for shape in shapes]
+        return max((self._replay(each, demands, number) for each in models if each), default=0.0)
+
+    def _replay(self, models: Sequence[Model], demands: Sequence[Demand], number: int) -> float:
+        """Score of a shape of `number` workers, of which `models` serve."""
+        num_shown = min(number, _MAX_WORKERS)
+        latest = demands[-_REQUESTS_PER_WORKER * min(self._num_workers, _MAX_WORKERS) :]
+        return score(_some(models, num_shown), _thinned(latest, num_shown / number), self._slo)
+
     def _present(self, workers: Sequence[WorkerFacts]) -> Shape | None:
-        """The shape that was chosen last, as far as the workers still allow; at first, and for
-        another leader, the one that they have."""
-        shapes = [*shapes_of(workers)]
-        if self._shape in shapes:
-            return self._shape
+        """The shape that was chosen last, for as many workers as there are now; at first, and for
+        another leader, the one that they have. One in which a worker decodes, if none does."""
+        if self._shape is not None:
+            num_before = max(1, self._num_workers)
+            return (
+                self._shape
+                if num_before == len(workers)
+                else split_of(self._shape.share(num_before), len(workers))
+            )
         roles = {worker.address: worker.role for worker in workers}
-        num_prefill = sum(role.tier is Tier.PREFILL for role in roles.values())
+        num_prefill = len(roles) - num_decoding(roles.values())
+        if num_prefill == len(roles):
+            return split_of(1.0, len(roles))
         has = [Shape(0), Shape(num_prefill)]
         return next((shape for shape in has if roles_in(shape, workers) == roles), None)
 
     def _best(
         self, workers: Sequence[WorkerFacts], demands: Sequence[Demand], present: Shape | None
     ) -> Shape | None:
-        if len(workers) != self._num_workers:
-            self._num_workers = len(workers)
-            self._scores.clear()
-        scores = self._scores
-        num_shown = min(len(workers), _MAX_WORKERS)
-        latest = demands[-_REQUESTS_PER_WORKER * num_shown :]
-        thinned = _thinned(latest, num_shown / len(workers))
+        number = len(workers)
+        before, self._scores = self._scores, {}
+        scores: dict[Shape, float] = {}
         for shape in {*shapes_of(workers), *([present] if present else [])}:
             models = self._models(shape, workers)
             if models is not None:
-                now = score(_some(models, num_shown), thinned, self._slo)
-                before = scores.get(shape, now)
-                scores[shape] = before + _LATEST_WEIGHT * (now - before)
+                share = shape.share(number)
+                now = self._replay(models, demands, number)
+                nearest = _nearest(share, before)
+                usual = now if nearest is None else before[nearest]
+                scores[shape] = self._scores[share] = usual + _LATEST_WEIGHT * (now - usual)
         if not scores:
             return None
+        by_score = sorted(self._scores, key=lambda share: self._scores[share])
+        self._best_shares = by_score[-_SHARES_TO_SIZE:]
 
         def num_kept(shape: Shape) -> int:
             roles = roles_in(shape, workers)
@@ -192,6 +322,12 @@ class Planner:
         nearest = min(whole, key=lambda number: abs(number - num_threads))
         costs, ratio = whole[nearest], max(1, nearest) / max(1, num_threads)
         return replace(costs, sequence_s=costs.sequence_s * ratio, token_s=costs.token_s * ratio)
+
+
+def _nearest(share: float, known: Iterable[float]) -> float | None:
+    """The known share nearest to this one; colocated is near to itself only."""
+    alike = [other for other in known if bool(other) is bool(share)]
+    return min(alike, key=lambda other: abs(other - share), default=None)
 
 
 def _some(models: Sequence[Model], number: int) -> list[Model]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.types import Role, Tier
@@ -18,6 +18,7 @@ class WorkerFacts:
 
     host: workers of one host divide its cores. listed_tier: that it was started for. role: that it
     serves. num_threads: that it was started with; 0 if they cannot change while it runs.
+    num_sequences: that it has.
     """
 
     address: str
@@ -25,6 +26,7 @@ class WorkerFacts:
     listed_tier: Tier
     role: Role
     num_threads: int = 0
+    num_sequences: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class Shape:
     can divide its cores anew, one worker with all cores of its host, beside which others rest."""
 
     num_prefill: int
+
+    def share(self, num_workers: int) -> float:
+        """Share of prefill workers."""
+        return self.num_prefill / num_workers
 
     def __str__(self) -> str:
         return f"{self.num_prefill} prefill workers" if self.num_prefill else "colocated"
@@ -44,6 +50,32 @@ def shapes_of(workers: Sequence[WorkerFacts]) -> Iterator[Shape]:
     step = max(1, -(-num_splits // _MAX_SPLITS))
     yield from (Shape(number) for number in range(1, num_splits + 1, step))
     yield Shape(0)
+
+
+def split_of(share: float, num_workers: int) -> Shape:
+    """The shape of so many workers with the share of prefill workers that is nearest to `share`; 0:
+    colocated."""
+    if not share or num_workers < 2:
+        return Shape(0)
+    return Shape(min(max(1, round(share * num_workers)), num_workers - 1))
+
+
+def roles_before_leaving(
+    shape: Shape, workers: Sequence[WorkerFacts], num_leaving: int
+) -> Mapping[str, Role]:
+    """The roles in this shape, but for workers that decode besides, so that one is left when any
+    `num_leaving` are gone."""
+    roles = roles_in(shape, workers)
+    if num_decoding(roles.values()) > num_leaving:
+        return roles
+    num_prefill = len(workers) - num_leaving - 1
+    if shape.num_prefill and num_prefill > 0:
+        return roles_in(Shape(num_prefill), workers)
+    return {worker.address: Role(Tier.DECODE, is_colocated=True) for worker in workers}
+
+
+def num_decoding(roles: Iterable[Role]) -> int:
+    return sum(role.tier is Tier.DECODE for role in roles)
 
 
 def roles_in(shape: Shape, workers: Sequence[WorkerFacts]) -> Mapping[str, Role]:

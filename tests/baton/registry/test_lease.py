@@ -46,6 +46,29 @@ async def test_one_gateway_leads_at_a_time(server: RedisServer) -> None:
         await lease.close()
 
 
+async def test_the_next_leader_finds_the_number_that_the_last_one_recorded(
+    server: RedisServer,
+) -> None:
+    first, second = (RedisLease(server.url, "m", lease_s=60.0) for _ in range(2))
+    assert await first.record(5) is None, "nobody leads"
+    await first.hold()
+    assert await first.record(None) == 0
+    assert await first.record(5) == 5
+    assert await first.record(None) == 5
+    assert await second.record(6) is None, "another leads"
+    async with Redis.from_url(server.url) as client:
+        await client.delete("baton:1:planner:{m}")
+        await second.hold()
+        assert await second.record(None) == 5
+        assert await first.record(7) is None, "its term is over"
+        assert await second.record(None) == 5
+        assert await client.pttl("baton:1:planner-workers:{m}") > 0
+    await server.stop()
+    assert await second.record(6) is None
+    for lease in (first, second):
+        await lease.close()
+
+
 async def test_nobody_leads_without_the_registry(server: RedisServer) -> None:
     lease = RedisLease(server.url, "m", timeout_s=5.0)
     assert await lease.hold() is not None
@@ -60,3 +83,5 @@ async def test_a_gateway_that_is_alone_leads() -> None:
     lease = make_lease(None, "m")
     assert isinstance(lease, SoleLease)
     assert await lease.hold() is not None
+    assert await lease.record(None) == 0
+    assert await lease.record(3) == await lease.record(None) == 3

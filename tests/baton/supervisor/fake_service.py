@@ -35,10 +35,26 @@ def _name(options: Options) -> str:
     return getattr(options, "worker_id", None) or "gateway"
 
 
-async def _hear_of_workers(folder: Path, workers_fd: int) -> None:
-    async for change in PipeRegistry(workers_fd).changes():
+async def _hear_of_workers(folder: Path, registry: PipeRegistry) -> None:
+    async for change in registry.changes():
         if isinstance(change, WorkerAdded):
             _note(folder, f"gateway heard {change.tier.name} {change.address}")
+        else:
+            _note(folder, f"gateway lost {change.address}")
+
+
+async def _attend(
+    folder: Path, options: GatewayOptions, stop: asyncio.Event
+) -> asyncio.Task[None] | None:
+    """What a gateway has to do with its supervisor: hear of workers, and say FOLDER/number."""
+    hearing = None
+    if options.workers_fd is not None:
+        registry = PipeRegistry(options.workers_fd)
+        hearing = asyncio.create_task(_hear_of_workers(folder, registry))
+        await _until_first(registry.wait_complete(), stop.wait())
+    if options.number_fd is not None:
+        os.write(options.number_fd, (folder / "number").read_bytes())
+    return hearing
 
 
 async def _until_first(*waits: Coroutine[Any, Any, Any]) -> None:
@@ -79,6 +95,7 @@ async def serve(
     if how == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     report_phase("listening")
+    hearing: asyncio.Task[None] | None = None
     if how == "after gateway":
         async with asyncio.timeout(60):
             while not any(line.startswith("gateway started") for line in _journal(folder)):
@@ -91,14 +108,16 @@ async def serve(
     )
     host, port = server.sockets[0].getsockname()[:2]
     _note(folder, f"{name} started {os.getpid()}")
-    if isinstance(options, GatewayOptions) and options.workers_fd is not None:
-        await _until_first(_hear_of_workers(folder, options.workers_fd), stop.wait())
+    if isinstance(options, GatewayOptions):
+        hearing = await _attend(folder, options, stop)
     on_ready(ReadyReport(f"{host}:{port}", {"load": 0.25}))
     await stop.wait()
     if how == "deaf":
         await asyncio.Event().wait()
     server.close()
     await server.wait_closed()
+    if hearing:
+        hearing.cancel()
     _note(folder, f"{name} stopped")
 
 

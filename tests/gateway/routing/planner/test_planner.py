@@ -34,7 +34,7 @@ def demands(rate: float, seed: int = 0, num_requests: int = 40) -> list[Demand]:
 
 def decided(planner: Planner, slo_rate: float, workers: list[WorkerFacts]) -> Mapping[str, Role]:
     planner.observe([(1, ONE_CORE)])
-    return planner.decide(100.0, workers, demands(slo_rate, seed=2))
+    return planner.decide(100.0, workers, demands(slo_rate, seed=2)).roles
 
 
 def test_early_first_tokens_are_served_colocated_and_short_gaps_by_a_split() -> None:
@@ -51,7 +51,7 @@ def test_a_fleet_gets_prefill_workers_by_how_long_prompts_are() -> None:
         planner = Planner(Slo(1.0, 0.015))
         planner.observe([(0, StepCosts(0.010, 0.0005, 0.0, 0.0004))])
         load = [Demand(i * 0.12, num_prompt, num_output) for i in range(48)]
-        roles = planner.decide(100.0, workers, load)
+        roles = planner.decide(100.0, workers, load).roles
         return sum(role.tier is Tier.PREFILL for role in roles.values())
 
     assert num_prefill(1024, 16) > num_prefill(128, 128)
@@ -64,7 +64,7 @@ def test_a_fleet_of_any_size_is_planned(num_workers: int) -> None:
     planner = Planner(Slo(1.0, 0.015))
     planner.observe([(0, StepCosts(0.010, 0.0005, 0.0, 0.0004))])
     load = [Demand(i * 0.96 / num_workers, 512, 400) for i in range(48)]
-    roles = planner.decide(100.0, facts[:num_workers], load)
+    roles = planner.decide(100.0, facts[:num_workers], load).roles
     num_prefill = sum(role.tier is Tier.PREFILL for role in roles.values())
     assert 0.2 <= num_prefill / num_workers <= 0.6
 
@@ -72,16 +72,18 @@ def test_a_fleet_of_any_size_is_planned(num_workers: int) -> None:
 def test_nothing_changes_without_knowledge_or_soon_again() -> None:
     planner = Planner(SOON)
     present = {worker.address: worker.role for worker in SPLIT}
-    assert not planner.decide(0.0, [], ()), "nobody has joined"
-    assert planner.decide(0.0, SPLIT, demands(2.0)) == present, "no costs"
+    assert not planner.decide(0.0, [], ()).roles, "nobody has joined"
+    assert planner.decide(0.0, SPLIT, demands(2.0)).roles == present, "no costs"
     planner.observe([(1, ONE_CORE)])
-    assert planner.decide(0.0, SPLIT, ()) == present, "no requests"
-    assert not planner.decide(0.0, SPLIT[1:], demands(2.0)), "alone"
-    assert planner.decide(100.0, SPLIT, demands(2.0)) == COLOCATED
+    assert planner.decide(0.0, SPLIT, ()).roles == present, "no requests"
+    assert not planner.decide(0.0, SPLIT[1:], demands(2.0)).roles, "alone"
+    assert planner.decide(100.0, SPLIT, demands(2.0)).roles == COLOCATED
     # The first worker is slow with both cores: but the shape rests.
     planner.observe([(2, StepCosts(0.5, 0.5, 0.0, 0.01))])
-    assert planner.decide(100.0 + REST_S / 2, SPLIT, demands(2.0)) == COLOCATED
-    assert planner.decide(100.0 + REST_S, SPLIT, demands(2.0)) == present, "what is measured counts"
+    assert planner.decide(100.0 + REST_S / 2, SPLIT, demands(2.0)).roles == COLOCATED
+    assert planner.decide(100.0 + REST_S, SPLIT, demands(2.0)).roles == present, (
+        "what is measured counts"
+    )
 
 
 @pytest.mark.parametrize("slo", [SOON, SMOOTH, Slo(1.2, 0.05)])
@@ -90,7 +92,7 @@ def test_a_steady_load_moves_roles_seldom(slo: Slo) -> None:
     planner, workers, num_changes = Planner(slo), SPLIT, 0
     planner.observe([(1, ONE_CORE)])
     for tick in range(30):
-        roles = planner.decide(20.0 * tick, workers, demands(2.0, seed=tick % 3))
+        roles = planner.decide(20.0 * tick, workers, demands(2.0, seed=tick % 3)).roles
         moved = [replace(worker, role=roles[worker.address]) for worker in workers]
         num_changes += moved != workers
         workers = moved
@@ -99,7 +101,7 @@ def test_a_steady_load_moves_roles_seldom(slo: Slo) -> None:
 
 def test_another_leader_goes_on_with_the_shape_that_it_finds() -> None:
     joined = [replace(worker, role=COLOCATED[worker.address]) for worker in SPLIT]
-    assert Planner(SOON).decide(0.0, joined, ()) == COLOCATED
+    assert Planner(SOON).decide(0.0, joined, ()).roles == COLOCATED
 
 
 def test_a_leader_that_finds_a_mixture_moves_as_few_as_serve_as_well() -> None:
@@ -108,7 +110,7 @@ def test_a_leader_that_finds_a_mixture_moves_as_few_as_serve_as_well() -> None:
     planner = Planner(Slo(10.0, 1.0))
     planner.observe([(0, ONE_CORE)])
     light = [Demand(float(i), 10, 10) for i in range(10)]
-    decided = planner.decide(100.0, workers, light)
+    decided = planner.decide(100.0, workers, light).roles
     assert [decided[worker.address] for worker in workers] == [*roles[:7], Role(Tier.DECODE)]
 
 
@@ -152,4 +154,4 @@ def test_costs_that_no_step_can_have_are_ignored() -> None:
     planner.observe([(0, ONE_CORE), *((0, StepCosts(s, s, s, s)) for s in strange)])
     light = [Demand(float(i), 10, 10) for i in range(10)]
     workers = [WorkerFacts(f"w{i}", f"w{i}", Tier.DECODE, Role(Tier.DECODE)) for i in range(3)]
-    assert planner.decide(100.0, workers, light)
+    assert planner.decide(100.0, workers, light).roles
