@@ -118,7 +118,7 @@ UNROLLED
                     for (int r = 0; r < R; r++)
                         s[r][j] = K::Sum::step(s[r][j], v, splat(row[r][k * K::steps + i]));
                     // Few registers: words are loaded again for their second step, so that they occupy none meanwhile.
-                    if (!kIsWide) asm volatile("" : "+r"(w));
+                    if (!kIsWide && R > 3) asm volatile("" : "+r"(w));
                 }
         }
     }
