@@ -149,8 +149,10 @@ def _speedups(
 def _noise(figures: Sequence[Figure], engine: Mapping[Any, Figure]) -> str:
     """The largest differences of the engine from itself."""
     again = [f for f in figures if f["contender"] == AGAIN]
+    if not again:
+        return "* Noise: not measured."
     step, prompt = (
-        max((abs(f[key] / engine[_task(f)][key] - 1) for f in again), default=0.0)
+        max(abs(f[key] / engine[_task(f)][key] - 1) for f in again)
         for key in ("step_ms", "prompt_ms")
     )
     return (
@@ -174,7 +176,7 @@ def _peer_row(figure: Figure, engine: Figure | None) -> list[str]:
         figure["dtype"],
         str(figure["batch"]),
         str(figure["context"]),
-        figure["contender"] + (f", chunks of {figure['chunk']:,}" if figure["chunk"] else ""),
+        figure["contender"] + (f", chunks of {chunk:,}" if (chunk := figure.get("chunk")) else ""),
         number(figure["step_ms"]),
         step,
         number(figure["prompt_ms"]),
