@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -26,7 +27,13 @@ from baton_kernels.cpu.memory import Allocate, Arena
 from baton_kernels.layer import Attention, Experts, LatentAttention, Layer, Mlp
 from baton_kernels.linear import Linear, pack_linear
 from engine.families.config import ModelConfig
-from engine.families.layers import LayerSpec, LinearSpec, VectorSpec, describe_layers
+from engine.families.layers import (
+    LayerSpec,
+    LinearSpec,
+    VectorSpec,
+    describe_layers,
+    describe_output,
+)
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Settings of adapter_config.json that change the computation, with their supported (neutral)
@@ -48,7 +55,10 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
     "megatron_config": (),
 }
-_NAME = re.compile(r"^base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight$")
+_NAME = re.compile(
+    r"^base_model\.model\.(?P<layer>.+)\.lora_((?P<side>[AB])\.weight|embedding_(?P<table>[AB]))$"
+)
+_EMBEDDINGS = "model.embed_tokens"
 #: Ranks are zero-padded to a multiple of this, which all kernels accept.
 _RANK_STEP = 8
 
@@ -65,17 +75,33 @@ class LowRank:
         return self.up(self.down(x), y)
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankTable:
+    """An adapter's addition to the embeddings: up(down[id]). down: [vocab, rank]."""
+
+    down: torch.Tensor
+    up: Linear
+
+    def add(self, token_ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """y + up(down[token_ids]), for token_ids [rows] and y [rows, hidden]."""
+        return self.up(F.embedding(token_ids, self.down), y)
+
+
 #: The adapter's addition to each linear layer; None for unchanged layers.
 AdapterLayer = Layer[LowRank | None, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """digest: of its files; num_bytes: of its packed tensors."""
+    """digest: of its files; num_bytes: of its packed tensors. embeddings, output: additions to the
+    embeddings, before their scale, and to the output layer, before its soft-cap; None if
+    unchanged."""
 
     digest: str
     layers: tuple[AdapterLayer, ...]
     num_bytes: int
+    embeddings: LowRankTable | None = None
+    output: LowRank | None = None
 
 
 def adapters_digest(adapters: Mapping[str, Adapter]) -> str:
@@ -103,14 +129,16 @@ def load_adapter(
     pairs = _read_pairs(folder, rank)
     packing = _Packing(folder, pairs, scale, dtype, device)
     layers = tuple(map(packing.layer, describe_layers(config)))
+    embeddings = packing.table(_EMBEDDINGS, config.vocab_size, config.hidden_size)
+    output = packing.linear(describe_output(config)) if "lm_head" in pairs else None
     unknown = sorted(set(pairs) - packing.taken)
     if unknown:
         raise AdapterError(
             f"{folder}: it changes {unknown[0]!r}, which is none of this model's linear layers "
-            "that an adapter may change (those of attention and of MLPs, not of experts, latent "
-            "attention, embeddings or the output); use an adapter trained on those of this model"
+            "that an adapter may change (attention, MLPs, embeddings, output, not experts or "
+            "kv_b_proj); use an adapter trained on those of this model"
         )
-    return Adapter(_digest(folder), layers, packing.num_bytes)
+    return Adapter(_digest(folder), layers, packing.num_bytes, embeddings, output)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -162,9 +190,9 @@ def _read_pairs(folder: Path, rank: int) -> dict[str, dict[str, torch.Tensor]]:
         if found is None:
             raise AdapterError(
                 f"{path}: tensor {name!r} is not supported: only lora_A and lora_B of linear "
-                "layers are; merge the adapter into the model, and serve that"
+                "layers and embeddings are; merge the adapter into the model, and serve that"
             )
-        side = found["side"]
+        side = found["side"] or found["table"]
         at = 0 if side == "A" else 1
         if tensor.dim() != 2 or tensor.shape[at] != rank or not tensor.is_floating_point():
             raise AdapterError(
@@ -199,11 +227,25 @@ class _Packing:
         self.num_bytes = 0
 
     def layer(self, layer: LayerSpec) -> AdapterLayer:
-        """Pack a layer's additions; routers and experts have none."""
+        """Pack a layer's additions; routers and experts have none, nor have the heads' keys and
+        values of latent attention."""
         linears = [linear for part in (layer.attention, layer.mlp) for linear in _adaptable(part)]
-        return layer.map(lambda spec: self._linear(spec) if spec in linears else None, _nothing)
+        return layer.map(lambda spec: self.linear(spec) if spec in linears else None, _nothing)
 
-    def _linear(self, spec: LinearSpec) -> LowRank | None:
+    def table(self, name: str, num_rows: int, width: int) -> LowRankTable | None:
+        """Pack the additions to a table of num_rows rows of `width` elements."""
+        if name not in self._pairs:
+            return None
+        rank = len(self._pairs[name]["A"])
+        total = -(-rank // _RANK_STEP) * _RANK_STEP
+        down, up = torch.zeros(num_rows, total), torch.zeros(width, total)
+        down[:, :rank] = self._checked(name, "A", (rank, num_rows)).T
+        up[:, :rank] = self._checked(name, "B", (width, rank)) * self._scale
+        self.taken.add(name)
+        self.num_bytes += (down.numel() + up.numel()) * self._dtype.itemsize
+        return LowRankTable(down.to(self._device, self._dtype), self._pack(up))
+
+    def linear(self, spec: LinearSpec) -> LowRank | None:
         """Pack the additions to a fused linear layer: the A of its parts are stacked, and the B
         form a block-diagonal matrix."""
         names = [name for name in spec.names if name in self._pairs]
@@ -252,7 +294,10 @@ def _adaptable(
             return part.qkv, part.output
         case Mlp():
             return part.gate_up, part.down
-        case Experts() | LatentAttention():
+        case LatentAttention():
+            down = () if part.query_down is None else (part.query_down,)
+            return *down, part.query, part.latent, part.output
+        case Experts():
             return ()
 
 

@@ -58,8 +58,7 @@ class PackedTokens:
     sampled: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterRows:
+class AdapterRows(NamedTuple):
     """A step's tokens with one adapter: rows [tokens] int64 among the step's tokens, and sampled
     among its sampled ones. A row has at most one adapter."""
 
@@ -258,7 +257,7 @@ class Decoder:
     def begin(self, batch: PackedBatch) -> torch.Tensor:
         """The input of this stage's first layer [tokens, hidden], which may be overwritten."""
         if self.stage.is_first:
-            return self.embed(batch.token_ids)
+            return self.embed(batch.token_ids, batch.adapters)
         num_tokens = len(batch.token_ids)
         hidden = self._parameters.embeddings.new_empty(num_tokens, self._config.hidden_size)
         self._stages.receive(hidden)
@@ -280,11 +279,14 @@ class Decoder:
             for window in windows
         ]
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """States [tokens, hidden], the input of the first layer."""
+    def embed(self, token_ids: torch.Tensor, adapters: Sequence[AdapterRows] = ()) -> torch.Tensor:
+        """States [tokens, hidden], the input of the first layer. adapters: only with one rank."""
         table, shard = self._parameters.embeddings, self._ranks.shard
         if shard.size == 1:
             hidden = F.embedding(token_ids, table)
+            for adapter, rows, _ in adapters:
+                if adapter.embeddings is not None:
+                    hidden[rows] = adapter.embeddings.add(token_ids[rows], hidden[rows])
         else:
             # The table holds this rank's part of the vocabulary. Other rows are -0, because x + -0
             # is x for every x.
@@ -294,10 +296,10 @@ class Decoder:
             hidden = self._ranks.reduce(hidden.masked_fill_(is_elsewhere[:, None], -0.0))
         return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, states: torch.Tensor, own: Own = ()) -> torch.Tensor:
         """Logits [rows, vocab] float32 of states [rows, hidden] on rank 0; other ranks return their
-        part. First stage only."""
-        return self._ranks.gather_first(self._own_logits(states), self._config.vocab_size)
+        part. own: adapters' additions to the output layer, only with one rank. First stage only."""
+        return self._ranks.gather_first(self._own_logits(states, own), self._config.vocab_size)
 
     def best(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """checked_argmax of the logits of states [rows, hidden], on rank 0; others return their
@@ -319,12 +321,14 @@ class Decoder:
         chosen = ids.gather(1, first)[:, 0].long()
         return chosen, chosen.masked_fill(values.gather(1, first)[:, 0].isnan(), NOT_FINITE)
 
-    def _own_logits(self, states: torch.Tensor) -> torch.Tensor:
+    def _own_logits(self, states: torch.Tensor, own: Own = ()) -> torch.Tensor:
         """This rank's part of the logits, [rows, part of vocab]."""
         lm_head = self._parameters.lm_head
         if lm_head is None:
             raise RuntimeError("only the first stage has the output layer")
         part = lm_head(states, None, torch.float32)
+        for low_rank, rows in own:
+            part[rows] += low_rank.up(low_rank.down(states[rows]), None, torch.float32)
         cap = self._config.traits.logit_softcap
         if cap is not None:
             part = torch.tanh(part / cap) * cap
@@ -353,8 +357,9 @@ class Decoder:
             )
             terms = ScoreTerms(shape.softcap, attention.sinks)
         else:
-            absorbed, turned = self._heads[index].queries(attention, x)
-            latent, norm = attention.latent(x), attention.latent_norm
+            absorbed, turned = self._heads[index].queries(attention, x, added)
+            latent = _adapted(attention.latent(x), x, _of(added, _latent))
+            norm = attention.latent_norm
             query, key = latent_kv_write(
                 absorbed, turned, latent, norm, cos, sin, pool, number, rows, scales
             )
@@ -377,7 +382,7 @@ class Decoder:
         inner = self._gated(layer.mlp, x, _of(added, _gate_up))
         return self._add(layer.mlp.down, inner, hidden, layer.after_mlp, _of(added, _down))
 
-    def _gated(self, mlp: Mlp[Linear], x: torch.Tensor, own: _Own = ()) -> torch.Tensor:
+    def _gated(self, mlp: Mlp[Linear], x: torch.Tensor, own: Own = ()) -> torch.Tensor:
         """Input of the MLP's last layer."""
         gate_up = _adapted(mlp.gate_up(x), x, own)
         return self._cut.inputs(GATES[mlp.activation](gate_up))
@@ -402,7 +407,7 @@ class Decoder:
         x: torch.Tensor,
         hidden: torch.Tensor,
         after: PackedNorm | None,
-        own: _Own = (),
+        own: Own = (),
     ) -> torch.Tensor:
         """hidden + after(linear(x)), complete on every rank; may reuse the memory of hidden."""
         return self._complete(
@@ -431,13 +436,16 @@ class _Heads:
         return cls(GroupedLinear(attention.keys), GroupedLinear(attention.values))
 
     def queries(
-        self, attention: LatentAttention[Linear, torch.Tensor], x: torch.Tensor
+        self, attention: LatentAttention[Linear, torch.Tensor], x: torch.Tensor, added: _Added = ()
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries for x [tokens, hidden]: absorbed ones [tokens, heads, rank], and the part to
         rotate [tokens, heads, rope_dim]."""
-        down = attention.query_down
-        low = x if down is None else normed(attention.query_norm, down(x))
-        heads = attention.query(low).view(len(x), attention.shape.num_heads, -1)
+        low, down = x, attention.query_down
+        if down is not None:
+            own = _of(added, _query_down)
+            low = normed(attention.query_norm, _adapted(down(x), x, own))
+        query = _adapted(attention.query(low), low, _of(added, _query))
+        heads = query.view(len(x), attention.shape.num_heads, -1)
         plain, turned = heads.split_with_sizes((self.keys.num_in, attention.rope_dim), dim=2)
         return headwise_linear(plain, self.keys), turned
 
@@ -447,7 +455,7 @@ class _Heads:
 
 
 def _fused_heads(
-    attention: Attention[Linear, torch.Tensor], x: torch.Tensor, own: _Own
+    attention: Attention[Linear, torch.Tensor], x: torch.Tensor, own: Own
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], before
     rotation and per-head norms."""
@@ -460,15 +468,15 @@ def _fused_heads(
 
 
 #: Additions to one product, each with its rows; only the nonempty ones.
-_Own = Sequence[tuple[LowRank, torch.Tensor]]
+Own = Sequence[tuple[LowRank, torch.Tensor]]
 
 
-def _of(added: _Added, part: Callable[[AdapterLayer], LowRank | None]) -> _Own:
+def _of(added: _Added, part: Callable[[AdapterLayer], LowRank | None]) -> Own:
     found = ((part(layer), rows) for layer, rows in added)
     return [(own, rows) for own, rows in found if own is not None]
 
 
-def _adapted(y: torch.Tensor, x: torch.Tensor, own: _Own) -> torch.Tensor:
+def _adapted(y: torch.Tensor, x: torch.Tensor, own: Own) -> torch.Tensor:
     """Add in place to y [rows, num_out] the adapters' outputs for their rows of x [rows,
     num_in]."""
     for low_rank, rows in own:
@@ -478,6 +486,18 @@ def _adapted(y: torch.Tensor, x: torch.Tensor, own: _Own) -> torch.Tensor:
 
 def _qkv(layer: AdapterLayer) -> LowRank | None:
     return layer.attention.qkv if isinstance(layer.attention, Attention) else None
+
+
+def _query_down(layer: AdapterLayer) -> LowRank | None:
+    return layer.attention.query_down if isinstance(layer.attention, LatentAttention) else None
+
+
+def _query(layer: AdapterLayer) -> LowRank | None:
+    return layer.attention.query if isinstance(layer.attention, LatentAttention) else None
+
+
+def _latent(layer: AdapterLayer) -> LowRank | None:
+    return layer.attention.latent if isinstance(layer.attention, LatentAttention) else None
 
 
 def _output(layer: AdapterLayer) -> LowRank | None:

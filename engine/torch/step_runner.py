@@ -9,11 +9,13 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from baton_kernels.host_copy import to_device
 from baton_kernels.paged_attention import plan_attention
+from baton_kernels.sampling import checked_argmax
 from engine.families.config import ModelConfig
 from engine.interface import Batch
 from engine.ranks.followers import Followers, TensorPool
-from engine.torch.adapters import Adapter
+from engine.torch.adapters import Adapter, LowRank
 from engine.torch.decoder import Decoder, Watch
 from engine.torch.device_tables import DeviceTables
 from engine.torch.divided import DividedForward, LayerDone, undivided
@@ -140,6 +142,30 @@ class EagerStep:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedStep(EagerStep):
+    """A step with adapters that change the output layer. outputs: each sample row's addition, or
+    None."""
+
+    decoder: Decoder
+    outputs: Sequence[LowRank | None] = ()
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """See StepOutput."""
+        states, outputs = self._states_of(rows), [self.outputs[row] for row in rows]
+        device = states.device
+        own = [
+            (each, to_device(torch.tensor([i for i, o in enumerate(outputs) if o is each]), device))
+            for each in {id(output): output for output in outputs}.values()
+            if each is not None
+        ]
+        return self.decoder.logits(states, own)
+
+    def best(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See StepOutput."""
+        return checked_argmax(self.logits(rows))
+
+
+@dataclass(frozen=True, slots=True)
 class FirstStage:
     """A forward that later stages have not completed. num_rows: sample rows of the batch. All are
     collected, in the order in which they were run."""
@@ -216,7 +242,18 @@ class EagerSteps:
             states = self._divided(batch, apart, forward, layer_done)
         if decoder.stage.size > 1:
             return FirstStage(len(sample_rows(batch)[0]), decoder, self._followers)
-        if self._watched_layers is None:
-            return EagerStep(states, decoder, self._followers)
-        watched = states if watch is None else watch.take()
+        watched = None
+        if self._watched_layers is not None:
+            watched = states if watch is None else watch.take()
+        if any(outputs := _outputs(batch, model.adapters)):
+            return AdaptedStep(states, decoder, self._followers, watched, outputs)
         return EagerStep(states, decoder, self._followers, watched)
+
+
+def _outputs(batch: Batch, adapters: Mapping[str, Adapter]) -> list[LowRank | None]:
+    """Addition to the output layer of each sample row."""
+    return [
+        adapters[part.adapter].output if part.adapter else None
+        for part in batch.slices
+        for _ in part.rows
+    ]

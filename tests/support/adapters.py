@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EMBEDDINGS = "embed_tokens"
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -41,6 +42,12 @@ def make_adapter(
     tensors = {}
     for layer, (num_out, num_in) in sorted(layers_of(model, targets).items()):
         name = f"base_model.model.{layer}"
+        if layer.endswith(EMBEDDINGS):  # [vocab, hidden]
+            a = torch.randn(rank, num_out, generator=generator) * 0.1
+            tensors[f"{name}.lora_embedding_A"] = a
+            b = torch.randn(num_in, rank, generator=generator) * 0.1
+            tensors[f"{name}.lora_embedding_B"] = b
+            continue
         tensors[f"{name}.lora_A.weight"] = torch.randn(rank, num_in, generator=generator) * (
             num_in**-0.5
         )
@@ -73,5 +80,9 @@ def merged(folder: Path, model: Path, adapter: Path) -> Path:
             up = deltas[name.replace("lora_A", "lora_B")]
             layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             weights[f"{layer}.weight"] += scale * (up @ down)
+        elif name.endswith("lora_embedding_A"):
+            layer = name.removeprefix("base_model.model.").removesuffix(".lora_embedding_A")
+            up = deltas[name.replace("embedding_A", "embedding_B")]
+            weights[f"{layer}.weight"] += scale * (up @ down).T
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

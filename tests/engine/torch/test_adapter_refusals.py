@@ -67,11 +67,11 @@ _Q = "base_model.model.model.layers.0.self_attn.q_proj"
             lambda t: (
                 t
                 | {
-                    "base_model.model.lm_head.lora_A.weight": torch.ones(4, 64),
-                    "base_model.model.lm_head.lora_B.weight": torch.ones(259, 4),
+                    "base_model.model.model.norm.lora_A.weight": torch.ones(4, 64),
+                    "base_model.model.model.norm.lora_B.weight": torch.ones(64, 4),
                 }
             ),
-            "changes 'lm_head'",
+            "changes 'model.norm'",
         ),
         (lambda t: t | {f"{_Q}.lora_A.weight": torch.ones(4, 63)}, "is [4, 63], but"),
         (lambda t: t | {f"{_Q}.lora_B.weight": torch.ones(65, 4)}, "is [65, 4], but"),
@@ -100,11 +100,19 @@ def test_what_is_no_adapter_is_named(model: Path, tmp_path: Path) -> None:
         load(model, tmp_path)
 
 
-@pytest.mark.parametrize(("family", "targets"), [("qwen3_moe", ("gate_proj",))])
-def test_experts_take_none(tmp_path: Path, family: Family, targets: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("family", "targets", "name"),
+    [
+        ("qwen3_moe", ("gate_proj",), r"experts\.0\.gate_proj"),
+        ("deepseek_v2", ("kv_b_proj",), "kv_b_proj"),
+    ],
+)
+def test_experts_and_absorbed_heads_take_none(
+    tmp_path: Path, family: Family, targets: tuple[str, ...], name: str
+) -> None:
     model = make_tiny_model(tmp_path / "model", family)
     adapter = make_adapter(tmp_path / "adapter", model, targets=targets)
-    with pytest.raises(AdapterError, match=r"experts\.0\.gate_proj'.*not of experts"):
+    with pytest.raises(AdapterError, match=f"{name}'.*not experts or kv_b_proj"):
         load(model, adapter)
 
 

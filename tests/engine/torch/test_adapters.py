@@ -24,7 +24,9 @@ from tests.support.tiny_models import Family, make_tiny_model
 
 NUM_TOKENS = 8
 GREEDY = Sampling()
-#: One call otherwise; windows and norms after; packed weights and reordered heads; experts.
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+#: One call otherwise; windows and norms after; packed weights and reordered heads; experts;
+#: both ends of a model; latent attention.
 SHAPES: dict[str, tuple[Family, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", {}, {}),
     "gemma2": ("gemma2", {"sliding_window": 11}, {"rank": 3, "use_rslora": True}),
@@ -41,8 +43,19 @@ SHAPES: dict[str, tuple[Family, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}, {"targets": ATTENTION}),
     "llama": ("llama", {}, {"targets": ("v_proj", "down_proj"), "rank": 16}),
+    "output": (
+        "gemma2",
+        {"sliding_window": 11, "tie_word_embeddings": False, "final_logit_softcapping": 2.0},
+        {"targets": ("embed_tokens", "lm_head", "up_proj")},
+    ),
+    "latent": ("deepseek_v2", {}, {"targets": LATENT}),
+    "latent without query_down": (
+        "deepseek_v2",
+        {"q_lora_rank": None},
+        {"targets": ("q_proj", "kv_a_proj_with_mqa", "o_proj")},
+    ),
 }
-FEW = ("phi3",)
+FEW = ("phi3", "output")
 
 
 @dataclass(frozen=True, slots=True)
