@@ -9,8 +9,8 @@ only.
 
 With a target of the first token, requests that can still meet it precede those that cannot, which
 get one place of LATE_EVERY: under overload first come, first served would make every request late.
-While late requests wait, the newest of an account's others goes first: the oldest would be served
-when they are about to be late, and be so once their worker computes them.
+While late requests wait, an account's request with most time left goes first, so a new and short
+one: the one with least would be served when it is about to be late, and be so once it is computed.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class AdmissionQueue(Generic[QueuedT]):
         self._weights = weights or {}
         self._heaps: dict[bytes, list[Rank]] = {}
         """Of each account, those that were not late when they were last looked at."""
-        self._newest: dict[bytes, list[tuple[int, int, Rank]]] = {}
-        """The same and more, latest arrival of a priority first: (priority, -arrival, rank)."""
+        self._by_time_left: dict[bytes, list[tuple[int, float, Rank]]] = {}
+        """The same and more, most time left of a priority first: (priority, -late_s, rank)."""
         self._late: dict[bytes, list[Rank]] = {}
         self._num_on_time = 0
         """Places given to others since the last late item."""
@@ -128,14 +128,14 @@ class AdmissionQueue(Generic[QueuedT]):
             self._forget_idle()
         self._widths[account] += item.width
         by_rank = self._heaps.setdefault(account, [])
-        newest = self._newest.setdefault(account, [])
+        by_time_left = self._by_time_left.setdefault(account, [])
         heapq.heappush(by_rank, item.rank)
-        heapq.heappush(newest, (item.rank[0], -item.rank[1], item.rank))
+        heapq.heappush(by_time_left, (item.rank[0], -item.late_s, item.rank))
         # What is taken by one heap leaves an entry in the other, and has two once it is put back.
         if len(by_rank) > self._max_entries(account):
             by_rank[:] = sorted(self._items.keys() & set(by_rank))
-        if len(newest) > self._max_entries(account):
-            newest[:] = sorted({entry for entry in newest if entry[2] in self._items})
+        if len(by_time_left) > self._max_entries(account):
+            by_time_left[:] = sorted({entry for entry in by_time_left if entry[2] in self._items})
 
     def pop(self, now_s: float, but_of: Collection[bytes] = ()) -> QueuedT | None:
         """Remove and return the item to serve next, or None. The caller calls `charge` once it is
@@ -151,24 +151,24 @@ class AdmissionQueue(Generic[QueuedT]):
         has_late = any(self._first_of(heap) is not None for heap in self._late.values())
         return (
             (self._pop_of(self._late, but_of) if is_turn_of_late else None)
-            or (self._pop_newest(but_of) if has_late else None)
+            or (self._pop_with_time_left(but_of) if has_late else None)
             or self._pop_of(self._heaps, but_of)
             or self._pop_of(self._late, but_of)
         )
 
-    def _pop_newest(self, but_of: Collection[bytes]) -> QueuedT | None:
-        """Remove and return the newest item that is not late, of the account to serve next, or
+    def _pop_with_time_left(self, but_of: Collection[bytes]) -> QueuedT | None:
+        """Remove and return the item with most time left, if any, of the account to serve next, or
         None."""
         heads = [
             (self._counters[account], across_accounts(rank), rank)
-            for account, entries in self._newest.items()
+            for account, entries in self._by_time_left.items()
             if account not in but_of
-            and (rank := self._newest_on_time(entries)) is not None
+            and (rank := self._first_on_time(entries)) is not None
             and not self.is_held(account)
         ]
         return self._take(min(heads)[2]) if heads else None
 
-    def _newest_on_time(self, entries: list[tuple[int, int, Rank]]) -> Rank | None:
+    def _first_on_time(self, entries: list[tuple[int, float, Rank]]) -> Rank | None:
         """Drops the entries of items that were removed or are late; these are in `_heaps`, too."""
         while entries:
             rank = entries[0][2]
@@ -302,7 +302,7 @@ class AdmissionQueue(Generic[QueuedT]):
             if not self._widths[item.account]:
                 del self._widths[item.account]
                 self._heaps.pop(item.account, None)
-                self._newest.pop(item.account, None)
+                self._by_time_left.pop(item.account, None)
                 self._late.pop(item.account, None)
         return item
 
