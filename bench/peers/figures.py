@@ -16,8 +16,8 @@ AGAIN = "baton again"
 class Figure:
     """One contender at one task; medians over all rounds, best of all. prompt_ms: per prompt.
 
-    chunk: tokens of a prompt's chunk that it ran with; 0 for its only way. agreement: share of the
-    reference's tokens before the first difference; None without a reference.
+    agreement: share of the reference's tokens before the first difference; None without a
+    reference. chunk: tokens of a prompt's chunk that it ran with; 0 for its only way.
     """
 
     model: str
@@ -30,8 +30,8 @@ class Figure:
     prompt_ms: float
     step_ms: float
     best_step_ms: float
-    chunk: int
     agreement: float | None
+    chunk: int = 0
 
 
 def agreement(ours: Answer, reference: Answer) -> float:
@@ -74,6 +74,6 @@ def figure_of(
         prompt_ms=median(answer.prefill_s for answer in answers) / task.batch * 1e3,
         step_ms=median(steps_s) * 1e3,
         best_step_ms=min(steps_s) * 1e3,
-        chunk=chunk,
         agreement=None if reference is None else agreement(answers[-1], reference),
+        chunk=chunk,
     )
