@@ -215,7 +215,8 @@ def test_by_the_planner_the_decode_tier_alone_is_scaled() -> None:
     sets = {one["metadata"]["name"]: one for one in built if one["kind"] == "StatefulSet"}
     assert sets["prefill"]["spec"]["replicas"] == 3
     assert "replicas" not in sets["decode"]["spec"]
-    (gateway,) = (one for one in built if one["kind"] == "Deployment")
+    kind_and_name = ("Deployment", "gateway")
+    (gateway,) = (one for one in built if (one["kind"], one["metadata"]["name"]) == kind_and_name)
     (container,) = gateway["spec"]["template"]["spec"]["containers"]
     options = options_of(container["args"], environment(container, built))
     assert (options.planner, options.min_workers, options.max_workers) == ("on", 4, 11)
