@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from bench.drive import drive_each
@@ -17,37 +18,19 @@ from bench.workload import LoadRequest
 _BROKEN, _TIMEOUT = "BROKEN", "TIMEOUT"
 
 
-async def drive_http(
-    address: str, requests: Sequence[LoadRequest], cache_salt: str, timeout_s: float = 300.0
-) -> tuple[Record, ...]:
-    """Send all requests, each at its time; returns their records in the same order, including
-    failures. address: of the HTTP API. cache_salt: loads with different salts share no cached
-    prefix. timeout_s: until a client leaves."""
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a server is asked for a stream of tokens. body_of: given a request and a salt; loads with
+    different salts share no cached prefix. num_tokens: of an event; raises LookupError for one that
+    is none of an answer. is_last: whether the answer is whole with this event; None for [DONE]."""
 
-    async def ask(request: LoadRequest, now: Callable[[], float]) -> Record:
-        pieces: list[tuple[float, int]] = []
-        sent_s, error = now(), ""
-        try:
-            async with asyncio.timeout(timeout_s):
-                async for event in _events(address, _body_of(request, cache_salt)):
-                    pieces += _pieces_of(event, now())
-        except TimeoutError:
-            error = _TIMEOUT
-        except (OSError, EOFError, ValueError, LookupError):
-            error = _BROKEN
-        num_prompt = len(request.prompt_token_ids)
-        return Record(request.due_s, sent_s, now(), num_prompt, tuple(pieces), error)
-
-    return await drive_each(requests, ask)
+    path: str
+    body_of: Callable[[LoadRequest, str], dict[str, Any]]
+    num_tokens: Callable[[Any], int]
+    is_last: Callable[[Any], bool]
 
 
-def _pieces_of(event: Any, at_s: float) -> list[tuple[float, int]]:
-    """One piece for an event with tokens, else none."""
-    num_tokens = len(event["choices"][0].get("token_ids") or ())
-    return [(at_s, num_tokens)] if num_tokens else []
-
-
-def _body_of(request: LoadRequest, cache_salt: str) -> dict[str, Any]:
+def _completion(request: LoadRequest, cache_salt: str) -> dict[str, Any]:
     return {
         "prompt": request.prompt_token_ids,
         "max_tokens": request.num_output_tokens,
@@ -59,22 +42,65 @@ def _body_of(request: LoadRequest, cache_salt: str) -> dict[str, Any]:
     }
 
 
-async def _events(address: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+#: As Baton and vLLM answer.
+COMPLETIONS = Dialect(
+    "/v1/completions",
+    _completion,
+    num_tokens=lambda event: len(event["choices"][0].get("token_ids") or ()),
+    is_last=lambda event: event is None,
+)
+
+
+async def drive_http(
+    address: str,
+    requests: Sequence[LoadRequest],
+    cache_salt: str,
+    dialect: Dialect = COMPLETIONS,
+    timeout_s: float = 300.0,
+) -> tuple[Record, ...]:
+    """Send all requests, each at its time; returns their records in the same order, including
+    failures. address: of the HTTP API. timeout_s: until a client leaves."""
+
+    async def ask(request: LoadRequest, now: Callable[[], float]) -> Record:
+        pieces: list[tuple[float, int]] = []
+        sent_s, error = now(), ""
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for event in _events(address, dialect, request, cache_salt):
+                    num_tokens = dialect.num_tokens(event)
+                    pieces += [(now(), num_tokens)] if num_tokens else []
+        except TimeoutError:
+            error = _TIMEOUT
+        except (OSError, EOFError, ValueError, LookupError):
+            error = _BROKEN
+        num_prompt = len(request.prompt_token_ids)
+        return Record(request.due_s, sent_s, now(), num_prompt, tuple(pieces), error)
+
+    return await drive_each(requests, ask)
+
+
+async def _events(
+    address: str, dialect: Dialect, request: LoadRequest, cache_salt: str
+) -> AsyncIterator[Any]:
     """Events of one answer up to its end. Raises OSError, EOFError, ValueError for anything else
     than a whole stream."""
-    data = json.dumps(body).encode()
-    # HTTP/1.0: the answer is not in chunks, and ends with its connection.
-    head = f"POST /v1/completions HTTP/1.0\r\nhost: bench\r\ncontent-length: {len(data)}\r\n\r\n"
+    data = json.dumps(dialect.body_of(request, cache_salt)).encode()
+    # HTTP/1.0, so that the answer ends with its connection. Servers that send chunks nevertheless
+    # put whole events into each: lines between them are none of an event.
+    head = f"POST {dialect.path} HTTP/1.0\r\nhost: bench\r\ncontent-length: {len(data)}\r\n\r\n"
     async with _connected(address) as (reader, writer):
         writer.write(head.encode() + data)
         answer = await reader.readuntil(b"\r\n\r\n")
         if b" 200 " not in answer.split(b"\r\n")[0]:
             raise ValueError(f"refused: {answer!r}")
         while line := await reader.readline():
-            if line == b"data: [DONE]\n":
+            if not line.startswith(b"data: "):
+                continue
+            event = None if line == b"data: [DONE]\n" else json.loads(line[6:])
+            if event is not None:
+                yield event
+            if dialect.is_last(event):
                 return
-            if line.startswith(b"data: "):
-                yield json.loads(line[6:])
     raise EOFError("the stream broke")
 
 

@@ -2,7 +2,8 @@
 bench.peers.gguf_file FOLDER DTYPE FILE`.
 
 DTYPE is bfloat16, float32, or int8, which becomes Q8_0: 8 bits for each weight and a float16 scale
-for 32 of them. There is no vocabulary in it: prompts are token ids.
+for 32 of them. Prompts are token ids: its vocabulary is made of numbers, for llama.cpp's server
+writes text.
 """
 
 from __future__ import annotations
@@ -78,8 +79,7 @@ def write_gguf(folder: Path, dtype: str, path: Path) -> None:
         raise ValueError(f"{folder}: {config['model_type']} is not llama")
     writer = gguf.GGUFWriter(path, "llama")
     describe(writer, config)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    add_numbered_vocabulary(writer, config["vocab_size"])
     for name, values in tensors_of(folder / "model.safetensors"):
         if ".q_proj." in name:
             _add(writer, name, interleaved(values, config["num_attention_heads"]), dtype)
@@ -109,6 +109,16 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+
+def add_numbered_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    """Write a vocabulary in which each token's text is its id."""
+    writer.add_vocab_size(size)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"\u2581{token}" for token in range(size)])
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_add_bos_token(False)
 
 
 def _add(writer: gguf.GGUFWriter, name: str, values: NDArray[np.float32], dtype: str) -> None:

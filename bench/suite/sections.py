@@ -13,6 +13,7 @@ from bench.suite.engine_tables import (
     peers_table,
 )
 from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
+from bench.suite.served_table import served_table
 from bench.suite.split_tables import split_table
 
 Render = Callable[[Mapping[str, Any]], str]
@@ -95,6 +96,16 @@ SECTIONS = (
         arguments=(),
         quick=("--model", "tiny", "--rounds", "1", "--threads", "1"),
         tables={"peers": peers_table},
+    ),
+    Section(
+        name="peers-served",
+        module="bench.peers.open_loop",
+        arguments=(),
+        quick=(
+            *("--model", "tiny", "--rate", "8", "--num-requests", "3", "--before", "2"),
+            *("--threads", "1"),
+        ),
+        tables={"peers-served": served_table},
     ),
     Section(
         name="host",
