@@ -87,7 +87,10 @@ async def _events(
     data = json.dumps(dialect.body_of(request, cache_salt)).encode()
     # HTTP/1.0, so that the answer ends with its connection. Servers that send chunks nevertheless
     # put whole events into each: lines between them are none of an event.
-    head = f"POST {dialect.path} HTTP/1.0\r\nhost: bench\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST {dialect.path} HTTP/1.0\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(data)}\r\n\r\n"
+    )
     async with _connected(address) as (reader, writer):
         writer.write(head.encode() + data)
         answer = await reader.readuntil(b"\r\n\r\n")
