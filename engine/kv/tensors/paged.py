@@ -19,6 +19,7 @@ from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.grouped import GroupedKvPool, LayersPool
 from engine.kv.tensors.grouped_copy import GroupedDeviceCopy, grouped_copy
 from engine.kv.tensors.packed import ALL_HEADS, NO_RECORDS, PackedPart, PackedPool, RecordMemory
+from engine.kv.tensors.pinned_copy import PinnedCopy
 from engine.kv.tensors.prefault import prefault
 
 #: Integers of an element's width: packing moves bits.
@@ -32,7 +33,8 @@ class TorchKvPool(PackedPool):
     tensor: [blocks, layers, parts, kv_heads, block_size, head_dim]; scales: [blocks, layers, parts,
     kv_heads, block_size] float32, only for SCALED_DTYPES. Both are views of the blocks. `pack` and
     `unpack` may be called from any thread; the caller owns the blocks. On the CPU they copy once,
-    between blocks and the caller's bytes, in the calling thread, without the GIL.
+    between blocks and the caller's bytes, in the calling thread, without the GIL; from and to a
+    device through pinned memory, see PinnedCopy.
     """
 
     def __init__(
@@ -66,7 +68,8 @@ class TorchKvPool(PackedPool):
         self._views = [self.tensor.view(_BITS[DTYPE_BYTES[layout.dtype]])]
         if self.scales is not None:
             self._views.append(self.scales.view(torch.int32)[..., None])
-        self._slabs: list[Slab] = [v.numpy() if self._is_host else v for v in self._views]
+        self._slabs: list[Slab] = [v.numpy() for v in self._views] if self._is_host else []
+        self._pinned = None if self._is_host else PinnedCopy(device, self._order)
         # All bytes of a pool in host memory.
         self._bytes = self._blocks.view(-1).numpy().data if self._is_host else None
         self.has_block_views = self._is_host
@@ -93,15 +96,13 @@ class TorchKvPool(PackedPool):
         heads: slice = ALL_HEADS,
     ) -> None:
         """See PackedPool."""
-        for whole, packed in zip(self._slabs, parts, strict=True):
-            slab = whole[:, :, :, heads]
-            if self._is_host:
-                kv_pack(slab, block_ids, piece.first_token, piece.first_layer, packed)
-            else:
-                staging = torch.empty(packed.shape, dtype=torch.from_numpy(packed).dtype)
-                with self._order.copying():
-                    kv_pack(slab, block_ids, piece.first_token, piece.first_layer, staging)
-                packed[...] = staging.numpy()
+        if (pinned := self._pinned) is not None:
+            for view, packed in zip(self._views, parts, strict=True):
+                pinned.pack(view[:, :, :, heads], block_ids, piece, packed)
+            return
+        for slab, packed in zip(self._slabs, parts, strict=True):
+            own = slab[:, :, :, heads]
+            kv_pack(own, block_ids, piece.first_token, piece.first_layer, packed)
 
     def unpack_parts(
         self,
@@ -111,12 +112,13 @@ class TorchKvPool(PackedPool):
         heads: slice = ALL_HEADS,
     ) -> None:
         """See PackedPool."""
+        if (pinned := self._pinned) is not None:
+            for view, packed in zip(self._views, parts, strict=True):
+                pinned.unpack(view[:, :, :, heads], block_ids, piece, packed)
+            return
         for slab, packed in zip(self._slabs, parts, strict=True):
-            source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
-            with self._order.copying():
-                kv_unpack(
-                    slab[:, :, :, heads], block_ids, piece.first_token, piece.first_layer, source
-                )
+            own = slab[:, :, :, heads]
+            kv_unpack(own, block_ids, piece.first_token, piece.first_layer, packed)
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         device = self.tensor.device

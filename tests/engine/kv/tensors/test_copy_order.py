@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,49 +17,15 @@ from engine.kv.tensors.paged import TorchKvPool
 from engine.kv.tensors.pinned_staging import PinnedStagingBuffer
 from kv_transfer.wire_format import wire_format
 from tests.support.device_double import DoubleMemory
+from tests.support.fake_streams import FakeStream, stand_ins
 
 DEVICE = torch.device("cuda:0")
-
-
-class FakeStream:
-    """Notes what it is asked for. An event is the number of calls that its stream had seen."""
-
-    def __init__(self, _device: object = None) -> None:
-        self.calls: list[object] = []
-
-    def record_event(self) -> int:
-        self.calls.append("record")
-        return len(self.calls)
-
-    def wait_event(self, event: int) -> None:
-        self.calls.append(("event", event))
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     """The stream that is current outside of any context."""
     return stand_ins(monkeypatch)
-
-
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
-    """For torch's streams; the one that is current outside of any context."""
-    current, first = threading.local(), FakeStream()
-
-    @contextmanager
-    def within(stream: FakeStream) -> Iterator[None]:
-        before, current.stream = getattr(current, "stream", first), stream
-        yield
-        current.stream = before
-
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "stream", within)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda _device: getattr(current, "stream", first)
-    )
-    return first
 
 
 def own_calls(engine: FakeStream) -> list[object]:

@@ -14,9 +14,11 @@ from baton.types import KvLayout
 from baton_kernels.word_sum import host_checksum
 from engine.kv.range import KvRange
 from engine.kv.tensors import paged as torch_kv_pool
+from engine.kv.tensors import pinned_copy
 from engine.kv.tensors.copy_order import HostOrder
 from engine.kv.tensors.device_copy import PagedDeviceCopy
 from engine.kv.tensors.paged import TorchKvPool
+from engine.kv.tensors.pinned_staging import PinnedStagingBuffer
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import WireFormat, wire_format
 from tests.support.device_double import DoubleMemory
@@ -224,8 +226,10 @@ def test_a_pool_on_a_device_orders_what_passes_the_host(monkeypatch):
     order, seen = LateOrder(), []
     monkeypatch.setattr(torch_kv_pool, "copy_order", lambda _: order)
     monkeypatch.setattr(torch_kv_pool, "cuda_memory", lambda _: None)
-    monkeypatch.setattr(torch_kv_pool, "kv_pack", lambda *_: seen.append(len(order.started)))
-    monkeypatch.setattr(torch_kv_pool, "kv_unpack", lambda *_: seen.append(len(order.started)))
+    monkeypatch.setattr(pinned_copy, "kv_pack", lambda *_: seen.append(len(order.started)))
+    monkeypatch.setattr(pinned_copy, "kv_unpack", lambda *_: seen.append(len(order.started)))
+    for name in ("to_host", "to_device"):
+        monkeypatch.setattr(PinnedStagingBuffer, name, lambda *_: None)
     pool = TorchKvPool(layout_of("float32"), 2, torch.device("meta"))
     assert pool.device_copy is None
     order.start(torch.zeros(1))
