@@ -3,7 +3,8 @@ each adapted linear layer, with s = lora_alpha / r, or lora_alpha / sqrt(r) (ran
 2312.03732).
 
 Adapters are loaded beside the model and not merged into its weights: each row of a step uses its
-own adapter, or none.
+own adapter, or none. Experts and the heads of latent attention have additions of one shape, which
+run as grouped linear layers.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from safetensors.torch import load_file
 
 from baton.errors import AdapterError
 from baton_kernels.cpu.memory import Allocate, Arena
+from baton_kernels.experts import GroupedLinear, headwise_linear
 from baton_kernels.layer import Attention, Experts, LatentAttention, Layer, Mlp
 from baton_kernels.linear import Linear, pack_linear
 from engine.families.config import ModelConfig
@@ -47,7 +49,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": ({},),
     "rank_pattern": ({},),
     "layer_replication": ([],),
-    "target_parameters": ([],),
     "trainable_token_indices": ([], {}),
     "alora_invocation_tokens": ([],),
     "arrow_config": (),
@@ -58,6 +59,9 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _NAME = re.compile(
     r"^base_model\.model\.(?P<layer>.+)\.lora_((?P<side>[AB])\.weight|embedding_(?P<table>[AB]))$"
 )
+#: Parameters that hold all experts of a layer. If two are adapted, PEFT wraps the wrapped module
+#: once more, so that names do not say which is which.
+_STACK = re.compile(r"^model\.layers\.(?P<index>\d+)\..+\.experts(\.base_layer)?$")
 _EMBEDDINGS = "model.embed_tokens"
 #: Ranks are zero-padded to a multiple of this, which all kernels accept.
 _RANK_STEP = 8
@@ -87,8 +91,29 @@ class LowRankTable:
         return self.up(F.embedding(token_ids, self.down), y)
 
 
-#: The adapter's addition to each linear layer; None for unchanged layers.
-AdapterLayer = Layer[LowRank | None, None]
+@dataclass(frozen=True, slots=True)
+class LowRankGroup:
+    """An adapter's additions to linear layers of one shape, as LowRank; zero for unchanged ones."""
+
+    down: GroupedLinear
+    up: GroupedLinear
+
+    def headwise(self, x: torch.Tensor) -> torch.Tensor:
+        """The additions for x [rows, layers, num_in], each [:, i] to layer i: [rows, layers,
+        num_out]."""
+        return headwise_linear(headwise_linear(x, self.down), self.up)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayer(Layer[LowRank | None, None]):
+    """The adapter's addition to each linear layer that runs by itself; None for unchanged layers,
+    and for those of groups. keys, values: to those of latent attention's heads; gate_up, down: to
+    the experts'."""
+
+    keys: LowRankGroup | None = None
+    values: LowRankGroup | None = None
+    gate_up: LowRankGroup | None = None
+    down: LowRankGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +151,18 @@ def load_adapter(
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise AdapterError(f"{folder / _CONFIG}: lora_alpha={alpha!r}: must be a number")
     scale = alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
-    pairs = _read_pairs(folder, rank)
+    described = describe_layers(config)
+    pairs = _unstack(folder, _read_pairs(folder, rank, described), described)
     packing = _Packing(folder, pairs, scale, dtype, device)
-    layers = tuple(map(packing.layer, describe_layers(config)))
+    layers = tuple(map(packing.layer, described))
     embeddings = packing.table(_EMBEDDINGS, config.vocab_size, config.hidden_size)
     output = packing.linear(describe_output(config)) if "lm_head" in pairs else None
     unknown = sorted(set(pairs) - packing.taken)
     if unknown:
         raise AdapterError(
             f"{folder}: it changes {unknown[0]!r}, which is none of this model's linear layers "
-            "that an adapter may change (attention, MLPs, embeddings, output, not experts or "
-            "kv_b_proj); use an adapter trained on those of this model"
+            "that an adapter may change (attention, MLPs, experts, embeddings, output, not "
+            "routers); use an adapter trained on those of this model"
         )
     return Adapter(_digest(folder), layers, packing.num_bytes, embeddings, output)
 
@@ -177,8 +203,12 @@ def _rank(folder: Path, raw: Mapping[str, Any], max_rank: int) -> int:
     return rank
 
 
-def _read_pairs(folder: Path, rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    """A [rank, num_in] and B [num_out, rank], by linear layer."""
+_Pairs = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+def _read_pairs(folder: Path, rank: int, layers: Sequence[LayerSpec]) -> _Pairs:
+    """A [rank, num_in] and B [num_out, rank], by linear layer; of parameters that hold all experts
+    A [experts * rank, num_in] and B [num_out, rank * experts]."""
     path = folder / _WEIGHTS
     try:
         tensors = load_file(path)
@@ -193,8 +223,9 @@ def _read_pairs(folder: Path, rank: int) -> dict[str, dict[str, torch.Tensor]]:
                 "layers and embeddings are; merge the adapter into the model, and serve that"
             )
         side = found["side"] or found["table"]
-        at = 0 if side == "A" else 1
-        if tensor.dim() != 2 or tensor.shape[at] != rank or not tensor.is_floating_point():
+        at, stacked = 0 if side == "A" else 1, _stacked(found["layer"], layers)
+        wanted = rank if stacked is None else rank * len(stacked.experts)
+        if tensor.dim() != 2 or tensor.shape[at] != wanted or not tensor.is_floating_point():
             raise AdapterError(
                 f"{path}: tensor {name!r} is {list(tensor.shape)} of {tensor.dtype}, which is none "
                 f"of rank r={rank}"
@@ -209,13 +240,60 @@ def _read_pairs(folder: Path, rank: int) -> dict[str, dict[str, torch.Tensor]]:
     return pairs
 
 
+def _stacked(name: str, layers: Sequence[LayerSpec]) -> Experts[LinearSpec, VectorSpec] | None:
+    """The experts that an adapted parameter holds; None for linear layers."""
+    found = _STACK.match(name)
+    if found is None or int(found["index"]) >= len(layers):
+        return None
+    mlp = layers[int(found["index"])].mlp
+    return mlp if isinstance(mlp, Experts) else None
+
+
+def _unstack(folder: Path, pairs: _Pairs, layers: Sequence[LayerSpec]) -> _Pairs:
+    """Pairs by the linear layers of a checkpoint. Those of parameters that hold all experts of a
+    layer (PEFT's target_parameters) are divided: A has a block of rows for each expert, and in B
+    the experts' columns alternate."""
+    apart: dict[str, Mapping[str, torch.Tensor]] = {}
+    for name, pair in pairs.items():
+        stacked = _stacked(name, layers)
+        if stacked is None:
+            apart[name] = pair
+            continue
+        shape, num = (len(pair["B"]), pair["A"].shape[1]), len(stacked.experts)
+        both = [[expert.gate_up for expert in stacked.experts]]
+        both.append([expert.down for expert in stacked.experts])
+        specs = next((specs for specs in both if _stored_shape(specs[0]) == shape), None)
+        if specs is None:
+            wanted = " or ".join(str(list(_stored_shape(specs[0]))) for specs in both)
+            raise AdapterError(
+                f"{folder}: {name!r} changes experts of {list(shape)} outputs and inputs, but the "
+                f"model has {wanted}; use an adapter of this model"
+            )
+        for i, spec in enumerate(specs):
+            down, up, row = pair["A"].chunk(num)[i], pair["B"][:, i::num], 0
+            for part, num_rows in _stored_rows(spec).items():
+                apart[part] = {"A": down, "B": up[row : row + num_rows]}
+                row += num_rows
+    return apart
+
+
+def _stored_rows(spec: LinearSpec) -> dict[str, int]:
+    """Outputs of each of a checkpoint's layers."""
+    return {source.name: source.num_rows for source in spec.sources}
+
+
+def _stored_shape(spec: LinearSpec) -> tuple[int, int]:
+    """Outputs and inputs of a checkpoint's layers that are one layer here."""
+    return sum(_stored_rows(spec).values()), spec.num_in
+
+
 class _Packing:
     """taken: names of the checkpoint's layers used so far."""
 
     def __init__(
         self,
         folder: Path,
-        pairs: Mapping[str, Mapping[str, torch.Tensor]],
+        pairs: _Pairs,
         scale: float,
         dtype: torch.dtype,
         device: torch.device,
@@ -227,10 +305,22 @@ class _Packing:
         self.num_bytes = 0
 
     def layer(self, layer: LayerSpec) -> AdapterLayer:
-        """Pack a layer's additions; routers and experts have none, nor have the heads' keys and
-        values of latent attention."""
-        linears = [linear for part in (layer.attention, layer.mlp) for linear in _adaptable(part)]
-        return layer.map(lambda spec: self.linear(spec) if spec in linears else None, _nothing)
+        """Pack a layer's additions; routers have none."""
+        linears = [linear for part in (layer.attention, layer.mlp) for linear in _single(part)]
+        own = layer.map(lambda spec: self.linear(spec) if spec in linears else None, _nothing)
+        groups = _groups(layer)
+        return AdapterLayer(
+            own.before_attention,
+            own.attention,
+            own.after_attention,
+            own.before_mlp,
+            own.mlp,
+            own.after_mlp,
+            keys=self.group(groups.keys),
+            values=self.group(groups.values),
+            gate_up=self.group(groups.gate_up),
+            down=self.group(groups.down),
+        )
 
     def table(self, name: str, num_rows: int, width: int) -> LowRankTable | None:
         """Pack the additions to a table of num_rows rows of `width` elements."""
@@ -242,33 +332,59 @@ class _Packing:
         down[:, :rank] = self._checked(name, "A", (rank, num_rows)).T
         up[:, :rank] = self._checked(name, "B", (width, rank)) * self._scale
         self.taken.add(name)
-        self.num_bytes += (down.numel() + up.numel()) * self._dtype.itemsize
+        self.num_bytes += down.numel() * self._dtype.itemsize
         return LowRankTable(down.to(self._device, self._dtype), self._pack(up))
 
     def linear(self, spec: LinearSpec) -> LowRank | None:
-        """Pack the additions to a fused linear layer: the A of its parts are stacked, and the B
-        form a block-diagonal matrix."""
+        """Pack the additions to a fused linear layer."""
+        found = self._factors(spec)
+        return None if found is None else LowRank(*map(self._pack, found))
+
+    def group(self, specs: Sequence[LinearSpec]) -> LowRankGroup | None:
+        """Pack the additions to layers of one shape."""
+        found = [self._factors(spec) for spec in specs]
+        ranks = [len(factors[0]) for factors in found if factors is not None]
+        if not ranks:
+            return None
+        downs, ups = [], []
+        for spec, factors in zip(specs, found, strict=True):
+            num_in, num_out = spec.num_in, spec.num_out
+            if spec.is_transposed:
+                num_in, num_out = num_out, num_in
+            down, up = torch.zeros(max(ranks), num_in), torch.zeros(num_out, max(ranks))
+            if factors is not None:
+                rank = len(factors[0])
+                down[:rank], up[:, :rank] = factors
+            downs.append(down)
+            ups.append(up)
+        return LowRankGroup(self._pack_all(downs), self._pack_all(ups))
+
+    def _factors(self, spec: LinearSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """down [rank, num_in] and up [num_out, rank] of the additions to a fused linear layer: the
+        A of its parts are stacked, once those that share it, and the B form a block-diagonal
+        matrix."""
         names = [name for name in spec.names if name in self._pairs]
         if not names:
             return None
-        ranks = [len(self._pairs[name]["A"]) for name in names]
-        total = -(-sum(ranks) // _RANK_STEP) * _RANK_STEP
+        factors = {id(self._pairs[name]["A"]): self._pairs[name]["A"] for name in names}
+        total = -(-sum(map(len, factors.values())) // _RANK_STEP) * _RANK_STEP
         down, up = torch.zeros(total, spec.num_in), torch.zeros(spec.num_out, total)
-        column = 0
-        for name, rank in zip(names, ranks, strict=True):
-            columns = slice(column, column + rank)
-            row = 0
+        column, columns = 0, {}
+        for key, factor in factors.items():
+            columns[key] = slice(column, column + len(factor))
+            column += len(factor)
+        for name in names:
+            own = columns[id(self._pairs[name]["A"])]
+            row, rank = 0, own.stop - own.start
             for source in spec.sources:
                 rows = slice(row, row + len(source.rows))
                 row = rows.stop
                 if source.name == name:
                     b = self._checked(name, "B", (source.num_rows, rank))
-                    up[rows, columns] = source.take(b) * self._scale
-            down[columns] = self._checked(name, "A", (rank, spec.num_in))
-            column = columns.stop
+                    up[rows, own] = source.take(b) * self._scale
+            down[own] = self._checked(name, "A", (rank, spec.num_in))
             self.taken.add(name)
-        self.num_bytes += (down.numel() + up.numel()) * self._dtype.itemsize
-        return LowRank(self._pack(down), self._pack(up))
+        return (up.T, down.T) if spec.is_transposed else (down, up)
 
     def _checked(self, name: str, side: str, shape: tuple[int, int]) -> torch.Tensor:
         tensor = self._pairs[name][side]
@@ -280,15 +396,28 @@ class _Packing:
         return tensor
 
     def _pack(self, weight: torch.Tensor) -> Linear:
-        return pack_linear(weight.to(self._device, self._dtype), None, self._allocate)
+        self.num_bytes += weight.numel() * self._dtype.itemsize
+        return pack_linear(weight.to(self._device, self._dtype).contiguous(), None, self._allocate)
+
+    def _pack_all(self, weights: Sequence[torch.Tensor]) -> GroupedLinear:
+        """Equal neighbours, such as the A of all heads, are one layer."""
+        linears: list[Linear] = []
+        for i, weight in enumerate(weights):
+            is_same = i > 0 and torch.equal(weight, weights[i - 1])
+            linears.append(linears[-1] if is_same else self._pack(weight))
+        return GroupedLinear(linears)
 
 
-def _adaptable(
-    part: Attention[LinearSpec, VectorSpec]
+_Part = (
+    Attention[LinearSpec, VectorSpec]
     | LatentAttention[LinearSpec, VectorSpec]
     | Mlp[LinearSpec]
-    | Experts[LinearSpec, VectorSpec],
-) -> tuple[LinearSpec, ...]:
+    | Experts[LinearSpec, VectorSpec]
+)
+
+
+def _single(part: _Part) -> tuple[LinearSpec, ...]:
+    """Linear layers that run by themselves and may be changed."""
     match part:
         case Attention():
             return part.qkv, part.output
@@ -298,7 +427,27 @@ def _adaptable(
             down = () if part.query_down is None else (part.query_down,)
             return *down, part.query, part.latent, part.output
         case Experts():
-            return ()
+            return () if part.shared is None else _single(part.shared)
+
+
+class _Groups(NamedTuple):
+    """Linear layers of one shape each, as in AdapterLayer; empty where a layer has none."""
+
+    keys: tuple[LinearSpec, ...] = ()
+    values: tuple[LinearSpec, ...] = ()
+    gate_up: tuple[LinearSpec, ...] = ()
+    down: tuple[LinearSpec, ...] = ()
+
+
+def _groups(layer: LayerSpec) -> _Groups:
+    groups = _Groups()
+    if isinstance(layer.attention, LatentAttention):
+        groups = groups._replace(keys=layer.attention.keys, values=layer.attention.values)
+    if isinstance(layer.mlp, Experts):
+        experts = layer.mlp.experts
+        gate_up = tuple(expert.gate_up for expert in experts)
+        groups = groups._replace(gate_up=gate_up, down=tuple(expert.down for expert in experts))
+    return groups
 
 
 def _nothing(_: VectorSpec) -> None:

@@ -370,7 +370,7 @@ class Decoder:
         plan = batch.plans[shape.window]
         mixed = self._attend(query, key, value, pool, number, plan, scales, terms)
         if isinstance(attention, LatentAttention):
-            return self._heads[index].results(mixed)
+            return self._heads[index].results(mixed, added)
         return mixed.flatten(1)
 
     def _mlp(
@@ -378,7 +378,7 @@ class Decoder:
     ) -> torch.Tensor:
         x = normed(layer.before_mlp, hidden)
         if isinstance(layer.mlp, Experts):
-            return self._experts(layer.mlp, self._grouped[index], x, hidden, layer.after_mlp)
+            return self._experts(index, layer.mlp, x, hidden, layer.after_mlp, added)
         inner = self._gated(layer.mlp, x, _of(added, _gate_up))
         return self._add(layer.mlp.down, inner, hidden, layer.after_mlp, _of(added, _down))
 
@@ -389,16 +389,24 @@ class Decoder:
 
     def _experts(
         self,
+        index: int,
         mlp: Experts[Linear, torch.Tensor],
-        grouped: GroupedExperts | PlacedExperts | SentExperts,
         x: torch.Tensor,
         hidden: torch.Tensor,
         after: PackedNorm | None,
+        added: _Added,
     ) -> torch.Tensor:
+        grouped, gate = self._grouped[index], GATES[mlp.experts[0].activation]
         seen = x.float() if mlp.routing.is_sigmoid else x
         chosen, weights = route(mlp.router(seen, None, torch.float32), mlp.bias, mlp.routing)
-        parts = grouped.parts(x, chosen, GATES[mlp.experts[0].activation], self._cut)
-        shared = None if mlp.shared is None else mlp.shared.down(self._gated(mlp.shared, x))
+        if isinstance(grouped, GroupedExperts):
+            parts = grouped.parts(x, chosen, gate, self._cut, added)
+        else:
+            parts = grouped.parts(x, chosen, gate, self._cut)
+        shared = None
+        if mlp.shared is not None:
+            inner = self._gated(mlp.shared, x, _of(added, _shared_gate_up))
+            shared = _adapted(mlp.shared.down(inner), inner, _of(added, _shared_down))
         return self._complete(partial(combine, parts, weights, shared), hidden, after)
 
     def _add(
@@ -447,11 +455,19 @@ class _Heads:
         query = _adapted(attention.query(low), low, _of(added, _query))
         heads = query.view(len(x), attention.shape.num_heads, -1)
         plain, turned = heads.split_with_sizes((self.keys.num_in, attention.rope_dim), dim=2)
-        return headwise_linear(plain, self.keys), turned
+        absorbed = headwise_linear(plain, self.keys)
+        for layer, rows in added:
+            if layer.keys is not None:
+                absorbed[rows] += layer.keys.headwise(plain[rows])
+        return absorbed, turned
 
-    def results(self, mixed: torch.Tensor) -> torch.Tensor:
+    def results(self, mixed: torch.Tensor, added: _Added = ()) -> torch.Tensor:
         """Turn sums over latents [tokens, heads, rank] into outputs [tokens, heads * value_dim]."""
-        return headwise_linear(mixed, self.values).flatten(1)
+        values = headwise_linear(mixed, self.values)
+        for layer, rows in added:
+            if layer.values is not None:
+                values[rows] += layer.values.headwise(mixed[rows])
+        return values.flatten(1)
 
 
 def _fused_heads(
@@ -510,6 +526,16 @@ def _gate_up(layer: AdapterLayer) -> LowRank | None:
 
 def _down(layer: AdapterLayer) -> LowRank | None:
     return layer.mlp.down if isinstance(layer.mlp, Mlp) else None
+
+
+def _shared_gate_up(layer: AdapterLayer) -> LowRank | None:
+    shared = layer.mlp.shared if isinstance(layer.mlp, Experts) else None
+    return None if shared is None else shared.gate_up
+
+
+def _shared_down(layer: AdapterLayer) -> LowRank | None:
+    shared = layer.mlp.shared if isinstance(layer.mlp, Experts) else None
+    return None if shared is None else shared.down
 
 
 def _norm_all(norm: PackedNorm | None, heads: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from baton_kernels.experts import GroupedLinear, grouped_linear, order_rows
 from baton_kernels.layer import Experts, Mlp
 from baton_kernels.linear import Linear
 from engine.ranks.cuts import LayerCut
+from engine.torch.adapters import AdapterLayer, LowRankGroup
 
 #: Combines gate and up into one row.
 Gate = Callable[[torch.Tensor], torch.Tensor]
@@ -31,13 +32,55 @@ class GroupedExperts:
         )
 
     def parts(
-        self, x: torch.Tensor, chosen: torch.Tensor, gate: Gate, cut: LayerCut
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        gate: Gate,
+        cut: LayerCut,
+        added: Sequence[tuple[AdapterLayer, torch.Tensor]] = (),
     ) -> torch.Tensor:
         """Run x [tokens, hidden] through its chosen experts, [tokens, chosen] int32: this rank's
-        part of their outputs, [tokens * chosen, columns of a part]."""
-        order = order_rows(chosen, len(self.down.linears))
-        inner = gate(grouped_linear(x, chosen, self.gate_up, chosen.shape[1], order))
-        return grouped_linear(cut.inputs(inner), chosen, self.down, 1, order)
+        part of their outputs, [tokens * chosen, columns of a part]. added: adapters' additions,
+        each for its rows of x; only with one rank."""
+        num_tokens, num_chosen = chosen.shape
+        num_experts = len(self.down.linears)
+        order = order_rows(chosen, num_experts)
+        own = [_Own(layer, rows, chosen[rows], num_experts) for layer, rows in added]
+        inner = grouped_linear(x, chosen, self.gate_up, num_chosen, order)
+        for mine in own:
+            mine.add_gate_up(inner, x)
+        inner = cut.inputs(gate(inner))
+        parts = grouped_linear(inner, chosen, self.down, 1, order)
+        for mine in own:
+            mine.add_down(parts, inner.view(num_tokens, num_chosen, inner.shape[1]))
+        return parts
+
+
+class _Own:
+    """One adapter's additions to the experts of its tokens. rows [rows] int64: their places among
+    all; chosen [rows, chosen experts] int32."""
+
+    def __init__(
+        self, layer: AdapterLayer, rows: torch.Tensor, chosen: torch.Tensor, num_experts: int
+    ) -> None:
+        self._layer, self._rows, self._chosen = layer, rows, chosen
+        self._order = order_rows(chosen, num_experts)
+
+    def add_gate_up(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Add in place to y [all tokens * chosen experts, num_out], for x [all tokens, num_in]."""
+        if (group := self._layer.gate_up) is not None:
+            self._add(y, group, x[self._rows], self._chosen.shape[1])
+
+    def add_down(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Likewise, for x [all tokens, chosen experts, num_in]."""
+        if (group := self._layer.down) is not None:
+            self._add(y, group, x[self._rows].flatten(0, 1), 1)
+
+    def _add(self, y: torch.Tensor, group: LowRankGroup, x: torch.Tensor, repeat: int) -> None:
+        low = grouped_linear(x, self._chosen, group.down, repeat, self._order)
+        own = grouped_linear(low, self._chosen, group.up, 1, self._order)
+        shape = (-1, self._chosen.shape[1], y.shape[1])
+        y.view(shape)[self._rows] += own.view(shape)
 
 
 @dataclass(frozen=True, slots=True)

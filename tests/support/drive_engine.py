@@ -16,9 +16,10 @@ def generate(
     *,
     chunk_tokens: int = 1 << 30,
     first_block: int = 0,
+    adapters: Sequence[str] = (),
 ) -> list[list[Sample]]:
     """`num_tokens` samples for each prompt, all in one batch per step; prompts go in by chunks of
-    `chunk_tokens`.
+    `chunk_tokens`. adapters: one for each prompt, or none at all.
 
     Blocks are taken from `first_block` on, and each table is in descending order, so that order
     cannot be relied on.
@@ -41,7 +42,8 @@ def generate(
             row = SampleRow(len(new) - 1, settings[i], tuple(tokens[i]), len(prompts[i]))
             rows = (row,) if computed[i] == len(tokens[i]) else ()
             start = computed[i] - len(new)
-            slices.append(SequenceSlice(new, start, tables[i], rows, len(prompts[i])))
+            part = SequenceSlice(new, start, tables[i], rows, len(prompts[i]))
+            slices.append(part._replace(adapter=adapters[i]) if adapters else part)
         for i, samples in zip(running, engine.forward(Batch(tuple(slices))), strict=True):
             outputs[i] += samples
             tokens[i] += [sample.token_id for sample in samples]

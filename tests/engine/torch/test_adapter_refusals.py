@@ -15,7 +15,7 @@ from baton.errors import AdapterError, ConfigError
 from tests.support.adapters import make_adapter
 from tests.support.architectures import make_checkpoint
 from tests.support.engines import load_engine
-from tests.support.tiny_models import Family, make_tiny_model
+from tests.support.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +100,27 @@ def test_what_is_no_adapter_is_named(model: Path, tmp_path: Path) -> None:
         load(model, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("family", "targets", "name"),
-    [
-        ("qwen3_moe", ("gate_proj",), r"experts\.0\.gate_proj"),
-        ("deepseek_v2", ("kv_b_proj",), "kv_b_proj"),
-    ],
-)
-def test_experts_and_absorbed_heads_take_none(
-    tmp_path: Path, family: Family, targets: tuple[str, ...], name: str
-) -> None:
-    model = make_tiny_model(tmp_path / "model", family)
-    adapter = make_adapter(tmp_path / "adapter", model, targets=targets)
-    with pytest.raises(AdapterError, match=f"{name}'.*not experts or kv_b_proj"):
+def test_routers_take_none(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen3_moe")
+    adapter = make_adapter(tmp_path / "adapter", model, targets=("mlp.gate",))
+    with pytest.raises(AdapterError, match=r"layers\.0\.mlp\.gate'.*not routers"):
+        load(model, adapter)
+
+
+def test_stacks_of_another_shape_are_named(tmp_path: Path) -> None:
+    """As older PEFT wrote them, with outputs and inputs exchanged; and for other experts."""
+    model = make_tiny_model(tmp_path / "model", "qwen3_moe")
+    stacks = ("gate_up_proj", "down_proj")
+    adapter = make_adapter(tmp_path / "adapter", model, targets=(), stacks=stacks)
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = "base_model.model.model.layers.1.mlp.experts.lora_{}.weight".format
+    a, b = tensors[name("A")], tensors[name("B")]
+    save_file({**tensors, name("A"): b.T.contiguous(), name("B"): a.T.contiguous()}, path)
+    with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.experts' changes experts of \[40, 64"):
+        load(model, adapter)
+    save_file({**tensors, name("A"): a[4:]}, path)
+    with pytest.raises(AdapterError, match="none of rank r=4"):
         load(model, adapter)
 
 

@@ -18,15 +18,16 @@ from baton_kernels.cpu.library import library
 from engine.interface import Batch, SampleRow, SequenceSlice
 from engine.kv.range import KvRange
 from engine.torch.engine import TorchEngine
-from tests.support.adapters import ATTENTION, make_adapter, merged
+from tests.support.adapters import ATTENTION, MLP, make_adapter, merged
 from tests.support.engines import load_engine
 from tests.support.tiny_models import Family, make_tiny_model
 
 NUM_TOKENS = 8
 GREEDY = Sampling()
-LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
-#: One call otherwise; windows and norms after; packed weights and reordered heads; experts;
-#: both ends of a model; latent attention.
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+BOTH = ("gate_up_proj", "down_proj")
+#: One call otherwise; windows and norms after; packed weights and reordered heads; both ends of a
+#: model; experts by themselves and as parameters; latent attention, and with shared experts.
 SHAPES: dict[str, tuple[Family, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", {}, {}),
     "gemma2": ("gemma2", {"sliding_window": 11}, {"rank": 3, "use_rslora": True}),
@@ -41,7 +42,15 @@ SHAPES: dict[str, tuple[Family, dict[str, Any], dict[str, Any]]] = {
         },
         {"targets": ("qkv_proj", "gate_up_proj", "down_proj")},
     ),
-    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}, {"targets": ATTENTION}),
+    "experts": ("qwen3_moe", {"mlp_only_layers": [0]}, {"rank": 3}),
+    "some experts": ("qwen3_moe", {}, {"targets": ("experts.2.up_proj", "experts.5.down_proj")}),
+    "stacked experts": ("qwen3_moe", {}, {"targets": ATTENTION, "stacks": BOTH}),
+    "one stack": ("qwen3_moe", {}, {"targets": (), "stacks": ("down_proj",)}),
+    "stacks of alternating rows": (
+        "gpt_oss",
+        {"sliding_window": 7},
+        {"targets": ATTENTION, "stacks": BOTH},
+    ),
     "llama": ("llama", {}, {"targets": ("v_proj", "down_proj"), "rank": 16}),
     "output": (
         "gemma2",
@@ -52,10 +61,11 @@ SHAPES: dict[str, tuple[Family, dict[str, Any], dict[str, Any]]] = {
     "latent without query_down": (
         "deepseek_v2",
         {"q_lora_rank": None},
-        {"targets": ("q_proj", "kv_a_proj_with_mqa", "o_proj")},
+        {"targets": ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")},
     ),
+    "latent and shared experts": ("deepseek_v3", {}, {"targets": ("kv_b_proj", *MLP)}),
 }
-FEW = ("phi3", "output")
+FEW = ("phi3", "output", "experts")
 
 
 @dataclass(frozen=True, slots=True)

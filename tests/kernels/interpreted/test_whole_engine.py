@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from baton.types import Sampling
+from baton_kernels import linear
 from baton_kernels.dispatch import Op
 from baton_kernels.quantized_linear import IntLinear, pack_int_weight
 from bench.quantized_checkpoints import Scheme, quantize_checkpoint
 from engine.torch import load, native_decoder, packed
+from tests.support.adapters import MLP, make_adapter, merged
 from tests.support.drive_engine import generate, token_ids
 from tests.support.engines import load_engine
 from tests.support.tiny_models import Family, make_tiny_model
@@ -66,6 +68,28 @@ def test_latent_attention_gives_the_tokens_of_transformers(
     assert used >= {
         f"baton_kernels.gpu.{name}" for name in ("paged_attention", "latent_kv_write", "experts")
     }
+
+
+def test_adapters_of_experts_and_latent_attention_give_the_tokens_of_merged_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, by chunks, in one batch with a sequence of no adapter."""
+    model = make_tiny_model(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
+    own = make_adapter(tmp_path / "own", model, targets=("kv_b_proj", *MLP))
+    wanted = greedy_outputs(model, PROMPTS, 3)
+    adapted = greedy_outputs(merged(tmp_path / "merged", model, own), PROMPTS, 3)
+    assert adapted != wanted
+    used = use_triton(monkeypatch)
+    # Layers that are packed for a CPU run as twins.
+    monkeypatch.setattr(linear, "can_pack", lambda _: False)
+    sizes = {"num_blocks": 40, "block_size": 4, "num_threads": 1, "dtype": "float32"}
+    engine = load_engine(str(model), **sizes, lora_modules={"own": str(own)})
+    adapters = ("own", "", "own")
+    greedy = Sampling(temperature=0.0)
+    drawn = generate(engine, PROMPTS, greedy, 3, chunk_tokens=5, adapters=adapters)
+    outputs = token_ids(drawn)
+    assert outputs == [adapted[0], wanted[1], adapted[2]]
+    assert "baton_kernels.gpu.experts" in used
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
