@@ -19,11 +19,13 @@ from engine.cuda.step_graphs import ReplayedSteps, plan_graphs
 from engine.interface import Batch
 from engine.quantization.weight import Float8Weight
 from engine.ranks.followers import NoFollowers
+from engine.torch.adapters import Adapter
 from engine.torch.decoder import Decoder
 from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.engine import TorchEngine
 from engine.torch.packed import Packing, pack_parameters
 from engine.torch.parameters import empty_parameters
+from engine.torch.step import NO_ADAPTERS
 from engine.torch.step_runner import EagerSteps, FirstStage, StepModel, StepRunner
 
 #: Relative difference of logits between padded and unpadded batches: cuBLAS chooses kernels by the
@@ -66,15 +68,21 @@ class Replayed:
     """A model with an engine that replays decode steps, besides its eager one."""
 
     def __init__(
-        self, setting: Setting, model: Model, decoder: Decoder, largest: int, max_len: int
+        self,
+        setting: Setting,
+        model: Model,
+        decoder: Decoder,
+        largest: int,
+        max_len: int,
+        adapters: Mapping[str, Adapter] = NO_ADAPTERS,
     ) -> None:
         """decoder: of the model's config. largest, max_len: maximum sequences of a step and tokens
-        per sequence that graphs support."""
+        per sequence that graphs support. adapters: by name."""
         self.model = model
         make = CalledGraphs if setting.is_dry else CudaGraphs
         self.graphs = _LastGraphs(make(setting.device))
         plan = plan_graphs(model.config, model.kv.tensor, setting.half, largest, max_len)
-        parts = StepModel(model.config, decoder, model.rope, model.kv)
+        parts = StepModel(model.config, decoder, model.rope, model.kv, adapters)
         width = table_width(max_len, model.kv.layout.block_size)
         tables = DeviceTables(largest, width, setting.device)
         self.eager = EagerSteps(parts, NoFollowers(), tables)

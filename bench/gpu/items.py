@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from bench.gpu import (
+    adapter_speed,
     ahead_speed,
     attention_speed,
     checks,
@@ -24,6 +25,7 @@ from bench.gpu import (
     sanitizer,
     service_speed,
     shared_device,
+    state_speed,
 )
 from bench.gpu.setting import Result, Setting
 
@@ -43,6 +45,8 @@ _STEPS: Items = {
     **engine_speed.ITEMS,
     **ahead_speed.ITEMS,
     **family_speed.ITEMS,
+    **adapter_speed.ITEMS,
+    **state_speed.ITEMS,
     **peers.ITEMS,
 }
 _KERNELS: Items = {**attention_speed.ITEMS, **op_speed.ITEMS, **linear_speed.ITEMS}

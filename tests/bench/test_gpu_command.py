@@ -34,6 +34,8 @@ def test_dry_run(tmp_path: Path) -> None:
         "check engine",
         "attention prefill 8K",
         "mixed load, two processes",
+        "engine decode 64 x 1K, 8 adapters",
+        "engine decode 16 x 1K, states of Granite 4.0 H Micro",
         "service, Qwen3-8B shapes",
     } <= names
     assert path.with_suffix(".md").is_file()
