@@ -18,7 +18,7 @@ from engine.families.read import parse_config
 from engine.interface import Batch, EngineSpec
 from engine.ranks.followers import NoFollowers
 from engine.ranks.mesh import ALL_LAYERS
-from engine.torch.decoder import Decoder, PackedBatch, Watch
+from engine.torch.decoder import AdapterRows, Decoder, PackedBatch, Watch
 from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.divided import LayerDone
 from engine.torch.engine import TorchEngine
@@ -87,7 +87,11 @@ class _NoDecoder:
         rows = batch.token_ids if batch.sampled is None else batch.sampled
         return torch.zeros(len(rows), 1)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self,
+        states: torch.Tensor,
+        adapters: Sequence[AdapterRows] = (),  # noqa: ARG002
+    ) -> torch.Tensor:
         return torch.zeros(len(states), VOCAB_SIZE)
 
 

@@ -15,7 +15,7 @@ import torch
 from baton.errors import ConfigError
 from baton.kv_transports import planned_device_bytes
 from baton.start_log import report_phase
-from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
+from baton.types import DTYPE_BYTES, FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.attention_backends import REFERENCE, AttentionBackend, batch_invariant
 from baton_kernels.cpu.library import why_none
 from engine.checkpoint import find_shards, naming_model, resolve_checkpoint
@@ -38,6 +38,7 @@ from engine.ranks.mesh import Degrees
 from engine.torch.adapters import Adapter, adapters_digest
 from engine.torch.device_tables import table_bytes, table_width
 from engine.torch.engine import TorchEngine
+from engine.torch.grouped_adapters import padded_bytes
 from engine.torch.weights import ProgressHook
 
 _log = logging.getLogger(__name__)
@@ -223,7 +224,8 @@ def _plan_memory(
         sizes,
         dtype=plan.dtype,
         weights=source.weight_bytes(plan.dtype, where, plan.degrees)
-        + sum(adapter.num_bytes for adapter in plan.adapters.values()),
+        + sum(adapter.num_bytes for adapter in plan.adapters.values())
+        + (padded_bytes(plan.adapters, DTYPE_BYTES[plan.dtype]) if where.type != "cpu" else 0),
         states=_state_bytes(source, plan, max_num_seqs),
         activations=source.activation_bytes(
             plan.dtype, max_num_batched_tokens, max_num_seqs, plan.max_len

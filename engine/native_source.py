@@ -27,6 +27,7 @@ from engine.torch.adapters import Adapter, load_adapter
 from engine.torch.decoder import Decoder
 from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.draft_head import head_layout, read_head_config, stored_sizes
+from engine.torch.grouped_adapters import group_adapters
 from engine.torch.load import keeps_stored_levels, load_parameters
 from engine.torch.medusa import read_medusa_config
 from engine.torch.mtp import mtp_weight_bytes, read_mtp_config
@@ -34,6 +35,7 @@ from engine.torch.native_decoder import make_decoder
 from engine.torch.own_sequences import divided_by, expert_ranks
 from engine.torch.packed import PackedParameters
 from engine.torch.rope import make_rope
+from engine.torch.step_adapters import EachAdapter
 from engine.torch.step_runner import EagerSteps, StepModel, StepRunner
 from engine.torch.weights import ProgressHook
 
@@ -100,7 +102,9 @@ class NativeModel:
 
         dtype = getattr(torch, plan.dtype)
         return plan_recording(
-            *(recording, self._config, plan.layout, dtype), batch_invariant=plan.batch_invariant
+            *(recording, self._config, plan.layout, dtype),
+            batch_invariant=plan.batch_invariant,
+            has_adapters=bool(plan.adapters),
         ).num_bytes
 
     def head_memory(self, files: HeadFiles, dtype: str, block_size: int) -> HeadMemory:
@@ -194,9 +198,12 @@ class _LoadedNative:
         )
         divided = divided_by(degrees, context, decoder, None if pool.can_pack else pool)
         self._decoder = decoder
-        parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters, attention.plan)
         device, graphs, recording = self._plan.device, self._plan.graphs, _recording(self._plan)
-        if graphs is None and device.type == "cpu":
+        is_plain = graphs is None and device.type == "cpu"
+        grouped = None if is_plain else group_adapters(self._plan.adapters)
+        adapters = grouped or EachAdapter(self._plan.adapters)
+        parts = StepModel(own, decoder, self._rope, pool, adapters, attention.plan)
+        if is_plain:
             return EagerSteps(parts, self.followers, divided=divided)
         width = table_width(self._plan.max_len, self._plan.layout.block_size)
         has_slots = self._plan.num_window_slots > 0

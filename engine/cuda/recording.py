@@ -31,8 +31,10 @@ def plan_recording(
     dtype: torch.dtype,
     *,
     batch_invariant: bool,
+    has_adapters: bool = False,
 ) -> GraphPlan:
-    """Shapes for a model, or a rank's part of one. dtype: of the weights."""
+    """Shapes for a model, or a rank's part of one. dtype: of the weights. has_adapters: see
+    plan_graphs."""
     pool = torch.empty(
         (
             *(0, config.num_layers, layout.num_parts),
@@ -48,6 +50,7 @@ def plan_recording(
         recording.max_graph_seqs,
         recording.max_len,
         batch_invariant=batch_invariant,
+        has_adapters=has_adapters,
     )
 
 

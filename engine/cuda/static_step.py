@@ -22,8 +22,9 @@ from baton_kernels.paged_attention import AttentionPlan as TwinPlan
 from engine.cuda.graph_device import GraphDevice
 from engine.cuda.step_shapes import StepShape
 from engine.interface import Batch, SequenceSlice
-from engine.torch.decoder import PackedBatch, WindowedKv
+from engine.torch.decoder import AdapterRows, PackedBatch, WindowedKv
 from engine.torch.device_tables import DeviceTables
+from engine.torch.grouped_adapters import GroupedAdapters
 from engine.torch.step_runner import StepModel
 
 #: int64 fields per sequence: new token, position, row in the pool (PackedBatch.first_rows), length
@@ -31,15 +32,17 @@ from engine.torch.step_runner import StepModel
 _NUM_ROWS = 5
 #: Further ones if windowed layers have their own pool: row in that, start of the table of slots.
 _NUM_SLOT_ROWS = 2
+#: A further one if the model has adapters: number of its adapter, see GroupedAdapters.
+_NUM_ADAPTER_ROWS = 1
 
 
 class StaticStep:
     """One buffer on the device, shared by all shapes, each with its own layout; and two host
     buffers to fill it from, because a queued copy may still read one of them.
 
-    Layout: _NUM_ROWS, and _NUM_SLOT_ROWS, rows of num_seqs int64. Block tables stay on the device,
-    and the device computes attention items from these fields, so that host time does not grow with
-    context length.
+    Layout: _NUM_ROWS, and _NUM_SLOT_ROWS and _NUM_ADAPTER_ROWS, rows of num_seqs int64. Block
+    tables stay on the device, and the device computes attention items from these fields, so that
+    host time does not grow with context length.
     """
 
     def __init__(
@@ -61,12 +64,20 @@ class StaticStep:
         self._tables = tables
         self._slots = tables.slots
         self._apart = model.windowed(Batch(()))
+        adapters = model.adapters
+        self._adapters = adapters if isinstance(adapters, GroupedAdapters) else None
         self._num_rows = _NUM_ROWS + (_NUM_SLOT_ROWS if self._slots else 0)
+        self._num_rows += _NUM_ADAPTER_ROWS if self._adapters else 0
         num_numbers = self._num_rows * largest.num_seqs
         self._buffer = torch.zeros(num_numbers, dtype=torch.int64, device=pool.device)
         fields = len(self.windows) * _room(largest).num_fields
         self._fields = torch.zeros(fields, dtype=torch.int32, device=pool.device)
         self._hosts = [_HostBuffer(device.host_buffer(2 * num_numbers)) for _ in range(2)]
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether steps with adapters can be recorded."""
+        return self._adapters is not None
 
     def num_items(self, batch: Batch) -> int:
         """Attention items of a batch, in the window with the most."""
@@ -104,6 +115,13 @@ class StaticStep:
             ]
             in_slots += [(-own_rows, 0)] * (shape.num_seqs - len(in_slots))
             columns = [(*column, *more) for column, more in zip(columns, in_slots, strict=True)]
+        if self._adapters is not None:
+            numbering = self._adapters.numbering
+            owners = [part.adapter for part in batch.slices for _ in part.token_ids]
+            owners += [""] * (shape.num_seqs - len(owners))
+            columns = [
+                (*column, numbering[name]) for column, name in zip(columns, owners, strict=True)
+            ]
         numbers = array("q", chain.from_iterable(zip(*columns, strict=True)))
         self._hosts.reverse()
         host = self._hosts[0]
@@ -117,12 +135,12 @@ class StaticStep:
         """The step's new tokens, [num_seqs] int64, a view of the buffer."""
         return self._buffer[: shape.num_seqs]
 
-    def packed(self, shape: StepShape) -> PackedBatch:
+    def packed(self, shape: StepShape, *, is_adapted: bool = False) -> PackedBatch:
         """The batch in the buffer, as tensors. Recorded in a graph, they are recomputed from the
-        buffer at each replay."""
+        buffer at each replay. is_adapted: with additions of the model's adapters."""
         model = self._model
         rows = self._buffer[: self._num_rows * shape.num_seqs].view(-1, shape.num_seqs)
-        token_ids, positions, first_rows, lengths, begins, *in_slots = rows
+        token_ids, positions, first_rows, lengths, begins, *others = rows
         rotations = model.rope.compute(positions, lengths, model.decoder.dtype)
         # Row numbers may exceed 32 bits; their sign is enough here.
         at, signs = positions.to(torch.int32), first_rows.sign().to(torch.int32)
@@ -130,7 +148,7 @@ class StaticStep:
         windows_entries, windows_sequences, windowed = entries, sequences, None
         apart = self._apart
         if self._slots is not None and apart.pool is not None:
-            own_rows, own_begins = in_slots
+            own_rows, own_begins, *others = others
             windowed = WindowedKv(apart.pool, apart.scales, own_rows)
             windows_entries = self._slots.entries
             windows_sequences = Sequences(at, signs, own_begins.to(torch.int32))
@@ -150,7 +168,10 @@ class StaticStep:
             plan_items(sequences if window is None else windows_sequences, plan)
         # Each device's ops take the plans of its own kernels; these are Triton's.
         by_window = cast(Mapping[int | None, TwinPlan], plans)
-        return PackedBatch(token_ids, rotations, first_rows, by_window, None, windowed=windowed)
+        adapters: tuple[AdapterRows, ...] = ()
+        if self._adapters is not None and is_adapted:
+            adapters = (self._adapters.of_tokens(*others),)
+        return PackedBatch(token_ids, rotations, first_rows, by_window, None, adapters, windowed)
 
 
 def _column(
@@ -179,7 +200,8 @@ class _HostBuffer:
 def static_bytes(largest: StepShape, num_windows: int) -> int:
     """Device bytes of a StaticStep, without partial results."""
     fields = num_windows * _room(largest).num_fields
-    return 4 * (2 * (_NUM_ROWS + _NUM_SLOT_ROWS) * largest.num_seqs + fields)
+    num_rows = _NUM_ROWS + _NUM_SLOT_ROWS + _NUM_ADAPTER_ROWS
+    return 4 * (2 * num_rows * largest.num_seqs + fields)
 
 
 def _room(shape: StepShape) -> PlanRoom:

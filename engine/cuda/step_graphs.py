@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -34,7 +35,7 @@ from engine.memory_plan import token_bytes
 from engine.ranks.followers import Followers
 from engine.torch.device_tables import DeviceTables
 from engine.torch.divided import LayerDone
-from engine.torch.step import sample_rows, take_drawn
+from engine.torch.step import check_adapters, sample_rows, take_drawn
 from engine.torch.step_runner import FirstStage, StepModel, StepOutput, WatchableSteps
 
 _log = logging.getLogger(__name__)
@@ -64,10 +65,12 @@ def plan_graphs(
     max_model_len: int,
     *,
     batch_invariant: bool = False,
+    has_adapters: bool = False,
 ) -> GraphPlan:
     """Plan graphs for decode steps of up to largest_batch sequences of up to max_model_len tokens.
     pool: any tensor with the pool's shape and dtype, also on `meta`; dtype: of the weights;
-    batch_invariant: see EnginePlan."""
+    batch_invariant: see EnginePlan; has_adapters: each shape is recorded twice, see
+    ReplayedSteps."""
     windows = set(config.windows)
     choose = fixed_tile if batch_invariant else choose_tile
     tile = choose(config.num_heads // head_blocks(pool, config.num_heads), pool, dtype)
@@ -81,7 +84,7 @@ def plan_graphs(
         + largest.num_items * one_part
         + largest_batch * (token_bytes(config, dtype.itemsize) + 2 * 4 * config.vocab_size)
     )
-    own = len(shapes) * config.num_layers * GRAPH_LAYER_BYTES
+    own = len(shapes) * (1 + has_adapters) * config.num_layers * GRAPH_LAYER_BYTES
     return GraphPlan(shapes, largest, tile, shared + own)
 
 
@@ -109,12 +112,14 @@ class ReplayedSteps:
         self._logits = torch.zeros(
             largest, model.config.vocab_size, dtype=torch.float32, device=pool.device
         )
-        self._graphs: dict[StepShape, Graph] = {}
-        nothing = Batch(())
+        self._graphs: dict[tuple[StepShape, bool], Graph] = {}
+        """By shape, and whether adapters add to its rows: steps without any do not pay for them."""
+        nothing, kinds = Batch(()), (True, False) if self._static.has_adapters else (False,)
         with torch.inference_mode():
-            for shape in reversed(plan.shapes):
+            for shape, is_adapted in product(reversed(plan.shapes), kinds):
                 self._static.fill(shape, nothing)
-                self._graphs[shape] = device.record(self._step(model, shape))
+                step = self._step(model, shape, is_adapted=is_adapted)
+                self._graphs[shape, is_adapted] = device.record(step)
 
     @property
     def model(self) -> StepModel:
@@ -127,14 +132,14 @@ class ReplayedSteps:
         self._is_watched = layers is not None
         self._eager.watch(layers)
 
-    def _step(self, model: StepModel, shape: StepShape) -> Callable[[], None]:
+    def _step(self, model: StepModel, shape: StepShape, *, is_adapted: bool) -> Callable[[], None]:
         """The function to capture: from the static buffer to `_logits`."""
 
         def run() -> None:
-            batch = self._static.packed(shape)
+            batch = self._static.packed(shape, is_adapted=is_adapted)
             states = model.decoder.forward(batch, model.kv.tensor, None, model.kv.scales)
             # Ranks other than 0 get their own part.
-            logits = model.decoder.logits(states)
+            logits = model.decoder.logits(states, batch.adapters)
             self._logits[: shape.num_seqs, : logits.shape[1]].copy_(logits)
 
         return run
@@ -152,10 +157,13 @@ class ReplayedSteps:
         if self._is_watched:
             self._report("a draft head reads its hidden states")
             return self._eager.run(batch, layer_done, drawn)
-        if not _is_replayable(batch):
-            if reason := _why_eager(batch):
+        is_adapted = any(part.adapter for part in batch.slices)
+        if not _is_replayable(batch) or (is_adapted and not self._static.has_adapters):
+            if reason := _why_eager(batch, has_adapters=self._static.has_adapters):
                 self._report(reason)
             return self._eager.run(batch, layer_done, drawn)
+        if is_adapted:
+            check_adapters(batch, self.model.adapters)
         num_tokens = batch.num_tokens
         shape = choose_shape(self._shapes, num_tokens, self._static.num_items(batch))
         if shape is None:
@@ -170,7 +178,7 @@ class ReplayedSteps:
             self._static.fill(shape, batch, slot_tables)
             if drawn is not None:
                 take_drawn(self._static.token_ids(shape), batch, drawn)
-            self._graphs[shape].replay()
+            self._graphs[shape, is_adapted].replay()
         if layer_done is not None:
             for layer in range(self._num_layers):
                 layer_done(layer)
@@ -215,15 +223,16 @@ _MAX_REPLAYED_TOKENS = 8
 _MAX_REPEATED_KEYS = 16_384
 
 
-def _why_eager(batch: Batch) -> str:
-    """Why a step without a prompt's chunk cannot be replayed; empty for steps with one."""
+def _why_eager(batch: Batch, *, has_adapters: bool) -> str:
+    """Why a step without a prompt's chunk cannot be replayed; empty for steps with one.
+    has_adapters: see StaticStep."""
     parts = batch.slices
     if not parts or not all(part.rows and part.start for part in parts):
         return ""
     if any(len(part.token_ids) > _MAX_VERIFIED_TOKENS for part in parts):
         return ""
-    if any(part.adapter for part in parts):
-        return "a sequence has a LoRA adapter"
+    if not has_adapters and any(part.adapter for part in parts):
+        return "a sequence has a LoRA adapter with weights that no recorded step reads"
     if any(row.scored_token_id is not None for part in parts for row in part.rows):
         return "a sequence scores a token"
     return (
@@ -243,4 +252,4 @@ def _is_drawn_from(part: SequenceSlice) -> bool:
     num_tokens = len(part.token_ids)
     is_decode = num_tokens == 1 or (part.start > 0 and num_tokens <= _MAX_REPLAYED_TOKENS)
     is_scored = any(row.scored_token_id is not None for row in part.rows)
-    return is_decode and bool(part.rows) and not is_scored and not part.adapter
+    return is_decode and bool(part.rows) and not is_scored

@@ -74,9 +74,13 @@ class LowRank:
     down: Linear
     up: Linear
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """y + up(down(x)), for x [rows, num_in] and y [rows, num_out]."""
-        return self.up(self.down(x), y)
+    def add_to(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add in place to some rows of y [all, num_out], of x [all, num_in]. rows: int64."""
+        y[rows] = self.up(self.down(x[rows]), y[rows])
+
+    def add_to_logits(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """The same for y in float32, whichever type x has."""
+        y[rows] += self.up(self.down(x[rows]), None, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,9 @@ class LowRankTable:
     down: torch.Tensor
     up: Linear
 
-    def add(self, token_ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """y + up(down[token_ids]), for token_ids [rows] and y [rows, hidden]."""
-        return self.up(F.embedding(token_ids, self.down), y)
+    def add_to(self, y: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add in place to some rows of y [all, hidden], of token_ids [all]. rows: int64."""
+        y[rows] = self.up(F.embedding(token_ids[rows], self.down), y[rows])
 
 
 @dataclass(frozen=True, slots=True)

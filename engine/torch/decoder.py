@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,15 @@ from baton_kernels.experts import GroupedLinear, combine, headwise_linear, route
 from baton_kernels.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.kv_write import head_rows
 from baton_kernels.latent_kv_write import latent_kv_write
-from baton_kernels.layer import Attention, AttentionShape, Experts, LatentAttention, Mlp, Norm
+from baton_kernels.layer import (
+    Attention,
+    AttentionShape,
+    Experts,
+    LatentAttention,
+    Layer,
+    Mlp,
+    Norm,
+)
 from baton_kernels.linear import Linear
 from baton_kernels.paged_attention import (
     NO_TERMS,
@@ -31,7 +39,6 @@ from engine.families.config import ModelConfig
 from engine.ranks.cuts import CUTS, Product
 from engine.ranks.exchange import Alone, Ranks
 from engine.ranks.stages import OneStage, Stages
-from engine.torch.adapters import Adapter, AdapterLayer, LowRank
 from engine.torch.grouped_experts import GroupedExperts, PlacedExperts, group_experts
 from engine.torch.packed import PackedLayer, PackedParameters
 from engine.torch.rope import Rotation
@@ -58,17 +65,35 @@ class PackedTokens:
     sampled: torch.Tensor | None
 
 
+class Addition(Protocol):
+    """What an adapter adds to a product, see engine.torch.adapters.LowRank; or all adapters, each
+    to its own rows, see engine.torch.grouped_adapters."""
+
+    def add_to(self, y: torch.Tensor, x: torch.Tensor, rows: Any) -> None: ...
+
+
+class LogitsAddition(Protocol):
+    """The same for the output layer, which has float32 results."""
+
+    def add_to_logits(self, y: torch.Tensor, x: torch.Tensor, rows: Any) -> None: ...
+
+
 class AdapterRows(NamedTuple):
-    """A step's tokens with one adapter: rows [tokens] int64 among the step's tokens, and sampled
-    among its sampled ones. A row has at most one adapter."""
+    """A step's additions of one adapter, or of all. layers, embeddings, output: as in
+    engine.torch.adapters.Adapter; rows: those that they are for, of the step's tokens, as each
+    Addition takes them; sampled: likewise of its sampled tokens."""
 
-    adapter: Adapter
-    rows: torch.Tensor
-    sampled: torch.Tensor
+    layers: Sequence[Layer[Any, None]]
+    embeddings: Addition | None
+    output: LogitsAddition | None
+    rows: Any
+    sampled: Any
 
 
+#: An adapter's additions to a layer, or those of all.
+_Additions = Layer[Any, None]
 #: Additions to a layer's products, each with its rows.
-_Added = Sequence[tuple[AdapterLayer, torch.Tensor]]
+_Added = Sequence[tuple[_Additions, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +241,12 @@ class Decoder:
         for index, layer in enumerate(parameters.layers):
             if watch is not None and index in watch.layers:
                 watch.add(hidden, batch.sampled)
-            added: _Added = [(each.adapter.layers[index], each.rows) for each in batch.adapters]
+            added: _Added = [(each.layers[index], each.rows) for each in batch.adapters]
             x = normed(layer.before_attention, hidden)
             mixed = self._attention(index, layer, x, batch, places[index], layer_done, added)
             if index == last and batch.sampled is not None:
                 hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
-                added = [(each.adapter.layers[index], each.sampled) for each in batch.adapters]
+                added = [(each.layers[index], each.sampled) for each in batch.adapters]
             output, own = layer.attention.output, _of(added, _output)
             inputs = self._cut.inputs(mixed)
             hidden = self._add(output, inputs, hidden, layer.after_attention, own)
@@ -284,9 +309,9 @@ class Decoder:
         table, shard = self._parameters.embeddings, self._ranks.shard
         if shard.size == 1:
             hidden = F.embedding(token_ids, table)
-            for adapter, rows, _ in adapters:
-                if adapter.embeddings is not None:
-                    hidden[rows] = adapter.embeddings.add(token_ids[rows], hidden[rows])
+            for each in adapters:
+                if each.embeddings is not None:
+                    each.embeddings.add_to(hidden, token_ids, each.rows)
         else:
             # The table holds this rank's part of the vocabulary. Other rows are -0, because x + -0
             # is x for every x.
@@ -296,10 +321,11 @@ class Decoder:
             hidden = self._ranks.reduce(hidden.masked_fill_(is_elsewhere[:, None], -0.0))
         return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
 
-    def logits(self, states: torch.Tensor, own: Own = ()) -> torch.Tensor:
+    def logits(self, states: torch.Tensor, adapters: Sequence[AdapterRows] = ()) -> torch.Tensor:
         """Logits [rows, vocab] float32 of states [rows, hidden] on rank 0; other ranks return their
-        part. own: adapters' additions to the output layer, only with one rank. First stage only."""
-        return self._ranks.gather_first(self._own_logits(states, own), self._config.vocab_size)
+        part. adapters: of the step, only with one rank. First stage only."""
+        part = self._own_logits(states, adapters)
+        return self._ranks.gather_first(part, self._config.vocab_size)
 
     def best(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """checked_argmax of the logits of states [rows, hidden], on rank 0; others return their
@@ -321,14 +347,17 @@ class Decoder:
         chosen = ids.gather(1, first)[:, 0].long()
         return chosen, chosen.masked_fill(values.gather(1, first)[:, 0].isnan(), NOT_FINITE)
 
-    def _own_logits(self, states: torch.Tensor, own: Own = ()) -> torch.Tensor:
+    def _own_logits(
+        self, states: torch.Tensor, adapters: Sequence[AdapterRows] = ()
+    ) -> torch.Tensor:
         """This rank's part of the logits, [rows, part of vocab]."""
         lm_head = self._parameters.lm_head
         if lm_head is None:
             raise RuntimeError("only the first stage has the output layer")
         part = lm_head(states, None, torch.float32)
-        for low_rank, rows in own:
-            part[rows] += low_rank.up(low_rank.down(states[rows]), None, torch.float32)
+        for each in adapters:
+            if each.output is not None:
+                each.output.add_to_logits(part, states, each.sampled)
         cap = self._config.traits.logit_softcap
         if cap is not None:
             part = torch.tanh(part / cap) * cap
@@ -484,10 +513,10 @@ def _fused_heads(
 
 
 #: Additions to one product, each with its rows; only the nonempty ones.
-Own = Sequence[tuple[LowRank, torch.Tensor]]
+Own = Sequence[tuple[Addition, Any]]
 
 
-def _of(added: _Added, part: Callable[[AdapterLayer], LowRank | None]) -> Own:
+def _of(added: _Added, part: Callable[[_Additions], Addition | None]) -> Own:
     found = ((part(layer), rows) for layer, rows in added)
     return [(own, rows) for own, rows in found if own is not None]
 
@@ -495,36 +524,37 @@ def _of(added: _Added, part: Callable[[AdapterLayer], LowRank | None]) -> Own:
 def _adapted(y: torch.Tensor, x: torch.Tensor, own: Own) -> torch.Tensor:
     """Add in place to y [rows, num_out] the adapters' outputs for their rows of x [rows,
     num_in]."""
-    for low_rank, rows in own:
-        y[rows] = low_rank.add(x[rows], y[rows])
+    for addition, rows in own:
+        addition.add_to(y, x, rows)
     return y
 
 
-def _qkv(layer: AdapterLayer) -> LowRank | None:
+def _qkv(layer: _Additions) -> Addition | None:
     return layer.attention.qkv if isinstance(layer.attention, Attention) else None
 
 
-def _query_down(layer: AdapterLayer) -> LowRank | None:
+def _query_down(layer: _Additions) -> Addition | None:
     return layer.attention.query_down if isinstance(layer.attention, LatentAttention) else None
 
 
-def _query(layer: AdapterLayer) -> LowRank | None:
+def _query(layer: _Additions) -> Addition | None:
     return layer.attention.query if isinstance(layer.attention, LatentAttention) else None
 
 
-def _latent(layer: AdapterLayer) -> LowRank | None:
+def _latent(layer: _Additions) -> Addition | None:
     return layer.attention.latent if isinstance(layer.attention, LatentAttention) else None
 
 
-def _output(layer: AdapterLayer) -> LowRank | None:
-    return layer.attention.output
+def _output(layer: _Additions) -> Addition | None:
+    found: Addition | None = layer.attention.output
+    return found
 
 
-def _gate_up(layer: AdapterLayer) -> LowRank | None:
+def _gate_up(layer: _Additions) -> Addition | None:
     return layer.mlp.gate_up if isinstance(layer.mlp, Mlp) else None
 
 
-def _down(layer: AdapterLayer) -> LowRank | None:
+def _down(layer: _Additions) -> Addition | None:
     return layer.mlp.down if isinstance(layer.mlp, Mlp) else None
 
 

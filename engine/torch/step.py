@@ -4,7 +4,7 @@ requests."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,15 +21,15 @@ from engine.kv.block_table import BlockTable
 from engine.kv.tensors.grouped import GroupedKvPool
 from engine.kv.tensors.paged import GroupedTensorPool
 from engine.sampling.edits import names_unknown_token
-from engine.torch.adapters import Adapter
 from engine.torch.decoder import AdapterRows, PackedBatch, PackedTokens, WindowedKv
 from engine.torch.device_tables import DeviceTables
 from engine.torch.rope import Rope
+from engine.torch.step_adapters import EachAdapter, StepAdapters
 
 #: baton_kernels.paged_attention.plan_attention, or a device's own version.
 PlanAttention = Callable[..., Any]
 
-NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
+NO_ADAPTERS: StepAdapters = EachAdapter(MappingProxyType({}))
 
 
 class WindowedStep(NamedTuple):
@@ -160,7 +160,7 @@ def pack_batch(
     rope: Rope,
     pool: torch.Tensor,
     dtype: torch.dtype,
-    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+    adapters: StepAdapters = NO_ADAPTERS,
     tables: DeviceTables | None = None,
     plan: PlanAttention = plan_attention,
     apart: WindowedStep = NOT_APART,
@@ -200,23 +200,20 @@ def pack_batch(
 
 
 def _adapter_rows(
-    batch: Batch, adapters: Mapping[str, Adapter], device: torch.device
+    batch: Batch, adapters: StepAdapters, device: torch.device
 ) -> tuple[AdapterRows, ...]:
+    """Raise EngineFault, see check_adapters."""
+    check_adapters(batch, adapters)
+    of_tokens = [part.adapter for part in batch.slices for _ in part.token_ids]
+    _, sampled, _ = sample_rows(batch)
+    return adapters.rows(of_tokens, [of_tokens[row] for row in sampled], device)
+
+
+def check_adapters(batch: Batch, adapters: StepAdapters) -> None:
     """Raise EngineFault for slices with an unknown adapter."""
     wanted = [part.adapter for part in batch.slices]
     if wrong := [index for index, name in enumerate(wanted) if name and name not in adapters]:
         raise fault(f"adapter {wanted[wrong[0]]!r} is not loaded", wrong)
-    of_tokens = [part.adapter for part in batch.slices for _ in part.token_ids]
-    _, sampled, _ = sample_rows(batch)
-    of_sampled = [of_tokens[row] for row in sampled]
-
-    def rows(name: str, owners: Sequence[str]) -> torch.Tensor:
-        return to_device(_tensor(i for i, owner in enumerate(owners) if owner == name), device)
-
-    names = sorted(set(wanted) - {""})
-    return tuple(
-        AdapterRows(adapters[name], rows(name, of_tokens), rows(name, of_sampled)) for name in names
-    )
 
 
 def take_drawn(token_ids: torch.Tensor, batch: Batch, drawn: torch.Tensor) -> None:

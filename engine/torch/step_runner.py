@@ -3,24 +3,23 @@ later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from baton_kernels.host_copy import to_device
 from baton_kernels.paged_attention import plan_attention
 from baton_kernels.sampling import checked_argmax
 from engine.families.config import ModelConfig
 from engine.interface import Batch
 from engine.ranks.followers import Followers, TensorPool
-from engine.torch.adapters import Adapter, LowRank
 from engine.torch.decoder import Decoder, Watch
 from engine.torch.device_tables import DeviceTables
 from engine.torch.divided import DividedForward, LayerDone, undivided
 from engine.torch.rope import Rope
 from engine.torch.step import (
+    NO_ADAPTERS,
     PlanAttention,
     WindowedStep,
     pack_batch,
@@ -28,6 +27,7 @@ from engine.torch.step import (
     take_drawn,
     windowed_step,
 )
+from engine.torch.step_adapters import StepAdapters
 
 #: Why an engine supports no draft head.
 NO_STATES = (
@@ -95,14 +95,14 @@ class WatchableSteps(StepRunner, Protocol):
 @dataclass(frozen=True, slots=True)
 class StepModel:
     """Model, pool and adapters for steps. config: with this rank's heads; kv: pool to read and
-    write; adapters: by name; plan_attention: attention planner of the pool's device;
+    write; adapters: that slices may name; plan_attention: attention planner of the pool's device;
     given_windows: WindowedStep of a batch on a rank that gets rank 0's tables."""
 
     config: ModelConfig
     decoder: Decoder
     rope: Rope
     kv: TensorPool
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    adapters: StepAdapters = NO_ADAPTERS
     plan_attention: PlanAttention = plan_attention
     given_windows: Callable[[Batch], WindowedStep] | None = None
 
@@ -143,22 +143,17 @@ class EagerStep:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedStep(EagerStep):
-    """A step with adapters that change the output layer. outputs: each sample row's addition, or
-    None."""
+    """A step with adapters, which may change the output layer. owners: adapter of each sample
+    row."""
 
     decoder: Decoder
-    outputs: Sequence[LowRank | None] = ()
+    adapters: StepAdapters = NO_ADAPTERS
+    owners: Sequence[str] = ()
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """See StepOutput."""
-        states, outputs = self._states_of(rows), [self.outputs[row] for row in rows]
-        device = states.device
-        own = [
-            (each, to_device(torch.tensor([i for i, o in enumerate(outputs) if o is each]), device))
-            for each in {id(output): output for output in outputs}.values()
-            if each is not None
-        ]
-        return self.decoder.logits(states, own)
+        states, owners = self._states_of(rows), [self.owners[row] for row in rows]
+        return self.decoder.logits(states, self.adapters.rows(owners, owners, states.device))
 
     def best(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See StepOutput."""
@@ -245,15 +240,7 @@ class EagerSteps:
         watched = None
         if self._watched_layers is not None:
             watched = states if watch is None else watch.take()
-        if any(outputs := _outputs(batch, model.adapters)):
-            return AdaptedStep(states, decoder, self._followers, watched, outputs)
+        owners = [part.adapter for part in batch.slices for _ in part.rows]
+        if any(owners):
+            return AdaptedStep(states, decoder, self._followers, watched, model.adapters, owners)
         return EagerStep(states, decoder, self._followers, watched)
-
-
-def _outputs(batch: Batch, adapters: Mapping[str, Adapter]) -> list[LowRank | None]:
-    """Addition to the output layer of each sample row."""
-    return [
-        adapters[part.adapter].output if part.adapter else None
-        for part in batch.slices
-        for _ in part.rows
-    ]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).with_name("interpreted")
 FILES = frozenset(path.name for path in FOLDER.glob("test_*.py"))
-GRAPHS = frozenset({"test_step_graphs.py", "test_rank_graphs.py"})
+GRAPHS = frozenset({"test_step_graphs.py", "test_rank_graphs.py", "test_adapter_graphs.py"})
 ENGINES = frozenset({"test_whole_engine.py", "test_batch_invariant_engine.py"})
 GROUPS = frozenset({"test_window_slots.py", "test_device_states.py"})
 ATTENTION = frozenset({"test_paged_attention.py", "test_latent_attention.py"})
