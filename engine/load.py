@@ -125,9 +125,6 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
     config.device.nodes.check(degrees)
     if device.type == "cuda":
         _check_gpus(config.device, device)
-    graphs = config.graphs
-    if graphs is not None:
-        graphs = replace(graphs, max_seqs=min(graphs.max_seqs, limits.max_num_seqs))
     plan = EnginePlan(
         device=device,
         dtype=chosen.name,
@@ -144,7 +141,7 @@ def _settle(source: ModelSource, config: EngineConfig, device: torch.device) -> 
         attention=_choose_attention(source, config, chosen.name, kv_dtype, device),
         adapters=_read_adapters(source, config.lora, chosen.name, device, degrees),
         batch_invariant=choice.batch_invariant,
-        graphs=graphs,
+        graphs=config.graphs,
     )
     _check_states(source, plan)
     return _Settled(source, plan, chosen.reason)

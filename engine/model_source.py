@@ -25,10 +25,10 @@ from engine.torch.weights import ProgressHook
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """Recorder of decode steps, and the maximum sequences of one."""
+    """Recorder of decode steps, and the maximum new tokens of one."""
 
     make: Callable[[torch.device], GraphDevice]
-    max_seqs: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,4 +231,4 @@ def _recording(plan: EnginePlan) -> Recording | None:
     # Whole experts are counted on the host in each step, and stages have several steps under way.
     if plan.graphs is None or plan.degrees.whole_experts or plan.degrees.pipeline > 1:
         return None
-    return Recording(plan.graphs.max_seqs, plan.max_seqs, plan.max_len)
+    return Recording(plan.graphs.max_tokens, plan.max_seqs, plan.max_len)

@@ -47,7 +47,7 @@ _ORACLE_BLOCKS = 4096
 
 def build_engine(
     options: EngineOptions,
-    max_graph_seqs: int | None = None,
+    max_graph_tokens: int | None = None,
     draft_head: HeadFiles | None = None,
     *,
     frees_windows: bool = True,
@@ -55,18 +55,18 @@ def build_engine(
     """Load the engine that the options name. Takes as long as reading the weights; raises
     StartupError.
 
-    max_graph_seqs: maximum sequences of a decode step captured as a GPU graph; None: no capture.
+    max_graph_tokens: maximum new tokens of a decode step captured as a GPU graph; None: no capture.
     draft_head: see EngineConfig; frees_windows: see StepLimits.
     """
     if options.engine == "oracle":
         return _build_oracle(options, frees_windows=frees_windows)
-    return _build_torch(options, max_graph_seqs, draft_head, frees_windows=frees_windows)
+    return _build_torch(options, max_graph_tokens, draft_head, frees_windows=frees_windows)
 
 
 def build_decode_engine(options: DecodeOptions, *, frees_windows: bool = True) -> Engine:
     """The engine of a decode worker. See build_engine."""
     head = draft_head_files(options)
-    return build_engine(options, options.max_graph_seqs, head, frees_windows=frees_windows)
+    return build_engine(options, options.max_graph_tokens, head, frees_windows=frees_windows)
 
 
 def draft_head_files(options: DecodeOptions) -> HeadFiles | None:
@@ -133,7 +133,7 @@ def _build_oracle(options: EngineOptions, *, frees_windows: bool) -> OracleEngin
 
 def _build_torch(
     options: EngineOptions,
-    max_graph_seqs: int | None,
+    max_graph_tokens: int | None,
     draft_head: HeadFiles | None,
     *,
     frees_windows: bool,
@@ -154,8 +154,8 @@ def _build_torch(
     # Graphs capture Triton kernels.
     can_capture = device.startswith("cuda") and find_spec("triton") is not None
     graphs = None
-    if can_capture and max_graph_seqs is not None:
-        graphs = Graphs(CudaGraphs, max_graph_seqs)
+    if can_capture and max_graph_tokens is not None:
+        graphs = Graphs(CudaGraphs, max_graph_tokens)
     config = _engine_config(options, device, frees_windows=frees_windows)
     return load_engine(replace(config, graphs=graphs, draft_head=draft_head))
 

@@ -19,8 +19,8 @@ class SpeculationOptions(Options):
     """How decode workers draft tokens for verification in one step. ngram: the tokens that followed
     an earlier occurrence of the last ones; draft: the model --speculative-model; eagle, medusa:
     heads over MODEL's hidden states, in --speculative-model; mtp: MODEL's own multi-token
-    prediction layer; none: no drafts. auto: none on a GPU, because steps with drafts use neither
-    CUDA graphs nor asynchronous scheduling; ngram otherwise. The output tokens are the same for
+    prediction layer; none: no drafts. auto: none on a GPU, because steps with drafts are not
+    scheduled ahead; ngram otherwise. The output tokens are the same for
     all."""
     speculative_model: NonEmpty | None = None
     """Draft model, with MODEL's tokenizer, EAGLE head or Medusa heads: a local directory, or a
@@ -84,8 +84,8 @@ class DecodeTierOptions(SpeculationOptions, SchedulingOptions):
     """On a GPU, run decode steps eagerly instead of replaying CUDA graphs. Saves the graphs' memory
     and capture time."""
     max_cudagraph_capture_size: Count = 512
-    """Maximum sequences of a decode step captured as a CUDA graph, within --max-num-seqs; larger
-    steps run eagerly."""
+    """Maximum new tokens of a decode step captured as a CUDA graph: one for each sequence, and one
+    for each draft that is verified; larger steps run eagerly."""
 
     @model_validator(mode="after")
     def _check_graphs(self) -> Self:
@@ -112,8 +112,11 @@ class DecodeOptions(WorkerOptions, DecodeTierOptions):
     tier: ClassVar[Tier] = Tier.DECODE
 
     @property
-    def max_graph_seqs(self) -> int | None:
-        """Maximum sequences of a captured step; None without capture."""
+    def max_graph_tokens(self) -> int | None:
+        """Maximum new tokens of a captured step; None without capture."""
         if self.enforce_eager:
             return None
-        return min(self.max_cudagraph_capture_size, self.max_num_seqs)
+        # Steps run eagerly while a head reads their states, so its drafts are in no graph.
+        has_drafts = self.speculative_method in ("ngram", "draft")
+        per_sequence = 1 + (self.num_speculative_tokens if has_drafts else 0)
+        return min(self.max_cudagraph_capture_size, per_sequence * self.max_num_seqs)

@@ -47,7 +47,7 @@ def plan_recording(
         config,
         pool,
         dtype,
-        recording.max_graph_seqs,
+        recording.max_graph_tokens,
         recording.max_len,
         batch_invariant=batch_invariant,
         has_adapters=has_adapters,
@@ -71,7 +71,7 @@ def record_steps(
         batch_invariant=batch_invariant,
     )
     num_seqs = plan.shapes[-1].num_seqs
-    _log.info("capturing %d graphs of steps of up to %d sequences", len(plan.shapes), num_seqs)
+    _log.info("capturing %d graphs of steps of up to %d new tokens", len(plan.shapes), num_seqs)
     begin = time.monotonic()
     try:
         steps = ReplayedSteps(model, tables, plan, device, eager, followers)

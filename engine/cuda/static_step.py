@@ -79,6 +79,11 @@ class StaticStep:
         """Whether steps with adapters can be recorded."""
         return self._adapters is not None
 
+    def has_room(self, batch: Batch) -> bool:
+        """Whether each slice has a row of block tables. Candidates of a tree have tables of their
+        own, so there may be more slices than sequences."""
+        return len(batch.slices) <= self._tables.num_rows
+
     def num_items(self, batch: Batch) -> int:
         """Attention items of a batch, in the window with the most."""
         tile = self._tile

@@ -166,7 +166,7 @@ class ReplayedSteps:
             check_adapters(batch, self.model.adapters)
         num_tokens = batch.num_tokens
         shape = choose_shape(self._shapes, num_tokens, self._static.num_items(batch))
-        if shape is None:
+        if shape is None or not self._static.has_room(batch):
             most = self._shapes[-1]
             self._report(
                 f"graphs are of up to {most.num_seqs} new tokens with up to "
@@ -215,8 +215,8 @@ class ReplayedStep:
 #: Maximum tokens of a sequence that verifies drafts, including its own; more tokens are a prompt's
 #: chunk.
 _MAX_VERIFIED_TOKENS = 16
-#: Maximum of these in a replayed step.
-_MAX_REPLAYED_TOKENS = 8
+#: Maximum of these in a replayed step: --num-speculative-tokens' default, and its own.
+_MAX_REPLAYED_TOKENS = 9
 #: Maximum keys that a replayed step reads again, because each new token of a sequence reads all
 #: before it: more cost more than launching a step that reads them once. A guess, not measured: of
 #: an 8B Llama they are 2 GiB.

@@ -22,10 +22,10 @@ _MIN_STAGING_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Decode steps to record as graphs: of up to max_graph_seqs sequences of up to max_len tokens.
-    max_seqs: sequences of any step."""
+    """Decode steps to record as graphs: of up to max_graph_tokens new tokens, in sequences of up to
+    max_len tokens. max_seqs: sequences of any step."""
 
-    max_graph_seqs: int
+    max_graph_tokens: int
     max_seqs: int
     max_len: int
 

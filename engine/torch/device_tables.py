@@ -90,7 +90,7 @@ class DeviceTables:
         self.slots = SlotRows(num_rows, width, device) if has_slots else None
         """Tables of the slots, if the pool has any."""
         self.entries = torch.zeros(num_rows * width, dtype=torch.int32, device=device)
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._width = width
         self._free = list(range(num_rows))
         self._rows: OrderedDict[int, _Row] = OrderedDict()
@@ -125,7 +125,7 @@ class DeviceTables:
 
     def placed(self, tables: Sequence[Sequence[int]]) -> PlacedTables | None:
         """The tables of a step with their places; None if there are more tables than rows."""
-        if len(tables) > self._num_rows:
+        if len(tables) > self.num_rows:
             return None
         return PlacedTables(self.entries, self.place(tables))
 

@@ -37,7 +37,7 @@ def load_engine(
     *,
     kv_cache_dtype: str = "auto",
     make_graphs: Callable[[torch.device], GraphDevice] | None = None,
-    max_graph_seqs: int = 64,
+    max_graph_tokens: int = 64,
     on_plan: Callable[[MemoryPlan], None] | None = None,
     progress: ProgressHook | None = None,
     **options: Any,
@@ -65,7 +65,7 @@ def load_engine(
         part(StepLimits),
         part(DeviceConfig),
         part(LoraConfig),
-        Graphs(make_graphs, max_graph_seqs) if make_graphs else None,
+        Graphs(make_graphs, max_graph_tokens) if make_graphs else None,
         **left,
     )
     return load(config, on_plan, progress)

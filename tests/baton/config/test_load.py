@@ -200,13 +200,18 @@ def test_the_prefill_tier_leaves_memory_to_the_decode_tier() -> None:
         load_options(ServeOptions, flags | {"prefill_gpu_memory_utilization": 0.5})
 
 
-def test_how_many_sequences_a_captured_step_has() -> None:
+def test_how_many_new_tokens_a_captured_step_has() -> None:
     def most(**flags: object) -> int | None:
-        return load_options(DecodeOptions, {"model": "m", **flags}).max_graph_seqs
+        return load_options(DecodeOptions, {"model": "m", **flags}).max_graph_tokens
 
     assert most(max_num_seqs=40) == 40
     assert most(max_num_seqs=1000, max_num_batched_tokens=1000) == 512
     assert most(max_num_seqs=40, max_cudagraph_capture_size=16) == 16
+    # Each sequence may verify its drafts in one step.
+    drafts = {"speculative_method": "ngram", "num_speculative_tokens": 3}
+    assert most(max_num_seqs=40, **drafts) == 160
+    assert most(max_num_seqs=40, max_cudagraph_capture_size=16, **drafts) == 16
+    assert most(max_num_seqs=40, speculative_method="mtp") == 40
     assert most(enforce_eager=True) is None
     with pytest.raises(ConfigError, match="with --enforce-eager nothing is captured"):
         most(enforce_eager=True, max_cudagraph_capture_size=16)

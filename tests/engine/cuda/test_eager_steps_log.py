@@ -27,7 +27,7 @@ def test_verification_of_drafts_is_replayed(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("slices", "reason"),
     [
-        ((part(9, 1), part(9, 9)), "it verifies more than 8 tokens"),
+        ((part(9, 1), part(9, 10)), "it verifies more than 9 tokens"),
         ((part(20_000, 2),), "drafts of long ones"),
         ((part(9, 1), part(9, 2)), "graphs are of up to 2 new tokens"),
     ],

@@ -79,7 +79,7 @@ def engines(
         return engine
 
     with kernels_on_cpu():
-        replayed = load(make_graphs=lambda _: graphs, max_graph_seqs=MAX_GRAPH_SEQS)
+        replayed = load(make_graphs=lambda _: graphs, max_graph_tokens=MAX_GRAPH_SEQS)
         yield Engines(load(), replayed, graphs)
 
 

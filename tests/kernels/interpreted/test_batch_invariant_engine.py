@@ -46,7 +46,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
             max_model_len=LENGTH + 20,
             num_threads=1,
             make_graphs=CalledGraphs,
-            max_graph_seqs=4,
+            max_graph_tokens=4,
         )
 
 

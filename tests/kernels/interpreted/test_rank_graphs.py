@@ -96,7 +96,7 @@ def test_all_ranks_replay_what_each_has_recorded(
         **degrees,
         distributed_backend="gloo",
         make_graphs=lambda _: first,
-        max_graph_seqs=2,
+        max_graph_tokens=2,
     )
     wanted, got = (token_ids(generate(each, PROMPTS, SAMPLINGS, 4)) for each in (one, two))
     two.close()
@@ -122,7 +122,7 @@ def test_windowed_layers_have_slots_on_all_ranks(
         tensor_parallel_size=2,
         distributed_backend="gloo",
         make_graphs=lambda _: first,
-        max_graph_seqs=2,
+        max_graph_tokens=2,
         frees_windows=True,
         max_num_seqs=2,
         max_num_batched_tokens=8,
