@@ -109,15 +109,21 @@ class LowRankGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLayer(Layer[LowRank | None, None]):
-    """The adapter's addition to each linear layer that runs by itself; None for unchanged layers,
-    and for those of groups. keys, values: to those of latent attention's heads; gate_up, down: to
-    the experts'."""
+class AdapterLayer(Layer[Any, None]):
+    """The addition to each linear layer that runs by itself: an adapter's LowRank, or that of all
+    adapters, see engine.torch.grouped_adapters; None for unchanged layers, and for those of groups.
+    keys, values: to those of latent attention's heads; gate_up, down: to the experts'."""
 
     keys: LowRankGroup | None = None
     values: LowRankGroup | None = None
     gate_up: LowRankGroup | None = None
     down: LowRankGroup | None = None
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether layers of groups are changed."""
+        groups = (self.keys, self.values, self.gate_up, self.down)
+        return any(group is not None for group in groups)
 
 
 @dataclass(frozen=True, slots=True)

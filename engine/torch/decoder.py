@@ -21,7 +21,6 @@ from baton_kernels.layer import (
     AttentionShape,
     Experts,
     LatentAttention,
-    Layer,
     Mlp,
     Norm,
 )
@@ -39,6 +38,7 @@ from engine.families.config import ModelConfig
 from engine.ranks.cuts import CUTS, Product
 from engine.ranks.exchange import Alone, Ranks
 from engine.ranks.stages import OneStage, Stages
+from engine.torch.adapters import AdapterLayer
 from engine.torch.grouped_experts import GroupedExperts, PlacedExperts, group_experts
 from engine.torch.packed import PackedLayer, PackedParameters
 from engine.torch.rope import Rotation
@@ -83,17 +83,15 @@ class AdapterRows(NamedTuple):
     engine.torch.adapters.Adapter; rows: those that they are for, of the step's tokens, as each
     Addition takes them; sampled: likewise of its sampled tokens."""
 
-    layers: Sequence[Layer[Any, None]]
+    layers: Sequence[AdapterLayer]
     embeddings: Addition | None
     output: LogitsAddition | None
     rows: Any
     sampled: Any
 
 
-#: An adapter's additions to a layer, or those of all.
-_Additions = Layer[Any, None]
 #: Additions to a layer's products, each with its rows.
-_Added = Sequence[tuple[_Additions, Any]]
+_Added = Sequence[tuple[AdapterLayer, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,7 +514,7 @@ def _fused_heads(
 Own = Sequence[tuple[Addition, Any]]
 
 
-def _of(added: _Added, part: Callable[[_Additions], Addition | None]) -> Own:
+def _of(added: _Added, part: Callable[[AdapterLayer], Addition | None]) -> Own:
     found = ((part(layer), rows) for layer, rows in added)
     return [(own, rows) for own, rows in found if own is not None]
 
@@ -529,41 +527,41 @@ def _adapted(y: torch.Tensor, x: torch.Tensor, own: Own) -> torch.Tensor:
     return y
 
 
-def _qkv(layer: _Additions) -> Addition | None:
+def _qkv(layer: AdapterLayer) -> Addition | None:
     return layer.attention.qkv if isinstance(layer.attention, Attention) else None
 
 
-def _query_down(layer: _Additions) -> Addition | None:
+def _query_down(layer: AdapterLayer) -> Addition | None:
     return layer.attention.query_down if isinstance(layer.attention, LatentAttention) else None
 
 
-def _query(layer: _Additions) -> Addition | None:
+def _query(layer: AdapterLayer) -> Addition | None:
     return layer.attention.query if isinstance(layer.attention, LatentAttention) else None
 
 
-def _latent(layer: _Additions) -> Addition | None:
+def _latent(layer: AdapterLayer) -> Addition | None:
     return layer.attention.latent if isinstance(layer.attention, LatentAttention) else None
 
 
-def _output(layer: _Additions) -> Addition | None:
+def _output(layer: AdapterLayer) -> Addition | None:
     found: Addition | None = layer.attention.output
     return found
 
 
-def _gate_up(layer: _Additions) -> Addition | None:
+def _gate_up(layer: AdapterLayer) -> Addition | None:
     return layer.mlp.gate_up if isinstance(layer.mlp, Mlp) else None
 
 
-def _down(layer: _Additions) -> Addition | None:
+def _down(layer: AdapterLayer) -> Addition | None:
     return layer.mlp.down if isinstance(layer.mlp, Mlp) else None
 
 
-def _shared_gate_up(layer: AdapterLayer) -> LowRank | None:
+def _shared_gate_up(layer: AdapterLayer) -> Addition | None:
     shared = layer.mlp.shared if isinstance(layer.mlp, Experts) else None
     return None if shared is None else shared.gate_up
 
 
-def _shared_down(layer: AdapterLayer) -> LowRank | None:
+def _shared_down(layer: AdapterLayer) -> Addition | None:
     shared = layer.mlp.shared if isinstance(layer.mlp, Experts) else None
     return None if shared is None else shared.down
 

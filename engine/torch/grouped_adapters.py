@@ -20,9 +20,9 @@ import torch.nn.functional as F
 
 from baton_kernels.experts import GroupedLinear, RowOrder, grouped_linear, order_rows
 from baton_kernels.host_copy import to_device
-from baton_kernels.layer import Attention, Experts, LatentAttention, Layer, Mlp
+from baton_kernels.layer import Attention, Experts, LatentAttention, Mlp
 from baton_kernels.linear import Linear, PlainLinear
-from engine.torch.adapters import Adapter, LowRank, LowRankTable
+from engine.torch.adapters import Adapter, AdapterLayer, LowRank, LowRankTable
 from engine.torch.decoder import AdapterRows
 
 
@@ -88,8 +88,6 @@ def _is_readable(layer: GroupedLinear) -> bool:
 #: Ranks are padded to the largest of a layer and a multiple of this, so that kernels load 16 bytes
 #: at a time.
 _RANK_STEP = 16
-#: Additions to each linear layer; None where no adapter has any.
-GroupedLayer = Layer[GroupedLowRank | None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class GroupedAdapters:
     last, by the empty name. embeddings, output: see Adapter."""
 
     numbering: Mapping[str, int]
-    layers: tuple[GroupedLayer, ...]
+    layers: tuple[AdapterLayer, ...]
     embeddings: GroupedTable | None
     output: GroupedLowRank | None
 
@@ -168,8 +166,8 @@ def padded_bytes(adapters: Mapping[str, Adapter], element_bytes: int) -> int:
     return total * element_bytes
 
 
-#: Names of the linear layers to which the decoder adds, by part of a layer. Experts, and the heads
-#: of latent attention, have no additions by groups.
+#: Names of the linear layers to which these kernels add, by part of a layer. Adapters that change
+#: experts, or the heads of latent attention, run one after the other.
 _SITES: Mapping[type, tuple[str, ...]] = MappingProxyType(
     {
         Attention: ("qkv", "output"),
@@ -180,7 +178,7 @@ _SITES: Mapping[type, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def _sites(layer: Layer[Any, None]) -> list[Any]:
+def _sites(layer: AdapterLayer) -> list[Any]:
     """A layer's additions, in the same order for every adapter; None where there is none."""
     parts = (layer.attention, layer.mlp)
     return [getattr(part, name) for part in parts for name in _SITES[type(part)]]
@@ -192,7 +190,9 @@ def _additions(adapter: Adapter) -> list[LowRank | None]:
 
 
 def _is_groupable(adapter: Adapter) -> bool:
-    """Whether all its additions are to layers that have them by groups, and plain."""
+    """Whether all its additions are to layers to which these kernels add, and plain."""
+    if any(layer.has_groups for layer in adapter.layers):
+        return False
     lows = [low for low in _additions(adapter) if low is not None]
     others = [low for layer in adapter.layers for low in layer.linears if low is not None]
     weights = [part for low in lows for part in (low.down, low.up)]

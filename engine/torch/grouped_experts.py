@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class GroupedExperts:
         chosen: torch.Tensor,
         gate: Gate,
         cut: LayerCut,
-        added: Sequence[tuple[AdapterLayer, torch.Tensor]] = (),
+        added: Sequence[tuple[AdapterLayer, Any]] = (),
     ) -> torch.Tensor:
         """Run x [tokens, hidden] through its chosen experts, [tokens, chosen] int32: this rank's
         part of their outputs, [tokens * chosen, columns of a part]. added: adapters' additions,
@@ -45,7 +46,11 @@ class GroupedExperts:
         num_tokens, num_chosen = chosen.shape
         num_experts = len(self.down.linears)
         order = order_rows(chosen, num_experts)
-        own = [_Own(layer, rows, chosen[rows], num_experts) for layer, rows in added]
+        own = [
+            _Own(layer, rows, chosen[rows], num_experts)
+            for layer, rows in added
+            if layer.gate_up is not None or layer.down is not None
+        ]
         inner = grouped_linear(x, chosen, self.gate_up, num_chosen, order)
         for mine in own:
             mine.add_gate_up(inner, x)
