@@ -1,6 +1,6 @@
 """What the planner has under way when something dies, on real processes: the gateway that leads,
-Redis, a worker that starts, one that drains. Each stream has the oracle's tokens, each exactly
-once, and the fleet becomes what the leader wants.
+Redis, a worker that starts, one that drains, one that changes its role. Each stream has the
+oracle's tokens, each exactly once, and the fleet becomes what the leader wants.
 
 tests/sim/test_planned_scaling.py has the same under a virtual clock, in many orders.
 """
@@ -33,8 +33,8 @@ GATEWAYS = ("gateway", "gateway-1")
 LEAST, MOST = 2, 4
 #: Streams at any time, by gateway, and their tokens.
 NUM_CLIENTS, NUM_TOKENS = 4, 100
-#: In the log of a worker that drains.
-_DRAINS = "finishing what runs"
+#: In the logs of a worker that drains, and of a gateway that has changed a role.
+_DRAINS, _CHANGES = "finishing what runs", re.compile(r"worker (\S+): ")
 _WANTED = re.compile(r"^baton_planner_workers_wanted\b.* (\d+)(?:\.0)?$", re.MULTILINE)
 
 
@@ -200,3 +200,16 @@ async def test_a_worker_dies_while_it_drains(cluster: LedCluster, seeds: Iterato
         cluster.want(LEAST, 1)
         await cluster.has_killed.wait()
         await until_there_are(cluster, LEAST, 1)
+
+
+async def test_a_worker_dies_while_it_changes_its_role(
+    cluster: LedCluster, seeds: Iterator[int]
+) -> None:
+    """What decodes on it is to be handed to others, and it comes back in its first role."""
+    cluster.want(3, 1)
+    await until_there_are(cluster, 3, 1)
+    async with streaming(cluster, seeds):
+        cluster.kill_at(lambda _name, line: m[1] if (m := _CHANGES.search(line)) else "")
+        cluster.want(3, 2)
+        await cluster.has_killed.wait()
+        await until_there_are(cluster, 3, 2)
