@@ -10,12 +10,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from baton.errors import Overloaded
 from bench.drive import drive_each
 from bench.measure import Record
 from bench.workload import LoadRequest
+from gateway.http.generation import TIMEOUT_MS
 
-#: Reasons of records.
+#: Reasons of records, beside those of errors.
 _BROKEN, _TIMEOUT = "BROKEN", "TIMEOUT"
+
+
+class Refused(ValueError):
+    """Status 429 with Retry-After."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +63,26 @@ async def drive_http(
     cache_salt: str,
     dialect: Dialect = COMPLETIONS,
     timeout_s: float = 300.0,
+    deadline_s: float | None = None,
 ) -> tuple[Record, ...]:
     """Send all requests, each at its time; returns their records in the same order, including
-    failures. address: of the HTTP API. timeout_s: until a client leaves."""
+    failures. address: of the HTTP API. timeout_s: until a client leaves. deadline_s: that a gateway
+    is told; None: its own."""
+    more = "" if deadline_s is None else f"{TIMEOUT_MS}: {round(deadline_s * 1e3)}\r\n"
 
     async def ask(request: LoadRequest, now: Callable[[], float]) -> Record:
         pieces: list[tuple[float, int]] = []
         sent_s, error = now(), ""
         try:
             async with asyncio.timeout(timeout_s):
-                async for event in _events(address, dialect, request, cache_salt):
+                body = dialect.body_of(request, cache_salt)
+                async for event in _events(address, dialect, body, more):
                     num_tokens = dialect.num_tokens(event)
                     pieces += [(now(), num_tokens)] if num_tokens else []
         except TimeoutError:
             error = _TIMEOUT
+        except Refused:
+            error = Overloaded.reason
         except (OSError, EOFError, ValueError, LookupError):
             error = _BROKEN
         num_prompt = len(request.prompt_token_ids)
@@ -80,21 +92,24 @@ async def drive_http(
 
 
 async def _events(
-    address: str, dialect: Dialect, request: LoadRequest, cache_salt: str
+    address: str, dialect: Dialect, body: dict[str, Any], more: str
 ) -> AsyncIterator[Any]:
-    """Events of one answer up to its end. Raises OSError, EOFError, ValueError for anything else
-    than a whole stream."""
-    data = json.dumps(dialect.body_of(request, cache_salt)).encode()
+    """Events of one answer up to its end. more: headers. Raises OSError, EOFError, ValueError for
+    anything else than a whole stream; Refused for a refusal."""
+    data = json.dumps(body).encode()
     # HTTP/1.0, so that the answer ends with its connection. Servers that send chunks nevertheless
     # put whole events into each: lines between them are none of an event.
     head = (
         f"POST {dialect.path} HTTP/1.0\r\nhost: bench\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(data)}\r\n\r\n"
+        f"content-length: {len(data)}\r\n{more}\r\n"
     )
     async with _connected(address) as (reader, writer):
         writer.write(head.encode() + data)
         answer = await reader.readuntil(b"\r\n\r\n")
-        if b" 200 " not in answer.split(b"\r\n")[0]:
+        status = answer.split(b"\r\n")[0]
+        if b" 429 " in status and b"\r\nretry-after: " in answer.lower():
+            raise Refused
+        if b" 200 " not in status:
             raise ValueError(f"refused: {answer!r}")
         while line := await reader.readline():
             if not line.startswith(b"data: "):

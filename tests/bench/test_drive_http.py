@@ -26,6 +26,7 @@ DONE = b"data: [DONE]\n\n"
         (HEAD + PIECES, "BROKEN", 3),
         (HEAD + b'data: {"error": {"message": "no"}}\n\n' + DONE, "BROKEN", 0),
         (b'HTTP/1.1 429 Too Many Requests\r\n\r\n{"error": {}}', "BROKEN", 0),
+        (b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 2\r\n\r\n{}", "OVERLOADED", 0),
         (b"", "BROKEN", 0),
     ],
 )
@@ -36,6 +37,7 @@ async def test_a_record_has_the_pieces_and_whether_the_answer_was_whole(
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
+        assert b"\r\nx-envoy-expected-rq-timeout-ms: 5000\r\n" in head
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         asked.append(json.loads(await reader.readexactly(length)))
         writer.write(answer)
@@ -45,7 +47,7 @@ async def test_a_record_has_the_pieces_and_whether_the_answer_was_whole(
     async with server:
         host, port = server.sockets[0].getsockname()[:2]
         requests = (LoadRequest(0.0, (1, 2, 3), 4), LoadRequest(0.001, (5,), 2))
-        records = await drive_http(f"{host}:{port}", requests, "salt")
+        records = await drive_http(f"{host}:{port}", requests, "salt", deadline_s=5)
     assert [record.num_prompt_tokens for record in records] == [3, 1]
     for record in records:
         assert (record.error, record.num_output_tokens) == (error, num_tokens)
