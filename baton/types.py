@@ -231,6 +231,8 @@ class SequenceSpec:
     there is output."""
     adapter: str = ""
     """Name of the LoRA adapter that computes it; empty for the model alone."""
+    slo: Slo | None = None
+    """Targets of its class, one at least; None: the deployment's."""
 
     @property
     def prefix_key(self) -> bytes:

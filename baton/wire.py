@@ -39,6 +39,7 @@ from baton.types import (
     Sample,
     Sampling,
     SequenceSpec,
+    Slo,
     StepCosts,
     Tier,
     TierLoad,
@@ -74,7 +75,9 @@ _COSTS = _plain(StepCosts)
 _TIER_LOAD = _plain(TierLoad)
 _TOKEN_LISTS = ("allowed_token_ids", "logprob_token_ids")
 _SAMPLING = _plain(Sampling, "logit_bias", "stop_token_ids", "bad_words", "beam", *_TOKEN_LISTS)
-_SEQUENCE = _plain(SequenceSpec, "prompt_token_ids", "output_token_ids", "sampling", "num_choices")
+_SEQUENCE = _plain(
+    SequenceSpec, "slo", "prompt_token_ids", "output_token_ids", "sampling", "num_choices"
+)
 
 
 def _values(source: object, names: tuple[str, ...]) -> dict[str, Any]:
@@ -240,6 +243,8 @@ def write_sequence(spec: SequenceSpec, message: sequence_pb2.SequenceState) -> N
         setattr(message, name, getattr(spec, name))
     message.sampling.MergeFrom(sampling_to_proto(spec.sampling))
     message.num_choices = spec.num_choices
+    if spec.slo:
+        message.slo_ttft_s, message.slo_tpot_s = spec.slo.ttft_s or 0.0, spec.slo.tpot_s or 0.0
 
 
 def sequence_from_proto(message: sequence_pb2.SequenceState) -> SequenceSpec:
@@ -249,7 +254,13 @@ def sequence_from_proto(message: sequence_pb2.SequenceState) -> SequenceSpec:
         output_token_ids=tuple(message.output_token_ids),
         sampling=sampling_from_proto(message.sampling),
         num_choices=message.num_choices or 1,
+        slo=_slo_from(message),
     )
+
+
+def _slo_from(message: sequence_pb2.SequenceState) -> Slo | None:
+    ttft_s, tpot_s = message.slo_ttft_s, message.slo_tpot_s
+    return Slo(ttft_s or None, tpot_s or None) if ttft_s or tpot_s else None
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> sampling_pb2.PositionLogprobs:

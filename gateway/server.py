@@ -36,7 +36,7 @@ from gateway.chat.renderer import ChatRenderer
 from gateway.chat.style import ChatStyle, chat_style
 from gateway.http.app import HttpApp, HttpSettings, Probes
 from gateway.http.server import HttpServer, start_http
-from gateway.intake.api_keys import read_api_keys
+from gateway.intake.api_keys import KeySettings, read_api_keys
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.sampling_defaults import sampling_defaults
 from gateway.intake.tokenizer import Tokenizer, load_tokenizer
@@ -111,7 +111,7 @@ class _Model:
     def serving(
         self,
         options: GatewayOptions,
-        has_api_keys: bool,
+        accounts: Mapping[bytes, KeySettings],
         recorder: GatewayRecorder,
         unsorted: Fleet | None,
     ) -> Serving:
@@ -120,10 +120,12 @@ class _Model:
             ServingOptions(
                 self.name,
                 timeout_s,
-                has_api_keys,
+                bool(accounts),
                 self.aliases,
                 self.defaults,
                 options.max_logprobs,
+                options.slo_by_class,
+                {account: settings.slo_class for account, settings in accounts.items()},
             ),
             RequestDeps(
                 self.fleet,
@@ -219,7 +221,8 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     gc.set_threshold(*gc.get_threshold()[:2], _MIDDLE_COLLECTIONS)
     api_keys = read_api_keys(options)
     report_phase("loading tokenizer")
-    weights = {digest_of(key): weight for key, weight in api_keys.items()}
+    accounts = {digest_of(key): settings for key, settings in api_keys.items()}
+    weights = {account: settings.weight for account, settings in accounts.items()}
     parts = [await _load_model(own, options, weights) for own in options.each_model()]
     clock.lap("tokenizer")
     fleets = [part.fleet for part in parts]
@@ -243,7 +246,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         defer = asyncio.get_running_loop().call_soon
         recorder = GatewayRecorder(telemetry, time.monotonic, defer)
         models = Models(
-            [part.serving(options, bool(api_keys), recorder, unsorted) for part in parts], recorder
+            [part.serving(options, accounts, recorder, unsorted) for part in parts], recorder
         )
         server = await start_server(
             f"{options.host}:{options.port}",

@@ -25,7 +25,7 @@ from baton.rpc.interceptor import given_request_id
 from baton.sampling_params import MAX_CHOICES, MAX_LOGPROBS
 from baton.telemetry import no_telemetry
 from baton.telemetry.spans import trace_of
-from baton.types import Tier, WorkerInfo
+from baton.types import Slo, Tier, WorkerInfo
 from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import numerics_to_proto, tier_load_to_proto
 from gateway.chat.renderer import ChatRenderer, more_of
@@ -75,7 +75,8 @@ class ServingOptions:
     has_api_keys: whether callers authenticate; then each key is an account, otherwise each
     cache_salt.
     sampling_defaults: the model's own, by option.
-    max_logprobs: see ModelFacts.
+    max_logprobs, slo_classes: see ModelFacts.
+    slo_class_of: class of an account's requests that name none, or empty.
     """
 
     model_name: str
@@ -84,6 +85,8 @@ class ServingOptions:
     aliases: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = MAX_LOGPROBS
+    slo_classes: Mapping[str, Slo] = field(default_factory=dict)
+    slo_class_of: Mapping[bytes, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +268,14 @@ class Serving:
             if output.HasField("free_text"):
                 output = self._with_free_text_of(output, prompt_token_ids)
             grammar = await self._grammars.compile(output)
+        account = shown_digest(call.metadata) if self._options.has_api_keys else b""
         ids = Ids(
             request_id,
             secrets.randbits(64),
             record.arrival_ns,
             *trace_of(record.span.get_span_context()),
-            shown_digest(call.metadata) if self._options.has_api_keys else b"",
+            account,
+            self._options.slo_class_of.get(account, ""),
         )
         echo_text = await self._echo_text(request, read, prompt_token_ids) if params.echo else None
         tokenized = Tokenized(prompt_token_ids, bad_words, grammar, echo_text)
@@ -371,6 +376,7 @@ class Serving:
             max_token_chars=self.tokenizer.max_token_chars,
             sampling_defaults=self._options.sampling_defaults,
             max_logprobs=self._options.max_logprobs,
+            slo_classes=self._options.slo_classes,
         )
 
 

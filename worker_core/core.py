@@ -55,7 +55,7 @@ from worker_core.handoff import Handoffs, for_gateway
 from worker_core.late_blocks import LATE_CHUNKS, LateBlocks, supports_late_blocks
 from worker_core.loop import StepResult
 from worker_core.output import OutputProcessor
-from worker_core.policy import Policy
+from worker_core.policy import Policy, kept_tpot_s
 from worker_core.preemption import Preemption
 from worker_core.prefix_tiers import PrefixTiers
 from worker_core.scheduler import Budget, StepPlan, plan_step
@@ -207,7 +207,7 @@ class WorkerCore:
         now_s = self._state.clock() + self._steps.in_flight_s()
         for group in running:
             if isinstance(group, WorkerSequence) and not group.is_prefilling:
-                yield group.pace(now_s, rule.tpot_s)
+                yield group.pace(now_s, kept_tpot_s(rule.tpot_s, group.spec.slo))
 
     # Commands
 

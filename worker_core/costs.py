@@ -167,7 +167,7 @@ class Costs:
         if is_beside and self._prefill_beside.num_observations >= _MIN_OBSERVATIONS:
             return _per_s(1, self._prefill_beside.rate)
         rule = self.policy.gap_rule
-        steady = (Pace(rule.tpot_s, 1),) if rule and rule.tpot_s is not None else ()
+        steady = (Pace(rule.tpot_s, 1, rule.tpot_s),) if rule and rule.tpot_s is not None else ()
         num_tokens = self.max_prefill_tokens(num_decoding, max_num_batched_tokens, paces=steady)
         beside_s = self._decode.predict(num_decoding) if is_beside else 0.0
         return _per_s(num_tokens, beside_s + self._prefill.predict(num_tokens))

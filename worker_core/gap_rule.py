@@ -11,11 +11,13 @@ from typing import Protocol
 class Pace:
     """How far a decoding sequence is ahead of its target.
 
-    due_s: seconds from now until its next token is due. num_left: maximum further tokens.
+    due_s: seconds from now until its next token is due. num_left: maximum further tokens. tpot_s:
+    mean gap that it is to keep.
     """
 
     due_s: float
     num_left: int
+    tpot_s: float
 
 
 class GapBudget(Protocol):

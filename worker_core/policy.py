@@ -8,7 +8,7 @@ from baton.types import NO_SLO, Role, Slo, Tier
 from engine.interface import EngineSpec
 from worker_core.gap_rule import GapRule
 from worker_core.itl_budget import KeepPercentile
-from worker_core.slo_budget import KeepTarget
+from worker_core.slo_budget import TARGET_SHARE, KeepTarget
 
 #: Longest missing tail that a worker with shared prompts computes unasked: it has measured
 #: handoffs, but does not see whether prefill workers are idle.
@@ -69,6 +69,11 @@ def gap_rule_of(slo: Slo, otherwise: GapRule) -> GapRule:
     if slo.tpot_s is not None:
         return KeepTarget.of_tpot(slo.tpot_s)
     return KeepTarget(None, slo.ttft_s) if slo.ttft_s is not None else otherwise
+
+
+def kept_tpot_s(usual_s: float, slo: Slo | None) -> float:
+    """Mean gap that a sequence is to keep. usual_s: that of the rule. slo: of its class."""
+    return usual_s if slo is None or slo.tpot_s is None else TARGET_SHARE * slo.tpot_s
 
 
 def learned_local_prefill(spec: EngineSpec, slo: Slo = NO_SLO) -> LocalPrefillPolicy:

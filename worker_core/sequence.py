@@ -230,7 +230,7 @@ class WorkerSequence:
         """How far it is ahead of a mean gap of `tpot_s`, the token in flight included."""
         num_tokens = len(self.token_ids) + (self.drawing_row is not None)
         due_s = self.begun_s + tpot_s * (num_tokens + 1 - self.num_begun_tokens)
-        return Pace(due_s - now_s, self.max_num_tokens - num_tokens)
+        return Pace(due_s - now_s, self.max_num_tokens - num_tokens, tpot_s)
 
     @property
     def is_prefilling(self) -> bool:

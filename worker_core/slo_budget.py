@@ -50,11 +50,11 @@ class SloBudget:
         A sequence that cannot reach its target any more does not count.
         """
         spare_s = self._max_gap_s - step_s
-        saved_s = self._tpot_s - step_s
-        if spare_s <= 0 or saved_s <= 0:
+        if spare_s <= 0 or self._tpot_s <= step_s:
             return step_s
         for pace in paces:
-            if pace.due_s - step_s < spare_s and pace.due_s + pace.num_left * saved_s >= step_s:
+            saved_s = pace.num_left * (pace.tpot_s - step_s)
+            if pace.due_s - step_s < spare_s and pace.due_s + saved_s >= step_s:
                 spare_s = pace.due_s - step_s
         return max(0.0, spare_s)
 

@@ -50,7 +50,7 @@ ADVANCED = frozenset(
         *("rope_scaling", "hf_overrides", "root_path", "enable_per_request_metrics"),
         *("max_remembered_prefixes", "max_json_whitespace", "max_logprobs"),
         *("response_store_bytes", "response_store_s"),
-        *("min_workers", "max_workers"),
+        *("min_workers", "max_workers", "slo_classes"),
     }
 )
 #: Heading of advanced options in --help-all.

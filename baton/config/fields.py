@@ -158,6 +158,23 @@ def _check_device(device: str) -> str:
     return device
 
 
+_SLO_CLASS = "NAME=TTFT_MS:TPOT_MS"
+
+
+def _check_slo_classes(classes: tuple[str, ...]) -> tuple[str, ...]:
+    number = r"(\d{1,9}(\.\d{1,6})?)?"
+    for each in classes:
+        name, _, targets = each.partition("=")
+        is_named = re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII)
+        is_number = re.fullmatch(f"{number}:{number}", targets, re.ASCII)
+        if not (is_named and is_number and any(c in "123456789" for c in targets)):
+            raise ValueError(
+                f"{each!r}: give {_SLO_CLASS}, such as interactive=300:30, in milliseconds; one of "
+                "the two may be left out, and is that of the deployment then"
+            )
+    return classes
+
+
 #: Worker addresses, "host:port"; repeated option or comma-separated.
 Addresses = Annotated[
     tuple[str, ...],
@@ -191,6 +208,15 @@ LoraModules = Annotated[
     BeforeValidator(split_commas),
     AfterValidator(_check_pairs("adapter", "NAME=PATH")),
     Field(json_schema_extra={"metavar": "NAME=PATH"}),
+]
+
+#: Classes of requests, NAME=TTFT_MS:TPOT_MS; repeated option or comma-separated.
+SloClasses = Annotated[
+    tuple[str, ...],
+    BeforeValidator(split_commas),
+    AfterValidator(_check_pairs("class", _SLO_CLASS)),
+    AfterValidator(_check_slo_classes),
+    Field(json_schema_extra={"metavar": _SLO_CLASS}),
 ]
 
 #: Names in certificates.

@@ -21,6 +21,7 @@ from baton.config.fields import (
     NonEmpty,
     Port,
     Seconds,
+    SloClasses,
 )
 from baton.config.named_models import SeveralModelsOptions
 from baton.config.options import (
@@ -32,7 +33,7 @@ from baton.config.options import (
 )
 from baton.rpc.tls import TlsFiles
 from baton.sampling_params import MAX_LOGPROBS
-from baton.types import DEFAULT_MAX_PREFIXES, DEFAULT_MAX_WHITESPACE, NO_SLO
+from baton.types import DEFAULT_MAX_PREFIXES, DEFAULT_MAX_WHITESPACE, NO_SLO, Slo
 
 #: vLLM's default port.
 _HTTP_PORT = 8000
@@ -71,6 +72,11 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     is left alone."""
     min_workers: Count | None = None
     """Least number of workers with --max-workers; 1 if not given."""
+    slo_classes: SloClasses = ()
+    """Classes of requests with latency targets of their own, such as interactive=300:30 or
+    batch=30000:; repeat the option or separate with commas. A target that is left out is the
+    deployment's. A request names its class (slo_class), or the line of its key in --api-key-file
+    does (class=NAME); others have the deployment's targets."""
     max_remembered_prefixes: Count = DEFAULT_MAX_PREFIXES
     """Maximum prefixes of prompts and answers remembered per model, to route requests to workers
     that cache them. A request of some hundred tokens adds about three, of about 215 bytes each."""
@@ -128,7 +134,7 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     BATON_API_KEY or --api-key-file, because other users can read command lines."""
     api_key_file: NonEmpty | None = None
     """File of further API keys, one per line; an optional weight=3 after a key and a space gives it
-    three times the share of the queue."""
+    three times the share of the queue, and class=NAME one of --slo-classes."""
 
     @model_validator(mode="after")
     def _check_planner(self) -> Self:
@@ -151,6 +157,29 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
             raise ValueError(f"--max-workers={most}: goes with one model; leave out the others")
         if least is not None and least > most:
             raise ValueError(f"--min-workers={least}: is above --max-workers={most}; give less")
+        return self
+
+    @property
+    def slo_by_class(self) -> dict[str, Slo]:
+        """Targets of each class; what it leaves out is the deployment's."""
+        classes = {}
+        for each in self.slo_classes:
+            name, _, targets = each.partition("=")
+            ttft_ms, tpot_ms = (float(part or 0) for part in targets.split(":"))
+            classes[name] = Slo(ttft_ms / 1e3 or self.slo.ttft_s, tpot_ms / 1e3 or self.slo.tpot_s)
+        return classes
+
+    @model_validator(mode="after")
+    def _check_slo_classes(self) -> Self:
+        # Requests without a target would wait for ever behind those that have one.
+        for name, slo in self.slo_by_class.items():
+            pairs = ((slo.ttft_s, self.slo_ttft_ms), (slo.tpot_s, self.slo_tpot_ms))
+            for option, (own, of_all) in zip(("ttft", "tpot"), pairs, strict=True):
+                if own is not None and of_all is None:
+                    raise ValueError(
+                        f"--slo-classes={name}: has a target that other requests do not have; give "
+                        f"--slo-{option}-ms for these"
+                    )
         return self
 
     @property

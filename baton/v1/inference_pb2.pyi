@@ -251,6 +251,7 @@ class GenerateRequest(message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     RESUME_FROM_FIELD_NUMBER: builtins.int
     RETURN_RECEIPT_FIELD_NUMBER: builtins.int
+    SLO_CLASS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Name of the model, or of a LoRA adapter that its workers have; empty means the model that is served."""
     priority: builtins.int
@@ -262,6 +263,10 @@ class GenerateRequest(message.Message):
     """Requests with different salts never share cached prefixes. At most 256 characters."""
     return_receipt: builtins.bool
     """Whether the last piece has a receipt. Default false."""
+    slo_class: builtins.str
+    """Class of requests, with latency targets of its own, by a name of the gateway's --slo-classes. Empty: that of the API
+    key, else the deployment's targets.
+    """
     @builtins.property
     def prompt(self) -> Prompt:
         """What is to be completed; 1 token to max_model_len - 1 tokens."""
@@ -286,10 +291,11 @@ class GenerateRequest(message.Message):
         cache_salt: builtins.str = ...,
         resume_from: abc.Iterable[ChoiceSoFar] | None = ...,
         return_receipt: builtins.bool = ...,
+        slo_class: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "resume_from", b"resume_from", "return_receipt", b"return_receipt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "resume_from", b"resume_from", "return_receipt", b"return_receipt", "sampling", b"sampling", "slo_class", b"slo_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

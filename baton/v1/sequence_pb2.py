@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/sequence.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\"\x97\x02\n\rSequenceState\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x18\n\x10output_token_ids\x18\x05 \x03(\r\x12)\n\x08sampling\x18\x06 \x01(\x0b\x32\x17.baton.v1.TokenSampling\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\narrival_ns\x18\x08 \x01(\x04\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x12\n\ntracestate\x18\x0b \x01(\t\x12\x13\n\x0bnum_choices\x18\n \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\tB\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/sequence.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\"\xbf\x02\n\rSequenceState\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x18\n\x10output_token_ids\x18\x05 \x03(\r\x12)\n\x08sampling\x18\x06 \x01(\x0b\x32\x17.baton.v1.TokenSampling\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\narrival_ns\x18\x08 \x01(\x04\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x12\n\ntracestate\x18\x0b \x01(\t\x12\x13\n\x0bnum_choices\x18\n \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x12\n\nslo_ttft_s\x18\r \x01(\x01\x12\x12\n\nslo_tpot_s\x18\x0e \x01(\x01\x42\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,5 +34,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\020baton/v1;batonv1'
   _globals['_SEQUENCESTATE']._serialized_start=63
-  _globals['_SEQUENCESTATE']._serialized_end=342
+  _globals['_SEQUENCESTATE']._serialized_end=382
 # @@protoc_insertion_point(module_scope)

@@ -37,6 +37,8 @@ class SequenceState(message.Message):
     TRACESTATE_FIELD_NUMBER: builtins.int
     NUM_CHOICES_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
+    SLO_TTFT_S_FIELD_NUMBER: builtins.int
+    SLO_TPOT_S_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Names the request in logs and errors; never used as a key to memory."""
     choice: builtins.int
@@ -55,6 +57,9 @@ class SequenceState(message.Message):
     """Choices that share the prompt and part at the first token of output: choice, choice + 1, ...; 0 means 1. More than 1 only without output tokens."""
     adapter: builtins.str
     """Name of the LoRA adapter that computes it; empty for the model alone. Workers without it refuse the sequence."""
+    slo_ttft_s: builtins.float
+    """Targets of its class, of the time to first token and of the mean time between tokens, in seconds, above 0; 0 for no such target. Both 0: those of the deployment."""
+    slo_tpot_s: builtins.float
     @builtins.property
     def prompt_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt, at least 1."""
@@ -82,9 +87,11 @@ class SequenceState(message.Message):
         tracestate: builtins.str = ...,
         num_choices: builtins.int = ...,
         adapter: builtins.str = ...,
+        slo_ttft_s: builtins.float = ...,
+        slo_tpot_s: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["adapter", b"adapter", "arrival_ns", b"arrival_ns", "choice", b"choice", "num_choices", b"num_choices", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["adapter", b"adapter", "arrival_ns", b"arrival_ns", "choice", b"choice", "num_choices", b"num_choices", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "slo_tpot_s", b"slo_tpot_s", "slo_ttft_s", b"slo_ttft_s", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

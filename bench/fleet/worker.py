@@ -110,7 +110,7 @@ class Running:
 
     def pace(self, now_s: float, tpot_s: float) -> Pace:
         due_s = self.begun_s + tpot_s * (self.num_tokens + 1 - self.num_begun)
-        return Pace(due_s - now_s, self.num_left)
+        return Pace(due_s - now_s, self.num_left, tpot_s)
 
 
 class WorkerModel:

@@ -29,7 +29,7 @@ from gateway.chat.style import ChatStyle
 from gateway.http.errors import Fills, fillers_of, from_validation, invalid, shown_value
 from gateway.http.json_body import wrong_ids
 from gateway.intake.rules import MAX_SHOWN, MAX_STRUCTURED_CHARS, Violations
-from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
+from gateway.intake.validator import MAX_CLASS_CHARS, MAX_PRIORITY, MAX_SALT_CHARS
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64
@@ -212,6 +212,9 @@ class SamplingBody(ModelBody):
     without keys; default: 0."""
     cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
     """Share prefixes in the KV cache only with requests of the same salt."""
+    slo_class: Annotated[str | None, WithJsonSchema(_text(MAX_CLASS_CHARS))] = None
+    """Class of requests, with latency targets of its own; default: that of the API key, if it has
+    one."""
 
     refused: ClassVar[tuple[str, ...]] = ("logits_processors", "grammar")
 
@@ -410,7 +413,10 @@ def generate_request(
     """A request without prompt. The caller writes the prompt in place, because copying a long one
     takes tens of milliseconds."""
     request = inference_pb2.GenerateRequest(
-        model=body.model or "", sampling=sampling, cache_salt=body.cache_salt or ""
+        model=body.model or "",
+        sampling=sampling,
+        cache_salt=body.cache_salt or "",
+        slo_class=body.slo_class or "",
     )
     request.return_receipt = bool(body.return_receipt)
     try:

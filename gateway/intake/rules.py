@@ -30,7 +30,7 @@ from baton.sampling_params import (
     TokenBiases,
     TokenIds,
 )
-from baton.types import BeamParams, EarlyStopping, Sampling
+from baton.types import BeamParams, EarlyStopping, Sampling, Slo
 from baton.v1 import inference_pb2, sampling_pb2
 
 #: Maximum violations reported per repeated field.
@@ -52,7 +52,7 @@ class ModelFacts:
     of any decode worker, in sequences. max_token_chars: length of the tokenizer's longest token.
     aliases: further names. adapters: LoRA adapters that all workers have. sampling_defaults: the
     model's own, by option. max_logprobs: maximum alternatives per position; -1 for the whole
-    vocabulary.
+    vocabulary. slo_classes: targets of each class of requests.
     """
 
     name: str
@@ -67,6 +67,7 @@ class ModelFacts:
     adapters: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = MAX_LOGPROBS
+    slo_classes: Mapping[str, Slo] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -59,6 +59,9 @@ class LongFields:
 
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
+
+#: Longest name of a class of requests.
+MAX_CLASS_CHARS = 64
 MAX_ROLE_CHARS = 64
 
 #: Token ids of earlier outputs that a request may have beyond the model's length: bounds the
@@ -86,7 +89,7 @@ def kept_tokens(prompt: inference_pb2.Prompt, num: int) -> slice:
 @dataclass(frozen=True, slots=True)
 class Ids:
     """Generated identifiers of a request. traceparent, tracestate: of its span; may be empty.
-    account: of its API key; empty without keys."""
+    account: of its API key; empty without keys. slo_class: of that key, or empty."""
 
     request_id: str
     seed: int
@@ -94,6 +97,7 @@ class Ids:
     traceparent: str = ""
     tracestate: str = ""
     account: bytes = b""
+    slo_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,8 @@ async def check_request(request: inference_pb2.GenerateRequest, facts: ModelFact
     if len(salt := request.cache_salt) > MAX_SALT_CHARS:
         text = f"{shown(salt)}, {len(salt)} characters: give at most {MAX_SALT_CHARS}"
         violations.append(FieldViolation("cache_salt", text))
+    if request.slo_class and request.slo_class not in facts.slo_classes:
+        violations.append(_slo_class_violation(request.slo_class, facts))
     if request.resume_from:
         violations += _resume_violations(request, facts, read.so_far)
     num_tokens = len(request.prompt.token_ids.ids)
@@ -261,6 +267,7 @@ def resolve(
         tracestate=ids.tracestate,
         num_choices=given(params, "best_of", num_returned),
         adapter=request.model if request.model in facts.adapters else "",
+        slo=facts.slo_classes.get(request.slo_class or ids.slo_class),
     )
     if request.resume_from and (violations := [*_finished_violations(request, spec, facts)]):
         raise InvalidRequest.of(*violations)
@@ -276,6 +283,12 @@ def resolve(
     }
     account = ids.account or spec.tenant
     return ValidatedRequest(spec, text, num_returned, tokenized.echo_text, account, resume_from)
+
+
+def _slo_class_violation(name: str, facts: ModelFacts) -> FieldViolation:
+    known = facts.slo_classes
+    fix = f"give one of {', '.join(known)}" if known else "this gateway has none; leave it out"
+    return FieldViolation("slo_class", f"{shown(name)} is no class of requests here: {fix}")
 
 
 def _prompt_violations(

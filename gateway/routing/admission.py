@@ -9,8 +9,10 @@ only.
 
 With a target of the first token, requests that can still meet it precede those that cannot, which
 get one place of LATE_EVERY: under overload first come, first served would make every request late.
-While late requests wait, an account's request with most time left goes first, so a new and short
-one: the one with least would be served when it is about to be late, and be so once it is computed.
+Classes of requests have targets of their own, and an account's request that is due sooner goes
+first. While late requests wait, the tightest target goes first, for loose ones can wait, and of one
+target the request with most time left, so a new and short one: that with least would be served when
+it is about to be late, and be so once it is computed.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Queued(Protocol):
     """An item of the queue.
     width: places that it takes.
     is_return: it was placed before, and is served ahead of first admissions.
-    late_s: time from which its first token misses the target."""
+    ttft_s: its target of the first token; infinite without.
+    late_s: time from which its first token misses it."""
 
     @property
     def rank(self) -> Rank: ...
@@ -63,6 +66,8 @@ class Queued(Protocol):
     def width(self) -> int: ...
     @property
     def is_return(self) -> bool: ...
+    @property
+    def ttft_s(self) -> float: ...
     @property
     def late_s(self) -> float: ...
 
@@ -81,8 +86,9 @@ class AdmissionQueue(Generic[QueuedT]):
         self._weights = weights or {}
         self._heaps: dict[bytes, list[Rank]] = {}
         """Of each account, those that were not late when they were last looked at."""
-        self._by_time_left: dict[bytes, list[tuple[int, float, Rank]]] = {}
-        """The same and more, most time left of a priority first: (priority, -late_s, rank)."""
+        self._by_time_left: dict[bytes, list[tuple[int, float, float, Rank]]] = {}
+        """The same and more, of a priority the tightest targets first, and of these most time left:
+        (priority, ttft_s, -late_s, rank)."""
         self._late: dict[bytes, list[Rank]] = {}
         self._num_on_time = 0
         """Places given to others since the last late item."""
@@ -130,12 +136,12 @@ class AdmissionQueue(Generic[QueuedT]):
         by_rank = self._heaps.setdefault(account, [])
         by_time_left = self._by_time_left.setdefault(account, [])
         heapq.heappush(by_rank, item.rank)
-        heapq.heappush(by_time_left, (item.rank[0], -item.late_s, item.rank))
+        heapq.heappush(by_time_left, (item.rank[0], item.ttft_s, -item.late_s, item.rank))
         # What is taken by one heap leaves an entry in the other, and has two once it is put back.
         if len(by_rank) > self._max_entries(account):
             by_rank[:] = sorted(self._items.keys() & set(by_rank))
         if len(by_time_left) > self._max_entries(account):
-            by_time_left[:] = sorted({entry for entry in by_time_left if entry[2] in self._items})
+            by_time_left[:] = sorted({entry for entry in by_time_left if entry[-1] in self._items})
 
     def pop(self, now_s: float, but_of: Collection[bytes] = ()) -> QueuedT | None:
         """Remove and return the item to serve next, or None. The caller calls `charge` once it is
@@ -168,10 +174,10 @@ class AdmissionQueue(Generic[QueuedT]):
         ]
         return self._take(min(heads)[2]) if heads else None
 
-    def _first_on_time(self, entries: list[tuple[int, float, Rank]]) -> Rank | None:
+    def _first_on_time(self, entries: list[tuple[int, float, float, Rank]]) -> Rank | None:
         """Drops the entries of items that were removed or are late; these are in `_heaps`, too."""
         while entries:
-            rank = entries[0][2]
+            rank = entries[0][-1]
             if rank in self._items and self._items[rank].late_s > self._now_s:
                 return rank
             heapq.heappop(entries)

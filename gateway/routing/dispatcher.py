@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
@@ -76,15 +76,21 @@ class Waiting:
     deadline_s: float
     """On the event loop's clock, seconds; `late_s`, too."""
     late_s: float
-    """Time from which its first token misses the target of the deployment; infinite without."""
+    """Time from which its first token misses its target; infinite without."""
+    ttft_s: float = inf
+    """That target; infinite without."""
+    rank: Rank = field(init=False)
+    """Order of service: priority, then when the first token is due, so by arrival among equal
+    targets."""
     is_over: bool = False
     """Whether it was answered or cancelled."""
     num_overtaking: int = 0
     """Places given to later sequences while this one was first."""
 
-    @property
-    def rank(self) -> Rank:
-        return self.spec.rank
+    def __post_init__(self) -> None:
+        priority, arrival_ns, name, choice = self.spec.rank
+        target_ns = 0 if self.ttft_s == inf else round(1e9 * self.ttft_s)
+        self.rank = (priority, arrival_ns + target_ns, name, choice)
 
     @property
     def width(self) -> int:
@@ -201,8 +207,12 @@ class Dispatcher:
         if not is_return:
             self.log.on_arrival(spec.request_id, now_s, need.num_tokens)
             self._spare.on_request(account, now_s)
-        late_s = now_s + self._fleet.spare_ttft_s(need.num_tokens)
-        waiting = Waiting(spec, need, digests, on_place, account, is_return, deadline_s, late_s)
+        slo = spec.slo or self._fleet.slo
+        late_s = now_s + self._fleet.spare_ttft_s(need.num_tokens, slo)
+        ttft_s = inf if slo.ttft_s is None else slo.ttft_s
+        waiting = Waiting(
+            spec, need, digests, on_place, account, is_return, deadline_s, late_s, ttft_s
+        )
         try:
             self._see_ready(now_s)
             if not is_return and now_s - self._last_ready_s >= NO_WORKER_GRACE_S:
@@ -489,7 +499,7 @@ class Dispatcher:
         if self._fleet.ready(Tier.DECODE) and not any(view.fits(waiting.need) for view in known):
             max_num_seqs = max((view.max_num_seqs for view in known), default=0)
             return _never_fits(waiting.need, max_num_seqs)
-        if now_s - self._stranded_s.get(waiting.spec.rank, now_s) >= NO_WORKER_GRACE_S:
+        if now_s - self._stranded_s.get(waiting.rank, now_s) >= NO_WORKER_GRACE_S:
             numerics = waiting.need.numerics
             of_class = f" and is of its numerics class ({numerics})" if numerics else ""
             text = f"no worker that can serve this{of_class} was ready for {NO_WORKER_GRACE_S:g} s"

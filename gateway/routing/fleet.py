@@ -233,14 +233,14 @@ class Fleet:
         ready = self.ready(Tier.DECODE)
         return not ready or not all(worker.load.is_colocated for worker in ready)
 
-    def spare_ttft_s(self, num_tokens: int) -> float:
+    def spare_ttft_s(self, num_tokens: int, slo: Slo) -> float:
         """Seconds that a prompt may wait before its first token misses the target; infinite without
         a target."""
-        if self.slo.ttft_s is None:
+        if slo.ttft_s is None:
             return math.inf
         ready = (*self.ready(Tier.PREFILL), *self.ready(Tier.DECODE))
         speed = max((worker.load.prefill_tokens_per_s for worker in ready), default=0)
-        return TTFT_SHARE * self.slo.ttft_s - (num_tokens / speed if speed else 0.0)
+        return TTFT_SHARE * slo.ttft_s - (num_tokens / speed if speed else 0.0)
 
     def barred_from(self, receiver: str) -> Set[str]:
         """Addresses of workers that cannot, or must not, send KV to `receiver`."""

@@ -40,6 +40,7 @@ def plan(
     key: seed of the random choices.
     is_full: take the decode tier as full.
     """
+    slo = need.slo or fleet.slo
     decodes = fleet.ready(Tier.DECODE)
     prefills = fleet.ready(Tier.PREFILL) if fleet.has_split else ()
     if need.numerics is not None:
@@ -53,10 +54,10 @@ def plan(
     for some_prefills, some_decodes in () if is_full else (drawn, (prefills, decodes)):
         choice = choose(
             need,
-            [w.prefill_view(matched, fleet.prefill_work, fleet.slo) for w in some_prefills],
-            [w.decode_view(matched, fleet.barred_from(w.address), fleet.slo) for w in some_decodes],
+            [w.prefill_view(matched, fleet.prefill_work, slo) for w in some_prefills],
+            [w.decode_view(matched, fleet.barred_from(w.address), slo) for w in some_decodes],
             key,
-            fleet.slo,
+            slo,
         )
         is_all = some_prefills is prefills and some_decodes is decodes
         if is_all or (isinstance(choice, Plan) and _is_good(choice, need, fleet)):
@@ -67,7 +68,7 @@ def plan(
     if not (is_full and need.needs_decode and prefills):
         return choice
     # Late handoff: while the decode tier is full, a prefill worker keeps decoding.
-    views = [w.prefill_view(matched, fleet.prefill_work, fleet.slo) for w in drawn[0]]
+    views = [w.prefill_view(matched, fleet.prefill_work, slo) for w in drawn[0]]
     stay = choose_prefill_to_stay(need, views, [w.decode_view() for w in drawn[0]], key)
     if stay:
         return stay

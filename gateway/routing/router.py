@@ -62,6 +62,7 @@ class Need:
     unreached: addresses of decode workers that its KV could not be sent to; they compute the prompt
     if they are used.
     numerics: class of the workers that its tokens came from, if it must not change; None for any.
+    slo: targets of its class; None: the deployment's.
     """
 
     num_tokens: int
@@ -71,6 +72,7 @@ class Need:
     num_sequences: int = 1
     unreached: frozenset[str] = frozenset()
     numerics: NumericsClass | None = None
+    slo: Slo | None = None
 
     @classmethod
     def of(
@@ -90,6 +92,7 @@ class Need:
             num_sequences=spec.width,
             unreached=unreached,
             numerics=numerics,
+            slo=spec.slo,
         )
 
 

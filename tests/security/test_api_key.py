@@ -22,7 +22,7 @@ from baton.config.load import build_options, load_options
 from baton.errors import ConfigError
 from baton.rpc.api_key import ApiKeyInterceptor
 from baton.supervisor.plan import plan_gateways, plan_workers
-from gateway.intake.api_keys import read_api_keys
+from gateway.intake.api_keys import KeySettings, read_api_keys
 from tests.support.live_tiers import decode_worker, gateway
 
 KEY, OTHER = "sk-one-4711", "sk-two-0815"
@@ -145,7 +145,28 @@ def test_a_weight_stands_beside_its_key_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("light\n heavy   weight=3 \nthird weight=0.5\n")
     options = GatewayOptions(model="m", api_key=(KEY,), api_key_file=str(file))
-    assert read_api_keys(options) == {KEY: 1.0, "light": 1.0, "heavy": 3.0, "third": 0.5}
+    weights = {key: settings.weight for key, settings in read_api_keys(options).items()}
+    assert weights == {KEY: 1.0, "light": 1.0, "heavy": 3.0, "third": 0.5}
+
+
+def test_a_class_stands_beside_its_key_and_is_one_of_the_gateways(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("chat class=interactive weight=2\nother\n")
+    options = GatewayOptions(
+        model="m",
+        api_key_file=str(file),
+        slo_ttft_ms=1000,
+        slo_classes=("interactive=300:", "batch=9000:"),
+    )
+    assert read_api_keys(options) == {
+        "chat": KeySettings(2.0, "interactive"),
+        "other": KeySettings(),
+    }
+    file.write_text("secret-471 class=interactiv\n")
+    with pytest.raises(ConfigError, match="class=interactiv: give one of interactive, batch"):
+        read_api_keys(options)
+    with pytest.raises(ConfigError, match="there are no --slo-classes"):
+        read_api_keys(GatewayOptions(model="m", api_key_file=str(file)))
 
 
 @pytest.mark.parametrize(
@@ -159,11 +180,13 @@ def test_a_bad_weight_stops_the_gateway_by_name(tmp_path: Path, rest: str) -> No
     assert "secret-471" not in str(caught.value)
 
 
-@pytest.mark.parametrize("rest", ["weight", "weight=", "share=3", "weight=2 more", "words"])
+@pytest.mark.parametrize(
+    "rest", ["weight", "weight=", "share=3", "weight=2 more", "weight=2 weight=3", "words"]
+)
 def test_what_else_follows_a_key_stops_the_gateway(tmp_path: Path, rest: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"secret-471 {rest}\n")
-    with pytest.raises(ConfigError, match=r"line 1: .*after a space weight=N") as caught:
+    with pytest.raises(ConfigError, match=r"line 1: .*after spaces weight=N") as caught:
         read_api_keys(GatewayOptions(model="m", api_key_file=str(file)))
     assert "secret-471" not in str(caught.value)
 

@@ -9,7 +9,7 @@ import pytest
 from baton.config import DecodeOptions, ServeOptions
 from baton.config.load import build_options
 from baton.errors import ConfigError
-from baton.types import Sampling, SequenceSpec, tenant_of
+from baton.types import Sampling, SequenceSpec, Slo, tenant_of
 from baton.wire import sequence_from_proto, sequence_to_proto
 from engine.oracle import OracleEngine, OracleOptions
 from worker_core.sequence_rules import refusal
@@ -34,6 +34,11 @@ def test_the_adapter_goes_where_the_sequence_goes() -> None:
     spec = replace(PLAIN, adapter="red", num_choices=2)
     assert sequence_from_proto(sequence_to_proto(spec)) == spec
     assert spec.choice_alone(1, (5,)).adapter == "red"
+
+
+@pytest.mark.parametrize("slo", [None, Slo(0.3), Slo(None, 0.03), Slo(0.3, 0.03)])
+def test_so_do_the_targets_of_its_class(slo: Slo | None) -> None:
+    assert sequence_from_proto(sequence_to_proto(replace(PLAIN, slo=slo))).slo == slo
 
 
 def test_a_worker_without_the_adapter_refuses_the_sequence() -> None:

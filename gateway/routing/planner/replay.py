@@ -199,7 +199,7 @@ class _Replay:
         """Prompt tokens of the next step."""
         if not worker.decoding:
             return _MAX_STEP_TOKENS
-        paces = (Pace(r.due_s - now_s, r.num_left) for r in worker.decoding)
+        paces = (Pace(r.due_s - now_s, r.num_left, self._pace_s) for r in worker.decoding)
         num_tokens = self._gaps.spare_s(base_s, paces) / worker.model.costs.token_s
         return int(min(max(num_tokens, MIN_CHUNK_TOKENS), _MAX_STEP_TOKENS))
 

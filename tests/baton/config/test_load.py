@@ -19,6 +19,7 @@ from baton.config import (
 )
 from baton.config.command import to_arguments
 from baton.errors import ConfigError
+from baton.types import Slo
 
 COMMANDS = (DecodeOptions, GatewayOptions, PrefillOptions, ServeOptions)
 SIZES = st.none() | st.integers(1, 256)
@@ -86,6 +87,39 @@ REFUSED = [
     ({"blocksize": "4"}, "--blocksize=4", "did you mean block_size?"),
     ({"model": ""}, "MODEL=", "not empty"),
 ]
+
+
+def test_a_class_of_requests_has_the_deployments_targets_where_it_has_none_of_its_own() -> None:
+    classes = "interactive=300:25.5,batch=30000:,steady=:20"
+    options = load_options(
+        GatewayOptions,
+        {"model": "m", "slo_ttft_ms": 1000, "slo_tpot_ms": 50, "slo_classes": classes},
+    )
+    assert options.slo_by_class == {
+        "interactive": Slo(0.3, 0.0255),
+        "batch": Slo(30.0, 0.05),
+        "steady": Slo(1.0, 0.02),
+    }
+
+
+@pytest.mark.parametrize(
+    ("classes", "fix"),
+    [
+        ("interactive", "NAME=TTFT_MS:TPOT_MS"),
+        ("interactive=300", "NAME=TTFT_MS:TPOT_MS"),
+        ("interactive=:", "one of the two"),
+        ("interactive=0:0", "one of the two"),
+        ("interactive=-1:3", "one of the two"),
+        ("inter active=300:", "one of the two"),
+        ("a=300:,a=400:", "each name once"),
+        ("a=300:", "give --slo-ttft-ms"),
+        ("a=:30", "give --slo-tpot-ms"),
+    ],
+)
+def test_a_wrong_class_of_requests_is_refused(classes: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match="--slo-classes") as caught:
+        load_options(GatewayOptions, {"model": "m", "slo_classes": classes})
+    assert fix in caught.value.message
 
 
 @pytest.mark.parametrize(("given_", "spelled", "fix"), REFUSED, ids=str)

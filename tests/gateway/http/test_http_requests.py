@@ -58,6 +58,7 @@ def test_fields_reach_the_request() -> None:
             "echo": True,
             "priority": -7,
             "cache_salt": "s",
+            "slo_class": "batch",
             "temperature": 1,
         }
     )
@@ -69,6 +70,7 @@ def test_fields_reach_the_request() -> None:
     assert (sampling.n, sampling.best_of, sampling.min_tokens) == (2, 3, 1)
     assert (sampling.logprobs, sampling.prompt_logprobs, sampling.echo) == (4, 4, True)
     assert (request.priority, request.cache_salt) == (-7, "s")
+    assert request.slo_class == "batch"
     assert not sampling.HasField("top_p")
 
 

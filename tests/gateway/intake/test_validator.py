@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import OPTIONS
-from baton.types import BeamParams, EarlyStopping
+from baton.types import BeamParams, EarlyStopping, Slo
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.intake import validator
 from gateway.intake.request import ValidatedRequest
@@ -75,6 +75,30 @@ def chat(*messages: tuple[str, str]) -> Prompt:
             messages=[inference_pb2.ChatMessage(role=r, content=c) for r, c in messages]
         )
     )
+
+
+def test_a_request_has_the_targets_of_its_class_else_of_its_keys() -> None:
+    tight, loose = Slo(0.3, 0.03), Slo(30.0)
+    facts = replace(FACTS, slo_classes={"interactive": tight, "batch": loose})
+
+    def targets(slo_class: str, of_key: str) -> Slo | None:
+        asked = request()
+        asked.slo_class = slo_class
+        ids = replace(IDS, slo_class=of_key)
+        return resolve(asked, Tokenized((1,), ()), facts, ids, check(asked, facts)).spec.slo
+
+    assert targets("interactive", "batch") == tight
+    assert targets("", "batch") == loose
+    assert targets("", "") is None
+
+
+def test_an_unknown_class_is_refused_by_name_with_the_known_ones() -> None:
+    asked = request()
+    asked.slo_class = "urgent"
+    facts = replace(FACTS, slo_classes={"interactive": Slo(0.3), "batch": Slo(30.0)})
+    assert "'urgent'" in violations(asked, facts)["slo_class"]
+    assert "interactive, batch" in violations(asked, facts)["slo_class"]
+    assert "leave it out" in violations(asked)["slo_class"]
 
 
 def violations(bad: inference_pb2.GenerateRequest, facts: ModelFacts = FACTS) -> dict[str, str]:

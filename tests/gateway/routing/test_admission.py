@@ -28,6 +28,7 @@ class Item:
     width: int = 1
     is_return: bool = False
     priority: int = 0
+    ttft_s: float = inf
     late_s: float = inf
 
     @property
@@ -49,9 +50,9 @@ ITEMS = st.lists(
 )
 
 
-def served(queue: AdmissionQueue[Item]) -> list[Item]:
+def served(queue: AdmissionQueue[Item], now_s: float = 0.0) -> list[Item]:
     items = []
-    while (item := queue.pop(0.0)) is not None:
+    while (item := queue.pop(now_s)) is not None:
         queue.charge(item)
         items.append(item)
     return items
@@ -289,6 +290,17 @@ def test_what_is_removed_leaves_nothing_behind_better_ones_that_stay(late_s: flo
     assert sum(map(len, by_rank)) < 200
     assert sum(map(len, queue._by_time_left.values())) < 100
     assert [item.number for item in served(queue)] == [0, 1, 2]
+
+
+def test_while_some_are_late_tight_targets_go_first_and_the_newest_of_these() -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(10)
+    late = Item(0, b"a", ttft_s=1.0, late_s=1.0)
+    tight = [Item(i, b"a", ttft_s=1.0, late_s=2.0 + 0.1 * i) for i in (1, 2, 3)]
+    loose = Item(4, b"a", ttft_s=60.0, late_s=65.0)
+    for item in (loose, late, *tight):
+        queue.add(item)
+    # What is late is found when it is its turn.
+    assert served(queue, 2.0) == [tight[0], tight[2], tight[1], loose, late]
 
 
 @given(batch=st.integers(1, 16), pause_s=st.floats(0.1, 20), idle_s=st.floats(0, 1e4))

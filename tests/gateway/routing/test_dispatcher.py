@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, NoWorkers
-from baton.types import Tier
+from baton.types import Slo, Tier
 from gateway.routing.dispatcher import NO_WORKER_GRACE_S
 from gateway.routing.history import PrefixHasher, prefix_digests
 from gateway.routing.placement import Outcome, Placement
@@ -141,6 +141,72 @@ def test_waiting_sequences_are_placed_by_priority_then_arrival() -> None:
             rest = [run("late", 3, 0), run("early", 2, 0), run("urgent", 4, -1), run("idle", 1, 1)]
             await asyncio.gather(first, *rest)
             assert order == ["first", "urgent", "early", "late", "idle"]
+
+    run_virtual(main())
+
+
+@settings(max_examples=20)
+@given(
+    num_loose=st.integers(10, 40),
+    tight_at=st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True),
+)
+def test_a_tight_class_is_in_time_while_a_loose_one_waits_and_is_in_time_too(
+    num_loose: int, tight_at: list[int]
+) -> None:
+    """One place, and requests that each hold it for the same time; by arrival, a tight one would
+    wait for most of the loose ones."""
+
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=1) as world:
+            loop = asyncio.get_running_loop()
+
+            async def first_token_s(name: str, arrival_ns: int, slo: Slo | None) -> float:
+                sent_s = loop.time()
+                spec = replace(make_spec(name, arrival_ns=arrival_ns), slo=slo)
+                client = await world.generate(spec)
+                return client.times_s[0] - sent_s
+
+            begun_s = loop.time()
+            await first_token_s("alone", 0, None)
+            hold_s = loop.time() - begun_s
+            tight, loose = Slo(ttft_s=5.0 * hold_s), Slo(ttft_s=100.0 * hold_s)
+            running = [
+                asyncio.create_task(first_token_s(f"loose {i}", 1 + i, loose))
+                for i in range(num_loose)
+            ]
+            for number in range(10):
+                await asyncio.sleep(hold_s)
+                if number in tight_at:
+                    arrival_ns = round(1e9 * number * hold_s) + 100
+                    took_s = first_token_s(f"tight {number}", arrival_ns, tight)
+                    running.append(asyncio.create_task(took_s))
+            found_s = await asyncio.gather(*running)
+            assert max(found_s[:num_loose]) <= (loose.ttft_s or 0.0)
+            assert max(found_s[num_loose:]) <= (tight.ttft_s or 0.0)
+
+    run_virtual(main())
+
+
+def test_a_loose_class_does_not_wait_for_ever_behind_a_tight_one_that_is_too_much() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=1) as world:
+            loop = asyncio.get_running_loop()
+            begun_s = loop.time()
+            await world.generate(make_spec("alone"))
+            hold_s = loop.time() - begun_s
+
+            def asked(name: str, slo: Slo) -> asyncio.Task[Client]:
+                arrival_ns = round(1e9 * loop.time())
+                spec = replace(make_spec(name, arrival_ns=arrival_ns), slo=slo)
+                return asyncio.create_task(world.generate(spec))
+
+            running = [asked(f"first {i}", Slo(3.0 * hold_s)) for i in range(2)]
+            loose = asked("loose", Slo(10.0 * hold_s))
+            for number in range(100):
+                running.append(asked(f"tight {number}", Slo(3.0 * hold_s)))
+                await asyncio.sleep(0.9 * hold_s)
+            assert loose.done()
+            await asyncio.gather(loose, *running)
 
     run_virtual(main())
 

@@ -39,6 +39,7 @@ class Item:
     rank: Rank
     width: int = 1
     is_return: bool = False
+    ttft_s: float = inf
     late_s: float = inf
 
 
