@@ -20,6 +20,8 @@ from engine.families.config import ModelConfig
 from engine.families.layers import describe_layers
 from engine.interface import Batch
 from engine.torch.adapters import Adapter, load_adapter
+from engine.torch.grouped_adapters import group_adapters
+from engine.torch.step_adapters import EachAdapter
 
 _RANK = 16
 
@@ -59,13 +61,14 @@ def _decode(num_seqs: int, num_adapters: int, setting: Setting) -> Result:
         num_seqs, num_adapters = setting.pick(num_seqs, 2), setting.pick(num_adapters, 1)
         adapters = _adapters(num_adapters, model.config, setting)
         max_len = setting.pick(2048, 64)
-        found = Replayed(setting, model, model.decoder, num_seqs, max_len, adapters)
+        own = group_adapters(adapters) or EachAdapter(adapters)
+        found = Replayed(setting, model, model.decoder, num_seqs, max_len, own)
         plain = model.batch(num_seqs, setting.pick(1023, 20), 1)
         names = list(adapters)
         parts = enumerate(plain.slices)
-        own = Batch(tuple(p._replace(adapter=names[i % num_adapters]) for i, p in parts))
+        adapted = Batch(tuple(p._replace(adapter=names[i % num_adapters]) for i, p in parts))
         return {
-            "engine_ms": time_eager_ms(lambda: found.engine.forward(own), setting),
+            "engine_ms": time_eager_ms(lambda: found.engine.forward(adapted), setting),
             "plain_engine_ms": time_eager_ms(lambda: found.engine.forward(plain), setting),
             "adapter_mib": adapters[names[0]].num_bytes / 2**20,
         }

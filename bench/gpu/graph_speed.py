@@ -19,13 +19,13 @@ from engine.cuda.step_graphs import ReplayedSteps, plan_graphs
 from engine.interface import Batch
 from engine.quantization.weight import Float8Weight
 from engine.ranks.followers import NoFollowers
-from engine.torch.adapters import Adapter
 from engine.torch.decoder import Decoder
 from engine.torch.device_tables import DeviceTables, table_width
 from engine.torch.engine import TorchEngine
 from engine.torch.packed import Packing, pack_parameters
 from engine.torch.parameters import empty_parameters
 from engine.torch.step import NO_ADAPTERS
+from engine.torch.step_adapters import StepAdapters
 from engine.torch.step_runner import EagerSteps, FirstStage, StepModel, StepRunner
 
 #: Relative difference of logits between padded and unpadded batches: cuBLAS chooses kernels by the
@@ -74,10 +74,10 @@ class Replayed:
         decoder: Decoder,
         largest: int,
         max_len: int,
-        adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+        adapters: StepAdapters = NO_ADAPTERS,
     ) -> None:
         """decoder: of the model's config. largest, max_len: maximum sequences of a step and tokens
-        per sequence that graphs support. adapters: by name."""
+        per sequence that graphs support. adapters: of the worker."""
         self.model = model
         make = CalledGraphs if setting.is_dry else CudaGraphs
         self.graphs = _LastGraphs(make(setting.device))
