@@ -58,8 +58,9 @@ class SequenceState(message.Message):
     adapter: builtins.str
     """Name of the LoRA adapter that computes it; empty for the model alone. Workers without it refuse the sequence."""
     slo_ttft_s: builtins.float
-    """Targets of its class, of the time to first token and of the mean time between tokens, in seconds, above 0; 0 for no such target. Both 0: those of the deployment."""
+    """Target of its class of the time to first token, in seconds; 0 for none. Both targets 0: those of the deployment."""
     slo_tpot_s: builtins.float
+    """Target of its class of the mean time between tokens, in seconds; 0 for none."""
     @builtins.property
     def prompt_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt, at least 1."""
