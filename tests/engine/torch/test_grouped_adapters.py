@@ -31,11 +31,13 @@ Load = Callable[..., Adapter]
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     """Loads an adapter with plain weights, as a GPU has them."""
     monkeypatch.setattr(linear, "can_pack", lambda _: False)
-    model = make_tiny_model(tmp_path / "model", "llama")
 
-    def make(name: str, **settings: Any) -> Adapter:
-        folder = make_adapter(tmp_path / name, model, seed=len(name), **settings)
-        return load_adapter(folder, read_config(model), torch.float32, CPU, 64)
+    def make(name: str, *, model: str = "llama", **settings: Any) -> Adapter:
+        source = tmp_path / model
+        if not source.exists():
+            make_tiny_model(source, model)
+        folder = make_adapter(tmp_path / name, source, seed=len(name), **settings)
+        return load_adapter(folder, read_config(source), torch.float32, CPU, 64)
 
     return make
 
@@ -84,6 +86,23 @@ def test_what_kernels_cannot_read_is_not_grouped(load: Load) -> None:
     with_bias = linear.PlainLinear(torch.zeros(8, 8), torch.zeros(8))
     odd = replace(layer, attention=replace(layer.attention, output=replace(low, up=with_bias)))
     assert group_adapters({"red": replace(red, layers=(odd, *red.layers[1:]))}) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "is_grouped"),
+    [
+        ("qwen3_moe", ATTENTION, True),
+        ("qwen3_moe", ("down_proj",), False),
+        ("deepseek_v3", ("o_proj",), True),
+        ("deepseek_v3", ("kv_b_proj",), False),
+    ],
+)
+def test_what_changes_experts_or_heads_is_not_grouped(
+    load: Load, model: str, targets: tuple[str, ...], is_grouped: bool
+) -> None:
+    """Grouped kernels would leave it out."""
+    red = load("red", model=model, targets=targets)
+    assert (group_adapters({"red": red}) is not None) is is_grouped
 
 
 def test_copies_of_smaller_weights_are_counted(load: Load) -> None:
