@@ -20,8 +20,7 @@ class SpeculationOptions(Options):
     an earlier occurrence of the last ones; draft: the model --speculative-model; eagle, medusa:
     heads over MODEL's hidden states, in --speculative-model; mtp: MODEL's own multi-token
     prediction layer; none: no drafts. auto: none on a GPU, because steps with drafts are not
-    scheduled ahead; ngram otherwise. The output tokens are the same for
-    all."""
+    scheduled ahead; ngram otherwise. The output tokens are the same for all."""
     speculative_model: NonEmpty | None = None
     """Draft model, with MODEL's tokenizer, EAGLE head or Medusa heads: a local directory, or a
     Hugging Face Hub id."""

@@ -37,7 +37,7 @@ PLATFORMS = tuple(
     f"manylinux{tag}_x86_64" for tag in (*(f"_2_{minor}" for minor in range(39, 16, -1)), 2014, 1)
 )
 LIMIT_MIB = 64
-#: Of a checkout without the bundled models' weights, which has 11 MiB.
+#: Bound of a checkout without the bundled models' weights; that has 11 MiB.
 TREE_LIMIT_MIB = 16
 #: git commands; while the files are left out, git's status is that of a whole checkout.
 LEAVE_OUT = (

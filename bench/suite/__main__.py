@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "bench" / "results"
 QUICK = ROOT / "build" / "bench-quick"
 
-#: Time limit of a section, in seconds. The longest, of peers, takes 40 minutes on two idle cores.
+#: Time limit of a section, in seconds. The longest, that of peers, takes an hour on two idle cores.
 _LIMIT_S = 7200.0
 
 

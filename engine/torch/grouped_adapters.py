@@ -100,6 +100,11 @@ class GroupedAdapters:
     embeddings: GroupedTable | None
     output: GroupedLowRank | None
 
+    @property
+    def changes_output(self) -> bool:
+        """See StepAdapters."""
+        return self.output is not None
+
     def __contains__(self, name: str) -> bool:
         return name in self.numbering
 

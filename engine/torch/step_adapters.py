@@ -17,6 +17,11 @@ from engine.torch.decoder import AdapterRows
 class StepAdapters(Protocol):
     """A worker's adapters by name; the empty name is of rows without one."""
 
+    @property
+    def changes_output(self) -> bool:
+        """Whether one of them adds to the output layer."""
+        ...
+
     def __contains__(self, name: str) -> bool: ...
 
     def rows(
@@ -31,6 +36,11 @@ class EachAdapter:
     """Runs a step's adapters one after the other, each on its rows."""
 
     adapters: Mapping[str, Adapter]
+
+    @property
+    def changes_output(self) -> bool:
+        """See StepAdapters."""
+        return any(adapter.output is not None for adapter in self.adapters.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self.adapters

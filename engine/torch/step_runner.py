@@ -143,8 +143,7 @@ class EagerStep:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedStep(EagerStep):
-    """A step with adapters, which may change the output layer. owners: adapter of each sample
-    row."""
+    """A step with adapters that change the output layer. owners: adapter of each sample row."""
 
     decoder: Decoder
     adapters: StepAdapters = NO_ADAPTERS
@@ -241,6 +240,6 @@ class EagerSteps:
         if self._watched_layers is not None:
             watched = states if watch is None else watch.take()
         owners = [part.adapter for part in batch.slices for _ in part.rows]
-        if any(owners):
+        if any(owners) and model.adapters.changes_output:
             return AdaptedStep(states, decoder, self._followers, watched, model.adapters, owners)
         return EagerStep(states, decoder, self._followers, watched)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from typing import Any
 
 import pytest
 
 from bench.drive_http import drive_http
 from bench.workload import LoadRequest
+from tests.support.canned_http import answering
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
 PIECES = b"".join(
@@ -33,24 +32,13 @@ DONE = b"data: [DONE]\n\n"
 async def test_a_record_has_the_pieces_and_whether_the_answer_was_whole(
     answer: bytes, error: str, num_tokens: int
 ) -> None:
-    asked: list[Any] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert b"\r\nx-envoy-expected-rq-timeout-ms: 5000\r\n" in head
-        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-        asked.append(json.loads(await reader.readexactly(length)))
-        writer.write(answer)
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        host, port = server.sockets[0].getsockname()[:2]
-        requests = (LoadRequest(0.0, (1, 2, 3), 4), LoadRequest(0.001, (5,), 2))
-        records = await drive_http(f"{host}:{port}", requests, "salt", deadline_s=5)
+    requests = (LoadRequest(0.0, (1, 2, 3), 4), LoadRequest(0.001, (5,), 2))
+    async with answering(lambda _: answer) as asked:
+        records = await drive_http(asked.address, requests, "salt", deadline_s=5)
+    assert all(b"\r\nx-envoy-expected-rq-timeout-ms: 5000\r\n" in head for head in asked.heads)
     assert [record.num_prompt_tokens for record in records] == [3, 1]
     for record in records:
         assert (record.error, record.num_output_tokens) == (error, num_tokens)
         assert record.is_complete is (not error)
-    assert {(len(body["prompt"]), body["max_tokens"]) for body in asked} == {(3, 4), (1, 2)}
-    assert {body["cache_salt"] for body in asked} == {"salt"}
+    assert {(len(body["prompt"]), body["max_tokens"]) for body in asked.bodies} == {(3, 4), (1, 2)}
+    assert {body["cache_salt"] for body in asked.bodies} == {"salt"}

@@ -23,6 +23,7 @@ from bench.peers.vllm_server import vllm_server
 from bench.slo_servers import Load
 from bench.suite.served_table import AGAIN, TWICE, served_table
 from bench.workload import LoadRequest
+from tests.support.canned_http import answering
 
 BOUNDS = Bounds(num_threads=2, max_model_len=1088, max_num_seqs=16, kv_bytes=1 << 30)
 SLO = Slo(ttft_ms=500, tpot_ms=100)
@@ -90,29 +91,21 @@ def test_llama_cpp_has_them_for_each_of_its_slots(
 
 async def test_its_own_door_streams_tokens_and_ends_by_its_last_event() -> None:
     """In chunks: their lengths are no events."""
-    bodies: list[Any] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-        bodies.append((head.split()[1], json.loads(await reader.readexactly(length))))
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        pieces = [([7], False), ([8, 9], False), ([], True)]
-        for tokens, stop in pieces[: 3 - (len(bodies) - 1)]:
-            event = b"data: " + json.dumps({"tokens": tokens, "stop": stop}).encode() + b"\n\n"
-            writer.write(b"%x\r\n" % len(event) + event + b"\r\n")
-        writer.close()
-
-    made = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with made:
-        host, port = made.sockets[0].getsockname()[:2]
-        requests = (LoadRequest(0.0, (1, 2, 3), 3), LoadRequest(0.0, (4,), 3))
-        dialect = llama_server.DIALECT
-        records = await drive_http(f"{host}:{port}", requests, "salt", dialect)
+    pieces = [([7], False), ([8, 9], False), ([], True)]
+    events = [
+        b"data: " + json.dumps({"tokens": tokens, "stop": stop}).encode() + b"\n\n"
+        for tokens, stop in pieces
+    ]
+    chunks = [b"%x\r\n" % len(event) + event + b"\r\n" for event in events]
+    requests = (LoadRequest(0.0, (1, 2, 3), 3), LoadRequest(0.0, (4,), 3))
+    # The second answer breaks off before its last event.
+    head = b"HTTP/1.1 200 OK\r\n\r\n"
+    async with answering(lambda number: head + b"".join(chunks[: 3 - number])) as asked:
+        records = await drive_http(asked.address, requests, "salt", llama_server.DIALECT)
     assert sorted(record.num_output_tokens for record in records) == [3, 3]
     assert sorted(record.error for record in records) == ["", "BROKEN"]
-    assert {path for path, _ in bodies} == {b"/completion"}
-    assert {body["n_predict"] for _, body in bodies} == {3}
+    assert {head.split()[1] for head in asked.heads} == {b"/completion"}
+    assert {body["n_predict"] for body in asked.bodies} == {3}
 
 
 async def test_a_server_is_there_from_its_mark_on_and_ends_with_what_it_started() -> None:
