@@ -111,6 +111,9 @@ tokenizer's special tokens to what the chat template writes. `enable_response_me
 `/v1/responses`, too): milliseconds to the first token and their parts, the bytes handed over, and
 the workers.
 
+`slo_class` names one of the gateway's `--slo-classes` at each of the four paths that generate
+([tuning.md](tuning.md#by-class-of-requests)).
+
 `return_receipt: true` adds `receipt` in the same places: digest of the weights and adapters, type
 of KV, the prompt's token ids, the sampling as resolved with its seed, the tokens and (with
 `logprobs`) log probabilities of each choice, the workers with their versions and numerics, and the

@@ -116,6 +116,7 @@ class AsyncClient:
         model: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        slo_class: str = "",
         add_special_tokens: bool = True,
         return_receipt: bool = False,
         request_id: str = "",
@@ -127,7 +128,8 @@ class AsyncClient:
         prompt: text, token ids, or chat messages. params, sampling: sampling parameters; the latter
         take precedence.
         model: empty for the only model served. priority: lower runs sooner. cache_salt: scope of
-        prefix cache sharing.
+        prefix cache sharing. slo_class: one of the gateway's --slo-classes; empty for that of the
+        API key, or none.
         add_special_tokens: False for a text that already has the tokenizer's special tokens, such
         as a rendered chat template; never added to token ids or messages.
         return_receipt: give the answer's receipt, for `baton check --receipt`.
@@ -139,6 +141,7 @@ class AsyncClient:
             model=model,
             priority=priority,
             cache_salt=cache_salt,
+            slo_class=slo_class,
             add_special_tokens=add_special_tokens,
             return_receipt=return_receipt,
         )

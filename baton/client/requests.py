@@ -37,6 +37,7 @@ class StreamOptions(SamplingOptions, total=False):
     model: str
     priority: int
     cache_salt: str
+    slo_class: str
     add_special_tokens: bool
     return_receipt: bool
     request_id: str
@@ -65,6 +66,7 @@ def generate_request(
     model: str,
     priority: int,
     cache_salt: str,
+    slo_class: str = "",
     add_special_tokens: bool,
     return_receipt: bool = False,
 ) -> inference_pb2.GenerateRequest:
@@ -74,6 +76,7 @@ def generate_request(
         prompt=prompt_message(prompt, add_special_tokens=add_special_tokens),
         sampling=sampling_message(params),
         cache_salt=_checked_text("cache_salt", cache_salt),
+        slo_class=_checked_text("slo_class", slo_class),
         return_receipt=return_receipt,
     )
     with _naming("priority", priority):

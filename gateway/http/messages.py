@@ -26,6 +26,7 @@ from gateway.http.requests import (
     ChoiceSoFar,
     ModelBody,
     NumTokens,
+    SloClass,
     TextList,
     json_text,
     refusals,
@@ -98,6 +99,9 @@ class MessagesBody(ModelBody):
     resume_from: Annotated[list[ChoiceSoFar] | None, FailFast()] = None
     """Output of an interrupted stream of the same request; this one continues after it. Needs
     seed."""
+    slo_class: SloClass = None
+    """Class of requests, with latency targets of its own; default: that of the API key, if it has
+    one."""
     thinking: dict[str, Any] | None = None
     """Whether the model reasons first: type enabled or disabled."""
     output_config: Annotated[dict[str, Any] | None, *OF_FORMAT] = None
@@ -348,6 +352,7 @@ def _chat_fields(body: MessagesBody, messages: list[Any]) -> Mapping[str, Any]:
         "chat_template_kwargs": thinking and {"enable_thinking": thinking != "disabled"},
         "continue_final_message": is_continued,
         "seed": body.seed,
+        "slo_class": body.slo_class,
         "return_token_ids": body.return_token_ids,
         "resume_from": body.resume_from,
     }

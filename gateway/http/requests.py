@@ -51,6 +51,7 @@ def _text(max_chars: int) -> dict[str, Any]:
 TOP_K = _integer(-1, _MAX_UINT32)
 SEED = _integer(-(2**63), _MAX_UINT64 - 1)
 NumTokens = Annotated[int | None, WithJsonSchema(_integer(1, _MAX_UINT32))]
+SloClass = Annotated[str | None, WithJsonSchema(_text(MAX_CLASS_CHARS))]
 
 #: Schemas of fields that are parsed here and not by pydantic, for /openapi.json.
 _TEXT_OR_LIST = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -212,7 +213,7 @@ class SamplingBody(ModelBody):
     without keys; default: 0."""
     cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
     """Share prefixes in the KV cache only with requests of the same salt."""
-    slo_class: Annotated[str | None, WithJsonSchema(_text(MAX_CLASS_CHARS))] = None
+    slo_class: SloClass = None
     """Class of requests, with latency targets of its own; default: that of the API key, if it has
     one."""
 

@@ -105,6 +105,15 @@ async def test_any_value_of_any_field(path: str, connection: Connection) -> None
                 assert any(fault.startswith(names) for fault in faults), (body[:300], answer)
 
 
+async def test_an_unknown_class_is_refused_alike_at_every_door(connection: Connection) -> None:
+    said = set()
+    for path in BODIES:
+        body = json.dumps({**GOOD[path], "slo_class": "urgent"})
+        said.add(refused(path, await connection.post(path, body.encode())))
+    (message,) = said
+    assert message.startswith("slo_class: 'urgent'")
+
+
 def listed(part: str, count: int) -> str:
     return ",".join([part] * count)
 

@@ -76,6 +76,11 @@ async def test_a_whole_answer(async_client: AsyncClient, fake: FakeInference) ->
     assert (fake.requests[0].sampling.n, fake.requests[0].sampling.seed) == (2, 3)
 
 
+async def test_a_class_reaches_the_server(async_client: AsyncClient, fake: FakeInference) -> None:
+    await async_client.generate("x", slo_class="batch")
+    assert [request.slo_class for request in fake.requests] == ["batch"]
+
+
 async def test_a_stream_gives_the_pieces_in_order(async_client: AsyncClient) -> None:
     async with async_client.stream([7, 8, 9]) as stream:
         chunks = [chunk async for chunk in stream]

@@ -44,6 +44,11 @@ def plain_request(**changes: Any) -> inference_pb2.GenerateRequest:
     return generate_request("text", SamplingParams(), **arguments)
 
 
+def test_a_class_is_named() -> None:
+    assert plain_request(slo_class="batch").slo_class == "batch"
+    assert not plain_request().slo_class
+
+
 def test_a_receipt_is_asked_for() -> None:
     assert plain_request(return_receipt=True).return_receipt
     assert not plain_request().return_receipt
@@ -189,6 +194,7 @@ SURROGATES: Mapping[str, Callable[[str], Any]] = {
     "sampling.stop[0]": lambda s: sampling_message(SamplingParams(stop=s)),
     "model": lambda s: tokenize_request("text", model=s, add_special_tokens=True),
     "cache_salt": lambda s: plain_request(cache_salt=s),
+    "slo_class": lambda s: plain_request(slo_class=s),
 }
 
 

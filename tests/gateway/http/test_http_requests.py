@@ -14,6 +14,7 @@ from gateway.chat.style import chat_style
 from gateway.http.chat import ChatBody, ChatFormat
 from gateway.http.completions import CompletionBody, CompletionFormat
 from gateway.http.json_body import MAX_NODES
+from gateway.http.messages import MessagesBody, MessagesFormat
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from tests.support.http_bodies import parsed
 
@@ -72,6 +73,21 @@ def test_fields_reach_the_request() -> None:
     assert (request.priority, request.cache_salt) == (-7, "s")
     assert request.slo_class == "batch"
     assert not sampling.HasField("top_p")
+
+
+@pytest.mark.parametrize("asked", ["interactive", None])
+def test_a_class_is_named_at_every_door(asked: str | None) -> None:
+    def data(**fields: Any) -> bytes:
+        return json.dumps({**fields, "max_tokens": 8, "slo_class": asked}).encode()
+
+    messages = data(messages=[MESSAGE])
+    forms = (
+        CompletionFormat(parsed(CompletionBody, data(prompt="x")), bytes_of),
+        ChatFormat(parsed(ChatBody, messages), bytes_of, STYLE),
+        ResponsesFormat(parsed(ResponsesBody, data(input="x")), bytes_of, STYLE),
+        MessagesFormat(parsed(MessagesBody, messages), bytes_of, STYLE),
+    )
+    assert [form.requests[0].slo_class for form in forms] == [asked or ""] * 4
 
 
 @pytest.mark.parametrize("field", ["content", "summary"])
