@@ -168,8 +168,11 @@ def _device_of(options: EngineOptions) -> str:
 
 
 def threads_of(options: EngineOptions) -> Threads | None:
-    """Threads of a loaded engine; None unless this process computes all, and on the CPU."""
+    """Threads of a loaded engine; None unless this process computes all, and on the CPU, and may
+    use other cores than those of one NUMA node."""
     if options.engine == "oracle" or degrees_of(options).num_ranks > 1:
+        return None
+    if options.own_numa_node is not None:
         return None
     if _device_of(options) != "cpu":
         return None

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from baton.numa import keep_to, node_of
+
+_log = logging.getLogger("baton.worker")
 
 
 @dataclass(slots=True)
@@ -24,3 +29,12 @@ class Threads:
         if wanted != self.num_now:
             self.set_number(wanted)
             self.num_now = wanted
+
+
+def keep_to_numa_node(number: int) -> None:
+    """Keep this thread, and all that it starts from now on, to a NUMA node. Raises ConfigError if
+    this process may not use it."""
+    node = node_of(number)
+    prefers = keep_to(node)
+    memory = "its memory first" if prefers else "not to its memory, which the kernel refuses"
+    _log.info("kept to the %d cores of NUMA node %d, %s", len(node.cores), number, memory)

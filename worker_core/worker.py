@@ -39,7 +39,7 @@ from worker_core.server import WorkerServer, describe, new_identity
 from worker_core.speculation.interface import Speculation
 from worker_core.swap import SwapSpace
 from worker_core.telemetry import open_worker_telemetry
-from worker_core.threads import Threads
+from worker_core.threads import Threads, keep_to_numa_node
 from worker_core.tier_build import build_tiers
 from worker_core.worker_service import WorkerServicer, services
 
@@ -95,6 +95,8 @@ async def serve_worker(
 ) -> None:
     """Serve until `stop`. load_tier: blocks; it is called in a thread, once the ports are known to
     be free."""
+    if options.own_numa_node is not None:
+        keep_to_numa_node(options.own_numa_node)
     if options.node_rank:
         await serve_node(options, stop, on_ready)
         return

@@ -43,7 +43,7 @@ ADVANCED = frozenset(
         *("prefill_tensor_parallel_size", "decode_tensor_parallel_size"),
         *("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size"),
         *("enable_expert_parallel", "expert_load_file", "distributed_backend", "kv_per_rank"),
-        "data_parallel_size",
+        *("data_parallel_size", "numa_node"),
         *("tensor_parallel_cut", "context_parallel_size", "kv_host_bytes", "chat_template"),
         *("speculative_tree", "enable_openengine", "allowed_origins"),
         *("ssl_server_name", "ssl_peer_names", "ssl_cert_reqs", "metrics_compat"),

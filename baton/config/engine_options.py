@@ -59,6 +59,9 @@ class EngineOptions(ModelOptions):
     """auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     num_threads: Count | None = None
     """CPU threads of the engine, summed over its ranks; all cores if not given."""
+    numa_node: Annotated[int, Field(ge=-1)] | None = None
+    """NUMA node that a worker's threads and memory are kept to; -1 for none. If not given, baton
+    serve takes one for each worker on a CPU that fits into one, where there are several."""
     tensor_parallel_size: Count = 1
     """Processes that share the model, each with a shard of every layer and of the KV cache. The two
     tiers may differ."""
@@ -119,6 +122,11 @@ class EngineOptions(ModelOptions):
     both tiers need the same ones."""
     max_lora_rank: Count = 16
     """Maximum rank of an adapter."""
+
+    @property
+    def own_numa_node(self) -> int | None:
+        """The NUMA node that the worker is kept to, None for none."""
+        return None if self.numa_node == -1 else self.numa_node
 
     @property
     def adapter_paths(self) -> dict[str, str]:

@@ -15,11 +15,13 @@ from typing import Self
 from baton.config import ServeOptions
 from baton.config.load import CPU_LEVEL_VARIABLE, ENV_PREFIX
 from baton.grpc_environment import GRPC_ENVIRONMENT
+from baton.numa import usable_nodes
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.supervisor.child import Child, ChildFailed, describe_exit
 from baton.supervisor.feed import Feed
 from baton.supervisor.log_lines import forward_to_stderr
+from baton.supervisor.numa_places import kept_to_nodes
 from baton.supervisor.plan import (
     PROGRAMS,
     ChildSpec,
@@ -148,9 +150,12 @@ class Cluster:
         self._lifeline = os.pipe()
         # Known only to these workers, so that no other process can use their KV ports.
         kv_secret = secrets.token_hex(32)
-        num_cores = len(os.sched_getaffinity(0))
+        cores = os.sched_getaffinity(0)
         num_gpus = num_visible_gpus(os.environ)
-        workers = plan_workers(self._options, num_cores, self._programs, kv_secret, num_gpus)
+        planned = plan_workers(self._options, len(cores), self._programs, kv_secret, num_gpus)
+        workers, by_node = kept_to_nodes(planned, usable_nodes(cores))
+        if by_node:
+            logger.info("%s", by_node)
         if who_is_where := describe_gpus(self._options, num_gpus):
             logger.info("%s", who_is_where)
         first, *others = plan_gateways(self._options, self._programs)

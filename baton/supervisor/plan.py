@@ -46,13 +46,15 @@ PROGRAMS = Programs(_module("prefill_svc"), _module("decode_svc"), _module("gate
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """One process: name in logs, program, arguments, and secret values, which no command line may
-    show. model: the name of a worker's model; empty for gateways."""
+    show. model: the name of a worker's model; empty for gateways. cpu_threads: of a worker that
+    computes on the CPU and may be kept to any NUMA node; 0 for others."""
 
     name: str
     program: tuple[str, ...]
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     model: str = ""
+    cpu_threads: int = 0
 
     def without_models(self, names: Sequence[str]) -> ChildSpec:
         """The same gateway without some of its models."""
@@ -268,11 +270,13 @@ def plan_workers(
         tier = name.partition("-")[0]
         is_prefill, degrees = tier == "prefill", degrees_of(each, tier)
         loads = each.expert_load_file
+        num_threads = each.num_threads or threads * prod(degrees.values())
+        is_on_cpu = gpu is None and (each.device == "cpu" or not num_gpus)
         own = {
             **common,
             "block_size": getattr(each, f"{tier}_block_size") or each.block_size,
             **degrees,
-            "num_threads": each.num_threads or threads * prod(degrees.values()),
+            "num_threads": num_threads,
             "worker_id": name,
             "port": 0,
             "gpu_memory_utilization": share,
@@ -282,7 +286,11 @@ def plan_workers(
             **_metrics_port_of(options, name),
         }
         program = programs.prefill if is_prefill else programs.decode
-        return replace(_child(cls, each, program, name, own), model=each.model_name)
+        return replace(
+            _child(cls, each, program, name, own),
+            model=each.model_name,
+            cpu_threads=num_threads if is_on_cpu and each.numa_node is None else 0,
+        )
 
     prefill = zip(prefill_of, prefill_gpus, prefill_shares, strict=True)
     decode = zip(decode_of, decode_gpus, decode_shares, strict=True)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
+from baton.config import PrefillOptions
+from baton.errors import ConfigError
 from baton.types import StepCosts
+from prefill_svc.server import serve_prefill
+from worker_core.build import threads_of
 from worker_core.costs import Costs
 from worker_core.policy import pinned_local_prefill
 from worker_core.threads import Threads
@@ -15,6 +23,21 @@ def test_threads_change_only_where_that_is_asked() -> None:
         threads.use(wanted)
     assert numbers == [4, 2]
     assert threads.num_now == 2
+
+
+@pytest.mark.parametrize(("node", "can_change"), [(None, True), (-1, True), (0, False)])
+def test_a_worker_kept_to_a_node_keeps_its_number_of_threads(
+    node: int | None, can_change: bool
+) -> None:
+    """More would be more than its cores."""
+    options = PrefillOptions(model="m", device="cpu", numa_node=node)
+    assert (threads_of(options) is not None) == can_change
+
+
+async def test_a_worker_does_not_start_on_a_node_that_it_may_not_use() -> None:
+    options = PrefillOptions(model="m", engine="oracle", numa_node=1023)
+    with pytest.raises(ConfigError, match="numa_node=1023"):
+        await serve_prefill(options, asyncio.Event(), lambda _: None)
 
 
 def test_costs_of_each_number_of_threads_are_kept_apart() -> None:
