@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from baton_kernels.cpu.library import level, multiplies_bytes
 from baton_kernels.linear import keeps_float8, keeps_levels
 from baton_kernels.mxfp4_linear import keeps_mxfp4
 from engine.families.config import ModelConfig
@@ -56,6 +57,17 @@ def _log_types(stored: QuantizationConfig, is_kept: bool) -> None:
     _log.info("GGUF weights of %s: %s", types, how)
 
 
+def _log_int8(stored: QuantizationConfig, device: torch.device) -> None:
+    """Say so where steps of several sequences may be slower than with weights of 16 bits."""
+    is_int8 = stored.kind == "int" and stored.bits == 8
+    if is_int8 and device.type == "cpu" and not multiplies_bytes(name := level()):
+        _log.info(
+            "int8 weights at level %s, which widens bytes to multiply them: steps of one sequence "
+            "are faster than in bfloat16, those of several may be slower (docs/quantization.md)",
+            name,
+        )
+
+
 def load_parameters(
     folder: Path,
     config: ModelConfig,
@@ -77,9 +89,13 @@ def load_parameters(
     of_linears = torch.device("cpu") if keeps_stored_levels(config, dtype, device) else device
     parameters = empty_parameters(config, dtype, device, shard, of_linears, stage)
     keeps = keeps_as_stored(dtype, device)
-    if config.quantization is not None and config.quantization.method == "gguf":
-        _log_types(config.quantization, is_kept := keeps_stored_levels(config, dtype, device))
-        keeps = keeps if is_kept else lambda _: False
+    if (stored := config.quantization) is not None:
+        is_kept = keeps_stored_levels(config, dtype, device)
+        if stored.method == "gguf":
+            _log_types(stored, is_kept)
+            keeps = keeps if is_kept else lambda _: False
+        if is_kept:
+            _log_int8(stored, device)
     packing = Packing(device, parameters.linears, keeps, batch_invariant=batch_invariant)
 
     def load(hook: ProgressHook) -> str:

@@ -64,6 +64,8 @@ LEVELS = {
     ),
     "neon": Level("aarch64", frozenset({"asimd"}), ()),
 }
+#: Instructions that add four products of bytes each; without them bytes are widened first.
+_BYTE_PRODUCTS = frozenset({"avx512_vnni", "i8mm"})
 #: No contraction: results must not depend on which operations a compiler fuses.
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-strict-aliasing"),
@@ -177,6 +179,11 @@ def level() -> str:
     """The level of the kernels, "none" for the torch twins. Loads the library. Raises
     LevelError."""
     return NO_LEVEL if library() is None else chosen_level()
+
+
+def multiplies_bytes(level_name: str) -> bool:
+    """Whether kernels of the level multiply bytes without widening them."""
+    return bool(LEVELS[level_name].instructions & _BYTE_PRODUCTS)
 
 
 @cache

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from baton.errors import UnsupportedModel
-from baton.types import Sampling
+from baton.types import NO_LEVEL, Sampling
+from baton_kernels.cpu.library import level
 from baton_kernels.sparse_linear import is_sparse
 from bench.quantized_checkpoints import SCHEMES, Scheme, _choose_group_size, quantize_checkpoint
 from engine.families.read import read_config
@@ -101,6 +102,36 @@ def test_what_is_written(model: Path, tmp_path: Path, scheme: Scheme) -> None:
     assert (output / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     index = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == new.keys()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "name", "is_said"),
+    [
+        ("int8", "bfloat16", "avx2", True),
+        ("int8", "bfloat16", "avx512_bf16", False),
+        ("int8", "float32", "avx2", False),
+        ("int4", "bfloat16", "avx2", False),
+    ],
+)
+def test_int8_that_widens_bytes_is_said_to_be_slow_in_batches(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    scheme: Scheme,
+    dtype: str,
+    name: str,
+    is_said: bool,
+) -> None:
+    """By a level other than this machine's in name alone."""
+    if level() == NO_LEVEL:
+        pytest.skip("without native kernels nothing runs in int8")
+    quantize_checkpoint(model, tmp_path / "new", scheme)
+    monkeypatch.setattr(load, "level", lambda: name)
+    caplog.set_level("INFO", "engine.torch.load")
+    load_engine(str(tmp_path / "new"), num_blocks=4, dtype=dtype)
+    said = [line for line in caplog.messages if "int8 weights at level" in line]
+    assert len(said) == is_said
 
 
 def test_pruned_weights_run_as_transformers_runs_them(model: Path, tmp_path: Path) -> None:
