@@ -79,20 +79,29 @@ _SHARED = ("num_heads", "hidden_size", "intermediate_size")
 
 
 def check_size(
-    config: ModelConfig, size: int, *, has_whole_experts: bool = False, cut: Cut = "outputs"
+    config: ModelConfig,
+    size: int,
+    *,
+    has_whole_experts: bool = False,
+    cut: Cut = "outputs",
+    is_packed: bool = False,
 ) -> None:
     """Raise ConfigError unless `size` ranks can share the layers. has_whole_experts: ranks have
-    these instead of parts of each."""
-    if reason := _misfit(config, size, has_whole_experts, cut):
+    these instead of parts of each. is_packed: weights with packed_bytes stay as they are stored."""
+    group = 0
+    if cut == "sums" and (stored := config.quantization) is not None:
+        group = stored.group_size or (stored.packed_group if is_packed else 0)
+    if reason := _misfit(config, size, has_whole_experts, group):
         sizes = range(1, config.num_heads + 1)
-        fitting = [str(n) for n in sizes if not _misfit(config, n, has_whole_experts, cut)]
+        fitting = [str(n) for n in sizes if not _misfit(config, n, has_whole_experts, group)]
         raise ConfigError.of(
             "tensor_parallel_size", size, f"{reason}; this model takes {', '.join(fitting)}"
         )
 
 
-def _misfit(config: ModelConfig, size: int, has_whole_experts: bool, cut: Cut) -> str:
-    """Reason that `size` ranks cannot share the layers; empty if they can."""
+def _misfit(config: ModelConfig, size: int, has_whole_experts: bool, group: int) -> str:
+    """Reason that `size` ranks cannot share the layers; empty if they can. group: inputs that share
+    a scale, where layers are cut by their inputs; else 0."""
     traits, experts = config.traits, config.traits.experts
     numbers = {name: getattr(config, name) for name in _SHARED}
     if experts is not None and has_whole_experts:
@@ -108,8 +117,7 @@ def _misfit(config: ModelConfig, size: int, has_whole_experts: bool, cut: Cut) -
         return f"a {config.family} model has one norm for all heads"
     if config.num_kv_heads % size and size % config.num_kv_heads:
         return f"num_kv_heads={config.num_kv_heads} is neither a multiple nor a divisor of it"
-    group = 0 if config.quantization is None else config.quantization.group_size
-    if cut == "sums" and group and size > 1:
+    if group and size > 1:
         for name, number in _second_inputs(config, has_whole_experts).items():
             if number % (group * size):
                 return (
@@ -120,7 +128,7 @@ def _misfit(config: ModelConfig, size: int, has_whole_experts: bool, cut: Cut) -
 
 
 def _second_inputs(config: ModelConfig, has_whole_experts: bool) -> dict[str, int]:
-    """Inputs of the layers that are cut by them."""
+    """Inputs of the quantised layers that are cut by them."""
     latent, experts = config.traits.latent, config.traits.experts
     head_dim = config.head_dim if latent is None else latent.value_dim
     found = {
@@ -129,6 +137,8 @@ def _second_inputs(config: ModelConfig, has_whole_experts: bool) -> dict[str, in
     }
     if experts is not None and experts.shared_size:
         found["shared_size"] = experts.shared_size
+    of_experts = {}
     if experts is not None and not has_whole_experts:
-        found["moe_intermediate_size"] = experts.intermediate_size
-    return found
+        of_experts["moe_intermediate_size"] = experts.intermediate_size
+    stored = config.quantization
+    return of_experts if stored is not None and stored.only_experts else found | of_experts

@@ -38,7 +38,8 @@ class QuantizationConfig:
     layers: storage of each layer, by name, where they differ (gguf); others are not quantised.
     block_type: of a layer in a GGUF file, a name of BLOCK_TYPES.
     packed_bytes: bytes of a weight with its part of the scales, loaded as it is stored; 0 for
-    others. only_experts: a mixture's experts alone are quantised.
+    others. packed_group: inputs that share a scale there. only_experts: a mixture's experts alone
+    are quantised.
     """
 
     method: Method
@@ -54,6 +55,7 @@ class QuantizationConfig:
     layers: Mapping[str, QuantizationConfig] = field(default_factory=dict)
     block_type: str = ""
     packed_bytes: float = 0.0
+    packed_group: int = 0
     only_experts: bool = False
 
     def of(self, layer: str) -> QuantizationConfig:
@@ -86,6 +88,7 @@ MXFP4 = QuantizationConfig(
     is_symmetric=True,
     is_packed=True,
     packed_bytes=17 / 32,
+    packed_group=32,
     only_experts=True,
 )
 

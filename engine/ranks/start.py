@@ -20,7 +20,13 @@ from engine.shard import check_size
 
 def check_ranks(config: ModelConfig, degrees: Degrees, device: torch.device) -> None:
     """Raise ConfigError if ranks of these degrees cannot share the model on this kind of device."""
-    check_size(config, degrees.tensor, has_whole_experts=degrees.whole_experts, cut=degrees.cut)
+    check_size(
+        config,
+        degrees.tensor,
+        has_whole_experts=degrees.whole_experts,
+        cut=degrees.cut,
+        is_packed=device.type == "cuda",
+    )
     if degrees.pipeline > config.num_layers:
         raise ConfigError.of(
             "pipeline_parallel_size",

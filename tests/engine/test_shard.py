@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from engine.families.config import ModelConfig
-from engine.families.read import read_config
+from engine.families.read import parse_config, read_config
 from engine.memory_plan import MemoryPlan
 from engine.ranks.mesh import Degrees
+from engine.ranks.start import check_ranks
 from engine.shard import WHOLE, Shard, check_size
 from engine.torch.parameters import Target, empty_parameters
 from tests.support.memory_plan import plan_memory
@@ -73,6 +74,24 @@ def test_what_ranks_cannot_share_is_named(changes: dict[str, int], size: int, to
     config: ModelConfig = replace(BOX, **changes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"tensor_parallel_size={size}: {told}"):
         check_size(config, size)
+
+
+def test_a_part_of_sums_does_not_end_within_a_block_of_mxfp4_that_stays_packed() -> None:
+    """2,880 inputs are 90 blocks: 45 a rank of two, and none fits four. Dequantised, as on a CPU,
+    the part may end anywhere; experts are cut by no rank that has them whole."""
+    raw = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    config = parse_config(raw)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    with pytest.raises(ConfigError) as caught:
+        check_ranks(config, Degrees(4, cut="sums"), gpu)
+    assert str(caught.value).startswith(
+        "tensor_parallel_size=4: with tensor_parallel_cut=sums moe_intermediate_size=2880 is no "
+        "multiple of it times the 32 weights of a scale; this model takes 1, 2"
+    )
+    check_ranks(config, Degrees(2, cut="sums"), gpu)
+    check_ranks(config, Degrees(4, cut="sums"), cpu)
+    check_ranks(config, Degrees(4), gpu)
+    check_ranks(config, Degrees(4, whole_experts=True, cut="sums"), gpu)
 
 
 def test_ranks_share_the_memory() -> None:

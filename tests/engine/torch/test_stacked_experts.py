@@ -16,6 +16,7 @@ from baton_kernels.gated_activation import ALPHA, LIMIT
 from baton_kernels.mxfp4_linear import Mxfp4Linear, pack_mxfp4
 from bench.quantized_checkpoints import quantize_checkpoint
 from engine.families.gpt_oss import CLAMPED_SILU
+from engine.families.layers import Columns, Source
 from engine.families.read import parse_config
 from engine.memory_plan import weight_bytes
 from engine.quantization.weight import Mxfp4Weight
@@ -102,6 +103,15 @@ def test_a_part_within_a_block_is_dequantised() -> None:
     weight = Mxfp4Weight(torch.zeros(4, 96, dtype=torch.uint8), torch.zeros(4, 6).byte())
     assert weight.has_whole_blocks
     assert not Mxfp4Weight(weight.codes[:, 24:48], weight.powers[:, 1:3]).has_whole_blocks
+
+
+def test_a_part_of_whole_blocks_is_that_part_of_the_weight() -> None:
+    """Of rows and of columns, as a rank has it that is cut by sums."""
+    weight = Mxfp4Weight(bytes_of(6, 48, seed=1), bytes_of(6, 3, seed=2, low=122, high=130))
+    source = Source("experts", range(1, 6, 2), 6, columns=Columns(range(32, 96), 96))
+    part = weight.part(source.take)
+    assert part.has_whole_blocks
+    assert torch.equal(part.dequantize(), weight.dequantize()[1:6:2, 32:96])
 
 
 def test_the_experts_of_120b_fit_80_gb() -> None:
