@@ -200,6 +200,11 @@ def test_what_is_scaled_is_there() -> None:
         target = one["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in names
     # Their queries: tests/deploy/test_grafana_board.py.
+    scaled = [one["spec"] for one in scalers if one["kind"] == "ScaledObject"]
+    triggers = [trigger["metadata"] for spec in scaled for trigger in spec["triggers"]]
+    assert len(triggers) == 4
+    # By default KEDA takes a query without an answer for 0, and workers would go.
+    assert all(trigger["ignoreNullValues"] == "false" for trigger in triggers)
 
 
 def test_by_the_planner_the_decode_tier_alone_is_scaled() -> None:
@@ -212,6 +217,10 @@ def test_by_the_planner_the_decode_tier_alone_is_scaled() -> None:
     assert trigger["metadata"]["query"].startswith("max(baton_planner_workers_wanted{")
     assert trigger["metadata"]["query"].endswith("}) - 3")
     assert trigger["metadata"]["threshold"] == "1"
+    assert trigger["metadata"]["ignoreNullValues"] == "false"
+    # Else a difference of up to a tenth is none.
+    behavior = scaler["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert [behavior[way]["tolerance"] for way in ("scaleDown", "scaleUp")] == [0, 0]
     sets = {one["metadata"]["name"]: one for one in built if one["kind"] == "StatefulSet"}
     assert sets["prefill"]["spec"]["replicas"] == 3
     assert "replicas" not in sets["decode"]["spec"]
