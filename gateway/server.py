@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import json
 import logging
 import os
 import secrets
@@ -179,29 +180,28 @@ async def _load_model(
         fleet,
         dispatcher,
         Migrator(fleet, dispatcher),
-        _steering(options, own.model_name, fleet, dispatcher),
+        _steering(own, fleet, dispatcher),
     )
 
 
-def _steering(
-    options: GatewayOptions, name: str, fleet: Fleet, dispatcher: Dispatcher
-) -> Steering | None:
-    """The planner's part that gives orders; None without a planner."""
-    if options.planner == "off":
+def _steering(own: GatewayOptions, fleet: Fleet, dispatcher: Dispatcher) -> Steering | None:
+    """The planner's part that gives orders; None without a planner. own: options of the model."""
+    if own.planner == "off":
         return None
-    most, fd = options.max_workers, options.number_fd
+    most, fd = own.max_workers, own.number_fd
 
     def report(number: int) -> None:
         if fd is not None:
+            line = json.dumps({"model": own.model_name, "workers": number})
             with contextlib.suppress(BrokenPipeError):  # the supervisor has ended
-                os.write(fd, b"%d\n" % number)
+                os.write(fd, f"{line}\n".encode())
 
     return Steering(
         fleet,
         dispatcher.log,
-        make_lease(options.registry, name),
-        functools.partial(set_role, tls=options.worker_tls),
-        bounds=None if most is None else Bounds(options.min_workers or 1, most),
+        make_lease(own.registry, own.model_name),
+        functools.partial(set_role, tls=own.worker_tls),
+        bounds=None if most is None else Bounds(own.min_workers or 1, most),
         on_number=report,
         clock=time.monotonic,
     )
@@ -242,7 +242,9 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             stack.push_async_callback(part.close)
         observe_build(telemetry.meter, __version__)
         observe_gateway(telemetry.meter, observed, [part.dispatcher for part in parts])
-        observe_planner(telemetry.meter, [part.steering for part in parts if part.steering])
+        observe_planner(
+            telemetry.meter, {part.name: part.steering for part in parts if part.steering}
+        )
         defer = asyncio.get_running_loop().call_soon
         recorder = GatewayRecorder(telemetry, time.monotonic, defer)
         models = Models(

@@ -45,6 +45,7 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     own_options: ClassVar[frozenset[str]] = SeveralModelsOptions.own_options | {
         *("tokenizer", "generation_config", "chat_template"),
         *("tool_call_parser", "reasoning_parser"),
+        *("min_workers", "max_workers"),
     }
 
     host: NonEmpty = "127.0.0.1"
@@ -69,7 +70,7 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
     max_workers: Count | None = None
     """With --planner=on: also say how many workers there should be, up to this number, by metric
     (baton_planner_workers_wanted); `baton serve` starts and drains them. If not given, their number
-    is left alone."""
+    is left alone. With several models, of each."""
     min_workers: Count | None = None
     """Least number of workers with --max-workers; 1 if not given."""
     slo_classes: SloClasses = ()
@@ -153,8 +154,6 @@ class FrontDoorOptions(ServiceOptions, SloOptions, SeveralModelsOptions):
             return self
         if self.planner != "on":
             raise ValueError(f"--max-workers={most}: goes with --planner=on; give both")
-        if self.more_models:
-            raise ValueError(f"--max-workers={most}: goes with one model; leave out the others")
         if least is not None and least > most:
             raise ValueError(f"--min-workers={least}: is above --max-workers={most}; give less")
         return self

@@ -54,12 +54,13 @@ class Child:
         environment: Mapping[str, str],
         on_phase: Callable[[str, str], None] = lambda _name, _phase: None,
         feed: Feed | None = None,
-        on_number: Callable[[int], None] | None = None,
+        on_number: Callable[[str, int], None] | None = None,
     ) -> None:
         """on_line: receives the child's name and each line of its output.
         on_phase: receives its name and each phase of its start.
         feed: lines for its stdin.
-        on_number: receives numbers that it writes to --number-fd; None: it gets no such option."""
+        on_number: receives the model and the number of workers of each line that it writes to
+        --number-fd; None: it gets no such option."""
         self.spec = spec
         self._on_line = on_line
         self._on_phase = on_phase
@@ -188,8 +189,9 @@ class Child:
         reader, writer = await asyncio.open_connection(sock=end)
         try:
             while line := await reader.readline():
-                if self._on_number and line.strip().isdigit():
-                    self._on_number(int(line))
+                match _parse_message(line):
+                    case {"model": str(model), "workers": int(number)} if self._on_number:
+                        self._on_number(model, number)
         finally:
             writer.close()
 

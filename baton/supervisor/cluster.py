@@ -27,7 +27,6 @@ from baton.supervisor.plan import (
     ChildSpec,
     Programs,
     describe_gpus,
-    num_later_workers,
     num_visible_gpus,
     plan_gateways,
     plan_workers,
@@ -83,7 +82,8 @@ class Cluster:
         self._wait_serving = wait_serving or functools.partial(wait_until_serving, tls=options.tls)
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._scaling: Scaling | None = None
+        self._scalings: dict[str, Scaling] = {}
+        """By model."""
         self._specs: dict[str, ChildSpec] = {}
         """Of all workers that there may be."""
         self._stopping = asyncio.Event()
@@ -159,11 +159,17 @@ class Cluster:
         if who_is_where := describe_gpus(self._options, num_gpus):
             logger.info("%s", who_is_where)
         first, *others = plan_gateways(self._options, self._programs)
-        first_workers = workers[: len(workers) - num_later_workers(self._options)]
-        if self._options.max_workers is not None:
-            self._specs = {spec.name: spec for spec in workers}
-            names = [spec.name for spec in first_workers]
-            self._scaling = Scaling([*self._specs], names, self._begin_later, self._let_go)
+        first_workers = tuple(spec for spec in workers if not spec.starts_later)
+        self._specs = {spec.name: spec for spec in workers}
+        for each in self._options.each_model():
+            if each.max_workers is not None:
+                own = [spec for spec in workers if spec.model == each.model_name]
+                self._scalings[each.model_name] = Scaling(
+                    [spec.name for spec in own],
+                    [spec.name for spec in own if not spec.starts_later],
+                    self._begin_later,
+                    self._let_go,
+                )
         await self._start_all(first_workers, (first,))
         if others:  # they share ports that the first one may have chosen
             ports = self.report_of("gateway").ports
@@ -176,8 +182,9 @@ class Cluster:
             child.name: asyncio.create_task(self._keep(child), name=f"keep {child.name}")
             for child in self._children.values()
         }
-        if self._scaling:
-            self._keepers[""] = asyncio.create_task(self._scaling.run(), name="scale")
+        for model, scaling in self._scalings.items():
+            name = f"scale {model}"
+            self._keepers[name] = asyncio.create_task(scaling.run(), name=name)
 
     async def stop(self) -> None:
         """Drain and stop all children, first the gateways, then the workers. No process is left.
@@ -232,8 +239,13 @@ class Cluster:
         feed = None if spec.model else self._feed
         own = spec.without_models(self._refused) if feed else spec
         # The first gateway plans.
-        want = self._scaling.want if self._scaling and spec.name == "gateway" else None
+        want = self._want if self._scalings and spec.name == "gateway" else None
         return Child(own, self._on_line, variables, self._on_phase, feed, want)
+
+    def _want(self, model: str, number: int) -> None:
+        """Have so many workers of a model."""
+        if scaling := self._scalings.get(model):
+            scaling.want(number)
 
     def _start_tasks(self, specs: Iterable[ChildSpec]) -> dict[asyncio.Task[None], Child]:
         children = [*map(self._new_child, specs)]
@@ -294,6 +306,7 @@ class Cluster:
         """Stop what serves a failed model, and the gateways, which are to start without it."""
         logger.error("serving without model %s: %s", model, failure)
         self._refused += (model,)
+        self._scalings.pop(model, None)
         gone = [c for c in self._children.values() if c.spec.model in ("", model)]
         starts = [task for task, child in tasks.items() if child in gone]
         for task in starts:

@@ -47,7 +47,8 @@ PROGRAMS = Programs(_module("prefill_svc"), _module("decode_svc"), _module("gate
 class ChildSpec:
     """One process: name in logs, program, arguments, and secret values, which no command line may
     show. model: the name of a worker's model; empty for gateways. cpu_threads: of a worker that
-    computes on the CPU and may be kept to any NUMA node; 0 for others."""
+    computes on the CPU and may be kept to any NUMA node; 0 for others. starts_later: once the
+    planner wants it."""
 
     name: str
     program: tuple[str, ...]
@@ -55,6 +56,7 @@ class ChildSpec:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     model: str = ""
     cpu_threads: int = 0
+    starts_later: bool = False
 
     def without_models(self, names: Sequence[str]) -> ChildSpec:
         """The same gateway without some of its models."""
@@ -79,7 +81,7 @@ def num_prefill_workers(options: ServeOptions) -> int:
 
 def num_decode_workers(options: ServeOptions) -> int:
     """Decode workers per model, with those that start later."""
-    return _num_decode_at_start(options) + num_later_workers(options)
+    return _num_decode_at_start(options) + _num_later_workers(options)
 
 
 def _num_decode_at_start(options: ServeOptions) -> int:
@@ -88,9 +90,9 @@ def _num_decode_at_start(options: ServeOptions) -> int:
     return options.num_decode_workers
 
 
-def num_later_workers(options: ServeOptions) -> int:
-    """Decode workers that start once the planner wants them. Cores, GPUs and memory are divided as
-    if they were there."""
+def _num_later_workers(options: ServeOptions) -> int:
+    """Decode workers of a model that start once the planner wants them. Cores, GPUs and memory are
+    divided as if they were there."""
     if options.max_workers is None:
         return 0
     num_at_start = num_prefill_workers(options) + _num_decode_at_start(options)
@@ -294,9 +296,17 @@ def plan_workers(
 
     prefill = zip(prefill_of, prefill_gpus, prefill_shares, strict=True)
     decode = zip(decode_of, decode_gpus, decode_shares, strict=True)
+    are_later = (
+        number >= _num_decode_at_start(each)
+        for each in options.each_model()
+        for number in range(num_decode_workers(each))
+    )
     return (
         *(worker(PrefillOptions, f"prefill-{i}", *of_one) for i, of_one in enumerate(prefill)),
-        *(worker(DecodeOptions, f"decode-{i}", *of_one) for i, of_one in enumerate(decode)),
+        *(
+            replace(worker(DecodeOptions, f"decode-{i}", *of_one), starts_later=is_later)
+            for i, (of_one, is_later) in enumerate(zip(decode, are_later, strict=True))
+        ),
     )
 
 
@@ -318,20 +328,21 @@ def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple
         own["http_port"] = options.bound_http_port
     if options.num_gateways > 1:
         own["reuse_port"] = True
-    models = map(named_model, options.more_models)
-    of_gateway = GatewayOptions.own_options.__contains__
-    own["more_models"] = tuple(str(each.with_options(of_gateway)) for each in models)
+    models = [named_model(text) for text in options.more_models]
     names = ("gateway", *(f"gateway-{i}" for i in range(1, options.num_gateways)))
     # They have no lease: the first one plans.
     is_planned = options.planner == "on"
-    off = {"planner": "off", "min_workers": None, "max_workers": None} if is_planned else {}
-    return tuple(
-        _child(
-            *(GatewayOptions, options, programs.gateway, name),
-            own | _metrics_port_of(options, name) | (off if number else {}),
-        )
-        for number, name in enumerate(names)
-    )
+    bounds = {"min_workers", "max_workers"}
+
+    def gateway(number: int, name: str) -> ChildSpec:
+        left_out = bounds if is_planned and number else set()
+        kept = (GatewayOptions.own_options - left_out).__contains__
+        own["more_models"] = tuple(str(each.with_options(kept)) for each in models)
+        off = {"planner": "off", **dict.fromkeys(left_out)} if left_out else {}
+        more = _metrics_port_of(options, name) | off
+        return _child(GatewayOptions, options, programs.gateway, name, own | more)
+
+    return tuple(gateway(number, name) for number, name in enumerate(names))
 
 
 def metrics_port(options: ServeOptions, name: str) -> int:

@@ -8,7 +8,7 @@ own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -52,18 +52,21 @@ def observe_gateway(
     )
 
 
-def observe_planner(meter: Meter, planners: Sequence[Steering]) -> None:
-    """Register the gauge of the number of workers that planners want. A gateway that does not lead
-    has none, so that a dead leader's number is not counted beside the next one's."""
+def observe_planner(meter: Meter, planners: Mapping[str, Steering]) -> None:
+    """Register the gauge of the number of workers that planners want, by model. A gateway that does
+    not lead has none, so that a dead leader's number is not counted beside the next one's."""
 
     def wanted(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
-        numbers = [number for each in planners if (number := each.num_workers) is not None]
-        return [Observation(sum(numbers))] if numbers else []
+        return [
+            Observation(number, {names.REQUEST_MODEL: model})
+            for model, each in planners.items()
+            if (number := each.num_workers) is not None
+        ]
 
     meter.create_observable_gauge(
         "baton.planner.workers.wanted",
         [wanted],
-        description="Workers that the planner wants; of the gateway that leads, with "
+        description="Workers that the planner wants of a model; of the gateway that leads, with "
         "--max-workers.",
     )
 

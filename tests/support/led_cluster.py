@@ -87,11 +87,10 @@ class LedCluster(Cluster):
         left_out |= {flag.partition("=")[0] for flag in own}
         kept = (part for part in spec.arguments if part.partition("=")[0] not in left_out)
 
-        def on_number(number: int) -> None:
+        def on_number(model: str, number: int) -> None:
             self.leader = spec.name
             self.said.put_nowait(number)
-            if self._scaling:
-                self._scaling.want(number)
+            self._want(model, number)
 
         return Child(
             replace(spec, arguments=(*own, *kept)),

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from baton.config import GatewayOptions, ServeOptions
 from baton.config.load import build_options
+from baton.config.named_models import named_model
 from baton.errors import ConfigError
 from baton.supervisor.cluster import child_environment
 from baton.supervisor.plan import (
@@ -188,6 +190,48 @@ def test_one_of_the_gateways_of_a_supervisor_plans() -> None:
     gateways = plan_gateways(options)
     plans = [gateway.name for gateway in gateways if "--planner=on" in gateway.arguments]
     assert plans == ["gateway"], "they have no lease"
+
+
+def test_each_model_has_its_own_greatest_number_of_workers() -> None:
+    options = ServeOptions(
+        model="a",
+        served_model_name="one",
+        more_models=("two=b:max_workers=5:num_decode_workers=2", "three=c"),
+        planner="on",
+        slo_ttft_ms=500,
+        max_workers=3,
+        num_gateways=2,
+    )
+    workers = plan_workers(options, 11)
+    later = defaultdict(list)
+    for spec in workers:
+        later[spec.model].append(spec.starts_later)
+    assert later == {
+        "one": [False, False, True],
+        "two": [False, False, False, True, True],
+        "three": [False, False, True],
+    }
+    assert {number(spec, "num-threads") for spec in workers} == {1}, "a core for each of eleven"
+    for spec in plan_gateways(options):
+        more = [a.partition("=")[2] for a in spec.arguments if a.startswith("--more-models=")]
+        plans = "--planner=on" in spec.arguments
+        # Bounds without a planner would be refused.
+        assert [named_model(each).options for each in more] == [
+            {"max_workers": "5"} if plans else {},
+            {},
+        ]
+        assert ("--max-workers=3" in spec.arguments) == plans
+
+
+def test_a_model_does_not_start_with_more_workers_than_it_may_have() -> None:
+    with pytest.raises(ValidationError, match=r"two=b.*max-workers=3: is less than the 4 workers"):
+        ServeOptions(
+            model="a",
+            more_models=("two=b:max_workers=3:num_decode_workers=3",),
+            planner="on",
+            slo_ttft_ms=500,
+            max_workers=9,
+        )
 
 
 def test_a_restart_takes_the_port_of_the_first_start() -> None:

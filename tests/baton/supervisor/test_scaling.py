@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -67,8 +68,13 @@ async def until(stage: Stage, is_so: Callable[[list[str]], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+def say(stage: Stage, number: int, model: str = "") -> str:
+    """A gateway's line; of a model by its name, or of the only one."""
+    return json.dumps({"model": model or str(stage.folder), "workers": number}) + "\n"
+
+
 def scaled(stage: Stage, number: int) -> Cluster:
-    (stage.folder / "number").write_text(f"{number}\n")
+    (stage.folder / "number").write_text(say(stage, number))
     return stage.cluster(planner="on", slo_ttft_ms=500, max_workers=4)
 
 
@@ -80,7 +86,7 @@ async def test_the_gateway_says_how_many_workers_run_and_hears_of_each(stage: St
         assert {*cluster.names} == {*NAMES, "gateway"}
         address = cluster.address_of("decode-2")
         # Another leader says fewer.
-        (stage.folder / "number").write_text("3\n")
+        (stage.folder / "number").write_text(say(stage, 3))
         os.kill(cluster.pid_of("gateway"), signal.SIGKILL)
         await until(stage, lambda journal: f"gateway lost {address}" in journal)
         await until(stage, lambda journal: "decode-2 stopped" in journal)
@@ -114,3 +120,18 @@ async def test_a_start_that_hangs_has_a_deadline(
             first = child["decode-1"]._process
             while child["decode-1"]._process in (first, None):
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.slow
+async def test_each_model_has_as_many_workers_as_it_is_said_to(stage: Stage) -> None:
+    lines = (say(stage, 3, "one"), say(stage, 1, "two"), say(stage, 9, "three"), "no line\n")
+    (stage.folder / "number").write_text("".join(lines))
+    two = f"two={stage.folder}:max_workers=2"
+    options = {"planner": "on", "slo_ttft_ms": 500, "max_workers": 4, "num_gateways": 2}
+    async with stage.cluster(served_model_name="one", more_models=two, **options) as cluster:
+        # Prefill workers come first, and those of the first model; a later one of it is decode-1.
+        await until(stage, lambda journal: any("decode-1 started" in line for line in journal))
+        await until(stage, lambda journal: "decode-3 stopped" in journal)
+        await until(stage, lambda _: "decode-3" not in cluster.names)
+        assert {"prefill-0", "prefill-1", "decode-0", "decode-1"} <= {*cluster.names}
+        assert not any("decode-2 started" in line for line in stage.journal())
