@@ -36,8 +36,10 @@ def test_a_worker_kept_to_a_node_keeps_its_number_of_threads(
 
 async def test_a_worker_does_not_start_on_a_node_that_it_may_not_use() -> None:
     options = PrefillOptions(model="m", engine="oracle", numa_node=1023)
+    stop = asyncio.Event()
+    stop.set()
     with pytest.raises(ConfigError, match="numa_node=1023"):
-        await serve_prefill(options, asyncio.Event(), lambda _: None)
+        await serve_prefill(options, stop, lambda _: None)
 
 
 def test_costs_of_each_number_of_threads_are_kept_apart() -> None:

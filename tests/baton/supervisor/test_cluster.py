@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.errors import ConfigError, StartupError
+from baton.numa import NumaNode
 from baton.supervisor import ChildFailed, Cluster
 from baton.supervisor.cluster import restart_delay_s
 
@@ -371,3 +372,18 @@ def test_a_process_that_served_is_restarted_soon_and_one_that_cannot_start_less_
     assert delays[-1] == delays[-2] == 30.0
     for last_s in delays:
         assert restart_delay_s(last_s, served_s=10.0) == 0.5
+
+
+async def test_workers_are_kept_to_the_nodes_of_the_host(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Made-up ones, with a core each for a worker of each tier."""
+    nodes = [NumaNode(number, frozenset({number})) for number in (0, 1)]
+    monkeypatch.setattr("baton.supervisor.cluster.usable_nodes", lambda _cores: nodes)
+    caplog.set_level("INFO", "baton.supervisor.cluster")
+    async with stage.cluster(num_threads=1) as cluster:
+        specs = [cluster._children[name].spec for name in ("prefill-0", "decode-0", "gateway")]
+    options = [[a for a in spec.arguments if a.startswith("--numa-node")] for spec in specs]
+    assert options == [["--numa-node=0"], ["--numa-node=1"], []]
+    (line,) = (text for text in caplog.messages if "NUMA" in text)
+    assert "node 1 (1 cores): decode-0" in line
