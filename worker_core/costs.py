@@ -65,7 +65,7 @@ class Costs:
     @num_threads.setter
     def num_threads(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        fits = self._by_threads.setdefault(num_threads, _StepFits())
+        self._fits = fits = self._by_threads.setdefault(num_threads, _StepFits())
         self._decode, self._prefill, self._prefill_beside = fits.decode, fits.prefill, fits.beside
         self._published = fits.published
 
@@ -94,14 +94,23 @@ class Costs:
         tokens.
 
         The time of a step depends on tokens, not sequences. Steps with prompt tokens have no
-        drafts, so each decoding sequence counts as one there.
+        drafts, so each decoding sequence counts as one there. A busy worker may have no step
+        without a prompt: until there were some, what a step takes beyond its prompt tokens is the
+        time of decoding, and teaches nothing of prompts.
         """
-        if not num_prefill_tokens:
-            self._decode.observe(num_decode_tokens, seconds)
-            self._published.observe(num_decode_tokens, seconds)
+        self._fits.num_decoding_alone += not num_prefill_tokens
+        if not num_prefill_tokens or self._decodes_beside_only(num_decode_tokens):
+            decode_s = max(0.0, seconds - self._prefill.slope * num_prefill_tokens)
+            self._decode.observe(num_decode_tokens, decode_s)
+            self._published.observe(num_decode_tokens, decode_s)
             return
         beside_s = self._decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
         self._prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))
+
+    def _decodes_beside_only(self, num_decode_tokens: int) -> bool:
+        is_known = self._fits.num_decoding_alone >= _MIN_OBSERVATIONS
+        can_tell = self._prefill.num_observations >= _MIN_OBSERVATIONS
+        return num_decode_tokens > 0 and can_tell and not is_known
 
     def observe_gaps(self, num_decoding: int, num_prefill_tokens: int, gap_s: float) -> None:
         """Record the gap after `observe_step`: from the end of the previous step, if sequences
@@ -220,6 +229,8 @@ class _StepFits:
         """What prompts add to a step, by their tokens."""
         self.beside = LinearFit()
         """Gaps of steps with a prompt, by prompt tokens."""
+        self.num_decoding_alone = 0
+        """Steps without a prompt."""
 
 
 class LinearFit:

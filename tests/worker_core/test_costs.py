@@ -145,3 +145,17 @@ def test_kv_is_swapped_when_copying_takes_less_time_than_computing() -> None:
     costs.copy.observe(10_000_000, 0.01)  # 1 GB/s
     assert costs.is_swap_cheaper(num_bytes=10_000_000, num_tokens=100)  # 20 ms against 200
     assert not costs.is_swap_cheaper(num_bytes=1_000_000_000, num_tokens=100)  # 2 s against 0.2
+
+
+@given(st.lists(st.integers(1, 40), min_size=8, max_size=40).filter(lambda ns: len(set(ns)) > 1))
+def test_a_worker_that_has_prompts_in_every_step_learns_what_decoding_takes(
+    numbers: list[int],
+) -> None:
+    """Else it publishes no cost of decoding, and a planner never sees one."""
+    costs = Costs(POLICY, token_bytes=100)
+    for num_tokens in (2048, 1000, 2048, 500):
+        costs.observe_step(0, num_tokens, 0.008 + 5e-5 * num_tokens)
+    for number in numbers:
+        costs.observe_step(number, 400, 0.008 + 1e-4 * number + 5e-5 * 400)
+    published = costs.of_steps()
+    assert published.step_s + 20 * published.sequence_s == pytest.approx(0.010, rel=0.1)
