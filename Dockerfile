@@ -103,10 +103,9 @@ USER 10001:10001
 FROM build AS rdma-needs
 RUN pip install --require-hashes --target /rdma -r /locks/nixl.txt
 
+# NIXL's wheel brings UCX with libibverbs and the provider for Mellanox's adapters. Beside those of Debian's packages, which
+# UCX loads for EFA, a process with an agent crashes when it ends.
 FROM worker-gpu AS worker-rdma
-USER root
-RUN apt-get update && apt-get install --yes --no-install-recommends ibverbs-providers libibverbs1 librdmacm1 \
-    && rm -rf /var/lib/apt/lists/*
 COPY --from=rdma-needs /rdma /opt/rdma
 ENV PYTHONPATH=/opt/rdma
 USER 10001:10001

@@ -244,6 +244,29 @@ def compile_tritons_driver(images: Images, *, has_cuda: bool) -> None:
     images.report.add("Triton's driver in the GPU image", found)
 
 
+def make_rdma_agent(images: Images, *, has_cuda: bool) -> None:
+    """The image for RDMA has NIXL's build for the CUDA that torch has; an agent starts and ends.
+    has_cuda: see compile_tritons_driver."""
+    tag, service = "baton:rdma", "prefill-gpu" if has_cuda else "prefill"
+    seconds = images.build(service, tag, target="worker-rdma")
+    images.report.add(f"build {tag}", f"{seconds:.0f} s; {images.size_mb(tag):.0f} MB")
+    found = images.python(tag, _MAKE_AGENT, "--user=10001:10001")
+    require(found.endswith("makes an agent"), f"NIXL does not start: {found[-500:]}")
+    images.report.add("NIXL in the RDMA image", found.splitlines()[-1])
+
+
+#: Also fails if NIXL is not built for the CUDA that the GPU image's torch is locked to.
+_MAKE_AGENT = """
+from importlib.metadata import version
+
+import nixl._api as api
+
+agent = api.nixl_agent("a", api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+assert len(agent.get_agent_metadata()) > 0
+built = api.nixlBind.__name__.partition(".")[0]
+print("NIXL", version("nixl-cu13"), "as", built, "makes an agent")
+"""
+
 #: With the Triton that the GPU image is locked to.
 _TRITON_BESIDE = """
 FROM baton:build AS triton
@@ -528,6 +551,7 @@ def test_images(arguments: argparse.Namespace, report: Report) -> None:
         if not arguments.quick:
             edit_a_source(images)
             compile_tritons_driver(images, has_cuda=arguments.cuda)
+            make_rdma_agent(images, has_cuda=arguments.cuda)
         with running_project(engine, redis, report) as project:
             start_and_ask(project)
             kill_each(project)
