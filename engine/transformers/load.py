@@ -151,6 +151,8 @@ class TransformersDecoder:
         self._takes_positions = takes_positions(self._body)
         self._forward_body: Callable[..., Any] = self._body.forward
         self._body.forward = self._forward
+        #: Sequences with one new token that a layer with a state is called with at once.
+        self.most_state_rows = 1
         self._cut = LayerCut(model, description) if stage.size > 1 else None
         self._given: torch.Tensor | None = None
 
@@ -250,8 +252,14 @@ class TransformersDecoder:
         """Exchange results with the other ranks from now on; compare with the model's own forward,
         on all ranks of a stage at once; then drop the layers of other stages. Raises
         UnsupportedModel if the two differ."""
+        found = self._description
         self._share.join(ranks)
         self._check()
+        if self._share.shard.size == 1:
+            # Ranks that exchange results within a layer would have to find the same.
+            self.most_state_rows = states.most_rows(
+                self._model, found.state_layers, found.hidden_size, self.dtype
+            )
         self._stages = stages
         if self._cut is not None:
             self._cut.drop_others(self.stage)
@@ -298,8 +306,9 @@ class TransformersDecoder:
             for stage in stages
         ]
         # Both sequences' states, before and after a step.
-        sizes = (3, 2, len(found.state_layers), found.state_elements)
+        sizes = (6, len(found.state_layers), found.state_elements)
         kept = torch.zeros(*sizes, dtype=torch.float32, device=ids.device)
+        numbers = torch.arange(6, device=ids.device)
         hidden = []
         for number, (start, end) in enumerate(
             ((0, _FIRST_TOKENS), (_FIRST_TOKENS, _CHECKED_TOKENS))
@@ -321,8 +330,9 @@ class TransformersDecoder:
                 SequenceStates(
                     place * (end - start),
                     end - start,
-                    kept[number, place] if start else None,
-                    kept[number + 1, place],
+                    kept,
+                    numbers[2 * number + place :][:1] if start else None,
+                    numbers[2 * number + 2 + place :][:1],
                 )
                 for place in (0, 1)
             )

@@ -1,5 +1,6 @@
 """Layers of a transformers model with a state (Mamba, gated delta rule, short convolutions): their
-own code runs them, one sequence after the other, each from its state.
+own code runs them from the sequences' states: one sequence after the other, and those with one new
+token in one call, see `most_rows`.
 
 A state is the last inputs of a convolution and, except for short convolutions, a recurrent state.
 The code reads and writes it through a cache object, which we provide. Most code continues from a
@@ -12,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,22 +51,10 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "Qwen3_5MoeGatedDeltaNet": _Kind(),
     }
 )
+#: Rows of one call: as many as are tried on a CPU, and on other devices.
+_MOST_ROWS, _MOST_ROWS_ELSEWHERE = 8, 1 << 20
 #: Names of these kinds of layers in configs.
 STATE_LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention"})
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayer:
-    """A layer with a state. module: its name within the model; conv, recurrent: shapes of the two
-    tensors of one sequence's state; recurrent is empty if the kind has none."""
-
-    module: str
-    conv: tuple[int, ...]
-    recurrent: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return prod(self.conv) + (prod(self.recurrent) if self.recurrent else 0)
 
 
 class LayerCache:
@@ -112,6 +102,36 @@ class LayerCache:
         """As transformers' Cache."""
         self.recurrent = recurrent_states
         return recurrent_states
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """A layer with a state. module: its name within the model; conv, recurrent: shapes of the two
+    tensors of one sequence's state; recurrent is empty if the kind has none."""
+
+    module: str
+    conv: tuple[int, ...]
+    recurrent: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.conv) + (prod(self.recurrent) if self.recurrent else 0)
+
+    def read(self, elements: torch.Tensor, dtype: torch.dtype) -> LayerCache:
+        """The cache of sequences with these states [sequences, num_elements], which belong to it
+        from now on. Convolution inputs have the model's dtype, recurrent states float32."""
+        num_conv, sequences = prod(self.conv), len(elements)
+        conv = elements[:, :num_conv].reshape(sequences, *self.conv).to(dtype)
+        if not self.recurrent:
+            return LayerCache(conv)
+        # Products of vectors at another alignment may have other bits.
+        recurrent = elements[:, num_conv:].clone(memory_format=torch.contiguous_format)
+        return LayerCache(conv, recurrent.view(sequences, *self.recurrent))
+
+    def elements(self, cache: LayerCache) -> torch.Tensor:
+        """Inverse of `read`."""
+        parts = (x.flatten(1).float() for x in (cache.conv, cache.recurrent) if x is not None)
+        return torch.cat(tuple(parts), dim=1)
 
 
 class StatesOfStep(Protocol):
@@ -174,43 +194,77 @@ class _LayerStates:
     ) -> None:
         """index: among the layers with a state."""
         self._holder, self._index, self._layer = holder, index, layer
-        self._forward: Callable[..., torch.Tensor] = module.forward
+        self.forward: Callable[..., torch.Tensor] = module.forward
         self._kind = _KINDS[type(module).__name__]
 
     def __call__(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """hidden_states [1, tokens, size] -> the same shape. A token's result depends on its own
         sequence alone."""
         parts = []
-        for sequence in self._holder().states:
-            end = sequence.first_token + sequence.num_tokens
-            parts.append(self._advance(hidden_states[:, sequence.first_token : end], sequence))
+        for states in self._holder().states:
+            end = states.first_token + states.num_tokens
+            parts.append(self._advance(hidden_states[:, states.first_token : end], states))
         return torch.cat(parts, dim=1)
 
-    def _advance(self, hidden: torch.Tensor, sequence: SequenceStates) -> torch.Tensor:
-        cache, is_new = LayerCache(), sequence.before is None
-        index = self._index - sequence.first_layer
-        if sequence.before is not None:
-            cache = self._read(sequence.before[index], hidden.dtype)
-        pieces = [hidden] if is_new or self._kind.goes_on else torch.split(hidden, 1, dim=1)
-        outputs = [self._forward(piece, cache=cache) for piece in pieces]
-        self._write(cache, sequence.after[index])
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    def _advance(self, hidden: torch.Tensor, states: SequenceStates) -> torch.Tensor:
+        cache, is_new = LayerCache(), states.before is None
+        of_layer = states.places.select(1, self._index - states.first_layer)
+        if states.before is not None:
+            cache = self._layer.read(of_layer.index_select(0, states.before), hidden.dtype)
+        # Of several sequences each has a token.
+        rows = hidden.view(states.num_sequences, -1, hidden.shape[-1])
+        pieces = [rows] if is_new or self._kind.goes_on else torch.split(rows, 1, dim=1)
+        outputs = [self.forward(piece, cache=cache) for piece in pieces]
+        if states.after is not None:
+            of_layer.index_copy_(0, states.after, self._layer.elements(cache))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).view_as(hidden)
 
-    def _read(self, elements: torch.Tensor, dtype: torch.dtype) -> LayerCache:
-        """Copy the state, because the code may modify it. Convolution inputs have the model's
-        dtype, recurrent states float32."""
-        num_conv = prod(self._layer.conv)
-        conv = elements[:num_conv].view(1, *self._layer.conv).to(dtype, copy=True)
-        if not self._layer.recurrent:
-            return LayerCache(conv)
-        return LayerCache(conv, elements[num_conv:].view(1, *self._layer.recurrent).clone())
 
-    def _write(self, cache: LayerCache, elements: torch.Tensor) -> None:
-        num_conv = prod(self._layer.conv)
-        if cache.conv is not None:
-            elements[:num_conv].view(self._layer.conv).copy_(cache.conv[0])
-        if cache.recurrent is not None:
-            elements[num_conv:].view(self._layer.recurrent).copy_(cache.recurrent[0])
+def most_rows(
+    model: nn.Module, layers: tuple[StateLayer, ...], hidden_size: int, dtype: torch.dtype
+) -> int:
+    """The largest number of sequences with one new token that each layer may be called with at
+    once.
+
+    On a CPU such a call gives a sequence the bits that it has alone for every number of rows up to
+    the result, which is tried here: torch may compute products of other shapes otherwise, and the
+    rest of a vector. Elsewhere no such thing is promised.
+    """
+    if next(model.parameters()).device.type != "cpu":
+        return _MOST_ROWS_ELSEWHERE
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(_MOST_ROWS, 1, hidden_size, generator=generator).to(dtype)
+    # One of each kind: the others differ in their weights alone.
+    kinds = {
+        (type(model.get_submodule(layer.module)), layer.conv, layer.recurrent): layer
+        for layer in layers
+    }
+    forwards = (cast(Any, model.get_submodule(x.module)).forward.forward for x in kinds.values())
+    with torch.inference_mode():
+        found = map(partial(_most_rows, hidden), kinds.values(), forwards)
+        return min(found, default=1)
+
+
+def _most_rows(
+    hidden: torch.Tensor, layer: StateLayer, forward: Callable[..., torch.Tensor]
+) -> int:
+    """Of one layer. hidden: inputs of each row."""
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(_MOST_ROWS, layer.num_elements, generator=generator)
+
+    def run(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = layer.read(given[rows].clone(), hidden.dtype)
+        return forward(hidden[rows], cache=cache), layer.elements(cache)
+
+    alone = [run(slice(row, row + 1)) for row in range(_MOST_ROWS)]
+    outputs, elements = (torch.cat(parts) for parts in zip(*alone, strict=True))
+    for num_rows in range(2, _MOST_ROWS + 1):
+        output, after = run(slice(num_rows))
+        if not (
+            torch.equal(output, outputs[:num_rows]) and torch.equal(after, elements[:num_rows])
+        ):
+            return num_rows - 1
+    return _MOST_ROWS
 
 
 def install(

@@ -40,7 +40,8 @@ class RankForward:
         tokens = pack_tokens(batch, self.pool)
         if drawn is not None:
             take_drawn(tokens.token_ids, batch, drawn)
-        of_sequences = tuple(self.states.of_step(batch, places)) if self.states else ()
+        most_rows = self.decoder.most_state_rows
+        of_sequences = tuple(self.states.of_step(batch, places, most_rows)) if self.states else ()
         return self.decoder.forward(tokens, self.pool, layer_done, self.scales, of_sequences)
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,10 @@ from engine.kv.tensors.device_states import DeviceStates
 from engine.ranks import followers
 from engine.ranks.mesh import Degrees
 from engine.torch.engine import TorchEngine
+from engine.torch.sequence_states import SequenceStates
+from engine.transformers import states
 from kv_transfer.transport.loopback import LoopbackHub
+from tests.engine.transformers.conftest import NUM_TOKENS as NUM_EXPECTED
 from tests.engine.transformers.conftest import Case, load, prompts
 from tests.support.architectures import VOCAB_SIZE
 from tests.support.engines import load_engine
@@ -63,6 +68,89 @@ def test_what_runs_beside_a_sequence_changes_no_bit(name: str, case_of: CaseOf) 
     for start, end in ((0, 17), (17, 29), (29, 30)):
         alone = logits(engine, prompt[start:end], start)
         assert torch.equal(logits(engine, prompt[start:end], start, [other]), alone)
+
+
+#: Of these, a layer of each class of code.
+KINDS = ("granitemoehybrid", "jamba", "lfm2", "qwen3_next", "olmo_hybrid")
+
+
+def one_token_each(tokens: Sequence[int], lengths: Sequence[int]) -> Batch:
+    """A step of sequences in blocks of their own, of which `lengths` tokens have states."""
+    row = SampleRow(0, GREEDY, (), 0)
+    return Batch(
+        tuple(
+            SequenceSlice((token,), length, range(4 * index, 4 * index + 4), (row,))
+            for index, (token, length) in enumerate(zip(tokens, lengths, strict=True))
+        )
+    )
+
+
+def begun(engine: TorchEngine, texts: Sequence[Sequence[int]]) -> list[int]:
+    """After a step for each text; the likeliest next tokens."""
+    tokens = []
+    for index, text in enumerate(texts):
+        table = range(4 * index, 4 * index + 4)
+        row = SampleRow(len(text) - 1, GREEDY, (), 0)
+        step = Batch((SequenceSlice(tuple(text), 0, table, (row,)),))
+        tokens.append(int(engine.logits(step)[0].argmax()))
+    return tokens
+
+
+@of(*KINDS)
+def test_rows_of_one_token_go_through_a_layer_together(
+    name: str, case_of: CaseOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most so many as are allowed; the tokens are transformers'."""
+    case, seen = case_of(name), list[int]()
+    advance = states._LayerStates._advance
+
+    def note(layer: Any, hidden: torch.Tensor, part: SequenceStates) -> torch.Tensor:
+        seen.append(part.num_sequences)
+        return advance(layer, hidden, part)
+
+    monkeypatch.setattr(states, "most_rows", lambda *_: 3)
+    engine = load(case.path)
+    texts = [prompts()[index] for index in (0, 1, 2, 1)]
+    tokens = [[token] for token in begun(engine, texts)]
+    monkeypatch.setattr(states._LayerStates, "_advance", note)
+    for step in range(NUM_EXPECTED - 1):
+        lengths = [len(text) + step for text in texts]
+        found = engine.logits(one_token_each([own[-1] for own in tokens], lengths))
+        for own, row in zip(tokens, found, strict=True):
+            own.append(int(row.argmax()))
+    assert tokens == [case.expected[index] for index in (0, 1, 2, 1)]
+    assert set(seen) == {3, 1}
+
+
+@of(*KINDS)
+def test_rows_that_go_together_have_the_bits_of_each_alone(name: str, case_of: CaseOf) -> None:
+    engine = case_of(name).engine
+    texts = [prompts()[2][index : index + 9] for index in range(7)]
+    tokens = begun(engine, texts)
+    whole = one_token_each(tokens, [9] * 7)
+    alone = [engine.logits(Batch((part,)))[0] for part in whole.slices]
+    for num_rows in range(2, 8):
+        found = engine.logits(Batch(whole.slices[:num_rows]))
+        assert torch.equal(found, torch.stack(alone[:num_rows]))
+
+
+def test_a_layer_gets_no_more_rows_than_have_the_bits_of_each_alone() -> None:
+    layer = states.StateLayer("layer", (4, 2), (3,))
+
+    def run(
+        worse: int, is_state: bool, hidden: torch.Tensor, cache: states.LayerCache
+    ) -> torch.Tensor:
+        assert cache.conv is not None
+        assert cache.recurrent is not None
+        cache.conv += hidden.sum(-1, keepdim=True)
+        output = hidden * cache.recurrent[:, None, :1]
+        if len(hidden) == worse:
+            (cache.recurrent if is_state else output)[1] += 1.0
+        return output
+
+    for worse, is_state in ((2, False), (5, True), (8, False), (9, False)):
+        forward = partial(run, worse, is_state)
+        assert states._most_rows(torch.randn(8, 1, 6), layer, forward) == worse - 1
 
 
 @each
