@@ -65,13 +65,11 @@ class Costs:
     @num_threads.setter
     def num_threads(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._fits = fits = self._by_threads.setdefault(num_threads, _StepFits())
-        self._decode, self._prefill, self._prefill_beside = fits.decode, fits.prefill, fits.beside
-        self._published = fits.published
+        self._fits = self._by_threads.setdefault(num_threads, _StepFits())
 
     def of_steps(self) -> StepCosts:
         """Costs of steps, as far as they were measured often enough."""
-        decode, prefill = self._published, self._prefill
+        decode, prefill = self._fits.published, self._fits.prefill
         has_decoded = decode.num_observations >= _MIN_OBSERVATIONS
         has_computed = prefill.num_observations >= _MIN_OBSERVATIONS
         return StepCosts(
@@ -100,16 +98,16 @@ class Costs:
         """
         self._fits.num_decoding_alone += not num_prefill_tokens
         if not num_prefill_tokens or self._decodes_beside_only(num_decode_tokens):
-            decode_s = max(0.0, seconds - self._prefill.slope * num_prefill_tokens)
-            self._decode.observe(num_decode_tokens, decode_s)
-            self._published.observe(num_decode_tokens, decode_s)
+            decode_s = max(0.0, seconds - self._fits.prefill.slope * num_prefill_tokens)
+            self._fits.decode.observe(num_decode_tokens, decode_s)
+            self._fits.published.observe(num_decode_tokens, decode_s)
             return
-        beside_s = self._decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
-        self._prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))
+        beside_s = self._fits.decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
+        self._fits.prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))
 
     def _decodes_beside_only(self, num_decode_tokens: int) -> bool:
         is_known = self._fits.num_decoding_alone >= _MIN_OBSERVATIONS
-        can_tell = self._prefill.num_observations >= _MIN_OBSERVATIONS
+        can_tell = self._fits.prefill.num_observations >= _MIN_OBSERVATIONS
         return num_decode_tokens > 0 and can_tell and not is_known
 
     def observe_gaps(self, num_decoding: int, num_prefill_tokens: int, gap_s: float) -> None:
@@ -118,22 +116,22 @@ class Costs:
         budget = self._budget
         if not num_prefill_tokens:
             if budget:
-                budget.on_step(num_decoding, gap_s, self._decode.predict(num_decoding))
+                budget.on_step(num_decoding, gap_s, self._fits.decode.predict(num_decoding))
             return
         if budget:
             is_long = num_prefill_tokens > self._num_short_tokens
             budget.on_step_beside(num_decoding, is_long=is_long)
-        self._prefill_beside.observe(num_prefill_tokens, gap_s)
+        self._fits.beside.observe(num_prefill_tokens, gap_s)
 
     def local_prefill_threshold(self, num_decoding: int) -> int:
         """Maximum missing tokens for which computing here, which delays all decoding sequences, is
         cheaper than awaiting KV."""
         policy = self.policy
-        known = min(self.handoff.num_observations, self._prefill.num_observations)
+        known = min(self.handoff.num_observations, self._fits.prefill.num_observations)
         if policy.is_pinned or known < _MIN_OBSERVATIONS:
             return policy.default_threshold
-        gain = self.handoff.fixed - self._prefill.fixed
-        loss_per_token = self._prefill.slope * (1 + num_decoding) - self.handoff.slope
+        gain = self.handoff.fixed - self._fits.prefill.fixed
+        loss_per_token = self._fits.prefill.slope * (1 + num_decoding) - self.handoff.slope
         if loss_per_token <= 0:
             return policy.max_threshold
         return min(max(int(gain / loss_per_token), 0), policy.max_threshold)
@@ -155,8 +153,8 @@ class Costs:
         num_short = policy.min_chunk_tokens
         # Short prompts that all took the same time have no slope; the rate is then an upper bound
         # for long ones.
-        if token_s := self._prefill.slope or self._prefill.rate:
-            spare_s = budget.spare_s(self._decode.predict(num_decoding), paces)
+        if token_s := self._fits.prefill.slope or self._fits.prefill.rate:
+            spare_s = budget.spare_s(self._fits.decode.predict(num_decoding), paces)
             num_short = max(int(spare_s / token_s), num_short)
         self._num_short_tokens = num_short = min(num_short, max_num_batched_tokens)
         is_long = num_wanted > num_short and budget.allows_long(num_decoding)
@@ -164,22 +162,22 @@ class Costs:
 
     def step_s(self, num_decode_tokens: int, num_prefill_tokens: int) -> float:
         """Estimated seconds of a step."""
-        decode_s = self._decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
-        prefill_s = self._prefill.predict(num_prefill_tokens) if num_prefill_tokens else 0.0
+        decode_s = self._fits.decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
+        prefill_s = self._fits.prefill.predict(num_prefill_tokens) if num_prefill_tokens else 0.0
         return decode_s + prefill_s
 
     def prefill_tokens_per_s(self, num_decoding: int, max_num_batched_tokens: int) -> int:
         """Prefill speed beside `num_decoding` sequences, in tokens per second; 0 if unknown."""
-        if self._prefill.num_observations < _MIN_OBSERVATIONS:
+        if self._fits.prefill.num_observations < _MIN_OBSERVATIONS:
             return 0
         is_beside = num_decoding > 0 and self._budget is not None
-        if is_beside and self._prefill_beside.num_observations >= _MIN_OBSERVATIONS:
-            return _per_s(1, self._prefill_beside.rate)
+        if is_beside and self._fits.beside.num_observations >= _MIN_OBSERVATIONS:
+            return _per_s(1, self._fits.beside.rate)
         rule = self.policy.gap_rule
         steady = (Pace(rule.tpot_s, 1, rule.tpot_s),) if rule and rule.tpot_s is not None else ()
         num_tokens = self.max_prefill_tokens(num_decoding, max_num_batched_tokens, paces=steady)
-        beside_s = self._decode.predict(num_decoding) if is_beside else 0.0
-        return _per_s(num_tokens, beside_s + self._prefill.predict(num_tokens))
+        beside_s = self._fits.decode.predict(num_decoding) if is_beside else 0.0
+        return _per_s(num_tokens, beside_s + self._fits.prefill.predict(num_tokens))
 
     def is_swap_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether swapping KV out and in is estimated faster than recomputing it in the prefill
@@ -193,19 +191,19 @@ class Costs:
     def is_fetch_cheaper(self, num_tokens: int) -> bool:
         """Whether fetching is estimated faster than computing `num_tokens` prompt tokens, or is due
         as a measurement. False before the prefill speed is known."""
-        if num_tokens < MIN_FETCHED_TOKENS or not self._prefill.num_observations:
+        if num_tokens < MIN_FETCHED_TOKENS or not self._fits.prefill.num_observations:
             return False
         fetch_s = _ASSUMED_FETCH_S + num_tokens * self._token_bytes / _ASSUMED_FETCH_BYTES_PER_S
         if self.fetch.num_observations:
             fetch_s = self.fetch.predict(num_tokens)
         self._num_fetch_chances += 1
         is_try = self._num_fetch_chances % _TRY_EVERY == 0
-        return is_try or fetch_s < self._prefill.predict(num_tokens)
+        return is_try or fetch_s < self._fits.prefill.predict(num_tokens)
 
     def recompute_s(self, num_tokens: int) -> float | None:
         """Estimated seconds of computing the KV of `num_tokens` tokens anew, in the prefill tier if
         this worker uses it; None before the first measurement."""
-        recompute = self.handoff if self.handoff.num_observations else self._prefill
+        recompute = self.handoff if self.handoff.num_observations else self._fits.prefill
         return recompute.predict(num_tokens) if recompute.num_observations else None
 
 
@@ -224,7 +222,8 @@ class _StepFits:
     def __init__(self) -> None:
         self.decode = LinearFit()
         self.published = LinearFit(_SLOW_FADING)
-        """Of steps without a prompt, by decode tokens; both."""
+        """Decoding by its tokens, both: of steps without a prompt, and of the rest of others until
+        there were some."""
         self.prefill = LinearFit()
         """What prompts add to a step, by their tokens."""
         self.beside = LinearFit()

@@ -51,6 +51,8 @@ def of(*names: str) -> pytest.MarkDecorator:
 
 each = of(*FEW)
 TABLE = range(8, 12)
+#: Kinds of which the rest of the model has the same bits in any batch, too.
+BATCH_FREE = ("granitemoehybrid", "jamba", "olmo_hybrid")
 
 
 def logits(
@@ -61,7 +63,7 @@ def logits(
     return engine.logits(Batch((*beside, SequenceSlice(tuple(new), start, TABLE, rows))))
 
 
-@of("granitemoehybrid", "jamba", "olmo_hybrid")
+@of(*BATCH_FREE)
 def test_what_runs_beside_a_sequence_changes_no_bit(name: str, case_of: CaseOf) -> None:
     engine, prompt = case_of(name).engine, prompts()[2]
     other = SequenceSlice(tuple(prompt[:9]), 0, range(12, 16))
@@ -123,11 +125,27 @@ def test_rows_of_one_token_go_through_a_layer_together(
 
 
 @of(*KINDS)
-def test_rows_that_go_together_have_the_bits_of_each_alone(name: str, case_of: CaseOf) -> None:
+def test_rows_that_go_together_have_the_bits_of_each_alone(
+    name: str, case_of: CaseOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In layers with a state: the rest of a model sees the same batch in both engines."""
     engine = case_of(name).engine
+    monkeypatch.setattr(states, "most_rows", lambda *_: 1)
+    one_by_one = load(case_of(name).path)
     texts = [prompts()[2][index : index + 9] for index in range(7)]
     tokens = begun(engine, texts)
+    assert tokens == begun(one_by_one, texts)
     whole = one_token_each(tokens, [9] * 7)
+    for num_rows in range(2, 8):
+        batch = Batch(whole.slices[:num_rows])
+        assert torch.equal(engine.logits(batch), one_by_one.logits(batch))
+
+
+@of(*BATCH_FREE)
+def test_rows_of_one_token_have_the_same_bits_in_any_batch(name: str, case_of: CaseOf) -> None:
+    engine = case_of(name).engine
+    texts = [prompts()[2][index : index + 9] for index in range(7)]
+    whole = one_token_each(begun(engine, texts), [9] * 7)
     alone = [engine.logits(Batch((part,)))[0] for part in whole.slices]
     for num_rows in range(2, 8):
         found = engine.logits(Batch(whole.slices[:num_rows]))
