@@ -148,18 +148,26 @@ class WorkerCore:
         self._preemption = Preemption(self._state, self._costs, self._handoffs)
         self._num_orphans = 0
 
-    def step(self, commands: Sequence[Command]) -> StepResult[StreamEvent]:
+    def take(self, commands: Sequence[Command]) -> Sequence[StreamEvent]:
+        """Apply commands. Returns the events that follow from them alone."""
         self._tickets.expire()
         self._handoffs.heartbeat()
         for command in commands:
             self._apply(command)
+        return self._state.take_events()
+
+    def step(self, commands: Sequence[Command] = ()) -> StepResult[StreamEvent]:
+        """Compute, if there is work. commands: taken first, their events among the step's."""
+        told = self.take(commands)
         if self._tiers:
             self._tiers.step()
         self._admission.grow_arriving()
         has_come = self._preemption.bring_back() | self._admission.admit_queued()
         has_run = self._run_ahead() or self._run_alone()
         return StepResult(
-            self._state.take_events(), self._load(), is_idle=not (has_come or has_run)
+            [*told, *self._state.take_events()],
+            self._load(),
+            is_idle=not (has_come or has_run),
         )
 
     def _run_ahead(self) -> bool:

@@ -58,7 +58,13 @@ class StepResult(Generic[EventT]):
 class Core(Protocol[CommandT_contra, EventT]):
     """State and scheduling of a tier: commands in, events out."""
 
-    def step(self, commands: Sequence[CommandT_contra]) -> StepResult[EventT]: ...
+    def take(self, commands: Sequence[CommandT_contra]) -> Sequence[EventT]:
+        """Apply commands. Returns the events that follow from them alone."""
+        ...
+
+    def step(self) -> StepResult[EventT]:
+        """Compute, if there is work."""
+        ...
 
 
 class EngineLoop(Generic[CommandT, EventT]):
@@ -67,14 +73,15 @@ class EngineLoop(Generic[CommandT, EventT]):
     def __init__(
         self,
         core: Core[CommandT, EventT],
-        deliver: Callable[[Sequence[EventT], WorkerLoad], None],
+        deliver: Callable[[Sequence[EventT], WorkerLoad | None], None],
         heartbeat: Heartbeat,
         *,
         name: str,
         max_num_commands: int = 65536,
     ) -> None:
-        """deliver: called in the asyncio loop that called start(), once per step with events or a
-        new load.
+        """deliver: called in the asyncio loop that called start(): before a step with the events of
+        its commands, so that an offered ticket does not wait for the tokens of others, and after it
+        with its events and a new load; None: as before.
 
         max_num_commands: queued commands above which no new work is admitted.
         """
@@ -130,7 +137,9 @@ class EngineLoop(Generic[CommandT, EventT]):
         last_load: WorkerLoad | None = None
         while (commands := self._take(wait=is_idle)) is not None:
             self._heartbeat.beat()
-            step = self._core.step(commands)
+            if told := self._core.take(commands):
+                self._call(self._deliver, told, None)
+            step = self._core.step()
             self._heartbeat.beat()
             is_idle = step.is_idle
             if step.events or step.load != last_load:

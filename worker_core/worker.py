@@ -194,9 +194,10 @@ class Worker:
             self._recorder.on_command(command)
         self._loop.submit(command)
 
-    def _deliver(self, events: Sequence[StreamEvent], load: WorkerLoad) -> None:
+    def _deliver(self, events: Sequence[StreamEvent], load: WorkerLoad | None) -> None:
         self._sequences.deliver(events)
-        self._board.publish(load)
+        if load is not None:
+            self._board.publish(load)
         if self._recorder:
             self._recorder.on_step(events)
 

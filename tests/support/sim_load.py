@@ -270,8 +270,10 @@ class LoadNode:
         while True:
             self._woken.clear()
             commands, self._inbox = self._inbox, []
+            for stream_event in self.core.take(commands):
+                self._emit(stream_event.handle, stream_event.event)
             self._cluster.stepping = self
-            step = self.core.step(commands)
+            step = self.core.step()
             self._cluster.stepping = None
             if self.clock.ahead_s:
                 await asyncio.sleep(self.clock.ahead_s)

@@ -28,28 +28,55 @@ from worker_core.swap import no_swap
 
 @dataclass
 class EchoCore:
-    """Gives each command back as an event. `on_step` runs first, in the loop's thread."""
+    """Gives each command back as an event of the step, and those below zero at once. `on_step` runs
+    first in a step, in the loop's thread."""
 
     on_step: Callable[[Sequence[int]], None] = lambda _: None
     num_steps: int = field(default=0, init=False)
+    taken: Sequence[int] = field(default=(), init=False)
 
-    def step(self, commands: Sequence[int]) -> StepResult[int]:
-        self.on_step(commands)
-        self.num_steps += bool(commands)
-        return StepResult(list(commands), WorkerLoad(num_steps=self.num_steps), is_idle=True)
+    def take(self, commands: Sequence[int]) -> Sequence[int]:
+        self.taken = [command for command in commands if command >= 0]
+        return [command for command in commands if command < 0]
+
+    def step(self) -> StepResult[int]:
+        self.on_step(self.taken)
+        self.num_steps += bool(self.taken)
+        return StepResult(self.taken, WorkerLoad(num_steps=self.num_steps), is_idle=True)
 
 
 def loop_over(
-    core: EchoCore, deliver: Callable[[Sequence[int], WorkerLoad], None], **options: int
+    core: EchoCore, deliver: Callable[[Sequence[int], WorkerLoad | None], None], **options: int
 ) -> EngineLoop[int, int]:
     return EngineLoop(core, deliver, Heartbeat(1.5), name="test-engine", **options)
+
+
+async def test_what_follows_from_commands_alone_does_not_wait_for_the_step() -> None:
+    told, may_end = asyncio.Event(), threading.Event()
+
+    def on_step(commands: Sequence[int]) -> None:
+        if commands:
+            assert may_end.wait(60)
+
+    def deliver(events: Sequence[int], load: WorkerLoad | None) -> None:
+        if events == [-1]:
+            assert load is None
+            told.set()
+
+    loop = loop_over(EchoCore(on_step), deliver)
+    loop.submit(-1)
+    loop.submit(1)
+    loop.start()
+    await asyncio.wait_for(told.wait(), 60)
+    may_end.set()
+    await loop.stop()
 
 
 async def test_every_command_is_taken_once_and_in_order() -> None:
     seen: list[int] = []
     whole = asyncio.Event()
 
-    def deliver(events: Sequence[int], load: WorkerLoad) -> None:
+    def deliver(events: Sequence[int], load: WorkerLoad | None) -> None:
         del load
         seen.extend(events)
         if len(seen) == 1000:
@@ -76,7 +103,7 @@ async def test_a_full_inbox_has_no_room_for_new_work_and_loses_no_command() -> N
             stepping.set()
             release.wait()
 
-    def deliver(events: Sequence[int], load: WorkerLoad) -> None:
+    def deliver(events: Sequence[int], load: WorkerLoad | None) -> None:
         del load
         seen.extend(events)
         if len(seen) == 6:
