@@ -26,6 +26,10 @@ _FADING = 0.98
 _SLOW_FADING = 0.998
 #: Minimum observations for an estimate.
 _MIN_OBSERVATIONS = 4
+#: For published costs, a step counts as at most so many times as long as expected: one in which the
+#: machine stood still would say that a sequence takes as long as a step. From so many observations
+#: on.
+_LONGEST, _OBSERVATIONS_TO_EXPECT = 4.0, 16
 #: Assumed speed of copies until the first one, both directions together, in bytes per second.
 _ASSUMED_COPY_BYTES_PER_S = 2e9
 #: Minimum tokens of a fetch; for fewer, the round trip alone takes longer.
@@ -100,7 +104,10 @@ class Costs:
         if not num_prefill_tokens or self._decodes_beside_only(num_decode_tokens):
             decode_s = max(0.0, seconds - self._fits.prefill.slope * num_prefill_tokens)
             self._fits.decode.observe(num_decode_tokens, decode_s)
-            self._fits.published.observe(num_decode_tokens, decode_s)
+            published = self._fits.published
+            if published.num_observations >= _OBSERVATIONS_TO_EXPECT:
+                decode_s = min(decode_s, _LONGEST * published.predict(num_decode_tokens))
+            published.observe(num_decode_tokens, decode_s)
             return
         beside_s = self._fits.decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
         self._fits.prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))

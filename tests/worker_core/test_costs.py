@@ -159,3 +159,11 @@ def test_a_worker_that_has_prompts_in_every_step_learns_what_decoding_takes(
         costs.observe_step(number, 400, 0.008 + 1e-4 * number + 5e-5 * 400)
     published = costs.of_steps()
     assert published.step_s + 20 * published.sequence_s == pytest.approx(0.010, rel=0.1)
+
+
+def test_a_step_in_which_the_machine_stood_still_is_no_cost_of_a_sequence() -> None:
+    costs = Costs(POLICY, 64)
+    for number in [1, 2, 1, 3, 2] * 40:
+        costs.observe_step(number, 0, 0.020 + 0.0002 * number)
+    costs.observe_step(4, 0, 2.0)
+    assert costs.of_steps().sequence_s < 0.002
