@@ -51,9 +51,8 @@ class Figures:
     num_broken: int = 0
 
 
-def figures_of(run: Run) -> Figures:
-    """Simulate."""
-    began_s = process_time()
+def served(run: Run) -> tuple[Cluster, list[Answer]]:
+    """Simulate: the cluster at the end, and the answers in the order of the load."""
 
     async def main() -> tuple[Cluster, list[Answer]]:
         size = run.entries[0].block_tokens
@@ -63,7 +62,13 @@ def figures_of(run: Run) -> Figures:
         await cluster.close()
         return cluster, answers
 
-    cluster, answers = run_virtual(main(), max_time_s=10 * _DAY_S)
+    return run_virtual(main(), max_time_s=10 * _DAY_S)
+
+
+def figures_of(run: Run) -> Figures:
+    """Simulate, and count."""
+    began_s = process_time()
+    cluster, answers = served(run)
     last_s = answers[-1].due_s
     first_s = answers[0].due_s + WARM_UP * (last_s - answers[0].due_s)
     counted = [answer for answer in answers if answer.due_s >= first_s]

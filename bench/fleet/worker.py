@@ -66,7 +66,8 @@ class Running:
     """Implements worker_core.scheduler.Schedulable.
 
     names: of the prompt's pieces. num_tokens: prompt and output so far. num_left: tokens to come.
-    is_leaving: whether it goes on elsewhere after its first token. Times in seconds.
+    is_leaving: whether it goes on elsewhere after its first token. since_s: when the worker got
+    it. Times in seconds.
     """
 
     spec: SequenceSpec
@@ -79,6 +80,7 @@ class Running:
     on_end: Callable[[float], None]
     on_moved: Callable[[Placement], None]
     is_leaving: bool = False
+    since_s: float = 0.0
     num_computed: int = 0
     num_held: int = 0
     begun_s: float = 0.0
@@ -145,6 +147,8 @@ class WorkerModel:
         """Sequences with blocks for KV that is to come."""
         self._timer: asyncio.Handle | None = None
         """End of what runs now; None while there is nothing to do."""
+        self._planned_s = 0.0
+        """When the next step was launched: as the last one began, with what had come by then."""
         self._decoding: tuple[float, float, int] | None = None
         """Start, seconds and number of steps that only decode."""
         self._ended_s: float | None = None
@@ -180,7 +184,8 @@ class WorkerModel:
         if self._is_lost:
             return
         sequence.blocks, sequence.num_held = self.blocks, num_held
-        sequence.begun_s, sequence.num_begun = self._loop.time(), sequence.num_tokens
+        now_s = self._loop.time()
+        sequence.since_s, sequence.begun_s, sequence.num_begun = now_s, now_s, sequence.num_tokens
         sequence.num_computed = sequence.num_tokens - 1
         self.blocks.hold(sequence.names)
         self._arrived.append(sequence)
@@ -197,6 +202,7 @@ class WorkerModel:
 
     def open(self, sequence: Running) -> None:
         """Compute a prompt."""
+        sequence.since_s = self._loop.time()
         insort(self._queued, sequence, key=_rank_of)
         self._interrupt()
 
@@ -227,23 +233,26 @@ class WorkerModel:
         elif self._decoding:
             start_s, step_s, number = self._decoding
             period_s = step_s + self.hardware.host_s
-            done = min(number, int((self._loop.time() - start_s) / period_s) + 1)
+            # The next step is launched already.
+            done = min(number, int((self._loop.time() - start_s) / period_s) + 2)
             if done < number:
                 self._timer.cancel()
                 self._decode_until(start_s, step_s, done)
 
     def _step(self) -> None:
         self._timer = None
-        self._admit()
+        is_behind = self._admit()
         running = self.running
         if not running:
             self._ended_s = None
             self.report()
             return
-        now_s = self._loop.time()
+        self._planned_s = now_s = self._loop.time()
         prefilling = [sequence for sequence in running if sequence.is_prefilling]
         num_decoding = len(running) - len(prefilling)
         if not prefilling and (number := self._num_steps()):
+            if is_behind:
+                number = 1
             self._decode_until(now_s, self.hardware.step_s(num_decoding, 0), number)
             return
         most = self.hardware.max_num_batched_tokens
@@ -291,8 +300,9 @@ class WorkerModel:
     def _end_decoding(self) -> None:
         if self._decoding is None:
             return
-        _, step_s, number = self._decoding
+        start_s, step_s, number = self._decoding
         self._decoding = None
+        self._planned_s = start_s + (number - 1) * (step_s + self.hardware.host_s)
         num_decoding = len(self.running)
         for sequence in [*self.running]:
             sequence.grow(number)
@@ -351,24 +361,31 @@ class WorkerModel:
         self.blocks.release(sequence.num_held, sequence.names if sequence.num_begun else ())
         sequence.num_held = 0
 
-    def _admit(self) -> None:
-        """Take what came, and give blocks to queued prompts, best rank first."""
-        for sequence in self._arrived:
+    def _admit(self) -> bool:
+        """Take what came before the step was launched, and give blocks to queued prompts, best rank
+        first. With nothing to launch, the step waited for what came later. Return whether something
+        came later."""
+        until_s = self._planned_s if self.running else self._loop.time()
+        for sequence in [s for s in self._arrived if s.since_s <= until_s]:
+            self._arrived.remove(sequence)
             insort(self.running, sequence, key=_rank_of)
-        self.num_awaiting -= len(self._arrived)
-        self._arrived.clear()
-        while self._queued:
-            sequence = self._queued[0]
+            self.num_awaiting -= 1
+        is_behind = bool(self._arrived)
+        for sequence in [*self._queued]:
+            if sequence.since_s > until_s:
+                is_behind = True
+                continue
             num_places = len(self.running) + self.num_awaiting
             number = self.blocks.num_for(sequence.num_tokens + 1)
             if num_places >= self.hardware.max_num_seqs or number > self.blocks.num_available:
-                return
-            del self._queued[0]
+                break
+            self._queued.remove(sequence)
             num_tokens = sequence.num_tokens
             sequence.num_computed = self.blocks.matched_tokens(sequence.names, num_tokens)
             sequence.blocks, sequence.num_held = self.blocks, number
             self.blocks.lease(number)
             insort(self.running, sequence, key=_rank_of)
+        return is_behind
 
     def report(self) -> None:
         prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
