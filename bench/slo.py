@@ -1,13 +1,17 @@
 """Requests inside their latency targets: fixed shapes, two that are given the targets, and the
 planner, which chooses between those two.
 
-    python -m bench.slo [--rate 1 --rate 2 ...] [--seeds 3] [--doc docs/two_tiers.md]
+    python -m bench.slo [FILE[:SCALE] ...] [--rate 1 --rate 2 ...] [--seeds 3]
+        [--doc docs/two_tiers.md]
 
 A simulation: gateway, router, admission and worker cores are the real ones under a virtual clock;
 steps take as long as a formula says. So the same call gives the same table on any machine. The
 formula's times are of the 125m shape on two cores whose load varies: with them the median first
 token of the split is 1.5 and 4.8 s at 2 and 4 requests/s, and colocated 0.6 and 2.2 s, where
 servers on such a machine had 1.4 and 4.7, and 0.5 and 2.5 s.
+
+FILE is a recorded load as bench.sharing reads it, its answers at half of their length: its requests
+follow each other as recorded, at another rate, and share no prefix here.
 
 Every shape first serves another load of the same kind, which is not counted: workers have measured
 their steps then, and the planner has seen what comes. It begins with the split.
@@ -21,7 +25,9 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from os import cpu_count
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -30,9 +36,13 @@ import typer
 
 from baton.types import NO_SLO, Slo, Tier
 from bench import measure
+from bench.fleet import runs
 from bench.measure import Record
 from bench.plan import poisson
+from bench.sharing import load_of as recorded_load_of
 from bench.suite.markdown import Goal, goal_line, replaced, table
+from bench.workload import fitted
+from engine.plan.trace import TraceEntry, TraceError, read_trace
 from tests.support.sim_load import TIMED_SPEC, Arrival, Speed, records_of_load
 from worker_core.policy import (
     Policy,
@@ -50,6 +60,9 @@ _ONE_CORE = Speed(0.010, 0.0010, 0.0009, host_s=0.001, noise=0.08, noise_s=0.015
 _TWO_CORES = Speed(0.008, 0.0006, 0.00047, host_s=0.001, noise=0.08, noise_s=0.015)
 
 RATES = (1.0, 2.0, 4.0)
+#: Of recorded loads.
+RECORDED_RATES = (0.5, 1.0, 2.0, 4.0)
+_OUTPUT_SCALE = 0.5
 MAX_LOSS = 0.02
 _SEED_BEFORE = 1000
 
@@ -98,6 +111,18 @@ def load_of(rate: float, seed: int, num_requests: int) -> Load:
         return [
             Arrival(due_s, rng.randint(256, 1024), rng.randint(32, 64))
             for due_s in poisson(num_requests, rate, rng)
+        ]
+
+    return Load(arrivals(seed), arrivals(_SEED_BEFORE + seed))
+
+
+def recorded_load(trace: Sequence[TraceEntry], rate: float, seed: int, num_requests: int) -> Load:
+    """Two parts of a trace, other ones for each seed."""
+
+    def arrivals(seed: int) -> list[Arrival]:
+        return [
+            Arrival(entry.arrival_s, entry.num_input_tokens, entry.num_output_tokens)
+            for entry in runs.load_of(trace, rate, num_requests / rate, seed)
         ]
 
     return Load(arrivals(seed), arrivals(_SEED_BEFORE + seed))
@@ -163,6 +188,7 @@ PLANNED = Shape(_ONE_CORE, _split, options={"wide": _TWO_CORES, "is_steered": Tr
 class Cell:
     """Shares of requests inside the targets, by shape."""
 
+    load: str
     rate: float
     targets: Targets
     fixed: Mapping[str, float]
@@ -180,17 +206,18 @@ class Cell:
         return self.planned - max(self.steered.values())
 
 
-def cells_at(rate: float, loads: Sequence[Load]) -> list[Cell]:
+def cells_at(name: str, rate: float, loads: Sequence[Load]) -> list[Cell]:
     """One cell for each pair of targets."""
-    fixed = {name: [shape.records(load) for load in loads] for name, shape in FIXED.items()}
+    fixed = {key: [shape.records(load) for load in loads] for key, shape in FIXED.items()}
     return [
         Cell(
+            name,
             rate,
             targets,
-            {name: fmean(map(targets.share_of, runs)) for name, runs in fixed.items()},
+            {shape: fmean(map(targets.share_of, records)) for shape, records in fixed.items()},
             {
-                name: fmean(targets.share_of(shape.records(load, targets.slo)) for load in loads)
-                for name, shape in WITH_TARGETS.items()
+                steered: fmean(targets.share_of(shape.records(load, targets.slo)) for load in loads)
+                for steered, shape in WITH_TARGETS.items()
             },
             fmean(targets.share_of(PLANNED.records(load, targets.slo)) for load in loads),
         )
@@ -200,14 +227,14 @@ def cells_at(rate: float, loads: Sequence[Load]) -> list[Cell]:
 
 def markdown(cells: Sequence[Cell], command: str) -> str:
     """The table, and whether the goals are met."""
-    headings = ("requests/s", "targets, ms", *FIXED, *WITH_TARGETS, "planned")
+    headings = ("load", "requests/s", "targets, ms", *FIXED, *WITH_TARGETS, "planned")
     rows = []
     for cell in cells:
         shares = (*cell.fixed.values(), *cell.steered.values(), cell.planned)
         best = max(shares)
         shown = [f"**{share:.0%}**" if share == best else f"{share:.0%}" for share in shares]
         targets = f"{cell.targets.name}: {cell.targets.ttft_ms:,.0f}, {cell.targets.tpot_ms:,.0f}"
-        rows.append([f"{cell.rate:g}", targets, *shown])
+        rows.append([cell.load, f"{cell.rate:g}", targets, *shown])
     gains = [cell.gain for cell in cells]
     goals = (
         goal_line(Goal("least gain over the best fixed shape, points", -2), {"": 100 * min(gains)}),
@@ -221,23 +248,50 @@ def markdown(cells: Sequence[Cell], command: str) -> str:
 
 
 def main(
+    recorded: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE[:SCALE]]...", help="Recorded loads.")
+    ] = None,
     rate: Annotated[
-        list[float] | None, typer.Option(help="Requests/s; may be repeated. [default: 1, 2, 4]")
+        list[float] | None,
+        typer.Option(help="Requests/s; may be repeated. [default: 1, 2, 4; recorded: 0.5, too]"),
     ] = None,
     num_requests: Annotated[int, typer.Option(min=1, help="Of each run.")] = 40,
     seeds: Annotated[int, typer.Option(min=1, help="Loads for each cell.")] = 3,
     doc: Annotated[Path | None, typer.Option(help="Page with a part for the table.")] = None,
 ) -> None:
     """Simulate shapes with and without latency targets, and the planner."""
-    cells = []
-    for one in rate or RATES:
-        loads = [load_of(one, seed, num_requests) for seed in range(seeds)]
-        cells += cells_at(one, loads)
-    body = markdown(cells, " ".join(["python -m bench.slo", *sys.argv[1:]]))
+    jobs = [
+        ("drawn", one, [load_of(one, seed, num_requests) for seed in range(seeds)])
+        for one in rate or RATES
+    ]
+    for found in map(recorded_load_of, recorded or ()):
+        try:
+            entries = read_trace(found.path)
+        except (TraceError, OSError) as error:
+            raise SystemExit(f"slo: {error}") from None
+        trace = [
+            fitted(entry, found.scale, _OUTPUT_SCALE, TIMED_SPEC.max_model_len) for entry in entries
+        ]
+        jobs += [
+            (
+                found.name,
+                one,
+                [recorded_load(trace, one, seed, num_requests) for seed in range(seeds)],
+            )
+            for one in rate or RECORDED_RATES
+        ]
+    with ProcessPoolExecutor(cpu_count()) as pool:
+        cells = [cell for found in pool.map(cells_at, *zip(*jobs, strict=True)) for cell in found]
+    body = markdown(cells, " ".join(["python -m bench.slo", *map(_word, sys.argv[1:])]))
     typer.echo(body)
     if doc:
         page = doc.read_text(encoding="utf-8")
         doc.write_text(replaced(page, "slo", body), encoding="utf-8")
+
+
+def _word(text: str) -> str:
+    """A word of the command line, without the folder of a file."""
+    return text.rpartition("/")[2] if ".csv" in text or ".jsonl" in text else text
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
