@@ -1,13 +1,14 @@
 """Requests inside their latency targets on real servers, by HTTP: fixed shapes, and the planner.
 
-    python -m bench.slo_servers [--rate 1 --rate 2 ...] [--input-scale 0.3] [--repeat 1]
-        [--json FILE] [--doc docs/two_tiers.md]
+    python -m bench.slo_servers [--rate 1 --rate 2 ...] [--input-scale 0.3] [--target-scale 2]
+        [--repeat 1] [--json FILE] [--doc docs/two_tiers.md]
 
 The grid of bench.slo, measured: the 125m shape with random weights, an open loop of completions
 over HTTP, prompts of 256 to 1,024 tokens (times --input-scale) and answers of 32 to 64. All servers
 are up at once, and take turns at each rate: five fixed shapes, the same requests for all targets;
 and for each pair of targets a split with `--planner on`. Every run first serves another load of the
 same kind, which is not counted. One fixed shape takes two turns: the difference is the noise.
+--target-scale is for machines on which a step alone takes longer than a target allows.
 
 --json adds to the file: with the same file, rates may be measured in several calls, and the table
 has all of them. Eight servers take about 15 GiB. One rate takes
@@ -24,7 +25,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -109,7 +110,16 @@ class Cell:
         return [f"{self.rate:g}", of, *shown, *points]
 
 
-def servers(model: str, kv_bytes: int) -> dict[str, ServeOptions]:
+def scaled(factor: float) -> tuple[Targets, ...]:
+    """The targets of bench.slo times a factor, for slower machines."""
+    return tuple(
+        replace(t, ttft_ms=factor * t.ttft_ms, tpot_ms=factor * t.tpot_ms) for t in TARGETS
+    )
+
+
+def servers(
+    model: str, kv_bytes: int, all_targets: Sequence[Targets] = TARGETS
+) -> dict[str, ServeOptions]:
     """Options of `baton serve` by contender, each with two cores and `kv_bytes` for KV. Raises
     ConfigError."""
     both = {
@@ -141,7 +151,7 @@ def servers(model: str, kv_bytes: int) -> dict[str, ServeOptions]:
                     "slo_tpot_ms": targets.tpot_ms,
                 }
             )
-            for targets in TARGETS
+            for targets in all_targets
         },
     }
 
@@ -171,7 +181,11 @@ async def measure(
     return found
 
 
-def cells_at(rate: float, records: Mapping[str, Sequence[Record]]) -> list[Cell]:
+def cells_at(
+    rate: float,
+    records: Mapping[str, Sequence[Record]],
+    all_targets: Sequence[Targets] = TARGETS,
+) -> list[Cell]:
     """One cell for each pair of targets."""
     fixed = [APART, SPLIT, *(f"chunks of {chunk:,}" for chunk in CHUNKS)]
     return [
@@ -182,7 +196,7 @@ def cells_at(rate: float, records: Mapping[str, Sequence[Record]]) -> list[Cell]
             targets.share_of(records[AGAIN]),
             targets.share_of(records[_planned(targets)]),
         )
-        for targets in TARGETS
+        for targets in all_targets
     ]
 
 
@@ -238,6 +252,7 @@ def main(
     before: Annotated[int, typer.Option(min=1, help="Requests that do not count.")] = 16,
     repeat: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 1,
     input_scale: Annotated[float, typer.Option(help="Factor on lengths of prompts.")] = 1.0,
+    target_scale: Annotated[float, typer.Option(help="Factor on all targets.")] = 1.0,
     kv_mib: Annotated[int, typer.Option(min=64, help="KV memory of each server.")] = 768,
     json_path: Annotated[Path | None, typer.Option("--json", help="Add all results.")] = None,
     doc: Annotated[Path | None, typer.Option(help="Page with a part for the table.")] = None,
@@ -246,16 +261,17 @@ def main(
     started_at = now()
     folder = str(checkpoint(model, "bfloat16")) if model in NAMES else model
     load = Load(num_requests, before, input_scale)
-    rates = tuple(rate or RATES)
+    rates, targets = tuple(rate or RATES), scaled(target_scale)
     try:
-        found = asyncio.run(measure(servers(folder, kv_mib << 20), rates, repeat, load))
+        options = servers(folder, kv_mib << 20, targets)
+        found = asyncio.run(measure(options, rates, repeat, load))
     except ChildFailed as error:
         raise SystemExit("\n".join((*error.last_lines, f"slo_servers: {error}"))) from None
     except (BatonError, OSError) as error:
         raise SystemExit(f"slo_servers: {error}") from None
-    cells = [cell for one in rates for cell in cells_at(one, found[one])]
+    cells = [cell for one in rates for cell in cells_at(one, found[one], targets)]
     runs = [
-        {"rate": one, "contender": name, **asdict(summarise(records, TARGETS[0].limits))}
+        {"rate": one, "contender": name, **asdict(summarise(records, targets[0].limits))}
         for one in rates
         for name, records in found[one].items()
     ]
